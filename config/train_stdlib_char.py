@@ -1,0 +1,26 @@
+# The first run: a small character-level GPT on the sources of Python's own standard library.
+# About three minutes on two CPU cores, seconds on a GPU:
+# $ python data/stdlib_char/prepare.py && python train.py config/train_stdlib_char.py
+
+out_dir = "out-stdlib-char"
+dataset = "stdlib_char"
+
+eval_interval = 250
+eval_iters = 40
+log_interval = 10
+
+gradient_accumulation_steps = 1
+batch_size = 16
+block_size = 128
+
+n_layer = 4
+n_head = 4
+n_embd = 192
+dropout = 0.0
+
+learning_rate = 2e-3
+min_lr = 2e-4
+max_iters = 2000
+lr_decay_iters = 2000
+warmup_iters = 100
+beta2 = 0.99

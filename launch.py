@@ -1,0 +1,234 @@
+"""
+Who am I: the launcher's rank variables, the device, the process group; and the two ways in which ranks come to one
+mind, `agreement` for a mistake that any of them found and `gather_rows` for the numbers of a step.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,  # stored as float32, multiplied by tensor cores with 10 bits of mantissa
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others. `world_size` 1 and no process group where nothing launched it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Rank 0: the one that prints, logs and writes what one process writes."""
+        return self.rank == 0
+
+
+def rank_variables() -> tuple[int, int, int, int]:
+    """(rank, world size, local rank, local world size) as torchrun sets them; (0, 1, 0, 1) without a launcher."""
+    if "RANK" not in os.environ:
+        return 0, 1, 0, 1
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(f"RANK is set but {', '.join(missing)} is not: start with torchrun, or unset RANK")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_world_size = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", world_size)
+    return rank, world_size, int(local_rank), int(local_world_size)
+
+
+def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
+    """
+    The device called `name`: 'auto' is cuda, else mps (one process only: it has no collectives), else cpu; 'cuda' is
+    the local rank's own GPU.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if name == "auto":
+        mps = torch.backends.mps.is_available() and world_size == 1
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
+        raise ValueError(f"device is {name!r}; possible are auto, cpu, cuda, cuda:N, mps")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            raise ValueError("device is 'cuda', but torch finds no GPU here: set --device=cpu or --device=auto")
+        number = int(index) if index and world_size == 1 else local_rank
+        if number >= count:
+            raise ValueError(f"GPU {number} is asked for, but there are {count}: start at most {count} processes here")
+        return torch.device("cuda", number)
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device is 'mps', but torch finds none here: set --device=cpu or --device=auto")
+    if kind == "mps" and world_size > 1:
+        raise ValueError("several processes cannot share device 'mps': set --device=cpu, or start one process")
+    return torch.device(kind)
+
+
+def join(device: str = "auto", backend: str = "auto") -> Ranks:
+    """
+    Take this process's device and enter the process group, where a launcher made one.
+
+    Raises:
+        ValueError: the device or the backend cannot be had here.
+    """
+    rank, world_size, local_rank, local_world_size = rank_variables()
+    chosen = pick_device(device, local_rank, world_size)
+    if backend == "auto":
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+    if backend not in ("nccl", "gloo"):
+        raise ValueError(f"backend is {backend!r}; possible are auto, nccl (GPUs) and gloo (CPU)")
+    if backend == "nccl" and chosen.type != "cuda" and world_size > 1:
+        raise ValueError(f"backend 'nccl' works between GPUs, not on {chosen.type}: set --backend=gloo")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if chosen.type == "cpu" and local_world_size > 1:
+        # torchrun gives each process one thread, two pools on all the cores would fight: divide the cores
+        torch.set_num_threads(max(1, cpu_count() // local_world_size))
+    if "RANK" in os.environ:
+        own = {"device_id": chosen} if backend == "nccl" else {}
+        try:
+            dist.init_process_group(backend, **own)
+        except (dist.DistNetworkError, dist.DistStoreError) as e:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise ValueError(f"rank {rank} cannot reach the others through {where}: {str(e).splitlines()[0]}") from e
+    return Ranks(rank, world_size, local_rank, local_world_size, chosen)
+
+
+def cpu_count() -> int:
+    """Cores that this process may run on (a container or a scheduler often gives fewer than there are)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def leave() -> None:
+    """Leave the process group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_objects(value: object) -> list:
+    """`value` of every rank, by rank (all ranks)."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather_rows(row: list[Tensor | float], device: torch.device) -> Tensor:
+    """
+    One row of numbers from every rank (all ranks): (world size, len(row)) float64 on the CPU. The one small
+    collective of a step, and where the loop waits for the device.
+    """
+    kept = torch.float32 if device.type == "mps" else torch.float64
+    mine = torch.stack([torch.as_tensor(v, dtype=kept, device=device) for v in row])  # (n,)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine[None].cpu().double()
+    rows = mine.new_empty(dist.get_world_size() * len(row))
+    dist.all_gather_into_tensor(rows, mine)
+    return rows.view(-1, len(row)).cpu()
+
+
+@contextmanager
+def agreement() -> Iterator[None]:
+    """
+    Do something that can fail on any rank (all ranks, no collective inside): where it raised ValueError or OSError on
+    some, rank 0 says so, once, and all leave with status 1.
+    """
+    problem = None
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        problem = str(e)
+    problems = gather_objects(problem)
+    if not any(problems):
+        return
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for message in dict.fromkeys(p for p in problems if p):
+            ranks = [r for r, p in enumerate(problems) if p == message]
+            who = "" if len(ranks) == len(problems) else f"rank {', '.join(map(str, ranks))}: "
+            print(f"error: {who}{message}", file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        dist.barrier()  # no rank leaves, and has the launcher kill rank 0, before it is printed
+    leave()
+    sys.exit(1)
+
+
+def best_dtype(device: torch.device) -> str:
+    """The fastest dtype that trains safely: what the device multiplies in hardware."""
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+    if device.type == "cpu" and any(cpu_has(f) for f in ("avx512_bf16", "amx_bf16", "amx_tile")):
+        return "bfloat16"
+    return "float32"
+
+
+def cpu_has(feature: str) -> bool:
+    """Whether the processor names this feature (a processor without it emulates bfloat16, slower than float32)."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            return any(feature in line.split() for line in f if line.startswith("flags"))
+    except OSError:
+        return False
+
+
+def dtype_for(wanted: str, device: torch.device, before: str | None = None) -> str:
+    """
+    The dtype to compute in: `wanted`, or for 'auto' the one used `before` the resume, or the device's best.
+
+    Raises:
+        ValueError: unknown, or not for this device.
+    """
+    if wanted == "auto":
+        try:
+            return dtype_for(before or best_dtype(device), device)
+        except ValueError:  # what was used before, on another device, cannot be had here
+            return best_dtype(device)
+    if wanted not in DTYPES:
+        raise ValueError(f"dtype is {wanted!r}; possible are auto, {', '.join(DTYPES)}")
+    if wanted == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        raise ValueError(f"dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not {device.type}")
+    if wanted == "float16" and device.type == "mps":
+        raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16")
+    return wanted
+
+
+def agree_on_dtype(mine: str) -> str:
+    """One dtype for all ranks (all ranks): the most careful that any of them has to take."""
+    offers = gather_objects(mine)
+    return next(d for d in ("float32", "tf32", "float16", "bfloat16") if d in offers)
+
+
+def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
+    """Process-wide switches: TF32 unless float32 is to be exact, and algorithms that give the same bits each time."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has no deterministic mode without it
+        torch.use_deterministic_algorithms(True)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """
+    Seed every generator for one step. Dropout's masks become a function of (seed, step, rank): a resumed run has the
+    random state of the run that never stopped, on any layout, without one having been saved.
+    """
+    number = int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])
+    torch.manual_seed(number)  # every device's generator too
+    random.seed(number)
+    np.random.seed(number % 2**32)

@@ -1,0 +1,388 @@
+"""
+GPT-2 as one module: the model, its optimizer groups, generation with a key/value cache, and GPT-2 weights from
+Hugging Face. It knows nothing of processes (DESIGN.md, law 6): parallel.py spreads it from outside.
+
+Names and shapes of the parameters are nanoGPT's, so that checkpoints go both ways: Linear weights are (out, in),
+attention's query, key and value are stacked in `c_attn` in that order, `transformer.wte` and `lm_head` are tied.
+"""
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -1  # a target that counts for nothing
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a model. `bias`: biases in Linear and LayerNorm, as GPT-2 has them; False is a little faster."""
+
+    block_size: int = 1024
+    vocab_size: int = 50304  # GPT-2's 50257, rounded up to a multiple of 64, which matmuls like
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}: it must be in [0, 1)")
+
+
+@dataclass
+class KVCache:
+    """One block's keys and values of the positions seen so far, in buffers made once for the longest sequence."""
+
+    k: Tensor  # (B, n_head, block_size, head_size)
+    v: Tensor  # (B, n_head, block_size, head_size)
+    length: int = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store T more positions; returns all the keys and values so far."""
+        start, self.length = self.length, self.length + k.size(2)
+        self.k[:, :, start : self.length] = k
+        self.v[:, :, start : self.length] = v
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_size = config.n_embd // config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        B, T, _ = x.shape
+        # the number of heads is read off the local shape: under tensor parallelism a rank holds a part of them
+        qkv = self.c_attn(x).view(B, T, 3, -1, self.head_size)
+        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))  # each (B, H, T, head_size)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            # one query against a cache sees every key; SDPA's own causal mask would line it up with the first one
+            is_causal=k.size(2) == T,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, C), or this rank's heads of C
+        return self.resid_dropout(self.c_proj(y))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)  # (B, T, C)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """
+    A GPT-2 language model.
+
+    Args:
+        config: its shape.
+        seed: initial weights are a function of (seed, parameter name, shape) alone, see `init_weights`; without one,
+            of torch's seed, so that `torch.manual_seed(1337); GPT(config)` does what one expects.
+    """
+
+    def __init__(self, config: GPTConfig, seed: int | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.vocab_size, config.n_embd),
+                wpe=nn.Embedding(config.block_size, config.n_embd),
+                drop=nn.Dropout(config.dropout),
+                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
+            )
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # tied: Press and Wolf 2017, arXiv:1608.05859
+        if not self.lm_head.weight.is_meta:
+            self.init_weights(torch.initial_seed() if seed is None else seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """
+        GPT-2's initial weights: normal with standard deviation 0.02, residual projections 0.02 / sqrt(2 n_layer),
+        biases 0, LayerNorm 1. Each parameter has a generator of its own, seeded by (seed, name) and run on the CPU:
+        the same numbers on every device, in whatever order, by whichever rank.
+        """
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+            elif p.dim() < 2:
+                p.fill_(1.0)
+            else:
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
+                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+                p.copy_(torch.empty(p.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
+
+    def get_num_params(self, non_embedding: bool = True) -> int:
+        """Number of parameters; without the position embeddings by default (wte counts: it is lm_head's weight)."""
+        n = sum(p.numel() for p in self.parameters())
+        return n - self.transformer.wpe.weight.numel() if non_embedding else n
+
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        target_count: float | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """
+        Logits and loss.
+
+        Args:
+            idx: token ids (B, T), T at most block_size (less what the caches hold).
+            targets: token ids (B, T); -1 is ignored.
+            target_count: for training: the loss is the sum over the targets divided by this, so that shares of a
+                batch add up exactly, also where a share is empty; no logits are returned then, which for a large
+                vocabulary need not exist all at once.
+            caches: one KVCache a block; idx continues what they hold.
+
+        Returns:
+            (logits (B, T, V), mean loss) with targets, (None, sum / target_count) with target_count as well, and
+            (logits of the last position (B, 1, V), None) without targets.
+        """
+        T = idx.size(1)
+        start = caches[0].length if caches else 0
+        if start + T > self.config.block_size:
+            raise ValueError(f"a sequence of {start + T} tokens is longer than block_size {self.config.block_size}")
+        positions = torch.arange(start, start + T, device=idx.device)  # (T,)
+        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x = self.transformer.drop(x)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, caches[i] if caches else None)
+        x = self.transformer.ln_f(x)
+
+        if targets is None:
+            return self.lm_head(x[:, -1:]), None
+        if target_count is not None:
+            return None, summed_loss(x, self.lm_head.weight, targets) / target_count
+        logits = self.lm_head(x)  # (B, T, V)
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+
+    def crop_block_size(self, block_size: int) -> None:
+        """Shorten the context: drop the position embeddings from `block_size` on."""
+        if not 1 <= block_size <= self.config.block_size:
+            raise ValueError(f"block_size {block_size} is outside 1 to {self.config.block_size}, this model's own")
+        self.config.block_size = block_size
+        wpe = self.transformer.wpe
+        wpe.weight = nn.Parameter(wpe.weight.detach()[:block_size].clone())
+        wpe.num_embeddings = block_size
+
+    @classmethod
+    def from_pretrained(cls, model_type: str, override_args: dict | None = None) -> "GPT":
+        """
+        Weights from Hugging Face: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder that a GPT2LMHeadModel
+        was saved to. Only dropout can be overridden.
+
+        Raises:
+            ValueError: the weights cannot be had, or are no GPT-2.
+        """
+        from transformers import GPT2LMHeadModel
+
+        override_args = override_args or {}
+        if set(override_args) - {"dropout"}:
+            raise ValueError(f"only dropout can be overridden, not {sorted(override_args)}")
+        try:
+            hf = GPT2LMHeadModel.from_pretrained(model_type)
+        except (OSError, RuntimeError, KeyError) as e:
+            raise ValueError(f"cannot load {model_type!r} with transformers: {str(e).splitlines()[0]}") from e
+        return cls.from_hf(hf, **override_args)
+
+    @classmethod
+    def from_hf(cls, hf: nn.Module, dropout: float = 0.0) -> "GPT":
+        """The same model as a transformers GPT2LMHeadModel, its weights copied."""
+        c = hf.config
+        shape = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd)
+        config = GPTConfig(block_size=c.n_positions, vocab_size=c.vocab_size, bias=True, dropout=dropout, **shape)
+        # transformers keeps attention and MLP as Conv1D, whose weight is (in, out)
+        conv = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+        return cls.from_state(config, {n: w.t() if n.endswith(conv) else w for n, w in hf.state_dict().items()})
+
+    @classmethod
+    def from_state(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
+        """
+        A model with these weights, copied, in float32.
+
+        Raises:
+            ValueError: they are not those of such a model.
+        """
+        with torch.device("meta"):  # no memory and no time for initial weights that are not wanted
+            model = cls(config)
+        # ".attn.bias" is the causal mask that nanoGPT without flash attention stores; we have none
+        copied = {n: w.detach().float().contiguous().clone() for n, w in state.items() if not n.endswith(".attn.bias")}
+        try:
+            model.load_state_dict(copied, assign=True)
+        except RuntimeError as e:
+            raise ValueError(" ".join(str(e).split())[:500]) from e
+        model.lm_head.weight = model.transformer.wte.weight
+        return model
+
+    def describe(self) -> dict:
+        """The checkpoint's `model_args`: the config as a dict."""
+        return asdict(self.config)
+
+    def configure_optimizers(
+        self, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str
+    ) -> torch.optim.AdamW:
+        """
+        AdamW with two groups: parameters of two or more dimensions (matmuls, embeddings), which decay, and the rest
+        (biases, LayerNorm), which do not. The fused kernel wherever the device has it: one pass over the memory.
+        """
+        params = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=device_type in ("cuda", "cpu", "mps"))
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations for one token's forward and backward: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311)."""
+        c = self.config
+        return 6 * self.get_num_params() + 12 * c.n_layer * c.n_embd * c.block_size
+
+    def estimate_mfu(self, fwdbwd_per_iter: float, dt: float, peak_flops: float = 312e12) -> float:
+        """
+        Model FLOPs utilization, 0 to 1: `fwdbwd_per_iter` sequences of block_size tokens in `dt` seconds against
+        `peak_flops` (an A100's bfloat16 unless told otherwise, as in nanoGPT; metrics.py knows the real device's).
+        """
+        return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak_flops
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        n_tokens: int | None = None,
+        use_cache: bool = True,
+    ) -> Tensor:
+        """
+        Continue each row of `idx` (B, T) by `max_new_tokens` sampled tokens; returns (B, T + max_new_tokens).
+
+        Keys and values are cached until the sequence outgrows block_size. From there on the window slides, which
+        gives every token a new position and so invalidates the cache: each step is a full forward.
+
+        Args:
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: sample among the k likeliest only (None or 0: all).
+            n_tokens: only ids below this are sampled: a padded vocabulary has ids that no tokenizer can decode.
+            use_cache: False computes every position again for every token: slow, the same result.
+        """
+        caches = None
+        if use_cache and idx.size(1) < self.config.block_size:
+            w, c = self.transformer.wte.weight, self.config
+            dtype = torch.get_autocast_dtype(w.device.type) if torch.is_autocast_enabled(w.device.type) else w.dtype
+            empty = partial(torch.empty, idx.size(0), c.n_head, c.block_size, c.n_embd // c.n_head)
+            caches = [KVCache(*(empty(dtype=dtype, device=w.device) for _ in "kv")) for _ in range(c.n_layer)]
+        for _ in range(max_new_tokens):
+            if caches is not None and idx.size(1) <= self.config.block_size:
+                logits, _ = self(idx[:, caches[0].length :], caches=caches)
+            else:
+                logits, _ = self(idx[:, -self.config.block_size :])
+            logits = logits[:, -1, :n_tokens].float()  # (B, V)
+            if temperature == 0:
+                following = logits.argmax(-1, keepdim=True)
+            else:
+                logits = logits / temperature
+                if top_k:
+                    least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                    logits = logits.masked_fill(logits < least, -math.inf)
+                following = torch.multinomial(logits.softmax(-1), 1)
+            idx = torch.cat((idx, following), dim=1)
+        return idx
+
+
+def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """
+    Cross-entropy of `x @ weight.T` summed over the targets that are not -1, a float32 scalar.
+
+    Args:
+        x: (B, T, C) final hidden states. weight: (V, C). targets: (B, T).
+    """
+    x, targets = x.flatten(0, 1), targets.flatten()
+    rows = (2**24 if x.device.type == "cpu" else 2**26) // weight.size(0)  # of logits: 64 or 256 MiB in float32
+    if x.size(0) <= rows or not torch.is_grad_enabled():
+        losses = [
+            F.cross_entropy(F.linear(xs, weight).float(), ts, reduction="sum", ignore_index=IGNORE)
+            for xs, ts in zip(x.split(max(rows, 1)), targets.split(max(rows, 1)), strict=True)
+        ]
+        return torch.stack(losses).sum()
+    if torch.is_autocast_enabled(x.device.type):  # autocast does not reach into a Function
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    return ChunkedLoss.apply(x, weight, targets, max(rows, 1))
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """
+    The same sum for a large vocabulary, in chunks of rows. The logits of a whole micro-batch would be the largest
+    tensor of the step, several times over; the gradient of a chunk needs nothing of the others, so it is taken at
+    once and the chunk's logits are gone. F.linear_cross_entropy has the same aim, but was 4 to 8 times slower on a CPU
+    and returned the sum rounded to bfloat16 (torch 2.13).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:  # noqa: ANN001
+        loss = x.new_zeros((), dtype=torch.float32)
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        for xs, ts, dxs in zip(x.split(rows), targets.split(rows), dx.split(rows), strict=True):
+            logits = (xs @ weight.t()).float()  # (rows, V)
+            valid = ts != IGNORE  # (rows,)
+            at = ts.clamp(min=0)[:, None]  # (rows, 1)
+            log_sum = logits.logsumexp(-1, keepdim=True)  # (rows, 1)
+            loss += ((log_sum - logits.gather(1, at)).squeeze(1) * valid).sum()
+            # d loss / d logits = softmax - one_hot, in the place of the logits
+            dlogits = logits.sub_(log_sum).exp_()
+            dlogits.scatter_add_(1, at, torch.full_like(log_sum, -1.0)).mul_(valid[:, None])
+            dlogits = dlogits.to(x.dtype)
+            torch.mm(dlogits, weight, out=dxs)
+            dw += dlogits.t() @ xs
+        ctx.save_for_backward(dx, dw)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: ANN001
+        dx, dw = ctx.saved_tensors
+        return dx * grad.to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None

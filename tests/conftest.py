@@ -1,0 +1,30 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from runs import Zygote, tiny_data
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    z = Zygote()
+    yield z
+    z.close()
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A folder to run in, with a data set called tiny."""
+    tiny_data(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def shared_work(tmp_path_factory):
+    """The same for all tests of a file that only read from it."""
+    path = tmp_path_factory.mktemp("work")
+    tiny_data(path)
+    return path

@@ -1,0 +1,143 @@
+"""Start train.py and its like on any number of processes, and read what they left (see zygote.py)."""
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+REPO = Path(__file__).resolve().parent.parent
+SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
+# a model small enough that a run of 40 steps takes a second or two; what a test wants otherwise comes after these
+TINY = [
+    "--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32",
+    "--batch_size=4", "--gradient_accumulation_steps=2", "--learning_rate=1e-3", "--warmup_iters=10", "--max_iters=29",
+    "--lr_decay_iters=100", "--eval_interval=1000", "--eval_iters=2", "--log_interval=1",
+]  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Run:
+    """The processes of one run; `out` is a file for each rank's output."""
+
+    def __init__(self, zygote, pids, outs):
+        self.zygote, self.pids, self.outs = zygote, pids, outs
+        self.codes = [None] * len(pids)
+
+    def poll(self):
+        for i, pid in enumerate(self.pids):
+            if self.codes[i] is None:
+                self.codes[i] = self.zygote.ask({"poll": pid})
+        return all(c is not None for c in self.codes)
+
+    def wait(self, timeout=120, ok=True):
+        """Wait for all processes; with `ok` they must all have left with status 0."""
+        end = time.monotonic() + timeout
+        while not self.poll():
+            if time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"still running after {timeout} s:\n{self.text()}")
+            time.sleep(0.01)
+        if ok:
+            assert self.codes == [0] * len(self.codes), f"exit {self.codes}:\n{self.text()}"
+        return self
+
+    def kill(self, ranks=None, sig=signal.SIGKILL):
+        for i in range(len(self.pids)) if ranks is None else ranks:
+            if self.codes[i] is None:
+                os.kill(self.pids[i], sig)
+
+    def text(self):
+        return "".join(Path(out).read_text(errors="replace") for out in self.outs if Path(out).exists())
+
+    def until(self, seen, timeout=60):
+        """Wait until seen(text of all ranks) is true, or the run has ended; says which: True for seen."""
+        end = time.monotonic() + timeout
+        while not seen(self.text()):
+            if self.poll():
+                return bool(seen(self.text()))
+            assert time.monotonic() < end, f"not seen in {timeout} s:\n{self.text()}"
+            time.sleep(0.002)
+        return True
+
+
+class Zygote:
+    """One importer of torch for all the runs of a session."""
+
+    def __init__(self):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "RANK", "WORLD_SIZE", "LOCAL_"))}
+        self.process = subprocess.Popen(
+            [sys.executable, str(REPO / "tests" / "zygote.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+        )  # fmt: skip
+        self.number = itertools.count()
+
+    def ask(self, request):
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, args, cwd, nproc=1, script="train.py", repo=REPO, env=None, group=None):
+        """Start `script` with these arguments in folder `cwd` on nproc processes; without a group if nproc is 1."""
+        n, port = next(self.number), free_port()
+        base = {"PYTHONUNBUFFERED": "1", **(env or {})}
+        grouped = nproc > 1 if group is None else group
+        envs = [base] * nproc
+        if grouped:
+            shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            envs = [{**base, **{k: str(v) for k, v in shared.items()}, "RANK": str(r), "LOCAL_RANK": str(r)}
+                    for r in range(nproc)]  # fmt: skip
+        outs = [str(Path(cwd) / f"run{n}.rank{r}.txt") for r in range(nproc)]
+        argv = [str(Path(repo) / script), *map(str, args)]
+        return Run(self, self.ask({"argv": argv, "cwd": str(cwd), "envs": envs, "outs": outs}), outs)
+
+    def train(self, args, cwd, nproc=1, ok=True, timeout=120, **kw):
+        """Run train.py to its end."""
+        return self.start([*TINY, *args], cwd, nproc, **kw).wait(timeout, ok)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(20)
+
+
+def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):
+    """A data set under cwd/data: Shakespeare's characters where they are at hand, else a repetitive random text."""
+    folder = Path(cwd) / "data" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    source = SHARED / "data" / "tinyshakespeare.txt"
+    if source.exists() and vocab == 65:
+        text = source.read_text()
+        chars = sorted(set(text))
+        ids = np.searchsorted(np.array(chars), np.array(list(text[: tokens + 4000])))
+    else:
+        rng = np.random.default_rng(0)
+        ids = np.cumsum(rng.integers(0, 3, tokens + 4000)) % vocab
+        chars = [chr(33 + i) for i in range(min(vocab, 90))]
+    ids[:tokens].astype(np.uint16).tofile(folder / "train.bin")
+    ids[tokens:].astype(np.uint16).tofile(folder / "val.bin")
+    import pickle
+
+    meta = {"vocab_size": vocab, "stoi": {c: i for i, c in enumerate(chars)}, "itos": dict(enumerate(chars))}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+def records(out_dir):
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(out_dir, key):
+    """{step: value} of a logged figure."""
+    return {r["iter"]: r[key] for r in records(out_dir) if key in r and "event" not in r}

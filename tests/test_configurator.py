@@ -1,0 +1,606 @@
+"""configurator.py: what a script's settings are, and what config files and --key=value do to them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from configurator import Setting, configure, fail, help_text, settings_of
+
+HEAD = '''"""
+Train a model,
+on any number of processes.
+
+A second paragraph.
+"""
+
+import math
+from configurator import configure
+
+before = 1  # stands before the first section
+# an ordinary comment
+# -- run ------------------------------------------------------------
+seed = 1337  # data order, initial weights
+device = "auto"  # auto, cpu, cuda
+eval_only = False  # evaluate once, then stop
+start = "\\n"  # the prompt, or FILE: and the name of a file
+# -- data ---
+_private = 3  # no setting
+computed = math.pi  # no setting
+listed = [1]  # no setting
+nothing = None  # no setting
+batch_size = 12  # sequences of a micro-batch
+accumulation = 5 * 8  # micro-steps of a step
+# -- optimizer and its learning rate, in a long heading ------
+learning_rate = 6e-4  # the largest
+max_iters = (
+    600000
+)  # steps
+top_k = -1  # how many; none where negative
+weight_decay = 0.1  # #-1 in front
+'''
+TAIL = """config = configure(globals())
+# -- afterwards -----------------------------------------------------
+later = 2
+"""
+DEFAULTS = {
+    "seed": 1337,
+    "device": "auto",
+    "eval_only": False,
+    "start": "\n",
+    "batch_size": 12,
+    "accumulation": 40,
+    "learning_rate": 6e-4,
+    "max_iters": 600000,
+    "top_k": -1,
+    "weight_decay": 0.1,
+}
+
+
+@pytest.fixture(autouse=True)
+def rank_0(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("rank 0 waits for nobody"))
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """The path of a script in a folder of its own; the working folder is another one."""
+    (tmp_path / "repo" / "config").mkdir(parents=True)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    path = tmp_path / "repo" / "train.py"
+    path.write_text(HEAD + TAIL)
+    return path
+
+
+def started(script):
+    """The globals of a script that has come as far as its call of configure."""
+    script_globals = {"__file__": str(script), "__name__": "__main__"}
+    exec(HEAD, script_globals)
+    return script_globals
+
+
+def run(script, *argv, extra=None):
+    return configure(started(script), list(argv), extra)
+
+
+def config_file(text, path="c.py"):
+    Path(path).write_text(text)
+    return path
+
+
+def problems(capsys, script, *argv, extra=None):
+    """The lines of the error that `argv` gives, which leaves the script's globals as they were."""
+    script_globals = started(script)
+    untouched = dict(script_globals)
+    with pytest.raises(SystemExit) as end:
+        configure(script_globals, list(argv), extra)
+    assert end.value.code == 1
+    assert script_globals == untouched
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err.splitlines()
+
+
+def problem(capsys, script, *argv, extra=None):
+    lines = problems(capsys, script, *argv, extra=extra)
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+# -- what the settings are
+
+
+def test_settings_are_the_constants_between_the_first_section_and_configure(script):
+    settings = settings_of(script)
+    assert {name: setting.default for name, setting in settings.items()} == DEFAULTS
+    assert list(settings) == list(DEFAULTS)
+    assert [type(setting.default) for setting in settings.values()] == [type(value) for value in DEFAULTS.values()]
+    assert settings["seed"] == Setting("seed", 1337, "data order, initial weights", "run")
+    assert settings["max_iters"].meaning == "steps"
+    sections = [setting.section for setting in settings.values()]
+    assert sections == ["run"] * 4 + ["data"] * 2 + ["optimizer and its learning rate, in a long heading"] * 4
+
+
+def test_settings_of_does_not_run_the_script(script):
+    script.write_text("import no_such_module\nraise SystemExit\n" + HEAD + TAIL)
+    assert list(settings_of(str(script))) == list(DEFAULTS)
+
+
+def test_reconfigure_is_not_the_call_that_ends_the_settings(script):
+    script.write_text("import sys\nsys.stdout.reconfigure(line_buffering=True)\n" + HEAD + TAIL)
+    assert list(settings_of(script)) == list(DEFAULTS)
+
+
+@pytest.mark.parametrize("comment", ["", "  #"])
+def test_a_setting_without_a_meaning_is_our_own_bug(script, comment):
+    script.write_text(HEAD + f"bare = 1{comment}\n" + TAIL)
+    with pytest.raises(AssertionError, match="bare"):
+        settings_of(script)
+
+
+# -- the command line
+
+
+def test_no_arguments_give_the_defaults(script):
+    config = run(script)
+    assert config == DEFAULTS
+    assert list(config) == list(DEFAULTS)
+
+
+def test_values_are_set_in_the_globals_and_returned(script):
+    script_globals = started(script)
+    config = configure(script_globals, ["--seed=7", "--device=cpu"])
+    assert config == DEFAULTS | {"seed": 7, "device": "cpu"}
+    assert {name: script_globals[name] for name in DEFAULTS} == config
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("--eval_only=true", True),
+        ("--eval_only=True", True),
+        ("--eval_only=1", True),
+        ("--eval_only=YES", True),
+        ("--seed=1_000", 1000),
+        ("--seed=0x10", 16),
+        ("--seed=1e4", 10000),
+        ("--top_k=-5", -5),
+        ("--learning_rate=1", 1.0),
+        ("--learning_rate=1e-3", 1e-3),
+        ("--learning_rate=-.5", -0.5),
+        ("--learning_rate=1_0.5", 10.5),
+        ("--device=cuda:0", "cuda:0"),
+        ("--device=a=b", "a=b"),
+        ("--device=", ""),
+        ("--device=5", "5"),
+        ("--device=None", "None"),
+        ("--device='gpt2'", "gpt2"),
+        ('--device="gpt2"', "gpt2"),
+        (r"--device='a\n'", "a\n"),
+        ("--device='yes' and 'no'", "'yes' and 'no'"),
+        ("--device='yes' 'no'", "'yes' 'no'"),
+        ("--device='open", "'open"),
+        ("--device='two\nlines'", "'two\nlines'"),
+    ],
+)
+def test_a_value_is_read_by_the_type_of_the_default(script, argument, value):
+    name = argument[2:].partition("=")[0]
+    config = run(script, argument)
+    assert config == DEFAULTS | {name: value}
+    assert type(config[name]) is type(DEFAULTS[name])
+
+
+@pytest.mark.parametrize("text", ["false", "False", "0", "no"])
+def test_false_is_false(script, text):
+    assert run(script, "--eval_only=yes", f"--eval_only={text}")["eval_only"] is False
+
+
+@pytest.mark.parametrize(
+    ("argument", "wanted"),
+    [
+        ("--eval_only=2", "True or False"),
+        ("--eval_only=", "True or False"),
+        ("--eval_only=maybe", "True or False"),
+        ("--seed=1.5", "a whole number"),
+        ("--seed=True", "a whole number"),
+        ("--seed=", "a whole number"),
+        ("--seed=inf", "a whole number"),
+        ("--seed=nan", "a whole number"),
+        ("--seed=5*8", "a whole number"),
+        ("--learning_rate=fast", "a finite number"),
+        ("--learning_rate=nan", "a finite number"),
+        ("--learning_rate=inf", "a finite number"),
+        ("--learning_rate=1e999", "a finite number"),
+        ("--learning_rate=1" + "0" * 400, "a finite number"),
+        ("--learning_rate=False", "a finite number"),
+        (r"--device='\x'", "text"),
+    ],
+)
+def test_a_value_of_another_type_is_an_error(script, capsys, argument, wanted):
+    line = problem(capsys, script, argument)
+    assert line.startswith(f"train.py: command line: {argument.partition('=')[0]}=")
+    assert line.endswith(f": not {wanted}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "typed"),
+    [
+        (["--eval_only"], "--eval_only=True"),
+        (["--eval_only", "False"], "--eval_only=False"),
+        (["--seed"], "--seed=VALUE"),
+        (["--seed", "--eval_only=1"], "--seed=VALUE"),
+        (["--device", "cpu"], "--device=cpu"),
+        (["--top_k", "-3"], "--top_k=-3"),
+        (["--device", "two words"], "--device='two words'"),
+    ],
+)
+def test_a_key_without_an_equals_sign_says_what_to_type(script, capsys, arguments, typed):
+    assert problem(capsys, script, *arguments).endswith(f"{arguments[0]}: type {typed}")
+
+
+def test_a_key_without_value_swallows_no_config_file(script, capsys):
+    config_file("seed = 'text'")
+    assert len(problems(capsys, script, "--seed", "c.py")) == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "key"), [("--learning_rat=1", "learning_rat"), ("--learning-rate", "learning-rate")]
+)
+def test_an_unknown_key_names_the_nearest(script, capsys, argument, key):
+    line = problem(capsys, script, argument)
+    assert line == f"train.py: command line: --{key}: no such setting; did you mean --learning_rate?"
+
+
+def test_the_nearest_of_several_near_names(script, capsys):
+    extra = {name: Setting(name, 1, "x", "run") for name in ("learning_rates", "learning_rat3s")}
+    assert problem(capsys, script, "--learning_rat=1", extra=extra).endswith("did you mean --learning_rate?")
+
+
+def test_an_unknown_key_like_no_other(script, capsys):
+    assert problem(capsys, script, "--zzz=1") == "train.py: command line: --zzz: no such setting"
+
+
+@pytest.mark.parametrize("name", ["_private", "computed", "listed", "nothing", "before", "later", "math"])
+def test_other_globals_are_no_settings(script, capsys, name):
+    assert f"--{name}: no such setting" in problem(capsys, script, f"--{name}=1")
+
+
+def test_the_local_rank_of_a_launcher_is_ignored(script):
+    assert run(script, "--local_rank=1", "--local-rank=1") == DEFAULTS
+
+
+def test_a_setting_named_local_rank_is_set(script):
+    script.write_text(HEAD + "local_rank = 0  # ours\n" + TAIL)
+    assert run(script, "--local_rank=3")["local_rank"] == 3
+
+
+# -- config files
+
+
+def test_arguments_apply_left_to_right(script):
+    config_file("seed = 2\ndevice = 'cpu'")
+    config_file("seed = 3", "d.py")
+    assert run(script, "--seed=1", "--seed=9")["seed"] == 9
+    assert run(script, "--seed=1", "c.py")["seed"] == 2
+    assert run(script, "c.py", "--seed=1")["seed"] == 1
+    assert run(script, "c.py", "d.py") == DEFAULTS | {"seed": 3, "device": "cpu"}
+    assert run(script, "d.py", "c.py")["seed"] == 2
+
+
+def test_a_config_is_looked_up_in_the_working_folder_then_beside_the_script(script):
+    config_file("seed = 1", script.parent / "config" / "x.py")
+    assert run(script, "config/x.py")["seed"] == 1
+    os.mkdir("config")
+    config_file("seed = 2", "config/x.py")
+    assert run(script, "config/x.py")["seed"] == 2
+    assert run(script, str(script.parent / "config" / "x.py"))["seed"] == 1
+
+
+def test_a_missing_config_lists_both_places_and_near_names(script, capsys):
+    (script.parent / "config" / "train_gpt2.py").touch()
+    (script.parent / "config" / "unlike.py").touch()
+    places = [f"{folder}/config/train_gpt.py" for folder in (os.getcwd(), script.parent)]
+    line = problem(capsys, script, "config/train_gpt.py")
+    assert line.startswith("train.py: config/train_gpt.py: no such config file; looked for " + " and ".join(places))
+    assert line.endswith(f"; {script.parent}/config has train_gpt2.py")
+    os.mkdir("config")
+    Path("config/train_gpt3.py").touch()
+    assert f"; {os.getcwd()}/config has train_gpt3.py; " in problem(capsys, script, "config/train_gpt.py")
+    assert "no such config file" in problem(capsys, script, "config")  # a folder
+
+
+def test_a_config_written_for_nanogpt(script):
+    config_file(
+        "import time\n"
+        "from math import floor\n"
+        "eval_only = True # override via the command line\n"
+        "device = 'x' + str(time.time())\n"
+        "accumulation = 5 * 8 * 2\n"
+        "max_iters = max_iters * 2\n"
+        "learning_rate = 1\n"
+        "gpus = 8\n"
+        "batch_size = 480 // gpus\n"
+        "def half(value):\n    return value * 0.5\n"
+        "weight_decay = half(weight_decay)\n"
+    )
+    config = run(script, "c.py")
+    assert re.fullmatch(r"x\d+\.\d+", config["device"])
+    changed = {"eval_only": True, "accumulation": 80, "max_iters": 1200000, "learning_rate": 1.0, "batch_size": 60}
+    assert config == DEFAULTS | changed | {"weight_decay": 0.05, "device": config["device"]}
+    assert type(config["learning_rate"]) is float
+
+
+def test_a_config_reads_what_arguments_before_it_set(script):
+    config_file("seed = seed * 2")
+    assert run(script, "--seed=5", "c.py", "c.py", "--device=cpu")["seed"] == 20
+
+
+def test_a_config_runs_in_a_copy_of_the_globals(script):
+    config_file("helper = 5\nbefore = 7\nseed = math.floor(2.5)\ndevice = __file__\nstart = __name__")
+    script_globals = started(script)
+    config = configure(script_globals, ["c.py"])
+    assert (config["seed"], config["device"], config["start"]) == (2, os.path.abspath("c.py"), "__main__")
+    assert script_globals["before"] == 1
+    assert script_globals["__file__"] == str(script)
+    assert "helper" not in script_globals
+
+
+def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
+    monkeypatch.syspath_prepend(os.getcwd())
+    config_file("seed = 5", "configurator_test_base.py")
+    config_file("from configurator_test_base import *\nglobals()['batch_size'] = 3")
+    assert run(script, "c.py") == DEFAULTS | {"seed": 5, "batch_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "expression", "value"),
+    [
+        ("learning_rate", "2", 2.0),
+        ("learning_rate", "np.float32(0.5)", 0.5),
+        ("learning_rate", "np.int64(3)", 3.0),
+        ("seed", "1e4", 10000),
+        ("seed", "np.int64(3)", 3),
+        ("seed", "np.float64(4)", 4),
+        ("eval_only", "1", True),
+        ("eval_only", "True", True),
+        ("eval_only", "np.int64(1)", True),
+        ("eval_only", "0", False),
+        ("device", "np.str_('cpu')", "cpu"),
+        ("device", "__import__('pathlib').Path('a') / 'b'", "a/b"),
+    ],
+)
+def test_a_config_value_becomes_a_builtin_of_the_right_type(script, name, expression, value):
+    config_file(f"import numpy as np\n{name} = {expression}")
+    config = run(script, "c.py")
+    assert config == DEFAULTS | {name: value}
+    assert type(config[name]) is type(DEFAULTS[name])
+    assert json.loads(json.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "expression", "shown", "wanted"),
+    [
+        ("seed", "True", "True", "a whole number"),
+        ("seed", "1.5", "1.5", "a whole number"),
+        ("seed", "'5'", "'5'", "a whole number"),
+        ("seed", "None", "None", "a whole number"),
+        ("seed", "float('inf')", "inf", "a whole number"),
+        ("batch_size", "batch_size == 12", "True", "a whole number"),
+        ("learning_rate", "True", "True", "a finite number"),
+        ("learning_rate", "'1e-3'", "'1e-3'", "a finite number"),
+        ("learning_rate", "float('nan')", "nan", "a finite number"),
+        ("learning_rate", "None", "None", "a finite number"),
+        ("eval_only", "2", "2", "True or False"),
+        ("eval_only", "1.0", "1.0", "True or False"),
+        ("eval_only", "'True'", "'True'", "True or False"),
+        ("eval_only", "None", "None", "True or False"),
+        ("device", "5", "5", "text"),
+        ("device", "None", "None", "text"),
+        ("device", "[1]", "[1]", "text"),
+    ],
+)
+def test_a_config_value_of_another_type_is_an_error(script, capsys, name, expression, shown, wanted):
+    config_file(f"{name} = {expression}")
+    assert problem(capsys, script, "c.py") == f"train.py: c.py: {name} = {shown}: not {wanted}"
+
+
+def test_a_number_too_large_for_a_float_is_an_error(script, capsys):
+    config_file("learning_rate = 10 ** 400")
+    assert problem(capsys, script, "c.py").endswith("not a finite number")
+
+
+def test_a_typo_in_a_config_is_an_error(script, capsys):
+    config_file("learning_rat = 1e-3\nmax_iter = 5\nbatchsize = True\nweight_deca = '1'")
+    assert problems(capsys, script, "c.py") == [
+        "train.py: c.py: batchsize: no such setting; did you mean batch_size?",
+        "train.py: c.py: learning_rat: no such setting; did you mean learning_rate?",
+        "train.py: c.py: max_iter: no such setting; did you mean max_iters?",
+        "train.py: c.py: weight_deca: no such setting; did you mean weight_decay?",
+    ]
+
+
+def test_helpers_in_a_config_are_no_typos(script):
+    config_file(
+        "learning_rat = 1e-3\nlearning_rate = learning_rat\n"  # read
+        "_max_iters = 5\n"  # private
+        "max_iter = [5]\n"  # no plain value
+        "def batchsize(): pass\n"
+        "dev = 'cpu'\nunlike = 5\n"  # not near enough
+    )
+    assert run(script, "c.py") == DEFAULTS | {"learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed = 1\n\nseed = 1 / 0\n", ", line 3: ZeroDivisionError: division by zero"),
+        ("def f():\n    return no_name\nf()\n", ", line 2: NameError: name 'no_name' is not defined"),
+        ("import json\njson.loads('')\n", ", line 2: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        ("raise ValueError('two\\nlines')\n", ", line 1: ValueError: two lines"),
+        ("seed = 1\nseed = (\n", ", line 2: SyntaxError: '(' was never closed"),
+        ("import sys\nsys.exit('stop')\n", ", line 2: SystemExit: stop"),
+        ("exec('1 +')\n", ", line 1: SyntaxError: invalid syntax (<string>, line 1)"),
+    ],
+)
+def test_an_exception_in_a_config_is_one_line(script, capsys, text, said):
+    config_file(text)
+    assert problem(capsys, script, "c.py") == f"train.py: c.py{said}"
+
+
+# -- errors
+
+
+def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys):
+    config_file("seed = 'one'\nbatch_size = 0.5\nbatchsize = 3\ndevice = 'cpu'")
+    config_file("1 / 0", "d.py")
+    arguments = ["--max_iters=5", "c.py", "d.py", "nowhere.py", "--sed=1", "--top_k=x", "--eval_only", "--seed=8"]
+    lines = problems(capsys, script, *arguments)  # which sees to it that nothing is applied
+    starts = ["c.py: seed = 'one'", "c.py: batch_size = 0.5", "c.py: batchsize", "d.py, line 1", "nowhere.py"]
+    starts += ["command line: --sed:", "command line: --top_k='x'", "command line: --eval_only:"]
+    assert len(lines) == len(starts)
+    for line, start in zip(lines, starts):
+        assert line.startswith(f"train.py: {start}")
+
+
+@pytest.mark.parametrize("rank", [None, "", "0"])
+def test_fail_prints_once_on_rank_0(capsys, monkeypatch, rank):
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as end:
+        fail("what is wrong")
+    assert end.value.code == 1
+    assert capsys.readouterr() == ("", "what is wrong\n")
+
+
+def test_other_ranks_wait_in_silence(script, capsys, monkeypatch):
+    waited = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("time.sleep", waited.append)
+    assert problems(capsys, script, "--zzz=1") == []
+    assert waited == [20]
+
+
+# -- help
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_is_printed_whatever_else_is_wrong(script, capsys, flag):
+    with pytest.raises(SystemExit) as end:
+        run(script, "--zzz=1", flag)
+    assert end.value.code == 0
+    assert capsys.readouterr() == (help_text(script, settings_of(script)) + "\n", "")
+
+
+def test_other_ranks_print_no_help(script, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        run(script, "--help")
+    assert end.value.code == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_text(script):
+    assert help_text(script, settings_of(script)) == (
+        "usage: python train.py [config/FILE.py ...] [--key=value ...]\n"
+        "Arguments apply left to right, the last one wins.\n"
+        "\n"
+        "Train a model, on any number of processes.\n"
+        "\n"
+        "run:\n"
+        "  --seed=1337             data order, initial weights\n"
+        "  --device=auto           auto, cpu, cuda\n"
+        "  --eval_only=False       evaluate once, then stop\n"
+        "  --start='\\n'            the prompt, or FILE: and the name of a file\n"
+        "\n"
+        "data:\n"
+        "  --batch_size=12         sequences of a micro-batch\n"
+        "  --accumulation=40       micro-steps of a step\n"
+        "\n"
+        "optimizer and its learning rate, in a long heading:\n"
+        "  --learning_rate=0.0006  the largest\n"
+        "  --max_iters=600000      steps\n"
+        "  --top_k=-1              how many; none where negative\n"
+        "  --weight_decay=0.1      -1 in front"
+    )
+
+
+def test_help_wraps_at_120_columns(script):
+    meaning = " ".join(f"word{number}" for number in range(40))
+    long = {"long": Setting("long", "a/" * 60, "what it means", "run"), "x": Setting("x", 1, meaning, "run")}
+    script.write_text('"""' + meaning + '"""')
+    text = help_text(script, long)
+    lines = text.splitlines()
+    assert all(len(line) <= 120 for line in lines if "a/" not in line)
+    assert lines[3].startswith("word0 ") and lines[4].startswith("word")
+    at = next(number for number, line in enumerate(lines) if line.startswith("  --x=1"))
+    assert lines[at].index("word0") == 50
+    assert re.match(" {50}word", lines[at + 1])
+    assert lines[at - 1].strip() == "what it means"
+
+
+def test_help_of_a_script_without_a_docstring(script):
+    script.write_text((HEAD + TAIL).partition('"""\n\n')[2])
+    assert help_text(script, settings_of(script)).splitlines()[2:5] == ["", "", "run:"]
+
+
+# -- another script's settings
+
+
+EXTRA = {
+    "dropout": Setting("dropout", 0.0, "share", "model"),
+    "n_layer": Setting("n_layer", 12, "blocks", "model"),
+    "seed": Setting("seed", 1.5, "another default and type: the script's own setting counts", "run"),
+}
+
+
+def test_extra_settings_are_returned_where_they_were_set_and_never_in_the_globals(script):
+    script_globals = started(script)
+    assert configure(script_globals, ["--n_layer=3", "--seed=4"], EXTRA) == DEFAULTS | {"seed": 4, "n_layer": 3}
+    assert "n_layer" not in script_globals and "dropout" not in script_globals
+    assert run(script, extra=EXTRA) == DEFAULTS
+
+
+def test_a_config_reads_and_sets_extra_settings(script):
+    config_file("n_layer = n_layer * 2")
+    assert run(script, "c.py", extra=EXTRA) == DEFAULTS | {"n_layer": 24}
+    assert run(script, "--n_layer=3", "c.py", extra=EXTRA) == DEFAULTS | {"n_layer": 6}
+    config_file("dropout = 0.0")  # its default counts as set, too
+    assert run(script, "c.py", extra=EXTRA) == DEFAULTS | {"dropout": 0.0}
+
+
+def test_extra_settings_are_checked_suggested_and_helped(script, capsys):
+    config_file("n_layers = 3\ndropout = 'much'")
+    assert len(problems(capsys, script, "c.py", "--dropout=x", extra=EXTRA)) == 3
+    assert "did you mean --n_layer?" in problem(capsys, script, "--n_layers=1", extra=EXTRA)
+    assert "a whole number" in problem(capsys, script, "--seed=1.5", extra=EXTRA)
+    with pytest.raises(SystemExit):
+        run(script, "--help", extra=EXTRA)
+    text = capsys.readouterr().out
+    assert text.index("--seed=1337") < text.index("--weight_decay") < text.index("--dropout=0.0")
+
+
+# -- as a user runs it
+
+
+def test_as_a_command_from_another_folder(script):
+    script.write_text(HEAD + TAIL + "import json, sys\nprint(json.dumps([config, seed, sorted(sys.modules)]))\n")
+    config_file("seed = 2\nmax_iters = max_iters * 2", script.parent / "config" / "x.py")
+    command = [sys.executable, str(script), "config/x.py", "--device=a=b"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.stderr == ""
+    config, seed, modules = json.loads(result.stdout)
+    assert config == DEFAULTS | {"seed": 2, "max_iters": 1200000, "device": "a=b"}
+    assert seed == 2
+    assert not {"torch", "numpy"} & set(modules)  # --help and errors come at once
+    result = subprocess.run([*command, "--sed=1"], env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "train.py: command line: --sed: no such setting; did you mean --seed?\n"

@@ -1,0 +1,518 @@
+"""The prepare scripts: what they write, that it is whole or absent, and what they say to a mistake.
+
+Every test works on a copy of data/ in a temporary folder.
+"""
+
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+SHARED = REPO.parent / "shared"
+SHAKESPEARE = SHARED / "data" / "tinyshakespeare.txt"
+TOKENIZERS = Path(os.environ.get("TIKTOKEN_CACHE_DIR", SHARED / "tiktoken_cache"))
+GPT2_FILE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for the cached vocab.bpe
+EOT = 50256
+
+needs_shakespeare = pytest.mark.skipif(not SHAKESPEARE.exists(), reason=f"no {SHAKESPEARE}")
+needs_gpt2 = pytest.mark.skipif(
+    not (TOKENIZERS / GPT2_FILE).exists(), reason=f"GPT-2's tokenizer is not in {TOKENIZERS} (TIKTOKEN_CACHE_DIR)"
+)
+
+sys.path.insert(0, str(REPO / "data"))
+import bins
+
+
+@pytest.fixture(autouse=True)
+def clean_process(monkeypatch):
+    """Offline and with the cached tokenizer; no worker outlives a test."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(TOKENIZERS))
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    assert not multiprocessing.active_children()
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A copy of data/ without what was prepared there."""
+    ignore = shutil.ignore_patterns("*.bin", "meta.*", "input.txt", "*.tmp", "__pycache__")
+    return shutil.copytree(REPO / "data", tmp_path / "data", ignore=ignore)
+
+
+def prepare(data, name, *args, cwd=None, **env):
+    """Runs data/<name>/prepare.py as a user does."""
+    command = [sys.executable, str(data / name / "prepare.py"), *args]
+    return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
+
+
+def load_prepare(data, name):
+    """data/<name>/prepare.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"prepare_{name}", data / name / "prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def read(folder):
+    """meta.json, train ids, val ids; the files' sizes must be what meta.json says."""
+    meta = json.loads((folder / "meta.json").read_text())
+    train, val = (np.fromfile(folder / f"{split}.bin", dtype=meta["dtype"]) for split in ("train", "val"))
+    assert (len(train), len(val)) == (meta["train_tokens"], meta["val_tokens"])
+    assert max(train.max(), val.max()) < meta["tokenizer_size"] <= meta["vocab_size"]
+    return meta, train, val
+
+
+def decode_characters(folder):
+    """The text of a data set of characters, by its meta.pkl."""
+    meta, train, val = read(folder)
+    vocabulary = pickle.loads((folder / "meta.pkl").read_bytes())
+    assert type(vocabulary) is dict and set(vocabulary) == {"vocab_size", "itos", "stoi"}
+    assert {(type(i), type(c)) for i, c in vocabulary["itos"].items()} == {(int, str)}
+    assert vocabulary["stoi"] == {c: i for i, c in vocabulary["itos"].items()}
+    assert list(vocabulary["stoi"]) == sorted(vocabulary["stoi"])
+    assert vocabulary["vocab_size"] == len(vocabulary["itos"]) == meta["vocab_size"] == meta["tokenizer_size"]
+    text = "".join(vocabulary["itos"][i] for i in [*train.tolist(), *val.tolist()])
+    assert hashlib.sha256(text.encode()).hexdigest() == meta["source"]["sha256"]
+    return meta, text
+
+
+def decode_documents(ids):
+    """The documents of GPT-2 ids that each end in the end-of-text token."""
+    import tiktoken
+
+    encoding = tiktoken.get_encoding("gpt2")
+    ends = np.flatnonzero(ids == EOT)
+    assert ends[-1] == len(ids) - 1
+    return [encoding.decode(part[part != EOT].tolist()) for part in np.split(ids, ends[:-1] + 1)]
+
+
+# ----- data sets of characters
+
+
+def test_stdlib_char_is_the_same_every_time(data, tmp_path):
+    first = prepare(data, "stdlib_char", cwd=tmp_path, PYTHONHASHSEED="1", LC_ALL="C")
+    assert first.returncode == 0, first.stderr
+    assert 3 <= len(first.stdout.splitlines()) <= 4
+    files = contents(data / "stdlib_char")
+    second = prepare(data, "stdlib_char", cwd=data / "stdlib_char", PYTHONHASHSEED="2", LC_ALL="C.UTF-8")
+    assert second.returncode == 0, second.stderr
+    assert contents(data / "stdlib_char") == files
+    assert set(files) == {"prepare.py", "train.bin", "val.bin", "meta.pkl", "meta.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"data"}
+
+    meta, text = decode_characters(data / "stdlib_char")
+    assert text.isascii() and "\r" not in text
+    assert (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text() in text
+    assert meta["train_tokens"] == int(len(text) * 0.9) and meta["tokenizer"] == "char"
+    assert meta["source"]["implementation"].lower() == sys.implementation.name
+    assert meta["source"]["version"] == sys.version.split()[0].rstrip("+") and meta["source"]["files"] > 100
+
+
+def test_stdlib_char_takes_the_library_only(data, tmp_path):
+    library = tmp_path / "library"
+    kept = {"B.py": "B\r\n", "a.py": "a\n", "a/b.py": "ab\n", "a/testing.py": "", "a0.py": "a0\n"}
+    left = ["test/x.py", "a/tests/x.py", "a/idle_test/x.py", "__pycache__/x.py", "site-packages/x.py", "a/test_x.py"]
+    left += ["dist-packages/x.py", "ensurepip/_bundled/x.py", "_sysconfigdata_x.py", "config-3.11-x/x.py", "x.pyc"]
+    for name, text in {**kept, **dict.fromkeys(left, "LEFT OUT"), "latin.py": "é"}.items():
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_bytes(text.encode())
+    module = load_prepare(data, "stdlib_char")
+    assert module.read_library(library) == ("B\n\na\n\nab\n\n\na0\n", 5)
+    with pytest.raises(ValueError, match="no Python sources in .*zipped"):
+        module.read_library(tmp_path / "python311.zip")
+
+
+@needs_shakespeare
+@needs_gpt2
+def test_shakespeare_has_nanogpts_counts(data, tmp_path):
+    import tiktoken
+
+    text = SHAKESPEARE.read_text()
+    for name in ("shakespeare_char", "shakespeare"):
+        shutil.copyfile(SHAKESPEARE, data / name / "input.txt")
+        (data / name / "meta.pkl").write_bytes(b"of an earlier data set")
+        result = prepare(data, name, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert not list((data / name).glob("*.tmp"))
+
+    meta, decoded = decode_characters(data / "shakespeare_char")
+    assert (meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]) == (65, 1_003_854, 111_540)
+    assert meta["dtype"] == "uint16" and decoded == text
+
+    meta, train, val = read(data / "shakespeare")
+    assert (meta["train_tokens"], meta["val_tokens"]) == (301_966, 36_059)
+    assert (meta["dtype"], meta["tokenizer"]) == ("uint16", "gpt2")
+    assert (meta["vocab_size"], meta["tokenizer_size"]) == (50304, 50257)
+    assert tiktoken.get_encoding("gpt2").decode([*train.tolist(), *val.tolist()]) == text
+    assert not (data / "shakespeare" / "meta.pkl").exists()
+
+
+def test_download_is_checked_and_whole(data, tmp_path, monkeypatch, capsys):
+    served = tmp_path / "served.txt"
+    served.write_text("To be, or not to be")
+    module, folder = load_prepare(data, "shakespeare_char"), data / "shakespeare_char"
+    monkeypatch.setitem(bins.SHAKESPEARE, "url", served.as_uri())
+    with pytest.raises(ValueError, match="19 bytes that are not the expected text"):
+        module.main([])
+    assert set(contents(folder)) == {"prepare.py"}
+    monkeypatch.setitem(bins.SHAKESPEARE, "sha256", hashlib.sha256(served.read_bytes()).hexdigest())
+    module.main([])
+    assert decode_characters(folder)[1] == (folder / "input.txt").read_text() == served.read_text()
+
+    (folder / "input.txt").write_text("the user's own text")
+    served.unlink()
+    module.main([])
+    assert decode_characters(folder)[1] == "the user's own text"
+    (folder / "input.txt").unlink()
+    with pytest.raises(ValueError, match=f"could not download.*put the text at {folder / 'input.txt'}"):
+        module.main([])
+
+
+# ----- data sets of documents
+
+
+def write_documents(folder, documents):
+    """The documents as a.jsonl, b.parquet and c.txt (the last one); returns --data_files, not in that order."""
+    import pyarrow
+    import pyarrow.parquet
+
+    half = len(documents) // 2
+    lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(documents[:half])]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    table = pyarrow.table({"text": documents[half:-1], "id": list(range(half, len(documents) - 1))})
+    pyarrow.parquet.write_table(table, folder / "b.parquet", row_group_size=7)
+    (folder / "c.txt").write_text(documents[-1])
+    return f"--data_files={folder / 'c.txt'},{folder / '*.parquet'},{folder / 'a.jsonl'},{folder / '?.jsonl'}"
+
+
+@needs_gpt2
+def test_documents_keep_their_order_on_any_number_of_processes(data, tmp_path, monkeypatch):
+    # The first chunk is by far the longest, so that the workers finish out of order.
+    documents = ["first " * 20_000, "", *(f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120))]
+    files = write_documents(tmp_path, documents)
+    result = prepare(data, "openwebtext", files, "--num_proc=1", "--val_fraction=0.3", cwd=data)
+    assert result.returncode == 0, result.stderr
+    folder = data / "openwebtext"
+    one = contents(folder)
+    assert set(one) == {"prepare.py", "train.bin", "val.bin", "meta.json"}
+
+    meta, train, val = read(folder)
+    expected = [document for document in documents if document]
+    assert (meta["documents"], meta["vocab_size"], meta["dtype"]) == (len(expected), 50304, "uint16")
+    sides = {"train": decode_documents(train), "val": decode_documents(val)}
+    rebuilt = [sides["val" if bins.goes_to_val(1337, i, 0.3) else "train"].pop(0) for i in range(len(expected))]
+    assert rebuilt == expected and sides == {"train": [], "val": []}
+
+    monkeypatch.setattr(bins, "CHUNK_CHARACTERS", 500)
+    module = load_prepare(data, "openwebtext")
+    module.main([files, "--num_proc=3", "--val_fraction=0.3"])
+    assert contents(folder) == one
+    module.main([files, "--num_proc=1", "--val_fraction=0.3", "--seed=1"])
+    assert contents(folder)["val.bin"] != one["val.bin"]
+
+
+def test_every_split_has_documents():
+    for seed in range(4):
+        for fraction in (1e-9, 0.1, 1 - 1e-9):
+            assert {bins.goes_to_val(seed, index, fraction) for index in range(2)} == {False, True}
+    chosen = [[bins.goes_to_val(seed, index, 0.1) for index in range(5000)] for seed in (0, 0, 2)]
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert 400 < sum(chosen[0]) < 600
+
+
+def test_ids_are_never_wrapped(tmp_path):
+    assert bins.pack_ids([0, 65535], 65536).dtype == np.uint16
+    assert bins.pack_ids([65536], 65537).tolist() == [65536]
+    for ids, size in (([50257], 50257), ([65536], 65536), ([-1], 65536), ([2**32], 2**32)):
+        with pytest.raises(ValueError, match="do not fit"):
+            bins.pack_ids(ids, size)
+    text = "".join(chr(code) for code in range(70_000) if not 0xD800 <= code < 0xE000)
+    text += "".join(chr(code) for code in range(100_000, 105_000)) + "\0"
+    meta = bins.write_char_dataset(tmp_path, text, {})
+    assert meta["dtype"] == "uint32" and meta["vocab_size"] == len(text) - 1 > 65536
+    assert decode_characters(tmp_path)[1] == text
+
+
+WIDE_ENCODINGS = """
+def wide():
+    return {"name": "wide", "pat_str": "(?s).", "mergeable_ranks": {bytes([b]): 70000 + b for b in range(256)},
+            "special_tokens": {"<|endoftext|>": 70300}}
+
+def no_end():
+    return {**wide(), "name": "no_end", "special_tokens": {}}
+
+ENCODING_CONSTRUCTORS = {"wide": wide, "no_end": no_end}
+"""
+
+
+def test_any_tokenizer_of_tiktoken_works(data, tmp_path):
+    """By a plug-in for tiktoken whose ids are all above 65535; cl100k_base as well where it is cached."""
+    (tmp_path / "plugin" / "tiktoken_ext").mkdir(parents=True)
+    (tmp_path / "plugin" / "tiktoken_ext" / "wide_encodings.py").write_text(WIDE_ENCODINGS)
+    path = {"PYTHONPATH": str(tmp_path / "plugin")}
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    args = ["--data_files=a.jsonl", "--text_key=body"]
+
+    result = prepare(data, "fineweb", *args, "--tokenizer=wide", "--num_proc=2", cwd=tmp_path, **path)
+    assert result.returncode == 0, result.stderr
+    meta, train, val = read(data / "fineweb")
+    assert [meta[key] for key in ("dtype", "vocab_size", "tokenizer_size")] == ["uint32", 70336, 70301]
+    assert (meta["tokenizer"], meta["documents"]) == ("wide", 2)
+    assert train.tolist() == [*(70000 + byte for byte in b"one"), 70300]
+    assert val.tolist() == [*(70000 + byte for byte in b"two"), 70300]
+
+    result = prepare(data, "shakespeare", *args, "--tokenizer=wide", cwd=tmp_path, **path)
+    assert result.returncode == 0, result.stderr
+    meta, train, val = read(data / "shakespeare")
+    assert meta["dtype"] == "uint32" and [*train, *val] == [70000 + byte for byte in b"one\ntwo"]
+
+    before = contents(data / "fineweb")
+    result = prepare(data, "fineweb", *args, "--tokenizer=no_end", cwd=tmp_path, **path)
+    assert result.returncode == 1 and "--tokenizer=no_end has no <|endoftext|>" in result.stderr
+    assert contents(data / "fineweb") == before
+
+    if (TOKENIZERS / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").exists():
+        result = prepare(data, "fineweb", *args, "--tokenizer=cl100k_base", "--num_proc=1", cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        meta, train, _ = read(data / "fineweb")
+        assert [meta[key] for key in ("dtype", "vocab_size", "tokenizer_size")] == ["uint32", 100288, 100277]
+        assert train[-1] == 100257
+
+
+@needs_gpt2
+def test_the_hub(data, monkeypatch, capsys):
+    datasets = pytest.importorskip("datasets")
+    rows = {"text": [f"page {i}" for i in range(10)], "url": ["u"] * 10}
+    calls = []
+
+    def load_dataset(path, **options):
+        calls.append((path, options))
+        dataset = datasets.Dataset.from_dict(rows)
+        return dataset.to_iterable_dataset() if options.get("streaming") else dataset
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name in ("openwebtext", "fineweb"):
+        load_prepare(data, name).main(["--num_proc=1", "--val_fraction=0.2"])
+        meta, train, val = read(data / name)
+        assert sorted(decode_documents(train) + decode_documents(val)) == rows["text"]
+        assert meta["documents"] == 10
+    assert calls == [
+        ("Skylion007/openwebtext", {"revision": "refs/convert/parquet", "split": "train"}),
+        ("HuggingFaceFW/fineweb-edu", {"name": "sample-10BT", "split": "train", "streaming": True}),
+    ]
+    assert "the hub gave 10 documents; the whole data set would be 8013769" in capsys.readouterr().out
+
+    def breaks():
+        yield from ({"text": f"page {i}"} for i in range(1500))
+        raise RuntimeError("connection reset")
+
+    before = contents(data / "fineweb")
+    for broken in (lambda *_, **__: datasets.IterableDataset.from_generator(breaks), lambda *_, **__: 1 / 0):
+        monkeypatch.setattr(datasets, "load_dataset", broken)
+        with pytest.raises(ValueError, match="could not load .* hub .*--data_files="):
+            load_prepare(data, "fineweb").main(["--num_proc=1"])
+        assert contents(data / "fineweb") == before
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError):
+        load_prepare(data, "fineweb").main(["--num_proc=1"])
+
+
+# ----- whole or absent
+
+
+@needs_gpt2
+def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
+    folder = data / "openwebtext"
+    files = write_documents(tmp_path, [f"document {i}" for i in range(50)])
+    module = load_prepare(data, "openwebtext")
+    module.main([files, "--num_proc=1"])
+    before = contents(folder)
+    assert set(before) == {"prepare.py", "train.bin", "val.bin", "meta.json"}
+
+    monkeypatch.setattr(bins, "CHUNK_CHARACTERS", 100)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a document"}\n' * 300 + '{"text": "a doc')
+    for processes in (1, 2):
+        with pytest.raises(ValueError, match="broken.jsonl:301: not JSON"):
+            module.main([f"--data_files={broken}", f"--num_proc={processes}"])
+        assert contents(folder) == before
+
+    broken.write_text('{"text": "a document"}\n' * 300)
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        module.main([f"--data_files={broken}", "--num_proc=1"])
+    assert contents(folder) == before
+    with pytest.raises(OSError, match="No space left"):
+        bins.write_char_dataset(folder, "some text", {})
+    assert contents(folder) == before
+
+
+def test_files_appear_in_order(tmp_path, monkeypatch):
+    """The metadata is last: it stands for a data set that is complete."""
+    order, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
+    bins.write_char_dataset(tmp_path, "some text", {})
+    assert order == ["train.bin", "val.bin", "meta.pkl", "meta.json"]
+    assert sorted(order) == sorted(contents(tmp_path))
+
+
+ENDLESS = """
+import multiprocessing, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import bins
+bins.CHUNK_CHARACTERS = 10
+
+def documents():
+    for i in range(12):
+        yield f"document {i}"
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(60)
+
+sys.exit(bins.run(lambda argv: bins.write_bpe_dataset(Path(sys.argv[2]), documents(), {}, num_proc=2)))
+"""
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@needs_gpt2
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_a_killed_prepare_leaves_no_process_and_the_earlier_files(data, tmp_path):
+    started = {}
+    for sent in (signal.SIGKILL, signal.SIGTERM):
+        folder = tmp_path / sent.name
+        folder.mkdir()
+        (folder / "train.bin").write_bytes(b"earlier")
+        command = [sys.executable, "-c", ENDLESS, str(data), str(folder)]
+        started[sent] = folder, subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for sent, (folder, process) in started.items():
+        workers = process.stdout.readline().split()
+        assert len(workers) == 2
+        process.send_signal(sent)
+        assert process.wait(timeout=20) == (-9 if sent == signal.SIGKILL else 143)
+        process.stdout.close()
+        deadline = time.monotonic() + 10
+        while any(map(is_running, workers)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(is_running, workers))
+        assert (folder / "train.bin").read_bytes() == b"earlier" and not (folder / "meta.json").exists()
+    assert set(contents(tmp_path / "SIGTERM")) == {"train.bin"}
+
+
+# ----- mistakes
+
+
+@needs_gpt2
+def test_a_mistake_gets_one_line_and_status_1(data, tmp_path, monkeypatch, capsys):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(bins.SHAKESPEARE, "url", (tmp_path / "absent").as_uri())
+    Path("folder").mkdir()
+    Path("two.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    Path("key.jsonl").write_text('{"text": "one"}\n{"content": "two", "id": 3}\n')
+    Path("number.jsonl").write_text('{"text": 3}\n')
+    Path("list.jsonl").write_text("[1]\n")
+    Path("bad.jsonl").write_text('{"text": "one"}\n{"text": \n')
+    Path("empty.txt").write_text("")
+    Path("empty.jsonl").write_text("\n\n")
+    Path("one.txt").write_text("one document")
+    Path("letter.txt").write_text("x")
+    Path("latin.txt").write_bytes("é".encode("latin1"))
+    Path("fake.parquet").write_text("not parquet")
+    Path("table.csv").write_text("text")
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "id": [1]}), "content.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), "null.parquet")
+
+    everywhere = [
+        ("--data_files=absent.txt", "absent.txt does not exist"),
+        ("--data_files=two.jsonl,no*.txt", "no*.txt does not exist"),
+        ("--data_files=folder", "folder is a folder"),
+        ("--data_files=", "names no file"),
+        ("--data_files=two.jsonl,table.csv", "table.csv: unknown extension '.csv'; possible: .txt .jsonl .parquet"),
+        ("--data_files=key.jsonl", "key.jsonl:2: no key 'text' (there is: content, id); .* --text_key="),
+        ("--data_files=number.jsonl", "number.jsonl:1: key 'text' holds int instead of text"),
+        ("--data_files=list.jsonl", "list.jsonl:1: not an object"),
+        ("--data_files=bad.jsonl", "bad.jsonl:2: not JSON"),
+        ("--data_files=latin.txt", "latin.txt: not UTF-8 at byte 0"),
+        ("--data_files=fake.parquet", "fake.parquet: not readable as Parquet"),
+        ("--data_files=content.parquet", "content.parquet: no column 'text' (there is: content, id)"),
+        ("--data_files=null.parquet", "null.parquet, row 2: column 'text' holds NoneType"),
+        ("--data_files=empty.txt", ("0 characters", "0 document(s)")),
+        ("--data_files=empty.jsonl", ("0 characters", "0 document(s)")),
+        ("--data_files=two.jsonl --val_fraction=0", "--val_fraction=0.0 is not between 0 and 1"),
+        ("--data_files=two.jsonl --val_fraction=1.5", "--val_fraction=1.5 is not between 0 and 1"),
+        ("--data_file=two.jsonl", "unrecognized arguments: --data_file=two.jsonl; possible: --data_files= "),
+        ("--val_fraction=much", "--val_fraction: invalid float value: 'much'"),
+    ]
+    text = [("--data_files=letter.txt", "1 characters, too few"), ("--seed=1", "unrecognized arguments: --seed=1")]
+    bpe = [("--data_files=two.jsonl --tokenizer=gpt", "--tokenizer=gpt is unknown; possible: .*gpt2")]
+    documents = [
+        ("--data_files=one.txt", "found 1 document(s) .* split one text by position: python "),
+        ("--data_files=two.jsonl --num_proc=0", "--num_proc=0 is not a number of processes"),
+    ]
+    download = [("", f"could not download file://.*put the text at {data}/")]
+    cases = {
+        "stdlib_char": everywhere + text,
+        "shakespeare_char": everywhere + text + download,
+        "shakespeare": everywhere + text + bpe + download,
+        "openwebtext": everywhere + bpe + documents,
+        "fineweb": documents,
+    }
+    for name, mistakes in cases.items():
+        module, before = load_prepare(data, name), contents(data / name)
+        for args, expected in mistakes:
+            argv = args.split() + (
+                ["--num_proc=1"] if mistakes is cases["openwebtext"] and "num_proc" not in args else []
+            )
+            monkeypatch.setattr(sys, "argv", ["prepare.py", *argv])
+            status = bins.run(module.main)
+            lines = capsys.readouterr().err.splitlines()
+            assert (status, len(lines)) == (1, 1), (name, args, lines)
+            assert lines[0].startswith("error: ")
+            for part in (expected[name == "openwebtext"] if isinstance(expected, tuple) else expected).split(".*"):
+                assert part.strip() in lines[0], (name, args, lines)
+            assert contents(data / name) == before
+
+    result = prepare(data, "fineweb", "--data_files=absent.txt", cwd=tmp_path)
+    assert (result.returncode, len(result.stderr.splitlines()), result.stdout) == (1, 1, "")
+    with pytest.raises(SystemExit) as stop:
+        load_prepare(data, "fineweb").main(["--help"])
+    assert stop.value.code == 0 and "--data_files" in capsys.readouterr().out
+
+    def two_lines(argv):
+        raise OSError("one\n  two")
+
+    assert bins.run(two_lines) == 1 and capsys.readouterr().err == "error: one two\n"
+    monkeypatch.setattr(bins, "load_tokenizer", lambda name: __import__("absent_package"))
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--data_files=two.jsonl"])
+    assert bins.run(load_prepare(data, "fineweb").main) == 1
+    assert "the package absent_package is missing: pip install absent_package" in capsys.readouterr().err

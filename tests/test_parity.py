@@ -1,0 +1,61 @@
+"""Law 1, one curve: the losses do not depend on processes, micro-batches or sharding."""
+
+import pytest
+import torch
+from runs import column
+
+
+def same(a, b, absolute=0.0, relative=0.0):
+    assert a.keys() == b.keys() and len(a) > 0
+    for step in a:
+        assert a[step] == pytest.approx(b[step], abs=absolute, rel=relative), f"step {step}"
+
+
+# name: (processes, accumulation, batch_size); all read 48 sequences a step
+LAYOUTS = {
+    "1": (1, 4, 12),
+    "1-b24": (1, 2, 24),
+    "1-b1": (1, 48, 1),
+    "2": (2, 4, 12),
+    "3": (3, 4, 12),
+    "4": (4, 4, 12),
+    "7": (7, 4, 12),
+    "3-b1": (3, 48, 1),
+    "4-b24": (4, 2, 24),
+}
+
+
+@pytest.fixture(scope="module")
+def curves(zygote, shared_work):
+    """Thirty steps in each layout, evaluations on the way."""
+    for name, (nproc, accumulation, batch) in LAYOUTS.items():
+        args = [f"--out_dir=out{name}", f"--gradient_accumulation_steps={accumulation}", f"--batch_size={batch}"]
+        zygote.train([*args, "--eval_interval=10", f"--eval_iters={24 // batch or 1}"], shared_work, nproc)
+    return shared_work
+
+
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if n != "1"])
+def test_every_layout_has_the_curve_of_one_process(curves, name):
+    one, other = curves / "out1", curves / f"out{name}"
+    assert len(column(other, "loss")) == 30
+    same(column(one, "loss"), column(other, "loss"), absolute=1e-5)
+    same(column(one, "grad_norm"), column(other, "grad_norm"), relative=1e-4)
+    if LAYOUTS[name][2] == 12:  # an evaluation's sequences are counted in batch_size
+        for key in ("train_loss", "val_loss"):
+            same(column(one, key), column(other, key), absolute=1e-5)
+    a, b = (torch.load(o / "ckpt.pt", weights_only=True)["model"] for o in (one, other))
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], atol=1e-4, rtol=1e-3)
+
+
+def test_training_learns(curves):
+    losses = column(curves / "out1", "loss")
+    assert losses[29] < losses[0] - 0.5
+
+
+def test_more_processes_than_sequences(zygote, shared_work):
+    args = ["--gradient_accumulation_steps=1", "--batch_size=2", "--max_iters=9"]
+    for nproc in (1, 3):
+        zygote.train([*args, f"--out_dir=few{nproc}"], shared_work, nproc)
+    for key, tolerance in (("loss", dict(absolute=1e-5)), ("grad_norm", dict(relative=1e-4))):
+        same(column(shared_work / "few1", key), column(shared_work / "few3", key), **tolerance)

@@ -1,0 +1,78 @@
+"""
+Starts runs without paying seconds for `import torch` each time: imports it once, then forks. Started by runs.py, which
+writes one JSON request a line and reads one JSON reply a line; at the end of the input every child is killed.
+
+A child that forks from here has run no torch operation, so there is no thread pool that a fork would break.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+
+import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.figure  # noqa: F401
+import torch
+import torch._dynamo  # noqa: F401  (AdamW's first step imports it)
+import torch.distributed  # noqa: F401
+import torch.nn.parallel  # noqa: F401
+
+
+def child(job, out):
+    """Become one process of a run: never returns."""
+    fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.setpgid(0, 0)
+    os.chdir(job["cwd"])
+    os.environ.update(job["env"])
+    script = job["argv"][0]
+    sys.argv = job["argv"]
+    sys.path.insert(0, os.path.dirname(script))
+    if "threads" in job:
+        torch.set_num_threads(job["threads"])
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    try:
+        import threading
+
+        sys.stdout.flush()
+        sys.stderr.flush()
+        threading._shutdown()
+    finally:
+        os._exit(code)
+
+
+def main():
+    alive = set()
+    for line in sys.stdin:
+        job = json.loads(line)
+        if "argv" in job:
+            pids = []
+            for env, out in zip(job.pop("envs"), job.pop("outs"), strict=True):
+                pid = os.fork()
+                if pid == 0:
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    child({**job, "env": env}, out)
+                pids.append(pid)
+            alive.update(pids)
+            reply = pids
+        else:
+            pid, status = os.waitpid(job["poll"], os.WNOHANG)
+            reply = os.waitstatus_to_exitcode(status) if pid else None
+            if pid:
+                alive.discard(pid)
+        print(json.dumps(reply), flush=True)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+
+
+main()

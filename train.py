@@ -1,0 +1,340 @@
+"""
+Train a GPT on one process or many: the same command, the same loss curve.
+
+    python train.py config/train_stdlib_char.py                    one process; a GPU where there is one
+    python train.py --batch_size=32 --init_from=resume             settings below, overridden; goes on where it stopped
+    torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
+    torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST --master_port=PORT train.py ...
+"""
+
+import math
+import time
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+import checkpoint
+import launch
+import loader
+import metrics
+import parallel
+from configurator import configure, fail
+from model import GPT, GPTConfig
+
+# -- run --------------------------------------------------------------------------------------------------------------
+out_dir = "out"  # checkpoints, metrics.jsonl and loss.png go here
+seed = 1337  # initial weights, the order of the data and dropout are functions of it
+device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
+dtype = "auto"  # auto (the best that the device runs fast), float32, tf32, bfloat16 or float16 (with a GradScaler)
+backend = "auto"  # auto (nccl between GPUs, else gloo), nccl or gloo
+compile = True  # torch.compile; left out on a CPU and, aloud, where it does not work
+deterministic = False  # on a GPU: algorithms that give the same bits each time, slower (on a CPU they do anyway)
+profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
+eval_only = False  # evaluate once, then stop
+# -- saving -----------------------------------------------------------------------------------------------------------
+init_from = "scratch"  # scratch, resume, auto (resume where there is a save), gpt2[-medium|-large|-xl] or a HF folder
+always_save_checkpoint = True  # save at each evaluation; False: only where val loss is the best so far
+save_interval = 0  # also save every so many steps; 0: at evaluations and at the end only
+keep_last = 2  # how many saves to keep, besides the best
+# -- logging ----------------------------------------------------------------------------------------------------------
+eval_interval = 2000  # steps between evaluations
+eval_iters = 200  # an evaluation reads eval_iters * batch_size sequences of each split, the same ones every time
+log_interval = 1  # steps between logged lines
+wandb_log = False  # log to Weights & Biases as well
+wandb_project = "owt"  # its project
+wandb_run_name = "gpt2"  # and the run's name
+# -- data -------------------------------------------------------------------------------------------------------------
+dataset = "openwebtext"  # a folder in data/ that its prepare.py has filled, or a path to one
+data_order = "random"  # random (windows anywhere, with replacement) or shuffle (each window once an epoch)
+gradient_accumulation_steps = 5 * 8  # micro-batches of a step, over all processes: each runs its share
+batch_size = 12  # sequences in a micro-batch; a step has gradient_accumulation_steps * batch_size of them
+block_size = 1024  # tokens in a sequence
+vocab_size = 0  # number of token ids; 0: what the data set says
+# -- model ------------------------------------------------------------------------------------------------------------
+n_layer = 12  # blocks
+n_head = 12  # attention heads in each
+n_embd = 768  # width
+dropout = 0.0  # 0 for pretraining; 0.1 or more for fine-tuning
+bias = False  # biases in Linear and LayerNorm, as GPT-2 has them; without is a little better and faster
+# -- optimizer --------------------------------------------------------------------------------------------------------
+learning_rate = 6e-4  # the highest that AdamW gets to
+max_iters = 600000  # number of the last step; counted from 0, so max_iters + 1 steps are trained, as in nanoGPT
+weight_decay = 1e-1  # on parameters of two or more dimensions
+beta1 = 0.9  # AdamW's memory of the gradient
+beta2 = 0.95  # and of its square
+grad_clip = 1.0  # the gradient's norm is cut to this; 0: never
+decay_lr = True  # warm up, then decay; False: learning_rate throughout
+warmup_iters = 2000  # steps of linear warm-up
+lr_decay_iters = 600000  # the step at which the cosine reaches min_lr; about max_iters
+min_lr = 6e-5  # about learning_rate / 10
+# ---------------------------------------------------------------------------------------------------------------------
+config = configure(globals())
+
+positive = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size")
+not_negative = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate")
+not_negative += ("min_lr", "weight_decay", "grad_clip")
+problems = [f"{k} is {config[k]}: it must be at least 1" for k in (*positive, "keep_last") if config[k] < 1]
+problems += [f"{k} is {config[k]}: it must not be negative" for k in not_negative if config[k] < 0]
+problems += [f"{k} is {config[k]}: it must be in [0, 1)" for k in ("beta1", "beta2") if not 0 <= config[k] < 1]
+if data_order not in ("random", "shuffle"):
+    problems += [f"data_order is {data_order!r}; possible are random and shuffle"]
+if init_from not in ("scratch", "resume", "auto") and not init_from.startswith("gpt2") and not Path(init_from).is_dir():
+    problems += [f"init_from is {init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder"]
+if problems:
+    fail("\n".join(problems))
+
+# ---------------------------------------------------------------------------------------------------------------------
+# who, where, in what precision (all ranks)
+try:
+    ranks = launch.join(device, backend)
+except ValueError as e:
+    fail(str(e))
+say = partial(print, flush=True) if ranks.first else lambda *_: None
+with launch.agreement():
+    data = loader.open_dataset(dataset, block_size, vocab_size)
+sequences = gradient_accumulation_steps * batch_size  # of a step, on any number of processes
+share = loader.share_of(sequences, ranks.rank, ranks.world_size, batch_size)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what to start from: rank 0 looks, all ranks load
+with launch.agreement():
+    found, reports = None, []
+    if ranks.first and init_from in ("resume", "auto"):
+        found, reports = checkpoint.newest(out_dir)
+        for report in reports:
+            say(f"warning: {report}")
+    if ranks.first and init_from == "resume" and not found:
+        raise ValueError(f"nothing to resume in {out_dir}: name the run's folder with --out_dir=")
+found = launch.gather_objects(found)[0]
+
+iter_num, best_val_loss, best_step, tokens_seen, wandb_id, saved = 0, math.inf, 0, 0, None, {}
+with launch.agreement():
+    if found:
+        state = checkpoint.load(found.path)
+        saved = state.get("isogpt", {})  # what nanoGPT's checkpoints do not have
+        iter_num, best_val_loss = state["iter_num"], float(state.get("best_val_loss", math.inf))
+        best_step, wandb_id = saved.get("best_step", 0), saved.get("wandb_id")
+        tokens_seen = saved.get("tokens", iter_num * sequences * block_size)
+        shape = {**{k: state["model_args"][k] for k in checkpoint.ARGS if k != "dropout"}, "dropout": dropout}
+        raw_model = GPT.from_state(GPTConfig(**shape), state["model"])
+    elif init_from in ("scratch", "auto"):
+        shape = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, bias=bias, dropout=dropout)
+        raw_model = GPT(GPTConfig(vocab_size=data.vocab_size, **shape), seed)
+    else:
+        raw_model = GPT.from_pretrained(init_from, dict(dropout=dropout))
+    model_args = raw_model.describe()
+    if block_size > model_args["block_size"]:
+        raise ValueError(
+            f"block_size is {block_size}, but the weights know {model_args['block_size']} positions: "
+            f"set --block_size={model_args['block_size']} or less"
+        )
+    loader.check_ids(data.highest, model_args["vocab_size"], data.folder)
+    if found and block_size < model_args["block_size"]:
+        checkpoint.crop_optimizer(state.get("optimizer"), raw_model, block_size)
+    if block_size < model_args["block_size"]:
+        raw_model.crop_block_size(block_size)
+        model_args = raw_model.describe()
+    dtype_used = launch.dtype_for(dtype, ranks.device, before=saved.get("dtype"))
+dtype_used = launch.agree_on_dtype(dtype_used)
+launch.set_numerics(ranks.device, dtype_used, deterministic)
+raw_model.to(ranks.device)
+optimizer = raw_model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), ranks.device.type)
+scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype_used == "float16")
+with launch.agreement():
+    if found and "optimizer" in state:
+        checkpoint.load_optimizer(optimizer, state["optimizer"])
+    if found and saved.get("scaler"):
+        scaler.load_state_dict(saved["scaler"])
+state = None  # its memory is needed
+
+# ---------------------------------------------------------------------------------------------------------------------
+# spread it, and open the log
+is_compiled, about_compile = parallel.compiled(raw_model, ranks) if compile else (False, "compile: off")
+model = parallel.data_parallel(raw_model, ranks)
+autocast = torch.autocast(ranks.device.type, launch.DTYPES[dtype_used], enabled=dtype_used in ("bfloat16", "float16"))
+
+log = metrics.Log(Path(out_dir))
+with launch.agreement():
+    if ranks.first and not eval_only:
+        aside = None if found else checkpoint.set_aside(out_dir)
+        log = metrics.open_log(out_dir, iter_num)
+        say(f"{out_dir} held an earlier run, which is in {aside} now" if aside else f"writing to {out_dir}")
+    if ranks.first and wandb_log:
+        wandb_id = metrics.start_wandb(log, wandb_project, wandb_run_name, wandb_id, config)
+peak, peak_source = metrics.peak_flops(ranks.device, dtype_used)
+peaks = launch.gather_objects(peak)
+peak = sum(peaks) if all(peaks) else None
+tokens_a_step = sequences * block_size
+flops_a_step = raw_model.flops_per_token() * tokens_a_step
+
+say(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary {model_args['vocab_size']}")
+empty = share.micro_steps * share.rows * ranks.world_size - sequences
+say(
+    f"model:   {raw_model.get_num_params() / 1e6:.2f}M parameters, {found.path if found else init_from}, step {iter_num}"
+)
+say(f"ranks:   {ranks.world_size} on {ranks.device.type}, {dtype_used}; {about_compile}")
+say(f"step:    {sequences} sequences x {block_size} = {tokens_a_step:,} tokens, on each rank {share.micro_steps} "
+    f"micro-steps x {share.rows} rows" + f" ({empty} rows stay empty)" * bool(empty))  # fmt: skip
+say(f"peak:    {peak / 1e12:.3g} TFLOP/s ({peak_source})" if peak else "peak:    unknown, so mfu is n/a")
+log.event("resume" if found else "start", iter_num, config=config, world_size=ranks.world_size, dtype=dtype_used)
+
+
+def starts_of(step: int) -> np.ndarray:
+    """The windows (sequences,) that step reads."""
+    if data_order == "shuffle":
+        return loader.shuffled_windows(len(data.train), block_size, seed, step, sequences)
+    return loader.random_windows(len(data.train), block_size, seed, loader.TRAIN, step, sequences)
+
+
+def get_lr(step: int) -> float:
+    """Linear warm-up, then a cosine down to min_lr, which stays."""
+    if not decay_lr:
+        return learning_rate
+    if step < warmup_iters:
+        return learning_rate * (step + 1) / (warmup_iters + 1)
+    if step >= lr_decay_iters:
+        return min_lr
+    progress = (step - warmup_iters) / (lr_decay_iters - warmup_iters)  # 0 to 1
+    return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
+
+
+@torch.no_grad()
+def evaluate(tokens: np.ndarray, stream: int) -> float:
+    """Mean loss over the split's fixed sequences, each rank its share of them (all ranks)."""
+    wanted = eval_iters * batch_size
+    part = loader.share_of(wanted, ranks.rank, ranks.world_size, batch_size)
+    starts = loader.random_windows(len(tokens), block_size, seed, stream, 0, wanted)
+    raw_model.eval()
+    total = 0.0
+    for x, y in loader.micro_batches(
+        tokens, lambda _: starts, [0], part, block_size, model_args["vocab_size"], ranks.device
+    ):
+        with autocast:
+            total = total + raw_model(x, y, 1.0)[1].double().item()
+    raw_model.train()
+    return launch.gather_rows([total], ranks.device).sum().item() / (wanted * block_size)
+
+
+def save(val_loss: float | None = None) -> None:
+    """Save the run as it stands before step iter_num (all ranks; rank 0 writes)."""
+    with launch.agreement():
+        if not ranks.first:
+            return
+        extra = dict(dtype=dtype_used, scaler=scaler.state_dict(), best_step=best_step, tokens=tokens_seen)
+        state = {
+            "model": raw_model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "model_args": model_args,
+            "iter_num": iter_num,
+            "best_val_loss": best_val_loss,
+            "config": config,
+            "isogpt": {**extra, "wandb_id": wandb_id, "world_size": ranks.world_size},
+        }
+        started = time.perf_counter()
+        try:
+            folder = checkpoint.save(out_dir, state, best_step, keep_last, val_loss)
+        except OSError as e:
+            say(f"warning: step {iter_num} could not be saved in {out_dir} ({e}); training goes on")
+            log.event("save_failed", iter_num, reason=str(e))
+            return
+        log.event("save", iter_num, folder=folder.name, seconds=time.perf_counter() - started)
+        say(f"saved {folder}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loop
+parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device))
+batches = loader.micro_batches(
+    data.train, starts_of, count(iter_num), share, block_size, model_args["vocab_size"], ranks.device
+)
+profiler = metrics.start_profiler(out_dir) if profile and ranks.first else None
+first_step = iter_num
+if iter_num > max_iters and not eval_only:
+    say(f"{out_dir} is at step {iter_num} already, past max_iters: to go on, set --max_iters={2 * max_iters} or so")
+began = mark = time.perf_counter()
+
+while iter_num <= max_iters or eval_only:
+    launch.seed_step(seed, iter_num, ranks.rank)
+    lr = get_lr(iter_num)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+    # evaluate and save (all ranks): the state before this step
+    paused = time.perf_counter()
+    val_loss = None
+    if eval_only or iter_num % eval_interval == 0:
+        train_loss = evaluate(data.train, loader.EVAL_TRAIN)
+        val_loss = evaluate(data.val, loader.EVAL_VAL)
+        say(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
+        log.write({"iter": iter_num, "train_loss": train_loss, "val_loss": val_loss})
+        metrics.send(log, iter_num, {"train/loss": train_loss, "val/loss": val_loss, "lr": lr})
+    if eval_only:
+        break
+    is_best = val_loss is not None and val_loss < best_val_loss
+    if is_best:
+        best_val_loss, best_step = val_loss, iter_num
+    is_due = is_best or (val_loss is not None and always_save_checkpoint)
+    if iter_num > first_step and (is_due or (save_interval and iter_num % save_interval == 0)):
+        save(val_loss)
+    if val_loss is not None and ranks.first:
+        metrics.draw(log.out_dir)
+    mark += time.perf_counter() - paused
+
+    # this rank's share of the batch, forward and backward; the last micro-step's backward averages over the ranks
+    loss_sum, waited = torch.zeros((), device=ranks.device), 0.0
+    for micro_step in range(share.micro_steps):
+        asked = time.perf_counter()
+        x, y = next(batches)  # (rows, block_size) each
+        waited += time.perf_counter() - asked
+        with parallel.no_sync(model, last=micro_step == share.micro_steps - 1):
+            with autocast:
+                _, loss = model(x, y, tokens_a_step / ranks.world_size)
+            scaler.scale(loss).backward()
+        loss_sum += loss.detach()
+
+    scaler.unscale_(optimizer)
+    grads = [p.grad for p in raw_model.parameters() if p.grad is not None]
+    grad_norm = get_total_norm(grads)
+    if grad_clip > 0:
+        clip_grads_with_norm_(raw_model.parameters(), grad_clip, grad_norm)
+
+    # all ranks decide together: the one small collective of the step, and where the CPU waits for the device
+    step_ms, mark = (time.perf_counter() - mark) * 1e3, time.perf_counter()
+    row = [loss_sum, grad_norm, step_ms, waited * 1e3, metrics.memory_gb(ranks.device)]
+    rows = launch.gather_rows(row, ranks.device)  # (world_size, 5)
+    finite = rows[:, 0].isfinite() & (rows[:, 1].isfinite() | scaler.is_enabled())  # fp16 skips an overflow itself
+    if not finite.all():
+        log.event("not_finite", iter_num, loss=rows[:, 0].tolist(), grad_norm=rows[:, 1].tolist())
+        with launch.agreement():
+            raise ValueError(
+                f"step {iter_num}: the loss by rank is {rows[:, 0].tolist()}, the gradient's norm {rows[0, 1]}. The "
+                f"step was not taken and nothing is lost: go on with --init_from=resume, at a lower --learning_rate"
+            )
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    tokens_seen += tokens_a_step
+
+    if iter_num % log_interval == 0 and ranks.first:
+        record = metrics.step_record(iter_num, rows, lr, tokens_seen, tokens_a_step, flops_a_step, peak)
+        left = (time.perf_counter() - began) / (iter_num - first_step + 1) * (max_iters - iter_num)
+        say(metrics.step_line(record, left))
+        log.write(record)
+        metrics.send(log, iter_num, record)
+    if profiler:
+        profiler.step()
+    iter_num += 1
+
+if iter_num > first_step:
+    save()
+    picture = metrics.draw(log.out_dir) if ranks.first else None
+    took = metrics.duration(time.perf_counter() - began)
+    say(f"done: {iter_num - first_step} steps in {took}, best val loss {best_val_loss:.4f} at step {best_step}")
+    say(f"the loss curve: {picture}" if picture else "no picture of the loss curve: pip install matplotlib")
+    log.event("end", iter_num)
+log.close()
+launch.leave()
