@@ -97,7 +97,7 @@ def save(out_dir: str, state: dict, best_step: int, keep_last: int, val_loss: fl
             "torch": torch.__version__,
             "files": {"ckpt.pt": {"bytes": size, "sha256": hashed.hash.hexdigest()}},
         }
-        write_whole(unfinished / "manifest.json", json.dumps(manifest, indent=1))
+        write_whole(unfinished / "manifest.json", sealed(manifest))
         if folder.exists():  # a damaged save of the same step: this one takes its place
             shutil.rmtree(folder)
         os.rename(unfinished, folder)
@@ -111,6 +111,12 @@ def save(out_dir: str, state: dict, best_step: int, keep_last: int, val_loss: fl
     link_newest(out, folder, best_step)
     prune(out, folder, best_step, keep_last, manifest["block_size"])
     return folder
+
+
+def sealed(manifest: dict) -> str:
+    """The text of manifest.json, whose last entry is a checksum of all the others."""
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "manifest_sha256": digest}, indent=1)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -174,27 +180,27 @@ def step_folders(out: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict:
-    """A save's manifest; empty where it is missing or damaged."""
+    """A save's manifest; empty where it is missing or not what was written."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        return manifest if isinstance(manifest, dict) else {}
-    except (OSError, ValueError):
+        text = (folder / "manifest.json").read_text()
+        manifest = {k: v for k, v in json.loads(text).items() if k != "manifest_sha256"}
+    except (OSError, ValueError, AttributeError):
         return {}
+    return manifest if text == sealed(manifest) else {}
 
 
 def damage(folder: Path) -> str:
     """What is wrong with a save: '' if each file is, byte for byte, what was written."""
     manifest = read_manifest(folder)
-    files = manifest.get("files")
-    if not isinstance(files, dict) or folder.name != f"step_{manifest.get('step', -1):08d}":
+    if not manifest or folder.name != f"step_{manifest['step']:08d}":
         return "its manifest.json is missing or damaged"
-    for name, expected in files.items():
+    for name, expected in manifest["files"].items():
         try:
             with open(folder / name, "rb") as f:
                 actual = hashlib.file_digest(f, "sha256").hexdigest()
         except OSError as e:
             return f"{name} cannot be read ({e.strerror})"
-        if actual != expected.get("sha256"):
+        if actual != expected["sha256"]:
             return f"{name} is not what was written (its checksum differs)"
     return ""
 

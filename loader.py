@@ -77,6 +77,13 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
         raise ValueError(f"{folder / 'meta.json'}: dtype is {meta['dtype']!r}, possible are uint16 and uint32")
     splits = {s: map_tokens(folder / f"{s}.bin", meta.get("dtype", "uint16"), block_size) for s in ("train", "val")}
+    for split, tokens in splits.items():
+        said = meta.get(f"{split}_tokens", len(tokens))
+        if said != len(tokens):  # a prepare.py killed between its renames leaves files of two data sets
+            raise ValueError(
+                f"{folder / split}.bin has {len(tokens)} tokens, its metadata says {said}: they are not of one make; "
+                f"run: python {folder / 'prepare.py'}"
+            )
     highest = {split: highest_id(tokens) for split, tokens in splits.items()}
     for split in splits:
         check_ids(highest[split], vocab_size, folder / f"{split}.bin")

@@ -39,7 +39,7 @@ eval_only = False  # evaluate once, then stop
 init_from = "scratch"  # scratch, resume, auto (resume where there is a save), gpt2[-medium|-large|-xl] or a HF folder
 always_save_checkpoint = True  # save at each evaluation; False: only where val loss is the best so far
 save_interval = 0  # also save every so many steps; 0: at evaluations and at the end only
-keep_last = 2  # how many saves to keep, besides the best
+keep_last = 2  # how many saves to keep, besides the best; 0: save nothing
 # -- logging ----------------------------------------------------------------------------------------------------------
 eval_interval = 2000  # steps between evaluations
 eval_iters = 200  # an evaluation reads eval_iters * batch_size sequences of each split, the same ones every time
@@ -76,8 +76,8 @@ config = configure(globals())
 
 positive = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size")
 not_negative = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate")
-not_negative += ("min_lr", "weight_decay", "grad_clip")
-problems = [f"{k} is {config[k]}: it must be at least 1" for k in (*positive, "keep_last") if config[k] < 1]
+not_negative += ("min_lr", "weight_decay", "grad_clip", "keep_last")
+problems = [f"{k} is {config[k]}: it must be at least 1" for k in positive if config[k] < 1]
 problems += [f"{k} is {config[k]}: it must not be negative" for k in not_negative if config[k] < 0]
 problems += [f"{k} is {config[k]}: it must be in [0, 1)" for k in ("beta1", "beta2") if not 0 <= config[k] < 1]
 if data_order not in ("random", "shuffle"):
@@ -173,9 +173,8 @@ flops_a_step = raw_model.flops_per_token() * tokens_a_step
 
 say(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary {model_args['vocab_size']}")
 empty = share.micro_steps * share.rows * ranks.world_size - sequences
-say(
-    f"model:   {raw_model.get_num_params() / 1e6:.2f}M parameters, {found.path if found else init_from}, step {iter_num}"
-)
+source = f"{found.path}, step {iter_num}" if found else init_from
+say(f"model:   {raw_model.get_num_params() / 1e6:.2f}M parameters, from {source}")
 say(f"ranks:   {ranks.world_size} on {ranks.device.type}, {dtype_used}; {about_compile}")
 say(f"step:    {sequences} sequences x {block_size} = {tokens_a_step:,} tokens, on each rank {share.micro_steps} "
     f"micro-steps x {share.rows} rows" + f" ({empty} rows stay empty)" * bool(empty))  # fmt: skip
@@ -278,7 +277,8 @@ while iter_num <= max_iters or eval_only:
     if is_best:
         best_val_loss, best_step = val_loss, iter_num
     is_due = is_best or (val_loss is not None and always_save_checkpoint)
-    if iter_num > first_step and (is_due or (save_interval and iter_num % save_interval == 0)):
+    is_due |= save_interval > 0 and iter_num % save_interval == 0
+    if keep_last and is_due and iter_num > first_step:
         save(val_loss)
     if val_loss is not None and ranks.first:
         metrics.draw(log.out_dir)
@@ -330,7 +330,8 @@ while iter_num <= max_iters or eval_only:
     iter_num += 1
 
 if iter_num > first_step:
-    save()
+    if keep_last:
+        save()
     picture = metrics.draw(log.out_dir) if ranks.first else None
     took = metrics.duration(time.perf_counter() - began)
     say(f"done: {iter_num - first_step} steps in {took}, best val loss {best_val_loss:.4f} at step {best_step}")

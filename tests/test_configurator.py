@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,10 +64,15 @@ DEFAULTS = {
 }
 
 
+def sleep_on(monkeypatch, sleep):
+    # Not time.sleep itself: subprocess.run waits with it.
+    monkeypatch.setattr("configurator.time", SimpleNamespace(sleep=sleep))
+
+
 @pytest.fixture(autouse=True)
 def rank_0(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("rank 0 waits for nobody"))
+    sleep_on(monkeypatch, lambda seconds: pytest.fail("rank 0 waits for nobody"))
 
 
 @pytest.fixture
@@ -483,7 +489,7 @@ def test_fail_prints_once_on_rank_0(capsys, monkeypatch, rank):
 def test_other_ranks_wait_in_silence(script, capsys, monkeypatch):
     waited = []
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("time.sleep", waited.append)
+    sleep_on(monkeypatch, waited.append)
     assert problems(capsys, script, "--zzz=1") == []
     assert waited == [20]
 

@@ -1,0 +1,102 @@
+"""
+Take one thing out of the code at a time and see that the tests notice: python tests/mutate.py [NAME ...]
+
+Each mutation is made in a copy of the repository in a temporary folder; a row says which tests went red. Exit status 1
+if the suite stayed green for any.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+PARITY, RESUME = "tests/test_parity.py", "tests/test_resume.py"
+KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
+
+# name: (file, what is there, what takes its place, the tests that must see it)
+MUTATIONS = {
+    "all-reduce: of the gradients": (
+        "parallel.py", "    if ranks.world_size == 1:\n        return model", "    return model", PARITY),
+    "all-reduce: in the last micro-step only, dropped": (
+        "parallel.py", "and not last else nullcontext", "else nullcontext", PARITY),
+    "all-reduce: of the step's loss": (
+        "launch.py", "    return rows.view(-1, len(row)).cpu()", "    return mine.expand(dist.get_world_size(), -1).cpu()",
+        PARITY),
+    "all-reduce: of the evaluation": (
+        "train.py", "return launch.gather_rows([total], ranks.device).sum().item() / (wanted * block_size)",
+        "return total / (wanted * block_size) * ranks.world_size", PARITY),
+    "share: its weight in the gradient": (
+        "train.py", "tokens_a_step / ranks.world_size)", "share.micro_steps * x.numel())", PARITY),
+    "share: missing rows count": (
+        "loader.py", "y = torch.full((len(starts), block_size), -1,", "y = torch.full((len(starts), block_size), 0,",
+        PARITY),
+    "share: all ranks read the same rows": (
+        "loader.py", "(micro_step * self.world_size + self.rank) * self.rows", "micro_step * self.world_size * self.rows",
+        PARITY),
+    "data: depends on the rank": (
+        "train.py", "block_size, seed, loader.TRAIN, step", "block_size, seed + ranks.rank, loader.TRAIN, step", PARITY),
+    "evaluation: other sequences each time": (
+        "train.py", "seed, stream, 0, wanted)", "seed, stream, iter_num + ranks.world_size, wanted)", PARITY),
+    "init: depends on the order of parameters": (
+        "model.py", 'f"{seed} {name}"', 'f"{seed} {id(p)}"', "tests/test_model.py"),
+    "random state: of a step": ("train.py", "    launch.seed_step(seed, iter_num, ranks.rank)\n", "", KILLED),
+    "random state: of the rank": (
+        "launch.py", "SeedSequence((seed, step, rank))", "SeedSequence((seed, step, 0))", RESUME),
+    "order of the reduction after a start": (
+        "parallel.py", "        loss.backward()\n        model.zero_grad", "        model.zero_grad", KILLED),
+    "resume: place in the data": ("train.py", "starts_of, count(iter_num)", "starts_of, count(0)", KILLED),
+    "resume: optimizer state": (
+        "train.py", 'if found and "optimizer" in state:', "if False:", KILLED),
+    "resume: scaler state": (
+        "train.py", 'scaler.load_state_dict(saved["scaler"])', "pass", f"{RESUME}::test_float16_scaler_is_saved_and_restored"),
+    "resume: best loss so far": (
+        "train.py", "best_val_loss = state[\"iter_num\"], float(state.get(\"best_val_loss\", math.inf))",
+        "best_val_loss = state[\"iter_num\"], math.inf",
+        f"{RESUME}::test_always_save_checkpoint_false_saves_at_an_evaluation_only_where_it_is_best"),
+    "resume: metrics cut back": (
+        "metrics.py", 'r.get("iter", 0) < resumed_step', "True", KILLED),
+    "save: checksum not compared": (
+        "checkpoint.py", 'if actual != expected["sha256"]:', "if False:", f"{RESUME}::test_damaged_saves_are_reported_and_passed_over"),
+    "save: not whole when it appears": (
+        "checkpoint.py", 'unfinished = out / f"unfinished_step_{step:08d}"', "unfinished = folder",
+        f"{RESUME}::test_signals_do_not_tear_a_save"),
+    "save: weights that are not finite": (
+        "train.py", "    if not finite.all():", "    if False:",
+        f"{RESUME}::test_nothing_is_saved_from_weights_or_losses_that_are_not_finite"),
+}  # fmt: skip
+
+
+def main():
+    wanted = sys.argv[1:] or list(MUTATIONS)
+    green = []
+    for name in wanted:
+        file, old, new, tests = MUTATIONS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "repo"
+            shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__"))
+            text = (copy / file).read_text()
+            assert text.count(old) == 1, f"{name}: {text.count(old)} places in {file}"
+            (copy / file).write_text(text.replace(old, new))
+            start = time.monotonic()
+            env = {**os.environ, "ISOGPT_SHARED": str(REPO.parent / "shared")}
+            run = subprocess.run(
+                [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", tests],
+                cwd=copy, env=env, capture_output=True, text=True,
+            )  # fmt: skip
+            red = [
+                line.split(" ")[1].split("::")[-1]
+                for line in run.stdout.splitlines()
+                if line.startswith(("FAILED", "ERROR"))
+            ]
+            verdict = f"red: {red[0]}" if run.returncode == 1 and red else f"GREEN (exit status {run.returncode})"
+            green += [] if run.returncode == 1 and red else [name]
+            print(f"| {name} | {verdict} | {time.monotonic() - start:.0f} s |", flush=True)
+    sys.exit(bool(green))
+
+
+if __name__ == "__main__":
+    main()
