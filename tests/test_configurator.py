@@ -444,6 +444,11 @@ def test_helpers_in_a_config_are_no_typos(script):
     assert run(script, "c.py") == DEFAULTS | {"learning_rate": 1e-3}
 
 
+def test_a_global_of_the_script_is_no_typo_of_the_config(script):
+    config_file("seed = 1")
+    assert configure(started(script) | {"max_iter": 5}, ["c.py"]) == DEFAULTS | {"seed": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
