@@ -1,40 +1,69 @@
 """
-Saving and loading a run: whole or absent, verified, newest good one first; and nanoGPT's ckpt.pt, both ways.
+Saving and loading a run: whole or absent, verified, newest good one first, on any layout; and nanoGPT's ckpt.pt.
 
-    <out_dir>/step_00001200/ckpt.pt         the state in nanoGPT's form
-    <out_dir>/step_00001200/manifest.json   a checksum of each file
-    <out_dir>/ckpt.pt, ckpt_best.pt         links to the newest and the best one's ckpt.pt
+    <out_dir>/step_00001200/ckpt.pt              the state in nanoGPT's form, where one process holds it (zero 0)
+    <out_dir>/step_00001200/*.distcp, .metadata  or in shards, each rank's part, by the names of an unsharded model
+    <out_dir>/step_00001200/manifest.json        what it is and a checksum of each file, written last
+    <out_dir>/ckpt.pt, ckpt_best.pt              links to the newest and the best ckpt.pt
 
-A save is written in a folder of another name, its manifest last, and renamed into place when all of it is on the disk:
+A save is written in the background, in a folder of another name, and renamed into place when all of it is on the disk:
 what is called step_* is whole. The checksums are there for what happens to it afterwards.
+
+    python checkpoint.py OUT_DIR --list          what is there: step, form, loss, size, whether it is whole
+    python checkpoint.py OUT_DIR --to=ckpt.pt    turn the newest save into one file of nanoGPT's form, OUT_DIR/ckpt.pt
+    python checkpoint.py OUT_DIR --to=shards     or into shards; neither needs the devices that it was trained on
 """
 
-import copy
+import argparse
 import hashlib
 import json
+import math
 import os
+import pickle
 import re
 import shutil
+import sys
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from model import GPT
+from model import GPT, GPTConfig
+from parallel import materialize, moments_by_name, parameters_by_name, put
 
 STEP = re.compile(r"step_(\d{8,})")
 ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")  # of model_args
+WPE = "transformer.wpe.weight"  # the one parameter whose shape may change on a resume: a shorter context
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save on disk: the file that holds it, its step, and its manifest (empty for a bare ckpt.pt of nanoGPT's)."""
+    """One save on disk: its ckpt.pt, or its folder of shards; its step; its manifest (empty for a bare ckpt.pt)."""
 
     path: Path
     step: int
     manifest: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    A save that was opened. `run` is all that is no tensor: model_args, iter_num, best_val_loss, config, isogpt.
+    `weights` and `moments` are whole tensors by parameter name, mapped from the file; None where they are in shards.
+    """
+
+    save: Save
+    run: dict
+    weights: dict[str, Tensor] | None = None
+    moments: dict[str, dict[str, Tensor]] | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -55,62 +84,131 @@ class HashedFile:
         self.file.flush()
 
 
-def save(out_dir: str, state: dict, best_step: int, keep_last: int, val_loss: float | None = None) -> Path:
-    """
-    Save `state` (nanoGPT's dict, with iter_num) as one step of `out_dir` (one rank only).
-
-    Earlier saves go only when this one is whole: the last `keep_last`, the one of `best_step`, and any of another
-    block_size (from before the context was shortened) stay.
-
-    Returns:
-        The step's folder. One that is there already and whole is left as it is: the same step is the same state.
-
-    Raises:
-        ValueError: a weight is not finite; nothing is written.
-        OSError: it cannot be written (disk full, no permission); nothing else is touched, and no piece of it stays.
-    """
-    step = state["iter_num"]
-    bad = [name for name, w in state["model"].items() if not torch.isfinite(w).all()]
+def check_finite(model: torch.nn.Module, step: int) -> None:
+    """Raise ValueError where a weight that this rank holds is not finite: such a model is not saved over a good one."""
+    bad = [name for name, p in parameters_by_name(model).items() if not local(p).isfinite().all()]
     if bad:
         raise ValueError(f"weights are not finite at step {step} ({bad[0]} and {len(bad) - 1} more): not saved")
-    out = Path(out_dir)
-    folder = out / f"step_{step:08d}"
-    if folder.exists() and not damage(folder):
-        link_newest(out, folder, best_step)
-        return folder
-    unfinished = out / f"unfinished_step_{step:08d}"
-    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def local(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def start_save(
+    out_dir: str,
+    run: dict,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    facts: dict,
+    keep_last: int,
+    group: dist.ProcessGroup | None = None,
+    done: Callable[[Path], None] = lambda folder: None,
+) -> Future:
+    """
+    Begin to save (all ranks). Returns when the state has been copied; the rest goes on in the background.
+
+    Earlier saves go only when this one is whole: the last `keep_last`, the best one, and any of another block_size
+    (from before the context was shortened) stay.
+
+    Args:
+        run: everything but tensors, see Source.
+        facts: for the manifest: best_step, val_loss, layout (with `zero`: 0 saves one ckpt.pt, else shards).
+        group: for shards: a process group of its own with a CPU backend, since it is used from a thread.
+        done: called on rank 0 when the save is whole, with its folder.
+
+    Returns:
+        A future: see `finish_save`. One save at a time.
+    """
+    step, first = run["iter_num"], not dist.is_initialized() or dist.get_rank() == 0
+    unfinished = Path(out_dir) / f"unfinished_step_{step:08d}"
+    manifest = {"step": step, **facts, "block_size": run["model_args"]["block_size"], "torch": torch.__version__}
+    finish = lambda files: done(commit(unfinished, manifest | {"files": files}, keep_last))  # noqa: E731
+    background = ThreadPoolExecutor(1, thread_name_prefix="save")
+    if facts["layout"]["zero"] == 0:
+        if not first:  # the other ranks have the same weights: nothing to do
+            future = Future()
+            future.set_result(None)
+            return future
+        state = nanogpt_state(run, model, optimizer)
+        return background.submit(lambda: finish(write_ckpt(unfinished, state)))
+    if first:
+        unfinished.mkdir(parents=True, exist_ok=True)
+    manifest["run"] = run
+    shards = {"model": parameters_by_name(model), "optim": moments_by_name(model, optimizer)}
+    parts = dcp.async_save(shards, storage_writer=dcp.FileSystemWriter(unfinished), process_group=group)
+    return background.submit(lambda: (parts.result(), finish(hash_files(unfinished)))) if first else parts
+
+
+def finish_save(saving: Future) -> str:
+    """Wait for a save to be whole (on the other ranks: for their part); '' or what went wrong. Nothing else is lost."""
     try:
-        unfinished.mkdir(parents=True)
-        with open(unfinished / "ckpt.pt", "wb") as f:
+        saving.result()
+        return ""
+    except Exception as e:  # a full disk comes as OSError, RuntimeError or DCP's CheckpointException
+        return " ".join(str(e).split())[-300:] or type(e).__name__
+
+
+def nanogpt_state(run: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """A copy, on the CPU, of the state in nanoGPT's form: what its train.py and sample.py load."""
+    copy = lambda t: t.detach().to("cpu", copy=True)  # noqa: E731
+    weights = {name: copy(p) for name, p in parameters_by_name(model).items()}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    moments_by_name(model, optimizer)  # makes those that are not there yet
+    state = optimizer.state_dict()
+    state["state"] = {i: {k: copy(v) for k, v in moments.items()} for i, moments in state["state"].items()}
+    return {"model": weights, "optimizer": state, **run}
+
+
+def write_ckpt(folder: Path, state: dict) -> dict:
+    """Write folder/ckpt.pt and see it to the disk; returns its line of the manifest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(folder / "ckpt.pt", "wb") as f:
             hashed = HashedFile(f)
             torch.save(state, hashed)
             f.flush()
             os.fsync(f.fileno())
-            size = f.tell()
-        manifest = {
-            "step": step,
-            "best_step": best_step,
-            "val_loss": val_loss,
-            "block_size": state["model_args"]["block_size"],
-            "layout": {"world_size": state["isogpt"]["world_size"], "zero": 0},
-            "torch": torch.__version__,
-            "files": {"ckpt.pt": {"bytes": size, "sha256": hashed.hash.hexdigest()}},
-        }
+            return {"ckpt.pt": {"bytes": f.tell(), "sha256": hashed.hash.hexdigest()}}
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # a full disk has room again
+        raise
+
+
+def hash_files(folder: Path) -> dict:
+    """The manifest's lines of all files in a folder, which are on the disk already."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with open(path, "rb") as f:
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+    return files
+
+
+def commit(unfinished: Path, manifest: dict, keep_last: int) -> Path:
+    """Make a save that is written count (rank 0): manifest, rename, links; then delete what need not be kept."""
+    out = unfinished.parent
+    folder = out / f"step_{manifest['step']:08d}"
+    try:
         write_whole(unfinished / "manifest.json", sealed(manifest))
-        if folder.exists():  # a damaged save of the same step: this one takes its place
-            shutil.rmtree(folder)
-        os.rename(unfinished, folder)
+        if folder.exists() and not damage(folder):
+            shutil.rmtree(unfinished)  # the same step is the same state: what is there and whole stays
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(unfinished, folder)
         sync_folder(out)
-    except RuntimeError as e:  # torch.save wraps the OSError of a full disk
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise OSError(str(e).splitlines()[0]) from e
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    link_newest(out, folder, best_step)
-    prune(out, folder, best_step, keep_last, manifest["block_size"])
+    link_newest(out, folder, manifest["best_step"])
+    prune(out, folder, manifest["best_step"], keep_last, manifest["block_size"])
     return folder
+
+
+def clean_up(out_dir: str) -> None:
+    """Delete what a killed run left of a save or of a deletion (rank 0, before the first save)."""
+    for path in Path(out_dir).glob("unfinished_*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sealed(manifest: dict) -> str:
@@ -141,11 +239,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def link_newest(out: Path, folder: Path, best_step: int) -> None:
-    """Point ckpt.pt at the newest save, and ckpt_best.pt at the best one where it is there."""
-    point(out / "ckpt.pt", folder / "ckpt.pt")
-    best = out / f"step_{best_step:08d}"
-    if best.exists():
-        point(out / "ckpt_best.pt", best / "ckpt.pt")
+    """Point ckpt.pt at the newest save and ckpt_best.pt at the best one, where they are in that form."""
+    for link, target in ((out / "ckpt.pt", folder), (out / "ckpt_best.pt", out / f"step_{best_step:08d}")):
+        if (target / "ckpt.pt").exists():
+            point(link, target / "ckpt.pt")
 
 
 def point(link: Path, target: Path) -> None:
@@ -168,6 +265,9 @@ def prune(out: Path, newest: Path, best_step: int, keep_last: int, block_size: i
             gone = folder.with_name("unfinished_" + folder.name)  # a half-deleted save must not look like one
             os.rename(folder, gone)
             shutil.rmtree(gone, ignore_errors=True)
+    for link in (out / "ckpt.pt", out / "ckpt_best.pt"):
+        if link.is_symlink() and not link.exists():  # it led to a save that is gone; the newer ones are in shards
+            link.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,6 +305,21 @@ def damage(folder: Path) -> str:
     return ""
 
 
+def open_folder(folder: Path) -> Save:
+    """The save in a step folder that verified."""
+    manifest = read_manifest(folder)
+    return Save(folder / "ckpt.pt" if "ckpt.pt" in manifest["files"] else folder, manifest["step"], manifest)
+
+
+def best(out_dir: str) -> tuple[Save | None, list[str]]:
+    """The save with the best val loss where it is whole, else the newest; as `newest` returns it."""
+    found, reports = newest(out_dir)
+    folder = Path(out_dir) / f"step_{found.manifest.get('best_step', -1) if found else -1:08d}"
+    if folder.exists() and not damage(folder):
+        return open_folder(folder), reports
+    return found, reports
+
+
 def newest(out_dir: str) -> tuple[Save | None, list[str]]:
     """
     The save to resume from: the newest that verifies, be it a step folder or a bare ckpt.pt that nanoGPT left.
@@ -216,7 +331,7 @@ def newest(out_dir: str) -> tuple[Save | None, list[str]]:
     for folder in step_folders(out):
         problem = damage(folder)
         if not problem:
-            found = Save(folder / "ckpt.pt", read_manifest(folder)["step"], read_manifest(folder))
+            found = open_folder(folder)
             break
         reports.append(f"{folder} is damaged: {problem}")
     bare = out / "ckpt.pt"
@@ -265,37 +380,113 @@ def load(path: Path) -> dict:
     missing = [k for k in ("model", "model_args", "iter_num") if not isinstance(state, dict) or k not in state]
     if missing:
         raise ValueError(f"{path} is no checkpoint of nanoGPT's or ours: it lacks {', '.join(missing)}")
-    state["model"] = {name.removeprefix("_orig_mod."): w for name, w in state["model"].items()}
+    # nanoGPT stores torch.compile's prefix and, without flash attention, each block's causal mask
+    weights = {name.removeprefix("_orig_mod."): w for name, w in state["model"].items()}
+    state["model"] = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
     absent = [k for k in ARGS if k != "dropout" and k not in state["model_args"]]
     if absent:
         raise ValueError(f"{path}: its model_args lack {', '.join(absent)}")
     return state
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
+def open_save(save: Save) -> Source:
     """
-    Give an optimizer its saved moments, but leave it the settings (betas, weight decay, kernel) of this run.
+    Open a save: read everything but the tensors.
 
     Raises:
-        ValueError: they do not fit the model.
+        ValueError: it is not what it should be.
     """
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
-        settings = {k: v for k, v in group.items() if k != "params"}
-        saved.update({k: v for k, v in settings.items() if k in saved})
+    if save.path.is_dir():
+        return Source(save, save.manifest["run"])
+    state = load(save.path)
+    decayed = [name for name, w in state["model"].items() if w.dim() >= 2 and name != "lm_head.weight"]
+    rest = [name for name, w in state["model"].items() if w.dim() < 2]
+    moments = state.get("optimizer", {}).get("state", {})  # by number: nanoGPT's two groups, one after the other
+    named = {name: moments[i] for i, name in enumerate(decayed + rest) if i in moments}
+    run = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
+    run["best_val_loss"] = float(run.get("best_val_loss", math.inf))  # nanoGPT's is a tensor
+    return Source(save, run, state["model"], named)
+
+
+@torch.no_grad()
+def fill(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """
+    Copy a save into a model and its optimizer, whatever layout they have: each rank reads what it holds, and no rank
+    talks to another. Position embeddings are cut where the model has fewer than the save.
+
+    Raises:
+        ValueError: they do not fit, or a file cannot be read or wants to run something.
+    """
+    weights = parameters_by_name(model)
+    moments = moments_by_name(model, optimizer) if optimizer else {}
+    if source.weights is None:
+        fill_from_shards(source, weights, moments)
+        return
     try:
-        # a copy: loaded tensors are mapped from the file, which may be replaced while they are in use
-        optimizer.load_state_dict(copy.deepcopy(state))
-    except (ValueError, KeyError) as e:
-        raise ValueError(f"the checkpoint's optimizer state does not fit: {e}") from e
+        for name, target in weights.items():
+            put(target, source.weights[name][: len(target)])
+        for name, saved in source.moments.items():
+            for key, target in moments.get(name, {}).items():
+                value = torch.as_tensor(saved[key], dtype=torch.float32)
+                put(target, value[: len(target)] if target.dim() else value)
+    except (KeyError, RuntimeError) as e:
+        raise ValueError(f"{source.save.path} does not fit the model: {' '.join(str(e).split())[:200]}") from e
 
 
-def crop_optimizer(state: dict | None, model: GPT, block_size: int) -> None:
-    """Shorten the saved moments of the position embeddings to `block_size` rows, before the model's are."""
-    decayed = [name for name, p in model.named_parameters() if p.dim() >= 2]
-    moments = state["state"].get(decayed.index("transformer.wpe.weight"), {}) if state else {}
-    for name in ("exp_avg", "exp_avg_sq"):
-        if name in moments:
-            moments[name] = moments[name][:block_size]
+def fill_from_shards(source: Source, weights: dict, moments: dict) -> None:
+    """`fill` for a save in shards: torch.distributed.checkpoint reads the pieces that overlap with this rank's."""
+    wanted = {"model": dict(weights), "optim": {name: dict(m) for name, m in moments.items()}}
+    long = source.run["model_args"]["block_size"]
+    cut = {}
+    if WPE in weights and len(weights[WPE]) != long:  # read the whole of it, which is small, and put a part
+        for group, key in [(wanted["model"], WPE)] + [
+            (wanted["optim"].get(WPE, {}), k) for k in ("exp_avg", "exp_avg_sq")
+        ]:
+            if key in group:
+                whole = torch.empty(long, *group[key].shape[1:])
+                cut[id(whole)] = (group[key], whole)
+                group[key] = whole
+    try:
+        dcp.load(wanted, storage_reader=PlainReader(source.save.path), no_dist=True)
+    except Exception as e:  # damaged files raise nearly anything, wrapped in a CheckpointException
+        raise ValueError(f"{source.save.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
+    for target, whole in cut.values():
+        put(target, whole[: len(target)])
+
+
+class PlainReader(dcp.FileSystemReader):
+    """DCP's reader, but its metadata, a pickle, may only name DCP's own records, and only tensors are read."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as f:
+            metadata = MetadataUnpickler(f).load()
+        if not all(isinstance(m, TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
+            raise pickle.UnpicklingError("it holds objects other than tensors")  # DCP would unpickle those freely
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads the dataclasses of DCP's metadata and nothing that could run."""
+
+    RECORDS = {
+        "torch.distributed.checkpoint.metadata": {
+            "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+            "StorageMeta", "_MEM_FORMAT_ENCODING",
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch": {"Size"},
+        "torch.serialization": {"_get_layout"},
+        "pathlib": {"PosixPath", "Path", "PurePosixPath"},
+        "pathlib._local": {"PosixPath", "Path", "PurePosixPath"},
+    }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> object:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name in self.RECORDS.get(module, ()) or dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it wants to run {module}.{name}")
 
 
 def set_aside(out_dir: str) -> Path | None:
@@ -314,3 +505,91 @@ def set_aside(out_dir: str) -> Path | None:
     for path in left:
         os.rename(path, previous / path.name)
     return previous
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# from one form to the other
+
+
+def read_model(source: Source) -> GPT:
+    """The model of a save, whole, on the CPU."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**{k: source.run["model_args"][k] for k in ARGS if k in source.run["model_args"]}))
+    materialize(model, torch.device("cpu"))
+    fill(source, model)
+    return model
+
+
+def convert(out_dir: str, form: str) -> Path:
+    """Write the newest save of a folder in the other form; returns what was written."""
+    found, reports = newest(out_dir)
+    print("".join(f"warning: {r}\n" for r in reports), end="", file=sys.stderr)
+    if not found:
+        raise ValueError(f"no save in {out_dir}")
+    source = open_save(found)
+    model = read_model(source)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    fill(source, model, optimizer)
+    out, unfinished = Path(out_dir), Path(out_dir) / f"unfinished_step_{found.step:08d}"
+    clean_up(out_dir)
+    run = {"isogpt": {}, "config": {}, **source.run}
+    if form == "ckpt.pt":
+        write_ckpt(unfinished, nanogpt_state(run, model, optimizer))
+        os.replace(unfinished / "ckpt.pt", out / "ckpt.pt")
+        unfinished.rmdir()
+        return out / "ckpt.pt"
+    if found.path.is_dir():
+        raise ValueError(f"{found.path} is in shards already")
+    shards = {"model": parameters_by_name(model), "optim": moments_by_name(model, optimizer)}
+    dcp.save(shards, storage_writer=dcp.FileSystemWriter(unfinished), no_dist=True)
+    facts = {"best_step": run["isogpt"].get("best_step", 0), "val_loss": found.manifest.get("val_loss")}
+    manifest = {"step": found.step, **facts, "layout": {"world_size": 1, "zero": 3}, "torch": torch.__version__}
+    manifest |= {"block_size": run["model_args"]["block_size"], "run": run}
+    if found.manifest:  # the same step in the other form makes way for this one
+        os.rename(out / f"step_{found.step:08d}", out / f"unfinished_was_{found.step:08d}")
+    folder = commit(unfinished, manifest | {"files": hash_files(unfinished)}, keep_last=10**9)
+    clean_up(out_dir)
+    return folder
+
+
+def list_saves(out_dir: str) -> str:
+    """A table of what is in a run's folder."""
+    lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"]
+    for folder in step_folders(Path(out_dir)):
+        manifest, problem = read_manifest(folder), damage(folder)
+        size = sum(p.stat().st_size for p in folder.iterdir()) / 1e9
+        form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
+        loss = manifest.get("val_loss")
+        mark = " (best)" if manifest and manifest["best_step"] == manifest["step"] else ""
+        shown = f"{loss:8.4f}" if loss is not None else "       -"
+        lines.append(f"{int(folder.name[5:]):>10}  {form:8}  {shown}  {size:7.3f}  {problem or 'whole'}{mark}")
+    bare = Path(out_dir) / "ckpt.pt"
+    if bare.exists() and not bare.is_symlink():
+        problem = damaged_zip(bare)
+        step = "?" if problem else load(bare)["iter_num"]
+        lines.append(
+            f"{step:>10}  {'bare':8}         -  {bare.stat().st_size / 1e9:7.3f}  {problem or 'whole'}: {bare}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command line: see this file's first lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dir")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--to", choices=["ckpt.pt", "shards"])
+    options = parser.parse_args()
+    try:
+        if not Path(options.out_dir).is_dir():
+            raise ValueError(f"{options.out_dir} is no folder")
+        if options.to:
+            print(f"wrote {convert(options.out_dir, options.to)}")
+        if options.list or not options.to:
+            print(list_saves(options.out_dir))
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -80,9 +80,12 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     return torch.device(kind)
 
 
-def join(device: str = "auto", backend: str = "auto") -> Ranks:
+def join(device: str = "auto", backend: str = "auto", alone: bool = False) -> Ranks:
     """
     Take this process's device and enter the process group, where a launcher made one.
+
+    Args:
+        alone: without a launcher, make a group of this one process (sharding wants one).
 
     Raises:
         ValueError: the device or the backend cannot be had here.
@@ -100,8 +103,12 @@ def join(device: str = "auto", backend: str = "auto") -> Ranks:
     if chosen.type == "cpu" and local_world_size > 1:
         # torchrun gives each process one thread, two pools on all the cores would fight: divide the cores
         torch.set_num_threads(max(1, cpu_count() // local_world_size))
+    # the CPU has a backend as well: checkpoints and offloaded state are there
+    backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    if alone and "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if "RANK" in os.environ:
-        own = {"device_id": chosen} if backend == "nccl" else {}
+        own = {"device_id": chosen} if "nccl" in backend else {}
         try:
             dist.init_process_group(backend, **own)
         except (dist.DistNetworkError, dist.DistStoreError) as e:
@@ -140,7 +147,8 @@ def gather_rows(row: list[Tensor | float], device: torch.device) -> Tensor:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine[None].cpu().double()
     rows = mine.new_empty(dist.get_world_size() * len(row))
-    dist.all_gather_into_tensor(rows, mine)
+    # torch 2.13's name for it, which warns of the old one; 2.11 has the old one only
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, mine)
     return rows.view(-1, len(row)).cpu()
 
 

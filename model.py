@@ -8,6 +8,7 @@ attention's query, key and value are stacked in `c_attn` in that order, `transfo
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -137,22 +138,23 @@ class GPT(nn.Module):
             self.init_weights(torch.initial_seed() if seed is None else seed)
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
         """
         GPT-2's initial weights: normal with standard deviation 0.02, residual projections 0.02 / sqrt(2 n_layer),
         biases 0, LayerNorm 1. Each parameter has a generator of its own, seeded by (seed, name) and run on the CPU:
         the same numbers on every device, in whatever order, by whichever rank.
+
+        Args:
+            put: copies a whole tensor into a parameter, of which a rank may hold a shard.
         """
         for name, p in self.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
-            elif p.dim() < 2:
-                p.fill_(1.0)
+            if p.dim() < 2:
+                put(p, torch.full(p.shape, 0.0 if name.endswith("bias") else 1.0))
             else:
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
                 digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-                p.copy_(torch.empty(p.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
+                put(p, torch.empty(p.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         """Number of parameters; without the position embeddings by default (wte counts: it is lm_head's weight)."""

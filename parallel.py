@@ -1,20 +1,80 @@
 """
 The ways of spreading a model over processes, one function each; the model itself knows of none (DESIGN.md, law 6).
+
+In the order in which train.py applies them: recompute, compiled, shard (on the meta device, then materialize), and,
+with the weights in place, data_parallel. `zero` says what is sharded over the data-parallel ranks (ZeRO, Rajbhandari
+et al. 2020, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from launch import Ranks, gather_objects
 
+# ---------------------------------------------------------------------------------------------------------------------
+# memory for time
 
-def compiled(model: nn.Module, ranks: Ranks) -> tuple[bool, str]:
+aten = torch.ops.aten
+# what 'selective' keeps: the results of matmuls and of attention, which are the expensive ones to compute again
+KEPT = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recompute(model: nn.Module, mode: str) -> None:
+    """
+    Activation checkpointing, in place: instead of keeping what a block computed for the backward, keep its input and
+    compute it again (Chen et al. 2016, arXiv:1604.06174). 'none'; 'full' in each block; 'selective' in each, but what
+    matmuls and attention gave is kept; 'every:K' in one block of K. Dropout draws the same masks again.
+    """
+    every = recompute_every(mode)
+    for i, block in enumerate(model.transformer.h):
+        if every and i % every == 0:
+            again = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(again, context_fn=selective_contexts) if mode == "selective" else again
+
+
+def recompute_every(mode: str) -> int:
+    """One block in how many is recomputed: 0 for 'none'. Raises ValueError for an unknown mode."""
+    known = {"none": 0, "full": 1, "selective": 1}
+    if mode in known:
+        return known[mode]
+    kind, _, number = mode.partition(":")
+    if kind == "every" and number.isdigit() and int(number) > 0:
+        return int(number)
+    raise ValueError(f"activation_checkpointing is {mode!r}; possible are none, full, selective and every:K (K >= 1)")
+
+
+def selective_contexts() -> tuple:
+    """The pair of contexts that torch's selective checkpointing wants."""
+    policy = lambda ctx, op, *args, **kw: (  # noqa: E731
+        CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    )
+    return create_selective_checkpoint_contexts(policy)
+
+
+def compiled(model: nn.Module, ranks: Ranks, by_block: bool = False) -> tuple[bool, str]:
     """
     torch.compile the model, in place: its parameters keep their names (all ranks).
+
+    Args:
+        by_block: each block on its own, which is what sharding block by block wants.
 
     Returns:
         (whether it is compiled, what to tell the user). Left out on a CPU, where it gained nothing but a wait of 10 s;
@@ -32,13 +92,81 @@ def compiled(model: nn.Module, ranks: Ranks) -> tuple[bool, str]:
     if any(problems):
         return False, f"compile: does not work here, going on without it (slower): {next(p for p in problems if p)}"
     torch._dynamo.config.suppress_errors = True  # what fails to compile later runs uncompiled, with a warning
-    model.compile()
+    for part in model.transformer.h if by_block else [model]:
+        part.compile()
     return True, "compile: the first step takes about a minute longer"
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the ways
+
+
+def data_mesh(ranks: Ranks, dp_replicate: int) -> DeviceMesh:
+    """
+    The mesh of the data-parallel ranks: ("shard",), or ("replicate", "shard") for HSDP, where neighbours shard.
+
+    Raises:
+        ValueError: dp_replicate does not divide the world size.
+    """
+    if dp_replicate == 1:
+        return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
+    shape = (dp_replicate, ranks.world_size // dp_replicate)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, ranks: Ranks, zero: int, dp_replicate: int, dtype: torch.dtype, cpu_offload: bool) -> None:
+    """
+    ZeRO-2 and 3 by FSDP2's fully_shard, in place: each block is a unit that is gathered when it is needed, the rest
+    (embeddings, the tied head, the last norm) another. With zero 2 what is gathered stays until the backward is done.
+    The blocks compute in `dtype`, their gradients are reduced and the weights kept in float32.
+    """
+    if zero < 2:
+        return
+    mixed = dtype if dtype != torch.float32 else None
+    settings = dict(
+        mesh=data_mesh(ranks, dp_replicate),
+        reshard_after_forward=zero == 3,
+        mp_policy=MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=torch.float32 if mixed else None),
+        offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy(),
+    )
+    for block in model.transformer.h:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+
+
+def materialize(model: nn.Module, device: torch.device, cpu_offload: bool = False) -> None:
+    """Give a model of the meta device, sharded or not, memory for what this rank holds of it; its values come next."""
+    model.to_empty(device="cpu" if cpu_offload else device)
+    model.lm_head.weight = model.transformer.wte.weight
+
+
+@torch.no_grad()
+def put(target: Tensor, full: Tensor) -> None:
+    """Copy the whole tensor `full` into `target`, or what this rank holds of it: no communication."""
+    if isinstance(target, DTensor):
+        mesh = target.device_mesh
+        full = full.to(target.dtype)
+        full = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(full.to_local())
+    else:
+        target.copy_(full)
+
+
+def make_optimizer(
+    model: nn.Module, zero: int, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str
+) -> torch.optim.Optimizer:
+    """The model's AdamW; with zero 1 each rank keeps and updates its share of the parameters and sends them around."""
+    optimizer = model.configure_optimizers(weight_decay, learning_rate, betas, device_type)
+    if zero != 1:
+        return optimizer
+    groups = [{k: group[k] for k in ("params", "weight_decay")} for group in optimizer.param_groups]
+    fused = optimizer.param_groups[0]["fused"]
+    return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=learning_rate, betas=betas, fused=fused)
+
+
 def data_parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """DistributedDataParallel: each rank has the whole model, the gradients are averaged over the ranks."""
-    if ranks.world_size == 1:
+    """DistributedDataParallel (zero 0 and 1): each rank has the whole model, gradients are averaged over the ranks."""
+    if ranks.world_size == 1 or isinstance(model, FSDPModule):
         return model
     own = {"device_ids": [ranks.device.index]} if ranks.device.type == "cuda" else {}
     # gradients live in the buckets that are sent: one copy less of them in memory
@@ -58,6 +186,45 @@ def settle_buckets(model: nn.Module, x: Tensor, y: Tensor) -> None:
         model.zero_grad(set_to_none=True)
 
 
-def no_sync(model: nn.Module, last: bool) -> AbstractContextManager:
-    """Gradients stay on the rank during all micro-steps of a step but the last, whose backward sends their sum."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
+def sync_if(model: nn.Module, now: bool) -> AbstractContextManager:
+    """Gradients are reduced over the ranks in this micro-step's backward, or stay on the rank and add up."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+    return model.no_sync() if isinstance(model, DistributedDataParallel) and not now else nullcontext()
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward without a backward: give back what it gathered, so that parameters are shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(value: Tensor) -> Tensor:
+    """A plain tensor of a norm that may be spread over the ranks (all ranks)."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# state by name, the same in every layout
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """What is saved of a model: each parameter once (the head is tied to wte), a shard of it where it is sharded."""
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """
+    {parameter: {step, exp_avg, exp_avg_sq}} of what this rank holds: all of it, with ZeRO-1 some of the parameters,
+    with ZeRO-2 and 3 a shard of each. What AdamW would make at its first step is made here, as zeros.
+    """
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    names = {p: name for name, p in model.named_parameters()}
+    for group in inner.param_groups:
+        for p in group["params"]:
+            if not inner.state[p]:
+                on = p.device if group["fused"] else "cpu"
+                step = torch.zeros((), dtype=torch.float32, device=on)
+                inner.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    return {names[p]: inner.state[p] for group in inner.param_groups for p in group["params"]}

@@ -16,7 +16,7 @@ import checkpoint
 import launch
 import loader
 from configurator import configure, fail
-from model import GPT, GPTConfig
+from model import GPT
 
 # -- model ------------------------------------------------------------------------------------------------------------
 init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], or a folder of Hugging Face GPT-2 weights
@@ -46,21 +46,14 @@ def load_model() -> tuple[GPT, str]:
     """The model, and the data set whose tokens it knows ('' : GPT-2's)."""
     if init_from != "resume":
         return GPT.from_pretrained(init_from), ""
-    path = Path(out_dir) / "ckpt_best.pt"
-    if not best or not path.exists():
-        found, reports = checkpoint.newest(out_dir)
-        for report in reports:
-            print(f"warning: {report}", file=sys.stderr)
-        if not found:
-            raise ValueError(f"no checkpoint in {out_dir}: name the run's folder with --out_dir=")
-        path = found.path
-    elif problem := checkpoint.damage(path.resolve().parent):
-        raise ValueError(f"{path.resolve()} is damaged: {problem}; --best=False takes the newest good one")
-    state = checkpoint.load(path)
-    val = float(state.get("best_val_loss", float("nan")))
-    print(f"{path}: step {state['iter_num']}, best val loss {val:.4f}", file=sys.stderr)
-    shape = {k: state["model_args"][k] for k in checkpoint.ARGS if k != "dropout"}
-    return GPT.from_state(GPTConfig(**shape), state["model"]), state.get("config", {}).get("dataset", "")
+    found, reports = checkpoint.best(out_dir) if best else checkpoint.newest(out_dir)
+    for report in reports:
+        print(f"warning: {report}", file=sys.stderr)
+    if not found:
+        raise ValueError(f"no checkpoint in {out_dir}: name the run's folder with --out_dir=")
+    source = checkpoint.open_save(found)
+    print(f"{found.path}: step {found.step}, best val loss {source.run['best_val_loss']:.4f}", file=sys.stderr)
+    return checkpoint.read_model(source), source.run.get("config", {}).get("dataset", "")
 
 
 def tokenizer(name: str) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import checkpoint
@@ -54,6 +55,13 @@ gradient_accumulation_steps = 5 * 8  # micro-batches of a step, over all process
 batch_size = 12  # sequences in a micro-batch; a step has gradient_accumulation_steps * batch_size of them
 block_size = 1024  # tokens in a sequence
 vocab_size = 0  # number of token ids; 0: what the data set says
+# -- memory -----------------------------------------------------------------------------------------------------------
+zero = 0  # sharded over the ranks: 0 nothing (DDP), 1 optimizer state, 2 gradients too, 3 parameters too
+fsdp = False  # short for zero=3
+dp_replicate = 1  # HSDP: so many groups of ranks, each of which shards the model by itself (zero 2 or 3)
+grad_sync = "auto"  # reduce gradients at the last micro-step, or at every one (less memory); auto: every for zero 2, 3
+cpu_offload = False  # keep parameters and optimizer state in the CPU's memory (zero 2 or 3)
+activation_checkpointing = "none"  # recompute blocks in the backward: none, full, selective or every:K (one in K)
 # -- model ------------------------------------------------------------------------------------------------------------
 n_layer = 12  # blocks
 n_head = 12  # attention heads in each
@@ -84,13 +92,28 @@ if data_order not in ("random", "shuffle"):
     problems += [f"data_order is {data_order!r}; possible are random and shuffle"]
 if init_from not in ("scratch", "resume", "auto") and not init_from.startswith("gpt2") and not Path(init_from).is_dir():
     problems += [f"init_from is {init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder"]
+stage = 3 if fsdp else zero
+try:
+    parallel.recompute_every(activation_checkpointing)
+except ValueError as e:
+    problems += [str(e)]
+if zero not in (0, 1, 2, 3):
+    problems += [f"zero is {zero}; possible are 0, 1, 2 and 3"]
+if fsdp and zero not in (0, 3):
+    problems += [f"fsdp is short for zero=3, but zero is {zero}: set one of them"]
+if grad_sync not in ("auto", "last", "every"):
+    problems += [f"grad_sync is {grad_sync!r}; possible are auto, last and every"]
+if (cpu_offload or dp_replicate != 1) and stage < 2:
+    problems += [f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {stage}: set --zero=3"]
+if dp_replicate < 1 or launch.rank_variables()[1] % max(dp_replicate, 1):
+    problems += [f"dp_replicate is {dp_replicate}: it must divide the {launch.rank_variables()[1]} processes"]
 if problems:
     fail("\n".join(problems))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # who, where, in what precision (all ranks)
 try:
-    ranks = launch.join(device, backend)
+    ranks = launch.join(device, backend, alone=stage > 0)
 except ValueError as e:
     fail(str(e))
 say = partial(print, flush=True) if ranks.first else lambda *_: None
@@ -111,56 +134,70 @@ with launch.agreement():
         raise ValueError(f"nothing to resume in {out_dir}: name the run's folder with --out_dir=")
 found = launch.gather_objects(found)[0]
 
-iter_num, best_val_loss, best_step, tokens_seen, wandb_id, saved = 0, math.inf, 0, 0, None, {}
 with launch.agreement():
+    source = checkpoint.open_save(found) if found else None
+    run = source.run if found else {}
+    saved = run.get("isogpt", {})  # what nanoGPT's checkpoints do not have
+    pretrained = None
     if found:
-        state = checkpoint.load(found.path)
-        saved = state.get("isogpt", {})  # what nanoGPT's checkpoints do not have
-        iter_num, best_val_loss = state["iter_num"], float(state.get("best_val_loss", math.inf))
-        best_step, wandb_id = saved.get("best_step", 0), saved.get("wandb_id")
-        tokens_seen = saved.get("tokens", iter_num * sequences * block_size)
-        shape = {**{k: state["model_args"][k] for k in checkpoint.ARGS if k != "dropout"}, "dropout": dropout}
-        raw_model = GPT.from_state(GPTConfig(**shape), state["model"])
+        model_args = {k: run["model_args"][k] for k in checkpoint.ARGS if k != "dropout"}
     elif init_from in ("scratch", "auto"):
-        shape = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, bias=bias, dropout=dropout)
-        raw_model = GPT(GPTConfig(vocab_size=data.vocab_size, **shape), seed)
+        model_args = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, bias=bias)
+        model_args["vocab_size"] = data.vocab_size
     else:
-        raw_model = GPT.from_pretrained(init_from, dict(dropout=dropout))
-    model_args = raw_model.describe()
+        pretrained = GPT.from_pretrained(init_from)
+        model_args = pretrained.describe()
     if block_size > model_args["block_size"]:
         raise ValueError(
             f"block_size is {block_size}, but the weights know {model_args['block_size']} positions: "
             f"set --block_size={model_args['block_size']} or less"
         )
     loader.check_ids(data.highest, model_args["vocab_size"], data.folder)
-    if found and block_size < model_args["block_size"]:
-        checkpoint.crop_optimizer(state.get("optimizer"), raw_model, block_size)
-    if block_size < model_args["block_size"]:
-        raw_model.crop_block_size(block_size)
-        model_args = raw_model.describe()
+    model_args |= {"dropout": dropout, "block_size": block_size}  # weights of more positions are cut to these
+    with torch.device("meta"):  # no memory yet: a sharded model may be larger than what one rank has
+        raw_model = GPT(GPTConfig(**model_args))
     dtype_used = launch.dtype_for(dtype, ranks.device, before=saved.get("dtype"))
-dtype_used = launch.agree_on_dtype(dtype_used)
-launch.set_numerics(ranks.device, dtype_used, deterministic)
-raw_model.to(ranks.device)
-optimizer = raw_model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), ranks.device.type)
-scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype_used == "float16")
-with launch.agreement():
-    if found and "optimizer" in state:
-        checkpoint.load_optimizer(optimizer, state["optimizer"])
-    if found and saved.get("scaler"):
-        scaler.load_state_dict(saved["scaler"])
-state = None  # its memory is needed
+iter_num, best_val_loss = run.get("iter_num", 0), run.get("best_val_loss", math.inf)
+best_step, wandb_id = saved.get("best_step", 0), saved.get("wandb_id")
+tokens_seen = saved.get("tokens", iter_num * sequences * block_size)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# spread it, and open the log
-is_compiled, about_compile = parallel.compiled(raw_model, ranks) if compile else (False, "compile: off")
+# spread the model (all ranks), then give it its weights
+dtype_used = launch.agree_on_dtype(dtype_used)
+launch.set_numerics(ranks.device, dtype_used, deterministic)
+half = dtype_used in ("bfloat16", "float16")
+parallel.recompute(raw_model, activation_checkpointing)
+by_block = stage >= 2
+is_compiled, about_compile = parallel.compiled(raw_model, ranks, by_block) if compile else (False, "compile: off")
+parallel.shard(raw_model, ranks, stage, dp_replicate, launch.DTYPES[dtype_used], cpu_offload)
+parallel.materialize(raw_model, ranks.device, cpu_offload)
+optimizer = parallel.make_optimizer(
+    raw_model, stage, weight_decay, learning_rate, (beta1, beta2), "cpu" if cpu_offload else ranks.device.type
+)
+scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype_used == "float16")
+with launch.agreement():
+    if found:
+        checkpoint.fill(source, raw_model, optimizer)
+    elif pretrained:
+        weights = pretrained.state_dict()
+        for name, p in raw_model.named_parameters():
+            parallel.put(p, weights[name][: len(p)])
+    else:
+        raw_model.init_weights(seed, parallel.put)
+    if saved.get("scaler"):
+        scaler.load_state_dict(saved["scaler"])
+source = pretrained = weights = None  # their memory is needed
 model = parallel.data_parallel(raw_model, ranks)
-autocast = torch.autocast(ranks.device.type, launch.DTYPES[dtype_used], enabled=dtype_used in ("bfloat16", "float16"))
+# sharded models compute in `dtype` by their own policy
+autocast = torch.autocast(ranks.device.type, launch.DTYPES[dtype_used], enabled=half and stage < 2)
+sync_every = grad_sync == "every" or (grad_sync == "auto" and stage >= 2)
+save_group = dist.new_group(backend="gloo") if stage > 0 else None
 
 log = metrics.Log(Path(out_dir))
 with launch.agreement():
     if ranks.first and not eval_only:
         aside = None if found else checkpoint.set_aside(out_dir)
+        checkpoint.clean_up(out_dir)
         log = metrics.open_log(out_dir, iter_num)
         say(f"{out_dir} held an earlier run, which is in {aside} now" if aside else f"writing to {out_dir}")
     if ranks.first and wandb_log:
@@ -175,7 +212,8 @@ say(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary {m
 empty = share.micro_steps * share.rows * ranks.world_size - sequences
 source = f"{found.path}, step {iter_num}" if found else init_from
 say(f"model:   {raw_model.get_num_params() / 1e6:.2f}M parameters, from {source}")
-say(f"ranks:   {ranks.world_size} on {ranks.device.type}, {dtype_used}; {about_compile}")
+about_zero = f", zero {stage}" if stage else ""
+say(f"ranks:   {ranks.world_size} on {ranks.device.type}, {dtype_used}{about_zero}; {about_compile}")
 say(f"step:    {sequences} sequences x {block_size} = {tokens_a_step:,} tokens, on each rank {share.micro_steps} "
     f"micro-steps x {share.rows} rows" + f" ({empty} rows stay empty)" * bool(empty))  # fmt: skip
 say(f"peak:    {peak / 1e12:.3g} TFLOP/s ({peak_source})" if peak else "peak:    unknown, so mfu is n/a")
@@ -215,33 +253,44 @@ def evaluate(tokens: np.ndarray, stream: int) -> float:
         with autocast:
             total = total + raw_model(x, y, 1.0)[1].double().item()
     raw_model.train()
+    parallel.reshard(raw_model)
     return launch.gather_rows([total], ranks.device).sum().item() / (wanted * block_size)
 
 
+def finish_save() -> None:
+    """Wait until the save that was begun is whole (all ranks)."""
+    global saving
+    problem = checkpoint.finish_save(saving) if saving else ""
+    saving = None
+    if problem:
+        say(f"warning: a save in {out_dir} failed ({problem}); training goes on, the saves before it are whole")
+        log.event("save_failed", iter_num, reason=problem)
+
+
 def save(val_loss: float | None = None) -> None:
-    """Save the run as it stands before step iter_num (all ranks; rank 0 writes)."""
+    """Begin to save the run as it stands before step iter_num (all ranks); the writing goes on in the background."""
+    global saving
+    finish_save()
     with launch.agreement():
-        if not ranks.first:
-            return
-        extra = dict(dtype=dtype_used, scaler=scaler.state_dict(), best_step=best_step, tokens=tokens_seen)
-        state = {
-            "model": raw_model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "model_args": model_args,
-            "iter_num": iter_num,
-            "best_val_loss": best_val_loss,
-            "config": config,
-            "isogpt": {**extra, "wandb_id": wandb_id, "world_size": ranks.world_size},
-        }
-        started = time.perf_counter()
-        try:
-            folder = checkpoint.save(out_dir, state, best_step, keep_last, val_loss)
-        except OSError as e:
-            say(f"warning: step {iter_num} could not be saved in {out_dir} ({e}); training goes on")
-            log.event("save_failed", iter_num, reason=str(e))
-            return
-        log.event("save", iter_num, folder=folder.name, seconds=time.perf_counter() - started)
+        checkpoint.check_finite(raw_model, iter_num)
+    extra = dict(dtype=dtype_used, scaler=scaler.state_dict(), best_step=best_step, tokens=tokens_seen)
+    run = {
+        "model_args": model_args,
+        "iter_num": iter_num,
+        "best_val_loss": best_val_loss,
+        "config": config,
+        "isogpt": {**extra, "wandb_id": wandb_id, "world_size": ranks.world_size},
+    }
+    facts = {"best_step": best_step, "val_loss": val_loss, "layout": {"world_size": ranks.world_size, "zero": stage}}
+    began, step = time.perf_counter(), iter_num
+
+    def whole(folder: Path) -> None:
+        log.event("save", step, folder=folder.name, seconds=time.perf_counter() - began, stall=stall)
         say(f"saved {folder}")
+
+    stall = 0.0
+    saving = checkpoint.start_save(out_dir, run, raw_model, optimizer, facts, keep_last, save_group, whole)
+    stall = time.perf_counter() - began
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,7 +300,7 @@ batches = loader.micro_batches(
     data.train, starts_of, count(iter_num), share, block_size, model_args["vocab_size"], ranks.device
 )
 profiler = metrics.start_profiler(out_dir) if profile and ranks.first else None
-first_step = iter_num
+first_step, saving = iter_num, None
 if iter_num > max_iters and not eval_only:
     say(f"{out_dir} is at step {iter_num} already, past max_iters: to go on, set --max_iters={2 * max_iters} or so")
 began = mark = time.perf_counter()
@@ -290,7 +339,7 @@ while iter_num <= max_iters or eval_only:
         asked = time.perf_counter()
         x, y = next(batches)  # (rows, block_size) each
         waited += time.perf_counter() - asked
-        with parallel.no_sync(model, last=micro_step == share.micro_steps - 1):
+        with parallel.sync_if(model, sync_every or micro_step == share.micro_steps - 1):
             with autocast:
                 _, loss = model(x, y, tokens_a_step / ranks.world_size)
             scaler.scale(loss).backward()
@@ -298,7 +347,7 @@ while iter_num <= max_iters or eval_only:
 
     scaler.unscale_(optimizer)
     grads = [p.grad for p in raw_model.parameters() if p.grad is not None]
-    grad_norm = get_total_norm(grads)
+    grad_norm = parallel.whole(get_total_norm(grads))
     if grad_clip > 0:
         clip_grads_with_norm_(raw_model.parameters(), grad_clip, grad_norm)
 
@@ -332,6 +381,7 @@ while iter_num <= max_iters or eval_only:
 if iter_num > first_step:
     if keep_last:
         save()
+        finish_save()
     picture = metrics.draw(log.out_dir) if ranks.first else None
     took = metrics.duration(time.perf_counter() - began)
     say(f"done: {iter_num - first_step} steps in {took}, best val loss {best_val_loss:.4f} at step {best_step}")

@@ -227,7 +227,7 @@ def test_sample_from_a_run(zygote, work):
     one, two = (zygote.start(args, work, script="sample.py").wait().text() for _ in range(2))
     assert one == two and one.count("First") == 3 and one.count("---------------\n") == 3
     newest = zygote.start([*args, "--best=False"], work, script="sample.py").wait().text()
-    assert "step_00000021" in newest and "ckpt_best.pt" in one
+    assert "step_00000021" in newest and "step_00000020" in one
 
 
 def test_works_from_any_folder_and_on_nanogpt_configs(zygote, work):
