@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from model import GPT, GPTConfig
@@ -146,7 +147,7 @@ def finish_save(saving: Future) -> str:
     try:
         saving.result()
         return ""
-    except Exception as e:  # a full disk comes as OSError, RuntimeError or DCP's CheckpointException
+    except (Exception, CheckpointException) as e:  # a full disk comes as OSError, RuntimeError or DCP's own
         return " ".join(str(e).split())[-300:] or type(e).__name__
 
 
@@ -446,9 +447,11 @@ def fill_from_shards(source: Source, weights: dict, moments: dict) -> None:
                 whole = torch.empty(long, *group[key].shape[1:])
                 cut[id(whole)] = (group[key], whole)
                 group[key] = whole
+    reader = PlainReader(source.save.path)
     try:
-        dcp.load(wanted, storage_reader=PlainReader(source.save.path), no_dist=True)
-    except Exception as e:  # damaged files raise nearly anything, wrapped in a CheckpointException
+        reader.read_metadata()  # DCP reads it again, but would wrap what this raises in a page of log
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
+    except (Exception, CheckpointException) as e:  # damaged files raise nearly anything
         raise ValueError(f"{source.save.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
     for target, whole in cut.values():
         put(target, whole[: len(target)])

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from runs import column, records
+from runs import column
 from test_parity import same
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3"]
@@ -56,3 +56,178 @@ def test_the_curve_of_one_process(zygote, shared_work, one, name):
     if "accum1" not in name:
         same(column(one, "val_loss"), column(out, "val_loss"), absolute=1e-5)
     assert len(column(out, "loss")) == 30
+
+
+SHORT = ["--save_interval=10", "--max_iters=19"]
+# where a save comes from, where it goes: (processes, flags)
+LAYOUTS = {
+    "one": (1, []),
+    "ddp2": (2, []),
+    "ddp3": (3, []),
+    "zero1": (2, ["--zero=1"]),
+    "zero1-3": (3, ["--zero=1"]),
+    "zero2": (2, ["--zero=2"]),
+    "zero3": (2, ["--zero=3"]),
+    "zero3-4": (4, ["--zero=3"]),
+    "hsdp": (4, ["--zero=3", "--dp_replicate=2"]),
+    "offload": (2, ["--zero=3", "--cpu_offload=True"]),
+}
+PAIRS = [
+    ("one", "zero1"), ("one", "zero2"), ("one", "zero3"), ("one", "hsdp"), ("ddp2", "zero3-4"), ("zero1", "one"),
+    ("zero1", "zero1-3"), ("zero1-3", "zero3"), ("zero1-3", "ddp2"), ("zero2", "ddp3"), ("zero2", "zero1"),
+    ("zero3", "one"), ("zero3", "zero1"), ("zero3", "zero3-4"), ("zero3-4", "zero3"), ("zero3-4", "ddp2"),
+    ("hsdp", "zero2"), ("hsdp", "one"), ("offload", "zero3"), ("zero3", "offload"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saves(zygote, shared_work):
+    """The straight run, and a run of ten steps on each layout."""
+    zygote.train([*SHORT, "--out_dir=straight"], shared_work)
+    for name, (nproc, flags) in LAYOUTS.items():
+        zygote.train([*SHORT, "--max_iters=9", *flags, f"--out_dir=from-{name}"], shared_work, nproc)
+    return shared_work
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_save_resumes_on_another_layout(zygote, saves, before, after):
+    out = saves / f"{before}-to-{after}"
+    shutil.copytree(saves / f"from-{before}", out, symlinks=True)
+    nproc, flags = LAYOUTS[after]
+    zygote.train([*SHORT, *flags, "--init_from=resume", f"--out_dir={out}"], saves, nproc)
+    straight, resumed = column(saves / "straight", "loss"), column(out, "loss")
+    assert set(resumed) == set(range(20))
+    same({s: straight[s] for s in range(10, 20)}, {s: resumed[s] for s in range(10, 20)}, absolute=1e-5)
+
+
+def tensors_of(out):
+    """Weights and moments of the newest save, whole."""
+    import checkpoint
+
+    found, reports = checkpoint.newest(str(out))
+    assert found and not reports
+    source = checkpoint.open_save(found)
+    model = checkpoint.read_model(source)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    checkpoint.fill(source, model, optimizer)
+    from parallel import moments_by_name
+
+    moments = {f"{n}.{k}": v for n, m in moments_by_name(model, optimizer).items() for k, v in m.items()}
+    return {**{n: p.detach() for n, p in model.named_parameters()}, **moments}
+
+
+@pytest.mark.parametrize("name", ["zero1-3", "zero2", "zero3", "hsdp"])
+def test_the_same_layout_resumes_to_the_same_bits(zygote, saves, name):
+    nproc, flags = LAYOUTS[name]
+    args = [*SHORT, *flags, "--dropout=0.1", "--gradient_accumulation_steps=4"]
+    zygote.train([*args, f"--out_dir=bits-straight-{name}"], saves, nproc)
+    zygote.train([*args, "--max_iters=6", "--save_interval=5", f"--out_dir=bits-{name}"], saves, nproc)
+    shutil.rmtree(saves / f"bits-{name}" / "step_00000007")
+    zygote.train([*args, "--init_from=resume", f"--out_dir=bits-{name}"], saves, nproc)
+    a, b = (tensors_of(saves / f"bits-{which}") for which in (f"straight-{name}", name))
+    assert a.keys() == b.keys() and len(a) > 40
+    assert all(torch.equal(a[k], b[k]) for k in a), [k for k in a if not torch.equal(a[k], b[k])]
+    assert column(saves / f"bits-straight-{name}", "loss") == column(saves / f"bits-{name}", "loss")
+
+
+def test_no_rank_saves_more_than_its_part(saves):
+    """The shards of two ranks hold half of weights and moments each."""
+    sizes = [p.stat().st_size for p in (saves / "from-zero3" / "step_00000010").glob("*.distcp")]
+    assert len(sizes) == 2 and max(sizes) < 0.6 * sum(sizes)
+
+
+def test_convert_and_list(zygote, saves, tmp_path):
+    """checkpoint.py: shards to nanoGPT's one file and back; what is there."""
+    shutil.copytree(saves / "from-zero3", tmp_path / "out", symlinks=True)
+    run = zygote.start(["out", "--list"], tmp_path, script="checkpoint.py").wait()
+    assert "shards" in run.text() and "whole" in run.text() and " 10 " in run.text()
+    zygote.start(["out", "--to=ckpt.pt"], tmp_path, script="checkpoint.py").wait()
+    theirs = torch.load(tmp_path / "out" / "ckpt.pt", weights_only=True)
+    assert (
+        theirs["iter_num"] == 10
+        and "lm_head.weight" in theirs["model"]
+        and len(theirs["optimizer"]["param_groups"]) == 2
+    )
+    ours = tensors_of(saves / "from-zero3")
+    assert all(torch.equal(theirs["model"][k], v) for k, v in ours.items() if k in theirs["model"])
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "out" / "ckpt.pt", tmp_path / "bare" / "ckpt.pt")
+    again = zygote.start(["bare", "--to=shards"], tmp_path, script="checkpoint.py").wait()
+    assert "step_00000010" in again.text()
+    back = tensors_of(tmp_path / "bare")
+    assert back.keys() == ours.keys() and all(torch.equal(back[k], ours[k]) for k in ours)
+    assert not list((tmp_path / "bare").glob("unfinished*"))
+
+
+def test_damage_to_any_file_of_a_sharded_save(zygote, saves, tmp_path):
+    """Each file in turn: a byte flipped, cut short, gone. Reported, and the save before it is used; nothing is lost."""
+    import checkpoint
+
+    shutil.copytree(saves / "from-zero3", tmp_path / "out", symlinks=True)
+    shutil.copytree(saves / "data", tmp_path / "data")
+    args = [*SHORT, "--zero=3", "--init_from=resume", "--out_dir=out"]
+    zygote.train([*args, "--max_iters=12"], tmp_path, 2)
+    step = tmp_path / "out" / "step_00000013"
+    for path in sorted(step.iterdir()):
+        good = path.read_bytes()
+        for bad in (good[:100] + bytes([good[100] ^ 4]) + good[101:], good[:-1], good[: len(good) // 2], b"", None):
+            path.unlink() if bad is None else path.write_bytes(bad)
+            found, reports = checkpoint.newest(str(tmp_path / "out"))
+            assert found.step == 10 and len(reports) == 1 and "step_00000013" in reports[0], path
+        path.write_bytes(good)
+    assert checkpoint.newest(str(tmp_path / "out"))[0].step == 13
+    (step / "__0_0.distcp").write_bytes(b"x")
+    run = zygote.train([*args, "--max_iters=14"], tmp_path, 2)
+    assert "step_00000013 is damaged" in run.text() and set(column(tmp_path / "out", "loss")) == set(range(15))
+    assert checkpoint.newest(str(tmp_path / "out"))[0].step == 15
+
+
+def test_metadata_that_would_run_code_does_not(saves, tmp_path):
+    """Also where whoever forged it wrote fitting checksums."""
+    import os
+    import pickle
+
+    import checkpoint
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    for target in (".metadata", "ckpt.pt"):
+        source = saves / ("from-zero3" if target == ".metadata" else "from-one") / "step_00000010"
+        out = tmp_path / target.strip(".") / "step_00000010"
+        shutil.copytree(source, out)
+        (out / target).write_bytes(pickle.dumps(Evil()))
+        manifest = checkpoint.read_manifest(out)
+        manifest["files"] = checkpoint.hash_files(out)
+        del manifest["files"]["manifest.json"]
+        (out / "manifest.json").write_text(checkpoint.sealed(manifest))
+        found, reports = checkpoint.newest(str(out.parent))
+        assert found and not reports
+        with pytest.raises(ValueError, match="run|load"):
+            checkpoint.read_model(checkpoint.open_save(found))
+        assert not (tmp_path / "ran").exists()
+
+
+def test_smaller_block_size_on_a_sharded_resume(zygote, saves, tmp_path):
+    shutil.copytree(saves / "from-zero3", tmp_path / "out", symlinks=True)
+    shutil.copytree(saves / "from-zero3", tmp_path / "out1", symlinks=True)
+    shutil.copytree(saves / "data", tmp_path / "data")
+    args = [*SHORT, "--init_from=resume", "--block_size=16", "--max_iters=13"]
+    zygote.train([*args, "--zero=3", "--out_dir=out"], tmp_path, 2)
+    zygote.train([*args, "--out_dir=out1"], tmp_path)
+    a, b = column(tmp_path / "out", "loss"), column(tmp_path / "out1", "loss")
+    same({s: a[s] for s in range(10, 14)}, {s: b[s] for s in range(10, 14)}, absolute=1e-5)
+
+
+def test_scaler_agrees_under_sharding(zygote, saves):
+    """float16: an overflow in one rank's shard skips the step on all; the curve is one process's."""
+    args = ["--dtype=float16", "--max_iters=12"]
+    for name in ("one", "zero1", "zero2", "zero3"):
+        zygote.train([*args, *LAYOUTS[name][1], f"--out_dir=fp16-{name}"], saves, LAYOUTS[name][0])
+        a, b = column(saves / "fp16-one", "loss"), column(saves / f"fp16-{name}", "loss")
+        same(a, b, absolute=0.02)
+    for name in ("zero2", "zero3"):
+        tensors = tensors_of(saves / f"fp16-{name}")
+        steps = {v.item() for k, v in tensors.items() if k.endswith(".step")}
+        assert len(steps) == 1 and all(v.isfinite().all() for v in tensors.values())
