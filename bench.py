@@ -33,13 +33,15 @@ dtype = "auto"  # auto (the best that the device runs fast), float32, tf32, bflo
 compile = True  # torch.compile; left out on a CPU and, aloud, where it does not work
 profile = False  # also write a torch.profiler trace, bench_trace.json in this folder
 steps = 20  # how many to measure, after a quarter as many that are not
+estimate = False  # first say how much memory each part takes on each rank, without allocating it
+world_size = 0  # the estimate is for so many processes, and nothing is run; 0: for those that are here
 # ---------------------------------------------------------------------------------------------------------------------
 HERE = Path(__file__).resolve().parent
 theirs = settings_of(HERE / "train.py")
 config = configure(globals(), extra=theirs)
 if steps < 1:
     fail(f"steps is {steps}: it must be at least 1")
-rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+rank, here = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 warmup = max(6 if profile else 1, steps // 4)
 
 
@@ -52,9 +54,47 @@ def random_tokens(folder: Path, length: int) -> str:
     return str(folder)
 
 
+def print_estimate() -> float:
+    """Print the parts of the memory that the settings take on each rank; returns their total in GB."""
+    import launch
+    import loader
+    import parallel
+
+    s = {k: v.default for k, v in theirs.items()} | config
+    try:
+        vocabulary = int(loader.read_meta(loader.find_dataset(s["dataset"])).get("vocab_size", 0))
+    except ValueError:
+        vocabulary = 0
+    processes, stage = world_size or here, 3 if s["fsdp"] else s["zero"]
+    accumulation = config.get("gradient_accumulation_steps", processes)
+    where = launch.pick_device(s["device"], 0, 1)
+    names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout")
+    cost = dict(
+        model_args={k: s[k] for k in names} | {"vocab_size": s["vocab_size"] or vocabulary or loader.GPT2_VOCAB},
+        rows=loader.share_of(accumulation * batch_size, 0, processes, batch_size).rows,
+        dtype=launch.dtype_for(s["dtype"], where),
+        world_size=processes,
+        zero=stage,
+        dp_replicate=s["dp_replicate"],
+        sync_every=s["grad_sync"] == "every" or (s["grad_sync"] == "auto" and stage >= 2),
+        cpu_offload=s["cpu_offload"],
+        mode=s["activation_checkpointing"],
+    )
+    parts = parallel.memory_estimate(**cost)
+    print(f"estimated GB on each of {processes} rank{'s' * (processes > 1)}, micro-batches of {cost['rows']}:")
+    for name, size in parts.items():
+        print(f"  {name:12} {size:8.3f}")
+    return parts["total"]
+
+
+if estimate and rank == 0:
+    total = print_estimate()
+if world_size:
+    sys.exit(0 if estimate else fail("world_size is for --estimate=True: to run, start with torchrun"))
+
 with tempfile.TemporaryDirectory(prefix="isogpt-bench-") as folder:
     args = {k: v for k, v in config.items() if k in theirs}
-    args.setdefault("gradient_accumulation_steps", world_size)
+    args.setdefault("gradient_accumulation_steps", here)
     default = theirs["dataset"].default
     prepared = any((p / default / "train.bin").exists() for p in (Path("data"), HERE / "data"))
     if not real_data or ("dataset" not in args and not prepared):
@@ -79,11 +119,13 @@ with tempfile.TemporaryDirectory(prefix="isogpt-bench-") as folder:
         median = {k: statistics.median(r[k] for r in timed) for k in ("step_ms", "step_ms_max", "data_ms_max")}
         tokens = args["gradient_accumulation_steps"] * args["batch_size"] * args["block_size"]
         mfu = statistics.median(r["mfu"] for r in timed) if timed[0]["mfu"] is not None else None
-        print(f"\n{len(timed)} steps of {tokens:,} tokens on {world_size} process{'es' * (world_size > 1)}; medians:")
+        print(f"\n{len(timed)} steps of {tokens:,} tokens on {here} process{'es' * (here > 1)}; medians:")
         print(f"  tokens/s      {tokens / median['step_ms'] * 1e3:,.0f}")
         print(f"  ms per step   {median['step_ms']:.2f}   (slowest rank {median['step_ms_max']:.2f})")
         print(f"  data wait     {median['data_ms_max']:.2f} ms, the slowest rank's")
         print(f"  memory        {timed[-1]['memory_gb_max']:.2f} GB at its peak, the largest rank's")
+        if estimate:  # a GPU's memory is the tensors' alone; a process's on a CPU holds Python and torch as well
+            print(f"  estimated     {total:.2f} GB, without what the process takes before any model (0.4 on a CPU)")
         print(f"  MFU           {f'{mfu * 100:.1f}%' if mfu is not None else 'n/a'}")
         trace = Path(folder) / "out" / "trace.json"
         if profile and trace.exists():

@@ -499,9 +499,9 @@ def set_aside(out_dir: str) -> Path | None:
     """
     out = Path(out_dir)
     names = ("ckpt.pt", "ckpt_best.pt", "metrics.jsonl", "loss.png")
+    if not step_folders(out) and not (out / "ckpt.pt").exists():
+        return None  # nothing that could be resumed
     left = [*step_folders(out), *(out / n for n in names if (out / n).is_symlink() or (out / n).exists())]
-    if not left:
-        return None
     number = 1 + max((int(p.name[9:]) for p in out.glob("previous_*") if p.name[9:].isdigit()), default=0)
     previous = out / f"previous_{number}"
     previous.mkdir()

@@ -23,6 +23,7 @@ import launch
 import loader
 import metrics
 import parallel
+import resilience
 from configurator import configure, fail
 from model import GPT, GPTConfig
 
@@ -120,7 +121,10 @@ say = partial(print, flush=True) if ranks.first else lambda *_: None
 with launch.agreement():
     data = loader.open_dataset(dataset, block_size, vocab_size)
 sequences = gradient_accumulation_steps * batch_size  # of a step, on any number of processes
-share = loader.share_of(sequences, ranks.rank, ranks.world_size, batch_size)
+job = {k: v for k, v in config.items() if k in ("batch_size", "block_size", "n_layer", "n_embd", "dataset")}
+job |= {"sequences": sequences, "world_size": ranks.world_size, "zero": stage, "recompute": activation_checkpointing}
+micro_batch = launch.gather_objects(resilience.recorded_micro_batch(out_dir, job, batch_size))[0]
+share = loader.share_of(sequences, ranks.rank, ranks.world_size, micro_batch)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what to start from: rank 0 looks, all ranks load
@@ -217,7 +221,10 @@ say(f"ranks:   {ranks.world_size} on {ranks.device.type}, {dtype_used}{about_zer
 say(f"step:    {sequences} sequences x {block_size} = {tokens_a_step:,} tokens, on each rank {share.micro_steps} "
     f"micro-steps x {share.rows} rows" + f" ({empty} rows stay empty)" * bool(empty))  # fmt: skip
 say(f"peak:    {peak / 1e12:.3g} TFLOP/s ({peak_source})" if peak else "peak:    unknown, so mfu is n/a")
-log.event("resume" if found else "start", iter_num, config=config, world_size=ranks.world_size, dtype=dtype_used)
+if micro_batch < batch_size:
+    say(f"memory:  micro-batches of {micro_batch} instead of {batch_size}, since an attempt before ran out of memory")
+log.event("resume" if found else "start", iter_num, config=config, world_size=ranks.world_size, dtype=dtype_used,
+          micro_batch=micro_batch)  # fmt: skip
 
 
 def starts_of(step: int) -> np.ndarray:
@@ -243,7 +250,7 @@ def get_lr(step: int) -> float:
 def evaluate(tokens: np.ndarray, stream: int) -> float:
     """Mean loss over the split's fixed sequences, each rank its share of them (all ranks)."""
     wanted = eval_iters * batch_size
-    part = loader.share_of(wanted, ranks.rank, ranks.world_size, batch_size)
+    part = loader.share_of(wanted, ranks.rank, ranks.world_size, micro_batch)
     starts = loader.random_windows(len(tokens), block_size, seed, stream, 0, wanted)
     raw_model.eval()
     total = 0.0
@@ -295,12 +302,18 @@ def save(val_loss: float | None = None) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop
+first_step, saving = iter_num, None
+cost = dict(model_args=model_args, rows=share.rows, dtype=dtype_used, world_size=ranks.world_size, zero=stage,
+            dp_replicate=dp_replicate, sync_every=sync_every, cpu_offload=cpu_offload,
+            mode=activation_checkpointing)  # fmt: skip
+resilience.on_out_of_memory(
+    out_dir, job, share.rows, ranks.first, lambda: iter_num < first_step + 3, lambda: parallel.memory_report(cost)
+)
 parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device))
 batches = loader.micro_batches(
     data.train, starts_of, count(iter_num), share, block_size, model_args["vocab_size"], ranks.device
 )
 profiler = metrics.start_profiler(out_dir) if profile and ranks.first else None
-first_step, saving = iter_num, None
 if iter_num > max_iters and not eval_only:
     say(f"{out_dir} is at step {iter_num} already, past max_iters: to go on, set --max_iters={2 * max_iters} or so")
 began = mark = time.perf_counter()

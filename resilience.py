@@ -1,0 +1,68 @@
+"""
+What keeps a run alive: out of memory in the first steps becomes a smaller micro-batch, not an end.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+RECORD = "micro_batch.json"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that the device, or the CPU, had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def recorded_micro_batch(out_dir: str, job: dict, batch_size: int) -> int:
+    """
+    The micro-batch to run with: batch_size, or the smaller one that an attempt at the same job, which ran out of
+    memory, left in out_dir (rank 0). The settings stay as they are, and by law 1 so does the curve.
+    """
+    try:
+        record = json.loads((Path(out_dir) / RECORD).read_text())
+        return min(batch_size, int(record["micro_batch"])) if record["job"] == job else batch_size
+    except (OSError, ValueError, KeyError, TypeError):
+        return batch_size
+
+
+def on_out_of_memory(
+    out_dir: str, job: dict, rows: int, first: bool, is_early: Callable[[], bool], explain: Callable[[], str]
+) -> None:
+    """
+    From now on, running out of memory ends the process (each rank does so by itself: they all run out alike) with
+    what the parts are and what would help, said by rank 0. In the first steps it also records half of `rows` as the
+    micro-batch, so that the same command, typed again or restarted by torchrun --max-restarts, goes on.
+
+    Args:
+        job: what the record holds for.
+        is_early: whether these are the first steps after a start.
+        explain: the parts and the flags.
+    """
+    earlier = sys.excepthook
+
+    def hook(kind: type, error: BaseException, trace: object) -> None:
+        if not is_out_of_memory(error):
+            earlier(kind, error, trace)
+            return
+        if not first:  # the other ranks leave in silence
+            return
+        lines = [f"error: out of memory with micro-batches of {rows}: {str(error).splitlines()[0]}", explain()]
+        if is_early() and rows > 1:
+            Path(out_dir).mkdir(parents=True, exist_ok=True)
+            other = Path(out_dir) / (RECORD + ".tmp")
+            other.write_text(json.dumps({"micro_batch": rows // 2, "job": job}))
+            os.replace(other, Path(out_dir) / RECORD)
+            lines.append(
+                f"the next start in {out_dir} uses micro-batches of {rows // 2} (same steps, same curve): torchrun "
+                f"--max-restarts does it by itself, else type the same command again"
+            )
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
