@@ -139,7 +139,18 @@ def start_save(
     manifest["run"] = run
     shards = {"model": parameters_by_name(model), "optim": moments_by_name(model, optimizer)}
     parts = dcp.async_save(shards, storage_writer=dcp.FileSystemWriter(unfinished), process_group=group)
-    return background.submit(lambda: (parts.result(), finish(hash_files(unfinished)))) if first else parts
+    if not first:
+        return parts
+
+    def finish_shards() -> None:
+        try:
+            parts.result()  # all ranks have written
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        finish(hash_files(unfinished))
+
+    return background.submit(finish_shards)
 
 
 def finish_save(saving: Future) -> str:

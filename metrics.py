@@ -48,19 +48,25 @@ class Log:
     """Where a run writes. Without a file (the other ranks, an evaluation only) nothing is written."""
 
     out_dir: Path
-    file: IO[str] | None = None
+    file: IO[bytes] | None = None
     wandb: Any = None
+    is_full: bool = False
 
     def event(self, name: str, iter_num: int, **facts: object) -> None:
         """Record what happened: start, resume, save, end, …"""
         self.write({"event": name, "iter": iter_num, **facts})
 
     def write(self, record: dict) -> None:
-        """One line of metrics.jsonl; it is in the file when this returns."""
-        if self.file:
-            record |= {"time": now()}
-            self.file.write(json.dumps({k: as_json(v) for k, v in record.items()}) + "\n")
-            self.file.flush()
+        """One line of metrics.jsonl; it is in the file when this returns. A full disk costs lines, not the run."""
+        if not self.file:
+            return
+        line = json.dumps({k: as_json(v) for k, v in (record | {"time": now()}).items()}) + "\n"
+        try:
+            self.file.write(line.encode())
+        except OSError as e:
+            if not self.is_full:
+                print(f"warning: {self.file.name} cannot be written ({e.strerror}); training goes on", flush=True)
+            self.is_full = True
 
     def close(self) -> None:
         """Finish the files."""
@@ -88,7 +94,7 @@ def open_log(out_dir: str, resumed_step: int) -> Log:
         other = path.with_suffix(".jsonl.tmp")
         other.write_text("".join(json.dumps(r) + "\n" for r in kept))
         os.replace(other, path)
-    log.file = open(path, "a")
+    log.file = open(path, "ab", buffering=0)  # unbuffered: a line is there, or an error is
     return log
 
 

@@ -138,7 +138,8 @@ def shard(model: nn.Module, ranks: Ranks, zero: int, dp_replicate: int, dtype: t
     )
     for block in model.transformer.h:
         fully_shard(block, **settings)
-    fully_shard(model, **settings)
+    # what is left is needed until the end of the forward and at once after it: giving it back would gain nothing
+    fully_shard(model, **settings | {"reshard_after_forward": False})
 
 
 def materialize(model: nn.Module, device: torch.device, cpu_offload: bool = False) -> None:

@@ -53,7 +53,7 @@ def on_out_of_memory(
             return
         if not first:  # the other ranks leave in silence
             return
-        lines = [f"error: out of memory with micro-batches of {rows}: {str(error).splitlines()[0]}", explain()]
+        lines = [f"error: out of memory with micro-batches of {rows}: {str(error).splitlines()[0]}"]
         if is_early() and rows > 1:
             Path(out_dir).mkdir(parents=True, exist_ok=True)
             other = Path(out_dir) / (RECORD + ".tmp")
@@ -63,6 +63,10 @@ def on_out_of_memory(
                 f"the next start in {out_dir} uses micro-batches of {rows // 2} (same steps, same curve): torchrun "
                 f"--max-restarts does it by itself, else type the same command again"
             )
+        try:
+            lines.insert(1, explain())
+        except Exception as e:  # the message above matters more
+            lines.insert(1, f"(no estimate: {e})")
         print("\n".join(lines), file=sys.stderr, flush=True)
 
     sys.excepthook = hook

@@ -7,7 +7,6 @@ A child that forks from here has run no torch operation, so there is no thread p
 
 import json
 import os
-import runpy
 import signal
 import sys
 
@@ -35,7 +34,9 @@ def child(job, out):
         torch.set_num_threads(job["threads"])
     code = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        # not runpy, which empties the script's globals before its excepthook could use them
+        with open(script) as f:
+            exec(compile(f.read(), script, "exec"), {"__name__": "__main__", "__file__": script})
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
     except BaseException:

@@ -1,0 +1,177 @@
+"""What sharding and recompute save, counted and measured; running out of memory; full disks."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from runs import REPO, column, records
+
+# raises out of memory in every forward of more than ROWS rows, as a device would on all ranks alike
+INJECT = """
+import os, sys
+sys.path.insert(0, os.environ["REPO"])
+import torch, model
+forward = model.GPT.forward
+def limited(self, idx, *args, **kwargs):
+    if type(idx) is torch.Tensor and self.training and idx.size(0) > int(os.environ["ROWS"]):  # not in estimating
+        raise torch.OutOfMemoryError("injected: tried to allocate 1 TiB")
+    return forward(self, idx, *args, **kwargs)
+model.GPT.forward = limited
+sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+"""
+
+
+def test_out_of_memory_goes_on_with_half_the_micro_batch(zygote, work):
+    (work / "limited.py").write_text(INJECT)
+    from runs import TINY
+
+    args = [*TINY, "--batch_size=8", "--gradient_accumulation_steps=2", "--max_iters=9", "--out_dir=out"]
+    env = {"REPO": str(REPO), "ROWS": "2"}
+    start = lambda: zygote.start(args, work, 2, script="limited.py", repo=work, env=env)  # noqa: E731
+    for smaller in (4, 2):
+        run = start().wait(ok=False)
+        assert set(run.codes) == {1} and run.text().count("out of memory") == 1, run.text()
+        for part in (
+            "weights",
+            "gradients",
+            "optimizer",
+            "activations",
+            "--activation_checkpointing=full",
+            "--fsdp=True",
+        ):
+            assert part in run.text()
+        assert json.loads((work / "out" / "micro_batch.json").read_text())["micro_batch"] == smaller
+    run = start().wait()
+    assert "micro-batches of 2 instead of 8" in run.text()
+    zygote.train([*args[len(TINY) :], "--out_dir=roomy"], work)
+    one, other = column(work / "roomy", "loss"), column(work / "out", "loss")
+    assert len(other) == 10 and all(abs(one[s] - other[s]) < 1e-5 for s in one)
+    config = next(r for r in records(work / "out") if r.get("event") == "start")["config"]
+    assert config["batch_size"] == 8, "the settings stay as they were"
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_after_out_of_memory_by_itself(work):
+    (work / "limited.py").write_text(INJECT)
+    from runs import TINY
+
+    command = ["torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=3", "limited.py", *TINY]
+    command += ["--batch_size=8", "--max_iters=9", "--out_dir=out"]
+    env = {**os.environ, "REPO": str(REPO), "ROWS": "2"}
+    run = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert len(column(work / "out", "loss")) == 10
+
+
+def collectives(trace):
+    """{operation: how many of it} in one step of a torch.profiler trace of train.py."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name", "").startswith("ProfilerStep#"))
+    begin, end = steps[1]
+    count = {}
+    for e in events:
+        if e.get("name", "").startswith("c10d::") and begin <= e.get("ts", 0) < end:
+            count[e["name"]] = count.get(e["name"], 0) + 1
+    return count
+
+
+def test_communication_counted(zygote, shared_work):
+    """One gradient reduction a step with grad_sync 'last', one a micro-step with 'every': in each stage of ZeRO."""
+    micro_steps, units = 3, 2 + 1  # FSDP's units: two blocks and the rest; DDP: one bucket for so small a model
+    base = [f"--gradient_accumulation_steps={2 * micro_steps}", "--profile=True", "--max_iters=10", "--keep_last=0"]
+    for zero in range(4):
+        for sync in ("last", "every"):
+            out = shared_work / f"count-{zero}-{sync}"
+            zygote.train([*base, f"--zero={zero}", f"--grad_sync={sync}", f"--out_dir={out}"], shared_work, 2)
+            seen = collectives(out / "trace.json")
+            times = micro_steps if sync == "every" else 1
+            reduced = sum(n for op, n in seen.items() if re.search("allreduce|reduce_scatter", op))
+            norm = 1 if zero >= 2 else 0  # the sum over the shards of the gradient's norm
+            wanted = times * (1 if zero < 2 else units) + norm
+            assert reduced == wanted, (zero, sync, seen)
+            gathered = sum(n for op, n in seen.items() if "allgather" in op) - 1  # less the step's own row of numbers
+            if zero == 3:  # gathered again for each backward: blocks twice, the root, which stays, once
+                assert gathered == micro_steps * (2 * 2 + 1), seen
+            elif zero < 2:
+                assert gathered == 0
+
+
+def peak(out):
+    return max(column(out, "memory_gb_max").values())
+
+
+def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_path):
+    """Zero 3 on 4 ranks: each holds a quarter of weights and moments, zero 1 of the moments."""
+    script = tmp_path / "held.py"
+    script.write_text(
+        "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nimport parallel\n"
+        "sys.argv[0] = os.environ['REPO'] + '/train.py'\ng = runpy.run_path(sys.argv[0], run_name='held')\n"
+        "import checkpoint\nm, o = g['raw_model'], g['optimizer']\n"
+        "size = lambda t: checkpoint.local(t).numel() * 4\n"
+        "w = sum(size(p) for p in parallel.parameters_by_name(m).values())\n"
+        "s = sum(size(t) for d in parallel.moments_by_name(m, o).values() for k, t in d.items() if k != 'step')\n"
+        "print(f'held {w} {s}', flush=True)\n"
+    )
+    from runs import TINY
+
+    total = None
+    for zero, nproc in ((0, 1), (1, 4), (2, 4), (3, 4)):
+        args = [*TINY, f"--zero={zero}", f"--out_dir=held{zero}", "--max_iters=1", "--n_embd=64", "--keep_last=0"]
+        run = zygote.start(args, shared_work, nproc, script="held.py", repo=tmp_path, env={"REPO": str(REPO)}).wait()
+        held = [tuple(map(int, h)) for h in re.findall(r"held (\d+) (\d+)", run.text())]
+        assert len(held) == nproc
+        total = total or held[0]
+        for weights, moments in held:
+            assert weights <= total[0] * (0.27 if zero >= 2 else 1.0)
+            assert moments <= total[1] * (0.27 if zero >= 2 else 0.45 if zero == 1 else 1.0), (zero, held, total)
+
+
+def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
+    """bench.py --estimate, and that recompute and sharding lower it as they should, without allocating anything."""
+    model = ["--n_layer=12", "--n_embd=256", "--n_head=4", "--block_size=1024", "--device=cpu", "--dtype=float32"]
+    model += ["--vocab_size=65", "--batch_size=2", "--dataset=tiny"]
+
+    def parts(*more):
+        args = [*model, "--estimate=True", "--world_size=4", "--gradient_accumulation_steps=4", *more]
+        text = zygote.start(args, shared_work, script="bench.py").wait().text()
+        return {name: float(size) for name, size in re.findall(r"^  (\w+) +([\d.]+)$", text, re.M)}
+
+    none, full, sharded = parts(), parts("--activation_checkpointing=full"), parts("--fsdp=True")
+    assert full["activations"] < 0.4 * none["activations"] and full["optimizer"] == none["optimizer"]
+    assert sharded["optimizer"] == pytest.approx(none["optimizer"] / 4, abs=1e-3)
+    run = ["--keep_last=0", "--max_iters=2", "--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1"]
+    measured = {}
+    for mode in ("none", "full"):
+        args = [*model, *run, f"--activation_checkpointing={mode}", f"--out_dir=peak-{mode}"]
+        zygote.start(args, shared_work).wait()
+        measured[mode] = peak(shared_work / f"peak-{mode}")
+    saved = none["activations"] - full["activations"]
+    assert measured["none"] - measured["full"] == pytest.approx(saved, rel=0.25), (measured, none, full)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small file system")
+@pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])
+def test_a_full_disk_is_said_and_survived(zygote, work, flags):
+    """The save fails, training goes on, the save before it stays, and the next one works when there is room again."""
+    import checkpoint
+
+    out = work / "out"
+    out.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", out], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        args = ["--out_dir=out", "--save_interval=10", "--n_embd=64", "--keep_last=9", *flags]  # saves of 1.3 MB
+        run = zygote.train([*args, "--max_iters=24"], work, 2)
+        assert "warning: a save in out failed" in run.text() and "saved out/step_00000010" in run.text(), run.text()
+        found, reports = checkpoint.newest(str(out))
+        assert found.step == 10 and not reports and not list(out.glob("unfinished*"))
+        assert len(column(out, "loss")) == 25
+        subprocess.run(["mount", "-o", "remount,size=64m", out], check=True)
+        zygote.train([*args, "--max_iters=24", "--init_from=resume"], work, 2)
+        assert checkpoint.newest(str(out))[0].step == 25
+    finally:
+        subprocess.run(["umount", "-l", out], check=True)
