@@ -41,7 +41,7 @@ from model import GPT, GPTConfig
 from parallel import materialize, moments_by_name, parameters_by_name, put
 
 STEP = re.compile(r"step_(\d{8,})")
-ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")  # of model_args
+ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # what model_args must have
 WPE = "transformer.wpe.weight"  # the one parameter whose shape may change on a resume: a shorter context
 
 
@@ -170,7 +170,10 @@ def nanogpt_state(run: dict, model: torch.nn.Module, optimizer: torch.optim.Opti
     moments_by_name(model, optimizer)  # makes those that are not there yet
     state = optimizer.state_dict()
     state["state"] = {i: {k: copy(v) for k, v in moments.items()} for i, moments in state["state"].items()}
-    return {"model": weights, "optimizer": state, **run}
+    # nanoGPT's model_args have no place for the kind of GELU
+    args = {k: v for k, v in run["model_args"].items() if k != "gelu"}
+    extra = {**run["isogpt"], "gelu": run["model_args"].get("gelu", "none")}
+    return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
 
 
 def write_ckpt(folder: Path, state: dict) -> dict:
@@ -395,7 +398,7 @@ def load(path: Path) -> dict:
     # nanoGPT stores torch.compile's prefix and, without flash attention, each block's causal mask
     weights = {name.removeprefix("_orig_mod."): w for name, w in state["model"].items()}
     state["model"] = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
-    absent = [k for k in ARGS if k != "dropout" and k not in state["model_args"]]
+    absent = [k for k in ARGS if k not in state["model_args"]]
     if absent:
         raise ValueError(f"{path}: its model_args lack {', '.join(absent)}")
     return state
@@ -416,6 +419,7 @@ def open_save(save: Save) -> Source:
     moments = state.get("optimizer", {}).get("state", {})  # by number: nanoGPT's two groups, one after the other
     named = {name: moments[i] for i, name in enumerate(decayed + rest) if i in moments}
     run = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
+    run["model_args"] = {**run["model_args"], "gelu": run.get("isogpt", {}).get("gelu", "none")}
     run["best_val_loss"] = float(run.get("best_val_loss", math.inf))  # nanoGPT's is a tensor
     return Source(save, run, state["model"], named)
 
@@ -528,7 +532,7 @@ def set_aside(out_dir: str) -> Path | None:
 def read_model(source: Source) -> GPT:
     """The model of a save, whole, on the CPU."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(**{k: source.run["model_args"][k] for k in ARGS if k in source.run["model_args"]}))
+        model = GPT(GPTConfig(**source.run["model_args"]))
     materialize(model, torch.device("cpu"))
     fill(source, model)
     return model

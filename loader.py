@@ -7,6 +7,7 @@ share of them by construction; where they do not divide, the missing rows carry 
 """
 
 import json
+import operator
 import os
 import pickle
 from collections import deque
@@ -45,7 +46,8 @@ class Dataset:
 
 def find_dataset(name: str) -> Path:
     """The folder of data set `name`: a path, or data/<name> in the working folder, else beside this file."""
-    places = [Path(name)] if os.sep in name else [Path("data") / name, HERE / "data" / name]
+    places = [Path("data") / name, HERE / "data" / name] + [Path(name)] * (os.sep in name)
+    places = list(dict.fromkeys(places))  # an absolute path is the same in all of them
     for place in places:
         if (place / "train.bin").exists():
             return place
@@ -73,7 +75,10 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     """
     folder = find_dataset(name)
     meta = read_meta(folder)
-    vocab_size = vocab_size or int(meta.get("vocab_size", GPT2_VOCAB))
+    try:
+        vocab_size = vocab_size or operator.index(meta.get("vocab_size", GPT2_VOCAB))
+    except TypeError:
+        raise ValueError(f"the metadata in {folder} says that vocab_size is {meta['vocab_size']!r}") from None
     if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
         raise ValueError(f"{folder / 'meta.json'}: dtype is {meta['dtype']!r}, possible are uint16 and uint32")
     splits = {s: map_tokens(folder / f"{s}.bin", meta.get("dtype", "uint16"), block_size) for s in ("train", "val")}
@@ -142,10 +147,12 @@ def read_meta(folder: Path) -> dict:
                 meta = PlainUnpickler(f).load()
             except Exception as e:  # a broken pickle raises nearly anything
                 raise ValueError(f"{folder / 'meta.pkl'} cannot be read: {e}") from e
+        if not isinstance(meta, dict):
+            raise ValueError(f"{folder / 'meta.pkl'} holds a {type(meta).__name__}, not a dict")
     if (folder / "meta.json").exists():
         try:
             meta |= json.loads((folder / "meta.json").read_text())
-        except ValueError as e:
+        except (ValueError, TypeError) as e:
             raise ValueError(f"{folder / 'meta.json'} cannot be read: {e}") from e
     return meta
 

@@ -31,6 +31,7 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True
+    gelu: str = "none"  # exact, as in nanoGPT; "tanh": the approximation that OpenAI's and Hugging Face's GPT-2 have
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -79,6 +80,7 @@ class CausalSelfAttention(nn.Module):
             k,
             v,
             # one query against a cache sees every key; SDPA's own causal mask would line it up with the first one
+            attn_mask=None if T in (1, k.size(2)) else x.new_ones(T, k.size(2), dtype=torch.bool).tril(k.size(2) - T),
             is_causal=k.size(2) == T,
             dropout_p=self.dropout if self.training else 0.0,
         )
@@ -92,9 +94,10 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.gelu = config.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu)))
 
 
 class Block(nn.Module):
@@ -123,19 +126,24 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, seed: int | None = None) -> None:
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
+        with torch.random.fork_rng(devices=[]):  # torch's own initial weights, which are not wanted, draw from it
+            self.transformer = nn.ModuleDict(
+                dict(
+                    wte=nn.Embedding(config.vocab_size, config.n_embd),
+                    wpe=nn.Embedding(config.block_size, config.n_embd),
+                    drop=nn.Dropout(config.dropout),
+                    h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                    ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
+                )
             )
-        )
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight  # tied: Press and Wolf 2017, arXiv:1608.05859
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.tie_weights()
         if not self.lm_head.weight.is_meta:
             self.init_weights(torch.initial_seed() if seed is None else seed)
+
+    def tie_weights(self) -> None:
+        """One parameter for wte and lm_head: Press and Wolf 2017, arXiv:1608.05859. `to_empty` makes two of it."""
+        self.lm_head.weight = self.transformer.wte.weight
 
     @torch.no_grad()
     def init_weights(self, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
@@ -147,6 +155,7 @@ class GPT(nn.Module):
         Args:
             put: copies a whole tensor into a parameter, of which a rank may hold a shard.
         """
+        self.tie_weights()
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 put(p, torch.full(p.shape, 0.0 if name.endswith("bias") else 1.0))
@@ -225,16 +234,30 @@ class GPT(nn.Module):
         if set(override_args) - {"dropout"}:
             raise ValueError(f"only dropout can be overridden, not {sorted(override_args)}")
         try:
-            hf = GPT2LMHeadModel.from_pretrained(model_type)
-        except (OSError, RuntimeError, KeyError) as e:
-            raise ValueError(f"cannot load {model_type!r} with transformers: {str(e).splitlines()[0]}") from e
+            hf, report = GPT2LMHeadModel.from_pretrained(model_type, output_loading_info=True)
+        except Exception as e:  # transformers, safetensors and the network raise nearly anything
+            raise ValueError(f"cannot load {model_type!r} with transformers: {(str(e).splitlines() or [e])[0]}") from e
+        if report["missing_keys"]:  # transformers makes them up
+            raise ValueError(f"{model_type!r} is no GPT-2: it lacks {min(report['missing_keys'])}, among others")
         return cls.from_hf(hf, **override_args)
 
     @classmethod
     def from_hf(cls, hf: nn.Module, dropout: float = 0.0) -> "GPT":
-        """The same model as a transformers GPT2LMHeadModel, its weights copied."""
+        """
+        The same model as a transformers GPT2LMHeadModel, its weights copied.
+
+        Raises:
+            ValueError: it computes something else than a GPT-2 does.
+        """
         c = hf.config
-        shape = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd)
+        gelus = {"gelu": "none", "gelu_python": "none"}
+        gelus |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"), "tanh")
+        ours = dict(layer_norm_epsilon=(1e-5,), scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,))
+        ours |= dict(activation_function=gelus, tie_word_embeddings=(True,), add_cross_attention=(False,))
+        wrong = [f"{k}={getattr(c, k)}" for k, known in ours.items() if hasattr(c, k) and getattr(c, k) not in known]
+        if wrong:
+            raise ValueError(f"this GPT-2 is computed in another way than ours: {', '.join(wrong)}")
+        shape = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, gelu=gelus[c.activation_function])
         config = GPTConfig(block_size=c.n_positions, vocab_size=c.vocab_size, bias=True, dropout=dropout, **shape)
         # transformers keeps attention and MLP as Conv1D, whose weight is (in, out)
         conv = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -256,7 +279,7 @@ class GPT(nn.Module):
             model.load_state_dict(copied, assign=True)
         except RuntimeError as e:
             raise ValueError(" ".join(str(e).split())[:500]) from e
-        model.lm_head.weight = model.transformer.wte.weight
+        model.tie_weights()
         return model
 
     def describe(self) -> dict:
@@ -387,4 +410,5 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: ANN001
         dx, dw = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None
+        # in float32: 1 / target_count rounded to bfloat16 would scale all gradients but those of lm_head by up to 0.4 %
+        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None

@@ -145,7 +145,7 @@ def shard(model: nn.Module, ranks: Ranks, zero: int, dp_replicate: int, dtype: t
 def materialize(model: nn.Module, device: torch.device, cpu_offload: bool = False) -> None:
     """Give a model of the meta device, sharded or not, memory for what this rank holds of it; its values come next."""
     model.to_empty(device="cpu" if cpu_offload else device)
-    model.lm_head.weight = model.transformer.wte.weight
+    model.tie_weights()
 
 
 @torch.no_grad()

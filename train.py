@@ -88,6 +88,7 @@ not_negative = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iter
 not_negative += ("min_lr", "weight_decay", "grad_clip", "keep_last")
 problems = [f"{k} is {config[k]}: it must be at least 1" for k in positive if config[k] < 1]
 problems += [f"{k} is {config[k]}: it must not be negative" for k in not_negative if config[k] < 0]
+problems += [f"seed is {seed}: it must be below 2**63"] if seed >= 2**63 else []
 problems += [f"{k} is {config[k]}: it must be in [0, 1)" for k in ("beta1", "beta2") if not 0 <= config[k] < 1]
 if data_order not in ("random", "shuffle"):
     problems += [f"data_order is {data_order!r}; possible are random and shuffle"]
@@ -144,7 +145,7 @@ with launch.agreement():
     saved = run.get("isogpt", {})  # what nanoGPT's checkpoints do not have
     pretrained = None
     if found:
-        model_args = {k: run["model_args"][k] for k in checkpoint.ARGS if k != "dropout"}
+        model_args = dict(run["model_args"])
     elif init_from in ("scratch", "auto"):
         model_args = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, bias=bias)
         model_args["vocab_size"] = data.vocab_size

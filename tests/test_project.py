@@ -222,10 +222,10 @@ def test_bench_alone_and_under_torchrun(zygote, work):
 
 def test_sample_from_a_run(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=20", "--eval_interval=10"], work)
-    (work / "prompt.txt").write_text("First")
+    (work / "prompt.txt").write_text("AB:")
     args = ["--out_dir=out", "--start=FILE:prompt.txt", "--num_samples=3", "--max_new_tokens=40", "--device=cpu"]
     one, two = (zygote.start(args, work, script="sample.py").wait().text() for _ in range(2))
-    assert one == two and one.count("First") == 3 and one.count("---------------\n") == 3
+    assert one == two and one.count("AB:") >= 3 and one.count("---------------\n") == 3
     newest = zygote.start([*args, "--best=False"], work, script="sample.py").wait().text()
     assert "step_00000021" in newest and "step_00000020" in one
 

@@ -1,0 +1,573 @@
+"""
+Bad input gives one clear message: what was found, what is possible, what to type. The exit status is not 0, nothing on
+disk is changed, and several processes say it once. The second part holds the other things that a user does to a run.
+
+All of the first part's launches are made at once, by the fixture `outcomes`; its tests read what came of them.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import REPO, TINY, free_port, tiny_data
+
+TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
+SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1"]
+RESUME = ["--init_from=resume", "--max_iters=9"]
+DAMAGED = ["step_00000006 is damaged", "nothing to resume in out"]
+POSITIVE = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size")
+NOT_NEGATIVE = ("max_iters", "save_interval", "keep_last", "seed", "vocab_size", "warmup_iters", "lr_decay_iters",
+                "learning_rate", "min_lr", "weight_decay", "grad_clip")  # fmt: skip
+MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
+
+
+class Evil:
+    """Leaves a file behind where a pickle of it is run."""
+
+    def __reduce__(self):
+        return os.system, ("touch PWNED",)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is done to a folder before the launch: in it are data/tiny and out/, a finished run with the saves 3 and 6
+
+
+def only_save(folder):
+    """The folder of the one save that is left."""
+    shutil.rmtree(folder / "out" / "step_00000003")
+    return folder / "out" / "step_00000006"
+
+
+def flip(path, place=-1):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def bare(folder, state):
+    """`out` becomes the folder of a nanoGPT run: a ckpt.pt and nothing else."""
+    shutil.rmtree(folder / "out")
+    (folder / "out").mkdir()
+    torch.save(state, folder / "out" / "ckpt.pt")
+
+
+def state_of(folder, **changes):
+    """The run's state with changes; a name of model_args is one of those."""
+    state = torch.load(folder / "out" / "ckpt.pt", weights_only=True)
+    args = {k: changes.pop(k, v) for k, v in state["model_args"].items()}
+    return {**state, "model_args": args, **changes}
+
+
+def write(folder, name, content):
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def data(**files):
+    """A change of data/tiny: `val_bin=None` deletes val.bin, bytes replace it, a function changes its bytes."""
+
+    def prepare(folder):
+        for name, content in files.items():
+            path = folder / "data" / "tiny" / name.replace("_", ".")
+            if content is None:
+                path.unlink()
+            else:
+                path.write_bytes(content(path.read_bytes()) if callable(content) else content)
+
+    return prepare
+
+
+def beyond(ids):
+    """The bytes of a bin with one id changed to 70; tiny's vocabulary has 65."""
+    tokens = np.frombuffer(ids, np.uint16).copy()
+    tokens[77] = 70
+    return tokens.tobytes()
+
+
+def no_data(folder):
+    shutil.rmtree(folder / "data")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the cases
+
+
+@dataclass
+class Case:
+    args: list
+    says: list  # each stands in the output
+    nprocs: tuple = (1,)
+    prepare: object = None
+    script: str = "train.py"
+    env: dict = field(default_factory=dict)
+    lines: int | None = 1  # of output, all ranks' together; None: any number, each line once
+    timeout: float = 30.0
+
+
+ONE, BOTH = (1,), (1, 2)
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # fail at once, rather than try for 24 s
+CASES = {
+    "unknown": Case(["--batch_sise=3"], ["--batch_sise", "did you mean --batch_size?"], BOTH),
+    "not-a-number": Case(["--batch_size=x"], ["batch_size='x'", "whole number"]),
+    "half": Case(["--batch_size=1.5"], ["batch_size='1.5'", "whole number"]),
+    "nan": Case(["--learning_rate=nan"], ["learning_rate='nan'", "finite"]),
+    "not-a-bool": Case(["--compile=maybe"], ["compile='maybe'", "True or False"]),
+    "no-value": Case(["--batch_size"], ["type --batch_size="]),
+    "several-names": Case(
+        ["--batch_sise=3", "--learning_rate=x", "none.py"],
+        ["--batch_sise", "learning_rate='x'", "none.py"], BOTH, lines=3,
+    ),
+    "several-values": Case(
+        ["--batch_size=0", "--learning_rate=-1", "--beta1=1", "--data_order=sorted"],
+        ["batch_size is 0", "learning_rate is -1", "beta1 is 1", "data_order is 'sorted'"], BOTH, lines=4,
+    ),
+    "several-shapes": Case(
+        ["--batch_size=0", "--n_layer=0", "--n_head=0", "--dropout=2"],
+        ["batch_size is 0", "n_layer is 0", "n_head is 0", "dropout is 2"], lines=4,
+    ),
+    "zero": Case([f"--{k}=0" for k in POSITIVE], [f"{k} is 0: it must be at least 1" for k in POSITIVE],
+                 lines=len(POSITIVE)),
+    "negative": Case([f"--{k}=-1" for k in NOT_NEGATIVE], [f"{k} is -1" for k in NOT_NEGATIVE] + ["negative"],
+                     lines=len(NOT_NEGATIVE)),
+    "batch-below": Case(["--batch_size=-1"], ["batch_size is -1", "at least 1"], BOTH),
+    "beta2": Case(["--beta2=-0.5"], ["beta2 is -0.5", "[0, 1)"]),
+    "dropout-1": Case(["--dropout=1.0"], ["dropout is 1", "[0, 1)"], BOTH),
+    "n_layer": Case(["--n_layer=0"], ["n_layer is 0", "at least 1"]),
+    "n_head": Case(["--n_head=-1"], ["n_head is -1", "at least 1"]),
+    "n_embd": Case(["--n_embd=0"], ["n_embd is 0", "at least 1"]),
+    "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"], BOTH),
+    "seed-too-large": Case([f"--seed={2**64}"], ["seed", str(2**64)]),
+    "resume-bad-value": Case([*RESUME, "--dropout=1.0"], ["dropout is 1", "[0, 1)"]),
+    # data
+    "no-data-set": Case(["--dataset=nothere"], ["no train.bin in data/nothere", "prepared ones", "tiny"], BOTH),
+    "unprepared": Case(["--dataset=new"], ["no train.bin in data/new", "run: python data/new/prepare.py"], ONE,
+                       lambda f: ((f / "data/new").mkdir(), write(f, "data/new/prepare.py", ""))),
+    "no-data-path": Case(["--dataset=/no/where"], ["no train.bin in /no/where"]),
+    "no-val": Case([], ["data/tiny/val.bin is not there", "prepare.py"], BOTH, data(val_bin=None)),
+    "empty-val": Case([], ["data/tiny/val.bin is empty", "prepare.py"], ONE, data(val_bin=b"")),
+    "empty-train": Case([], ["data/tiny/train.bin is empty", "prepare.py"], ONE, data(train_bin=b"")),
+    "odd-val": Case([], ["data/tiny/val.bin has 7999 bytes", "cut short"], ONE, data(val_bin=lambda b: b[:-1])),
+    "short-val": Case([], ["data/tiny/val.bin holds 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])),
+    "block-over-data": Case(["--block_size=20001"], ["train.bin holds 20000 tokens", "--block_size=", "20001"], BOTH),
+    "ids": Case([], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)),
+    "small-vocabulary": Case(["--vocab_size=10"], ["train.bin holds token id 64", "10", "--vocab_size=65"]),
+    "meta-code": Case([], ["meta.pkl cannot be read", "system"], BOTH, data(meta_pkl=pickle.dumps(Evil()))),
+    "meta-list": Case([], ["meta.pkl"], ONE, data(meta_pkl=pickle.dumps([1]))),
+    "meta-cut": Case([], ["meta.pkl cannot be read"], ONE, data(meta_pkl=lambda b: b[:50])),
+    "json-broken": Case([], ["meta.json cannot be read"], ONE, data(meta_json=b"{x")),
+    "json-list": Case([], ["meta.json"], ONE, data(meta_json=b"[1]")),
+    "json-dtype": Case([], ["meta.json", "'int8'", "uint16", "uint32"], ONE, data(meta_json=b'{"dtype": "int8"}')),
+    "json-vocab": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": "many"}')),
+    "json-null": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": null}')),
+    # data/README.md: "where its token counts are not the bins' sizes, a prepare was cut off"
+    "json-counts": Case([], ["train.bin", "prepare.py"], ONE, data(meta_json=b'{"train_tokens": 99999}')),
+    # device, precision, start
+    "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
+    "no-gpu-1": Case(["--device=cuda:1"], ["device is 'cuda", "--device=cpu"]),
+    "no-device": Case(["--device=tpu"], ["device is 'tpu'", "cpu", "cuda"], BOTH),
+    "tf32": Case(["--dtype=tf32"], ["'tf32'", "cpu"], BOTH),
+    "no-dtype": Case(["--dtype=fp8"], ["dtype is 'fp8'", "bfloat16"], BOTH),
+    "nccl": Case(["--backend=nccl"], ["backend 'nccl'", "--backend=gloo"], (2,)),
+    "no-backend": Case(["--backend=mpi"], ["backend is 'mpi'", "gloo"]),
+    "no-init": Case(["--init_from=resum"], ["init_from is 'resum'", "resume"], BOTH),
+    "no-such-gpt2": Case(["--init_from=gpt2x"], ["gpt2x", "gpt2[-medium|-large|-xl]"], env=OFFLINE),
+    "init-empty": Case(["--init_from="], ["init_from is ''", "resume"], env=OFFLINE),
+    "init-no-weights": Case(["--init_from=data/tiny"], ["cannot load 'data/tiny'", "model.safetensors"], env=OFFLINE),
+    "gpt2-offline": Case(["--init_from=gpt2"], ["cannot load 'gpt2'"], (2,), env=OFFLINE),
+    # resume
+    "nothing-there": Case([*RESUME, "--out_dir=nowhere"], ["nothing to resume in nowhere", "--out_dir="], BOTH),
+    "longer": Case([*RESUME, "--block_size=32"], ["block_size is 32", "16 positions", "--block_size=16"], BOTH),
+    "ids-over-weights": Case([*RESUME, "--vocab_size=99"], ["id 70", "65", "weights"], ONE, data(val_bin=beyond)),
+    "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_save(f) / "ckpt.pt", 5000), lines=2),
+    "flipped-json": Case(RESUME, [*DAMAGED, "json"], BOTH, lambda f: flip(only_save(f) / "manifest.json", 15), lines=2),
+    "cut": Case(RESUME, DAMAGED, ONE, lambda f: os.truncate(only_save(f) / "ckpt.pt", 1000), lines=2),
+    "code": Case(RESUME, DAMAGED, BOTH, lambda f: write(only_save(f), "ckpt.pt", pickle.dumps(Evil())), lines=2),
+    "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
+    "bare-list": Case(RESUME, ["out/ckpt.pt"], ONE, lambda f: bare(f, [1]), lines=None),
+    "bare-other": Case(RESUME, ["out/ckpt.pt", "model"], ONE, lambda f: bare(f, {"weights": 1}), lines=None),
+    "bare-args": Case(RESUME, ["ckpt.pt", "model_args"], ONE, lambda f: bare(f, state_of(f, model_args=1)), lines=None),
+    "bare-iter": Case(RESUME, ["ckpt.pt", "iter_num"], ONE, lambda f: bare(f, state_of(f, iter_num="9")), lines=None),
+    "bare-shape": Case(RESUME, ["ckpt.pt", "transformer.h.1"], ONE, lambda f: bare(f, state_of(f, n_layer=2))),
+    "bare-adamw": Case(RESUME, ["optimizer"], ONE, lambda f: bare(f, state_of(f, optimizer=[1]))),
+    # configs
+    "config-missing": Case(["none.py"], ["none.py: no such config file"], BOTH),
+    "config-raises": Case(["b.py"], ["b.py, line 2", "ZeroDivisionError"], BOTH, lambda f: write(f, "b.py", "\n1/0")),
+    "config-typo": Case(["b.py"], ["batch_sise", "batch_size?"], BOTH, lambda f: write(f, "b.py", "batch_sise = 3")),
+    "config-syntax": Case(["b.py"], ["b.py, line 1", "SyntaxError"], ONE, lambda f: write(f, "b.py", "a = = 3")),
+    "config-value": Case(["b.py"], ["batch_size is 0"], ONE, lambda f: write(f, "b.py", "batch_size = 0")),
+    "config-type": Case(["b.py"], ["b.py: batch_size = 'x'"], ONE, lambda f: write(f, "b.py", "batch_size = 'x'")),
+    # out_dir
+    "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: write(f, "a", "")),
+    "out-below-file": Case(["--out_dir=a/b"], ["out_dir", "a/b"], ONE, lambda f: write(f, "a", "")),
+    "out-in-proc": Case(["--out_dir=/proc/isogpt"], ["out_dir", "/proc/isogpt"], BOTH),
+    "resume-file": Case([*RESUME, "--out_dir=a"], ["nothing to resume in a"], ONE, lambda f: write(f, "a", "")),
+    # wandb cannot start: this is found out before the earlier run is set aside
+    "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
+    # launchers
+    "rank-only": Case([], ["RANK is set", "WORLD_SIZE", "torchrun"], env={"RANK": "0"}),
+    "world-size": Case([], ["WORLD_SIZE", "abc"], env={**MASTER, "RANK": "0", "WORLD_SIZE": "abc"}),
+    "port": Case([], ["MASTER_PORT", "99999"], env={**MASTER, "RANK": "0", "MASTER_PORT": "99999"}),
+    "port-taken": Case([], ["cannot reach", "127.0.0.1:"], env={**MASTER, "RANK": "0", "MASTER_PORT": "TAKEN"}),
+    "rank-beyond": Case([], ["RANK", "2"], env={**MASTER, "RANK": "2", "MASTER_PORT": "FREE"}, timeout=5),
+    # sample.py
+    "s-unknown": Case(["--stat=x"], ["--stat", "--start"], script="sample.py"),
+    "s-nothing": Case(["--out_dir=nowhere"], ["no checkpoint in nowhere", "--out_dir="], script="sample.py"),
+    "s-characters": Case(["--start=\u00e9"], ["'\u00e9'", "--start", "tiny"], script="sample.py", lines=2),
+    "s-empty": Case(["--start="], ["--start is empty"], script="sample.py", lines=2),
+    "s-no-file": Case(["--start=FILE:none.txt"], ["none.txt"], script="sample.py", lines=2),
+    "s-binary": Case(["--start=FILE:b"], ["FILE:b"], ONE, lambda f: write(f, "b", b"\xff"), "sample.py", lines=2),
+    "s-negative": Case(
+        ["--max_new_tokens=-1", "--num_samples=0", "--temperature=-1", "--top_k=-1", "--seed=-1"],
+        ["max_new_tokens is -1", "num_samples is 0", "temperature is -1", "top_k is -1", "seed is -1"],
+        script="sample.py", lines=5,
+    ),
+    "s-seed": Case([f"--seed={2**64}"], ["seed", str(2**64)], script="sample.py"),
+    "s-device": Case(["--device=tpu"], ["device is 'tpu'", "cuda"], script="sample.py"),
+    "s-dtype": Case(["--dtype=tf32"], ["'tf32'", "cpu"], script="sample.py"),
+    "s-init": Case(["--init_from=scratch"], ["scratch", "resume"], script="sample.py", env=OFFLINE),
+    "s-damaged": Case([], ["is damaged"], ONE, lambda f: flip(only_save(f) / "ckpt.pt", 5000), "sample.py", lines=2),
+    # what the tokens mean is not known here, and GPT-2's are too many
+    "s-no-data": Case([], ["tiny"], ONE, no_data, "sample.py", lines=None),
+}  # fmt: skip
+LAUNCHES = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
+SLOW = ("rank-beyond", "wandb", "s-no-data", *(name for name, case in CASES.items() if case.env is OFFLINE))
+# A mistake that rank 0 does not see, because it is made on one machine only. Nobody but that rank can tell of it.
+ELSEWHERE = {
+    "config": Case(["none.py"], ["none.py: no such config file"], env={**MASTER, "RANK": "1"}),
+    "gpu": Case(["--device=cuda"], ["device is 'cuda'"], env={**MASTER, "RANK": "1"}),
+    "rank": Case([], ["RANK is set", "WORLD_SIZE"], env={"RANK": "1"}),
+}
+
+
+def listing(folder):
+    """Every file below folder with its size, time and, for a link, where it leads; not the runs' output."""
+    paths = [p for p in sorted(folder.rglob("*")) if not p.name.startswith("run")]
+    return {str(p.relative_to(folder)): (p.lstat().st_size * (not p.is_dir()), p.lstat().st_mtime_ns * (not p.is_dir()),
+                                         os.readlink(p) if p.is_symlink() else "") for p in paths}  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    codes: list
+    text: str
+    before: dict
+    after: dict
+    timed_out: bool
+
+
+@pytest.fixture(scope="module")
+def trained(zygote, tmp_path_factory):
+    """A folder with data/tiny and a finished run in out."""
+    folder = tmp_path_factory.mktemp("trained")
+    tiny_data(folder)
+    zygote.train([*TINIER, "--save_interval=3"], folder)
+    return folder
+
+
+def launch(zygote, case, folder, nproc, ports):
+    env = {k: ports.get(v, v) for k, v in case.env.items()}
+    args = [*([*TINY, *TINIER] if case.script == "train.py" else SAMPLE), *case.args]
+    return zygote.start(args, folder, nproc, case.script, env=env)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(zygote, trained, tmp_path_factory):
+    """The runs of ELSEWHERE: started first and read last, because a rank other than 0 waits for rank 0 to speak."""
+    runs = {}
+    for name, case in ELSEWHERE.items():
+        folder = shutil.copytree(trained, tmp_path_factory.mktemp("elsewhere") / name, symlinks=True)
+        runs[name] = launch(zygote, case, folder, 1, {})
+    return runs
+
+
+@pytest.fixture(scope="module")
+def outcomes(zygote, trained, elsewhere, tmp_path_factory):
+    """What came of each launch, four of them running at a time, each in a folder of its own."""
+    root, done, active = tmp_path_factory.mktemp("bad"), {}, {}
+    waiting = sorted(LAUNCHES, key=lambda item: item[0] in SLOW)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free_port())}
+        while waiting or active:
+            while waiting and len(active) < 4:
+                name, nproc = item = waiting.pop()
+                folder = Path(shutil.copytree(trained, root / f"{name}-{nproc}", symlinks=True))
+                if CASES[name].prepare:
+                    CASES[name].prepare(folder)
+                before = listing(folder)
+                active[item] = launch(zygote, CASES[name], folder, nproc, ports), folder, before, time.monotonic()
+            for item, (run, folder, before, started) in list(active.items()):
+                run.poll()
+                timed_out = time.monotonic() - started > CASES[item[0]].timeout
+                if run.codes[0] is None and not timed_out:
+                    continue
+                if not run.poll():  # torchrun ends the others as soon as one has failed
+                    run.kill()
+                    run.wait(ok=False)
+                done[item] = Outcome(run.codes, run.text(), before, listing(folder), timed_out)
+                del active[item]
+            time.sleep(0.005)
+    return done
+
+
+@pytest.mark.parametrize("name, nproc", LAUNCHES)
+def test_bad_input(outcomes, name, nproc):
+    case, outcome = CASES[name], outcomes[name, nproc]
+    assert not outcome.timed_out, f"hangs, having said:\n{outcome.text}"
+    assert outcome.codes[0] == 1, outcome.text
+    assert "Traceback" not in outcome.text, outcome.text[-800:]
+    for word in case.says:
+        assert word in outcome.text
+    assert outcome.after == outcome.before, f"something on disk was changed:\n{outcome.text}"
+    lines = outcome.text.strip().splitlines()
+    assert len(set(lines)) == len(lines) == (case.lines or len(lines)), outcome.text
+
+
+def test_every_setting_with_a_range_is_tried():
+    """A setting that enters train.py as a number has a bad value above, or stands here."""
+    from configurator import settings_of
+
+    tried = {arg.lstrip("-").partition("=")[0] for case in CASES.values() for arg in case.args}
+    numbers = {n for n, s in settings_of(REPO / "train.py").items() if type(s.default) in (int, float)}
+    assert numbers <= tried
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py"])
+def test_help_prints_every_setting(zygote, tmp_path, script):
+    from configurator import settings_of
+
+    run = zygote.start(["--help"], tmp_path, 2, script).wait()
+    for name, setting in settings_of(REPO / script).items():
+        assert run.text().count(f"--{name}=") == 1
+        assert setting.meaning.split()[0] in run.text()
+    assert not listing(tmp_path)
+
+
+def test_torchrun_says_it_once(trained, tmp_path):
+    """The real launcher: it kills the other ranks as soon as one has failed."""
+    shutil.copytree(trained, tmp_path / "w", symlinks=True)
+    before = listing(tmp_path / "w")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    args = [*TINY, *TINIER, "--batch_size=0", "--data_order=sorted"]
+    run = subprocess.run([*command, REPO / "train.py", *args], cwd=tmp_path / "w", capture_output=True, text=True)
+    assert run.returncode != 0
+    for message in ("batch_size is 0: it must be at least 1", "data_order is 'sorted'"):
+        assert (run.stdout + run.stderr).count(message) == 1, run.stderr
+    assert listing(tmp_path / "w") == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what else a user does
+
+
+@pytest.fixture
+def place(trained, tmp_path):
+    """A copy of `trained` to work in."""
+    return Path(shutil.copytree(trained, tmp_path / "w", symlinks=True))
+
+
+def holding(out, step, block_size=16):
+    """The files below `out` that hold a run at this step and block_size."""
+    found = []
+    for path in out.rglob("*.pt"):
+        state = torch.load(path, weights_only=True) if not path.is_symlink() else {"iter_num": -1}
+        if state["iter_num"] == step and state["model_args"]["block_size"] == block_size:
+            found.append(path)
+    return found
+
+
+def nanogpt_saves(out, step, shift=0.0):
+    """What nanoGPT does to save: it writes <out_dir>/ckpt.pt, where that is a link through it, in its own form."""
+    state = torch.load(out / "ckpt.pt", weights_only=True)
+    state = {k: v for k, v in state.items() if k != "isogpt"} | {"iter_num": step}
+    state["model"]["transformer.ln_f.weight"] += shift
+    with open(out / "ckpt.pt", "wb") as file:
+        torch.save(state, file)
+
+
+def test_nanogpts_checkpoint_is_kept_beside_our_first_save(zygote, place):
+    """Law 2: no save destroys the one before it, which is the file that nanoGPT left where our link goes."""
+    bare(place, {k: v for k, v in state_of(place).items() if k != "isogpt"})
+    zygote.train([*TINIER, *RESUME], place)
+    assert holding(place / "out", 6), "keep_last is 2, and there was one save before this one"
+
+
+def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
+    """Complaint 28, in a folder that nanoGPT left: weights with a longer context stay, however many saves follow."""
+    bare(place, {k: v for k, v in state_of(place).items() if k != "isogpt"})
+    zygote.train([*TINIER, *RESUME, "--block_size=8", "--save_interval=1", "--keep_last=1"], place)
+    assert holding(place / "out", 10, 8) and holding(place / "out", 6, 16)
+
+
+@pytest.mark.parametrize("step, saves", [(8, 2), (6, 2), (6, 1), (4, 2), (4, 1)])
+def test_goes_on_where_nanogpt_left_our_folder(zygote, place, step, saves):
+    """nanoGPT writes through our link: a later step, the same step (it saves at once where it evaluates), an earlier
+    one (it started from scratch). What it left is whole, and further on than anything else that is."""
+    if saves == 1:
+        only_save(place)
+    nanogpt_saves(place / "out", step)
+    run = zygote.train([*TINIER, *RESUME], place)
+    assert f"iter {step}: loss" in run.text() and f"iter {step - 1}: loss" not in run.text()
+    assert run.text().count("Traceback") == 0
+
+
+def test_resume_passes_over_a_bare_file_that_would_run_code(zygote, place):
+    """ckpt.pt is a file of its own beside good saves."""
+    (place / "out/ckpt.pt").unlink()
+    torch.save({"model": Evil()}, place / "out/ckpt.pt")
+    run = zygote.train([*TINIER, *RESUME], place)
+    assert "step_00000006/ckpt.pt, step 6" in run.text() and "out/ckpt.pt" in run.text()
+    assert not (place / "PWNED").exists()
+
+
+def test_damaged_saves_do_not_count_as_kept(zygote, place):
+    import checkpoint
+
+    flip(place / "out/step_00000006/ckpt.pt", 5000)
+    zygote.train([*TINIER, *RESUME, "--save_interval=5", "--max_iters=7", "--keep_last=2"], place)
+    good = [folder.name for folder in checkpoint.step_folders(place / "out") if not checkpoint.damage(folder)]
+    assert good == ["step_00000008", "step_00000005"]
+
+
+def test_what_killed_saves_left_is_cleared_away(zygote, place):
+    """Each is as large as a checkpoint, and nobody would ever take it away."""
+    stale = place / "out/unfinished_step_00000004"
+    shutil.copytree(place / "out/step_00000003", stale)
+    zygote.train([*TINIER, *RESUME], place)
+    assert not stale.exists()
+
+
+def test_a_save_that_a_stale_folder_blocks(zygote, place):
+    """A save is not reported as failed because an older one could not be deleted."""
+    stale = place / "out/unfinished_step_00000003"
+    shutil.copytree(place / "out/step_00000003", stale)
+    run = zygote.train([*TINIER, *RESUME, "--keep_last=1"], place)
+    assert "could not be saved" not in run.text()
+    assert [p.name for p in (place / "out").glob("step_*")] == ["step_00000010"]
+
+
+def test_a_run_whose_end_could_not_be_saved_has_failed(zygote, place):
+    """Files may not be larger than 15 kB here, as on a full disk. A save on the way may fail; the last one is all."""
+    script = ("import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (15000, 15000));"
+              f"sys.path.insert(0, {str(REPO)!r}); sys.argv[0] = {str(REPO / 'train.py')!r};"
+              "runpy.run_path(sys.argv[0], run_name='__main__')")  # fmt: skip
+    write(place, "limited.py", script)
+    before = listing(place / "out/step_00000006")
+    run = zygote.start([*TINY, *TINIER, *RESUME, "--save_interval=2"], place, script="limited.py", repo=place)
+    run.wait(ok=False)
+    assert run.text().count("could not be saved") >= 2 and "Traceback" not in run.text()
+    assert listing(place / "out/step_00000006") == before
+    assert "iter 9: loss" in run.text() and run.codes == [1]
+
+
+@pytest.mark.parametrize("where, nproc", [("evaluation", 1), ("step", 2)])
+def test_ids_beyond_the_vocabulary_that_only_reading_finds(zygote, place, where, nproc):
+    """A large file is checked in places only; the rank that reads such an id says so, once, and all leave."""
+    n = 2**26 + 10000
+    tokens = np.memmap(place / "data/tiny/train.bin", dtype=np.uint16, mode="w+", shape=(n,))
+    starts = np.linspace(0, n - 4096, 1000).astype(np.int64)
+    for i in range(300, 400):  # a tenth of the text, between the places that are checked
+        tokens[starts[i] + 4096 : starts[i + 1]] = 70
+    tokens.flush()
+    del tokens
+    more = ["--eval_iters=1", "--batch_size=1", "--gradient_accumulation_steps=200"]
+    more = more if where == "step" else ["--eval_iters=100"]
+    run = zygote.train([*TINIER, *more, "--out_dir=new"], place, nproc, ok=False)
+    assert ("step 0:" in run.text()) == (where == "step"), "the test is not about what it says"
+    (place / "data/tiny/train.bin").unlink()  # 134 MB
+    assert 0 not in run.codes
+    assert run.text().count("holds token id 70") == 1 and "Traceback" not in run.text()
+
+
+def test_samples_from_a_copied_run(zygote, place):
+    """Copied with what the links lead to, as by `cp -rL`, or onto a file system that has none."""
+    out = place / "out"
+    shutil.copyfile(out / "step_00000003/ckpt.pt", out / "ckpt_best.pt")
+    run = zygote.start(SAMPLE, place, script="sample.py").wait()
+    assert "step 3" in run.text()
+    os.truncate(out / "ckpt_best.pt", 1000)
+    run = zygote.start(SAMPLE, place, script="sample.py").wait(ok=False)
+    assert run.codes == [1] and "ckpt_best.pt" in run.text() and "Traceback" not in run.text()
+
+
+def test_what_a_finished_run_advises_helps(zygote, place):
+    run = zygote.train([*TINIER, "--init_from=resume", "--max_iters=0"], place)
+    advised = int(run.text().partition("set --max_iters=")[2].split()[0])
+    assert advised > 6
+
+
+def test_advice_after_a_loss_that_is_not_finite(zygote, place):
+    """Where nothing was saved there is nothing to resume; and what is logged of it is JSON, which knows no NaN."""
+    args = [*TINIER, "--learning_rate=1e30", "--min_lr=1e30", "--warmup_iters=0", "--out_dir=new"]
+    run = zygote.train(args, place, ok=False)
+    assert run.codes == [1] and run.text().count("error:") == 1
+    assert "--learning_rate" in run.text() and "--init_from=resume" not in run.text()
+
+    def no_constant(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    for line in (place / "new/metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=no_constant)
+
+
+def test_good_input_gives_no_warnings(zygote, place):
+    run = zygote.train([*TINIER, "--out_dir=new"], place, nproc=2)
+    assert "Warning" not in run.text() and "warning" not in run.text()
+
+
+def test_neighbouring_seeds_differ_however_large():
+    """numpy makes a float of a list of ints that is beyond int64, which takes neighbours for one."""
+    import loader
+
+    draws = {
+        loader.random_bits(seed, loader.TRAIN, 0, 1)[0] for seed in (2**63 - 1, 2**63 - 2, 2**62, 2**53 + 1, 2**53)
+    }
+    assert len(draws) == 5
+
+
+def test_the_windows_of_a_step_are_drawn_once(place):
+    """Not again for each micro-step: 200 micro-steps that each read a small text once took 24 s."""
+    import loader
+
+    drawn = []
+
+    def starts_of(step):
+        drawn.append(step)
+        return np.arange(12)
+
+    share = loader.share_of(12, 0, 1, 2)
+    batches = loader.micro_batches(np.arange(99), starts_of, [5, 6], share, 8, 200, torch.device("cpu"))
+    assert len(list(batches)) == 12 and drawn == [5, 6]
+
+
+def test_ranks_that_were_started_with_other_settings_do_not_train(zygote, place):
+    """One of two machines was given another command line. They would train weights that drift apart, without a word."""
+    shared = {**MASTER, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
+    runs = []
+    for rank, rate in enumerate(("0.001", "0.002")):
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        args = [*TINY, *TINIER, f"--learning_rate={rate}", "--out_dir=new"]
+        runs.append(zygote.start(args, place, env=env))
+    text = "".join(run.wait(30, ok=False).text() for run in runs)
+    assert [run.codes for run in runs] == [[1], [1]]
+    assert "learning_rate" in text and "0.001" in text and "0.002" in text
+    assert not (place / "new").exists()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_mistake_on_another_machine_is_told_there(elsewhere, name):
+    """Rank 0 does not see it and waits for the others: without a word from this rank, nobody says what is wrong."""
+    run = elsewhere[name].wait(40, ok=False)
+    assert run.codes == [1] and "Traceback" not in run.text()
+    for word in ELSEWHERE[name].says:
+        assert word in run.text()

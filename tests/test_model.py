@@ -1,0 +1,811 @@
+"""The model: its parameters, what it computes, the loss in chunks, generation, GPT-2 from transformers."""
+
+import copy
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import model as model_file
+from model import GPT, ChunkedLoss, GPTConfig, KVCache, summed_loss
+
+SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+LARGE_VOCAB = 2**18  # of logits, 64 rows of this are what summed_loss takes at once on a CPU
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def roughen(module, seed=0, std=0.3):
+    """Weights far from where they start: near zero, all logits are alike and a wrong one is not seen."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=std)
+    return module.eval()
+
+
+def rough(seed=0, std=0.3, **changes):
+    return roughen(GPT(GPTConfig(**(SMALL | changes)), seed=1), seed, std)
+
+
+def ids(*shape, vocab=65, seed=0):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_targets(*shape, vocab=65, seed=1):
+    """Targets of which a fifth is ignored, the first and the last among them."""
+    targets = ids(*shape, vocab=vocab, seed=seed)
+    targets.view(-1)[::5] = -1
+    targets.view(-1)[-1] = -1
+    return targets
+
+
+def apart(a, b):
+    """How far a is from b, relative to b."""
+    return ((a - b).norm() / b.norm()).item()
+
+
+def same_states(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the config
+
+
+def test_defaults_are_nanogpts():
+    assert dataclasses.asdict(GPTConfig()) == dict(
+        block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, dropout=0.0, bias=True, gelu="none"
+    )
+    assert GPTConfig(8, 65, 1, 2, 16, 0.1, False) == GPTConfig(
+        block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=16, dropout=0.1, bias=False
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (dict(block_size=0), "block_size is 0"),
+        (dict(vocab_size=0), "vocab_size is 0"),
+        (dict(n_layer=-1), "n_layer is -1"),
+        (dict(n_head=0), "n_head is 0"),
+        (dict(n_embd=0), "n_embd is 0"),
+        (dict(n_head=3), "n_embd 32 is not a multiple of n_head 3"),
+        (dict(dropout=1.0), "dropout is 1.0"),
+        (dict(dropout=-0.1), "dropout is -0.1"),
+    ],
+)
+def test_impossible_configs_are_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        GPTConfig(**(SMALL | wrong))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# parameters, by the names that nanoGPT's checkpoints have
+
+
+def expected_shapes(bias):
+    """Names and shapes of SMALL's parameters, in named_parameters order."""
+    C, V, T = 32, 65, 16
+    layers = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C)}
+    layers |= {"ln_2": (C,), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
+    shapes = {"transformer.wte.weight": (V, C), "transformer.wpe.weight": (T, C)}
+    for layer, (name, shape) in itertools.product(range(2), layers.items()):
+        shapes[f"transformer.h.{layer}.{name}.weight"] = shape
+        if bias:
+            shapes[f"transformer.h.{layer}.{name}.bias"] = shape[:1]
+    shapes["transformer.ln_f.weight"] = (C,)
+    return shapes | ({"transformer.ln_f.bias": (C,)} if bias else {})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_have_nanogpts_names_shapes_and_order(bias):
+    gpt = GPT(GPTConfig(**SMALL, bias=bias), seed=1)
+    expected = expected_shapes(bias)
+    assert [(n, tuple(p.shape)) for n, p in gpt.named_parameters()] == list(expected.items())
+    stored = [(n, tuple(w.shape)) for n, w in gpt.state_dict().items()]
+    assert stored == [*expected.items(), ("lm_head.weight", (65, 32))]
+    assert {w.dtype for w in gpt.state_dict().values()} == {torch.float32}
+    count = sum(math.prod(s) for s in expected.values())
+    assert (gpt.get_num_params(non_embedding=False), gpt.get_num_params()) == (count, count - 16 * 32)
+
+
+def test_embedding_and_head_are_one_parameter():
+    gpt = GPT(GPTConfig(**SMALL), seed=1)
+    assert gpt.lm_head.weight is gpt.transformer.wte.weight
+    twin = copy.deepcopy(gpt)
+    assert twin.lm_head.weight is twin.transformer.wte.weight
+    _, loss = gpt(ids(2, 8), some_targets(2, 8))
+    loss.backward()
+    assert gpt.transformer.wte.weight.grad[60:].abs().sum() > 0  # the head's part, where an id was not read
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_matrices_decay_first_and_vectors_do_not(bias):
+    gpt = GPT(GPTConfig(**SMALL, bias=bias), seed=1)
+    optimizer = gpt.configure_optimizers(weight_decay=0.1, learning_rate=3e-4, betas=(0.8, 0.9), device_type="cpu")
+    assert isinstance(optimizer, torch.optim.AdamW)
+    name_of = {id(p): n for n, p in gpt.named_parameters()}
+    groups = [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+    shapes = expected_shapes(bias)
+    assert groups == [[n for n in shapes if len(shapes[n]) == 2], [n for n in shapes if len(shapes[n]) == 1]]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert all((g["lr"], g["betas"], g["eps"]) == (3e-4, (0.8, 0.9), 1e-8) for g in optimizer.param_groups)
+
+
+def test_frozen_parameters_are_not_optimized():
+    gpt = GPT(GPTConfig(**SMALL), seed=1)
+    gpt.transformer.wpe.weight.requires_grad_(False)
+    optimizer = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    assert all(p is not gpt.transformer.wpe.weight for g in optimizer.param_groups for p in g["params"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# initial weights: a function of (seed, name, shape)
+
+
+def test_initial_weights_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    a = GPT(GPTConfig(**SMALL), seed=5).state_dict()
+    torch.manual_seed(2)
+    b = GPT(GPTConfig(**SMALL), seed=5).state_dict()
+    other = GPT(GPTConfig(**SMALL), seed=6).state_dict()
+    assert same_states(a, b)
+    assert not any(torch.equal(a[n], other[n]) for n in a if a[n].dim() == 2)
+
+
+def test_initial_weights_stay_the_same_numbers():
+    """A change here is another curve for every seed."""
+    state = GPT(GPTConfig(**SMALL), seed=1337).state_dict()
+    for name, golden in {
+        "transformer.wte.weight": [-0.030460242, 0.012641349, -0.012868820],
+        "transformer.h.1.mlp.c_proj.weight": [0.013813945, -0.005794683, -0.009054893],
+    }.items():
+        assert state[name].flatten()[[0, 1, -1]].tolist() == pytest.approx(golden, rel=1e-4)
+
+
+def test_each_parameter_has_numbers_of_its_own():
+    state = GPT(GPTConfig(**SMALL), seed=5).state_dict()
+    matrices = [w.flatten()[:512] for n, w in state.items() if w.dim() == 2 and n != "lm_head.weight"]
+    for a, b in itertools.combinations(matrices, 2):
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.25
+
+
+def test_common_blocks_start_alike_whatever_the_depth_and_the_vocabulary():
+    few = GPT(GPTConfig(**SMALL), seed=5).state_dict()
+    many = GPT(GPTConfig(**(SMALL | dict(n_layer=8, vocab_size=80))), seed=5).state_dict()
+    for name in few.keys() - {"transformer.wte.weight", "lm_head.weight"}:
+        scale = 2.0 if name.endswith("c_proj.weight") else 1.0  # sqrt(8 / 2): residual projections know the depth
+        torch.testing.assert_close(few[name], many[name] * scale, rtol=1e-6, atol=0)
+
+
+def test_initial_weights_are_gpt2s():
+    state = GPT(GPTConfig(block_size=64, vocab_size=256, n_layer=2, n_head=4, n_embd=64), seed=5).state_dict()
+    for name, w in state.items():
+        if name.endswith("bias"):
+            assert not w.any(), name
+        elif w.dim() == 1:
+            assert (w == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(4) if name.endswith("c_proj.weight") else 0.02
+            assert w.std().item() == pytest.approx(std, rel=0.05), name
+            assert abs(w.mean().item()) < 4 * std / math.sqrt(w.numel()), name
+
+
+def test_building_leaves_torchs_random_state_alone():
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    gpt = GPT(GPTConfig(**SMALL), seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    gpt.init_weights(6)
+    GPT.from_state(gpt.config, gpt.state_dict())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_seed_torchs_is_taken():
+    torch.manual_seed(77)
+    a = GPT(GPTConfig(**SMALL)).state_dict()
+    assert same_states(a, GPT(GPTConfig(**SMALL), seed=77).state_dict())
+    torch.manual_seed(78)
+    assert not same_states(a, GPT(GPTConfig(**SMALL)).state_dict())
+
+
+def test_a_start_on_the_meta_device_is_the_same_start():
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(**SMALL), seed=5)
+    assert all(p.is_meta for p in gpt.parameters())
+    gpt.to_empty(device="cpu")
+    gpt.init_weights(5)
+    assert same_states(gpt.state_dict(), GPT(GPTConfig(**SMALL), seed=5).state_dict())
+    assert gpt.lm_head.weight is gpt.transformer.wte.weight
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# forward: (logits, loss)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_loss_is_the_mean_over_the_targets_that_count(bias):
+    gpt, x, y = rough(bias=bias), ids(3, 16), some_targets(3, 16)
+    logits, loss = gpt(x, y)
+    assert logits.shape == (3, 16, 65)
+    losses = [-logits[b, t].double().log_softmax(0)[y[b, t]] for b in range(3) for t in range(16) if y[b, t] != -1]
+    assert len(losses) < 48
+    assert loss.item() == pytest.approx((sum(losses) / len(losses)).item(), rel=1e-6)
+
+
+def test_without_targets_the_last_position_only():
+    gpt, x = rough(), ids(3, 11)
+    last, loss = gpt(x)
+    assert loss is None and last.shape == (3, 1, 65)
+    torch.testing.assert_close(last, gpt(x, x)[0][:, -1:], atol=1e-5, rtol=1e-5)
+
+
+def test_target_count_divides_a_sum():
+    gpt, x, y = rough(), ids(3, 16), some_targets(3, 16)
+    logits, loss = gpt(x, y, 7.0)
+    assert logits is None
+    count = (y != -1).sum().item()
+    assert loss.item() * 7.0 == pytest.approx(gpt(x, y)[1].item() * count, rel=1e-6)
+
+
+def test_shares_of_a_batch_add_up_to_its_mean():
+    """Also where one rank has fewer rows, and where one has nothing at all."""
+    gpt, x, y = rough(), ids(5, 16), some_targets(5, 16)
+    count = (y != -1).sum().item()
+    whole = gpt(x, y)[1]
+    whole.backward()
+    expected = {n: p.grad.clone() for n, p in gpt.named_parameters()}
+    gpt.zero_grad()
+    total = 0.0
+    for rows in (x[:3], y[:3]), (x[3:], y[3:]), (torch.zeros_like(x[:2]), torch.full_like(y[:2], -1)):
+        loss = gpt(*rows, count)[1]
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(whole.item(), rel=1e-6)
+    for name, p in gpt.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], atol=1e-6, rtol=1e-4)
+
+
+def test_no_position_sees_a_later_one():
+    gpt, x = rough(), ids(1, 16)
+    changed = x.clone()
+    changed[0, 9] = (x[0, 9] + 1) % 65
+    a, b = gpt(x, x)[0], gpt(changed, x)[0]
+    assert torch.equal(a[:, :9], b[:, :9])
+    assert ((a - b)[0, 9:].abs().amax(-1) > 1e-3).all()
+
+
+def test_a_sequence_longer_than_block_size_is_refused():
+    gpt = rough()
+    with pytest.raises(ValueError, match="17 tokens is longer than block_size 16"):
+        gpt(ids(1, 17))
+
+
+def test_dropout_drops_in_training_alone():
+    gpt, x = rough(dropout=0.5), ids(2, 16)
+    assert torch.equal(gpt(x, x)[0], gpt(x, x)[0])
+    torch.testing.assert_close(gpt(x, x)[0], rough()(x, x)[0])
+    gpt.train()
+    torch.manual_seed(1)
+    a, b = gpt(x, x)[0], gpt(x, x)[0]
+    torch.manual_seed(1)
+    assert not torch.equal(a, b) and torch.equal(a, gpt(x, x)[0])
+
+
+def test_dropout_is_where_gpt2_has_it(monkeypatch):
+    """On the embeddings, on attention's weights, and on what attention and MLP add."""
+    gpt, attention, called = rough(dropout=0.25), F.scaled_dot_product_attention, []
+
+    def spy(*args, dropout_p, **kw):
+        called.append(("weights", dropout_p))
+        return attention(*args, dropout_p=dropout_p, **kw)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    for name, module in gpt.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda m, args, out, name=name: called.append((name.split(".")[-2], m.p)))
+    block = [("weights", 0.25), ("attn", 0.25), ("mlp", 0.25)]
+    gpt.train()(ids(2, 4))
+    assert called == [("transformer", 0.25), *block, *block]
+    called.clear()
+    gpt.eval()(ids(2, 4))
+    assert [p for name, p in called if name == "weights"] == [0, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loss without all of the logits
+
+
+def plain_loss(x, weight, targets):
+    logits = F.linear(x.flatten(0, 1), weight).float()
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-1)
+
+
+def chunked_loss(x, weight, targets):
+    return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), 7)
+
+
+def loss_and_gradients(loss_of, x, weight, targets, scale=0.37):
+    """The loss, and its gradients times a scale (as where it is divided by the number of targets)."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = loss_of(x, weight, targets)
+    (loss * scale).backward()
+    return loss, x.grad, weight.grad
+
+
+def hidden(rows, vocab, width=16):
+    """Final hidden states (2, rows / 2, width), head (vocab, width) and targets (2, rows / 2)."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, rows // 2, width, generator=generator)
+    return x, torch.randn(vocab, width, generator=generator) * 0.5, some_targets(2, rows // 2, vocab=vocab)
+
+
+@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss])
+def test_summed_loss_is_cross_entropy(loss_of):
+    x, weight, targets = hidden(40, 65)
+    assert targets[0, 0] == targets[-1, -1] == -1
+    loss, dx, dw = loss_and_gradients(loss_of, x, weight, targets)
+    expected, expected_dx, expected_dw = loss_and_gradients(plain_loss, x, weight, targets)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(dx, expected_dx, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(dw, expected_dw, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss])
+def test_summed_loss_of_no_targets_is_zero(loss_of):
+    x, weight, targets = hidden(40, 65)
+    for value in loss_and_gradients(loss_of, x, weight, torch.full_like(targets, -1)):
+        assert (value == 0).all()
+
+
+@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss])
+def test_summed_loss_of_certain_and_of_huge_logits(loss_of):
+    """Logits in the thousands: the sum of their exponentials is beyond float32."""
+    x, weight, targets = hidden(40, 65)
+    got = loss_and_gradients(loss_of, x * 1000, weight, targets)
+    assert all(v.isfinite().all() for v in got)
+    for a, b in zip(got, loss_and_gradients(plain_loss, x * 1000, weight, targets), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss])
+def test_summed_loss_in_bfloat16(loss_of):
+    x, weight, targets = hidden(40, 65)
+
+    def under_autocast(x, weight, targets):
+        with torch.autocast("cpu", torch.bfloat16):
+            if loss_of is chunked_loss:  # as summed_loss calls it
+                return loss_of(x.bfloat16(), weight.bfloat16(), targets)
+            return loss_of(x, weight, targets)
+
+    got = loss_and_gradients(under_autocast, x, weight, targets)
+    expected = loss_and_gradients(plain_loss, x, weight, targets)
+    assert {v.dtype for v in got} == {torch.float32}
+    assert got[0].item() == pytest.approx(expected[0].item(), rel=3e-3)
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        assert apart(a, b) < 0.02
+
+
+def test_gradients_are_not_scaled_by_a_rounded_target_count():
+    """1 / (480 * 1024), GPT-2's count, is 0.3 % off in bfloat16: all gradients but the head's would be."""
+    x, weight, targets = hidden(400, 65)
+    _, dx, dw = loss_and_gradients(
+        lambda x, weight, targets: chunked_loss(x.bfloat16(), weight.bfloat16(), targets),
+        x, weight, targets, scale=1 / (480 * 1024),
+    )  # fmt: skip
+    _, expected_dx, expected_dw = loss_and_gradients(plain_loss, x, weight, targets, scale=1 / (480 * 1024))
+    for a, b in (dx, expected_dx), (dw, expected_dw):
+        assert ((a * b).sum() / (b * b).sum()).item() == pytest.approx(1, abs=2e-3)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor returned by an operation, and the types of the matrices multiplied."""
+
+    numel = 0
+
+    def __init__(self):
+        super().__init__()
+        self.multiplied = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.multiplied |= {t.dtype for t in args}
+        out = func(*args, **(kwargs or {}))
+        returned = out if isinstance(out, (tuple, list)) else [out]
+        self.numel = max([self.numel, *(t.numel() for t in returned if isinstance(t, torch.Tensor))])
+        return out
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Rows that summed_loss must cut, (2, 40, 4) and a large vocabulary, with what cross_entropy makes of them."""
+    x, weight, targets = hidden(80, LARGE_VOCAB, width=4)
+    return (x, weight, targets), loss_and_gradients(plain_loss, x, weight, targets)
+
+
+def test_a_large_vocabulary_is_cut(large):
+    inputs, expected = large
+    with Largest() as largest:
+        got = loss_and_gradients(summed_loss, *inputs)
+    assert 0 < largest.numel <= 2**24 < 80 * LARGE_VOCAB
+    assert got[0].item() == pytest.approx(expected[0].item(), rel=1e-6)
+    assert apart(got[1], expected[1]) < 1e-4  # a sum over 262,144 in float32
+    assert apart(got[2], expected[2]) < 1e-6
+
+
+def test_a_large_vocabulary_is_cut_without_gradients_too(large):
+    (x, weight, targets), (expected, _, _) = large
+    with torch.no_grad(), Largest() as largest:
+        loss = summed_loss(x.requires_grad_(), weight, targets)
+    assert 0 < largest.numel <= 2**24
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_large_vocabulary_under_autocast(large):
+    (x, weight, targets), expected = large
+    x, weight = x.detach().clone().requires_grad_(), weight.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16), Largest() as largest:
+        loss = summed_loss(x, weight, targets)
+    (loss * 0.37).backward()
+    assert largest.multiplied == {torch.bfloat16} and largest.numel <= 2**24
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected[0].item(), rel=3e-3)
+    for a, b in (x.grad, expected[1]), (weight.grad, expected[2]):
+        assert a.dtype == torch.float32 and apart(a, b) < 0.02
+
+
+def test_a_vocabulary_larger_than_a_chunk_goes_row_by_row(monkeypatch):
+    """Also where not even one row of logits is within the limit."""
+    rows = []
+    monkeypatch.setattr(model_file.ChunkedLoss, "apply", lambda x, w, t, n: rows.append(n) or x.sum())
+    summed_loss(torch.ones(1, 2, 1, requires_grad=True), torch.ones(2**24 + 1, 1), torch.zeros(1, 2, dtype=torch.int64))
+    assert rows == [1]
+
+
+def test_the_model_trains_through_chunks():
+    gpt = rough(std=0.1, vocab_size=LARGE_VOCAB, n_embd=4, n_layer=1)
+    x, y = ids(5, 16, vocab=LARGE_VOCAB), some_targets(5, 16, vocab=LARGE_VOCAB)
+    count = (y != -1).sum().item()
+    _, loss = gpt(x, y, count)
+    loss.backward()
+    got = {n: p.grad.clone() for n, p in gpt.named_parameters()}
+    gpt.zero_grad()
+    _, expected = gpt(x, y)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, p in gpt.named_parameters():
+        assert apart(got[name], p.grad) < 1e-4, name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# generation
+
+
+def by_hand(gpt, idx, n, n_tokens=None):
+    """The likeliest continuation, the long way round."""
+    for _ in range(n):
+        window = idx[:, -gpt.config.block_size :]
+        following = gpt(window, window)[0][:, -1, :n_tokens].argmax(-1, keepdim=True)
+        idx = torch.cat((idx, following), 1)
+    return idx
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("length", [1, 5, 15, 16, 20])  # up to, at and beyond block_size
+def test_the_likeliest_continuation(length, use_cache):
+    gpt, idx = rough(), ids(3, length)
+    out = gpt.generate(idx, 24, temperature=0, use_cache=use_cache)
+    assert torch.equal(out, by_hand(gpt, idx, 24))
+    assert len(out[:, length:].unique()) > 5  # not one token again and again
+
+
+@pytest.mark.parametrize("how", [dict(), dict(temperature=0.7, top_k=5), dict(top_k=200, n_tokens=30)])
+@pytest.mark.parametrize("length", [1, 9, 16])
+def test_sampling_does_not_depend_on_the_cache(length, how):
+    gpt, idx = rough(std=0.15), ids(4, length)
+    outs = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        outs.append(gpt.generate(idx, 20, use_cache=use_cache, **how))
+    assert outs[0].shape == (4, length + 20) and torch.equal(*outs)
+    torch.manual_seed(4)
+    assert not torch.equal(outs[0], gpt.generate(idx, 20, **how))
+
+
+def test_a_cached_token_is_computed_once():
+    gpt, lengths = rough(), []
+    gpt.transformer.wte.register_forward_hook(lambda module, args, out: lengths.append(args[0].size(1)))
+    gpt.generate(ids(2, 5), 14)
+    assert lengths == [5] + [1] * 11 + [16] * 2  # from the 17th token on the window slides
+    lengths.clear()
+    gpt.generate(ids(2, 5), 14, use_cache=False)
+    assert lengths == [*range(5, 17), 16, 16]
+
+
+def test_several_tokens_can_follow_cached_ones():
+    gpt, x = rough(), ids(2, 12)
+    caches = [KVCache(torch.empty(2, 2, 16, 16), torch.empty(2, 2, 16, 16)) for _ in range(2)]
+    for part in x.split([4, 6, 2], dim=1):
+        logits, _ = gpt(part, caches=caches)
+    torch.testing.assert_close(logits, gpt(x)[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="17 tokens is longer"):
+        gpt(ids(2, 5), caches=caches)
+
+
+def test_rows_of_a_batch_do_not_mix():
+    gpt, idx = rough(), ids(4, 6)
+    out = gpt.generate(idx, 15, temperature=0)
+    for row in range(4):
+        assert torch.equal(out[row : row + 1], gpt.generate(idx[row : row + 1], 15, temperature=0))
+
+
+def test_nothing_is_asked_for():
+    idx = ids(2, 5)
+    assert torch.equal(rough().generate(idx, 0), idx)
+
+
+def test_the_likeliest_of_one_and_of_the_coldest():
+    gpt, idx = rough(), ids(3, 5)
+    expected = by_hand(gpt, idx, 12)
+    assert torch.equal(gpt.generate(idx, 12, temperature=3.0, top_k=1), expected)
+    assert torch.equal(gpt.generate(idx, 12, temperature=1e-4), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_tokens_come_as_often_as_they_are_likely(temperature):
+    gpt, idx = rough(std=0.1), ids(1, 5)
+    torch.manual_seed(0)
+    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=temperature)[:, -1]
+    expected = (gpt(idx)[0][0, 0] / temperature).softmax(0)
+    assert 0.02 < expected.max() < 0.9
+    torch.testing.assert_close(drawn.bincount(minlength=65) / 8000, expected, atol=0.02, rtol=0)
+
+
+def test_top_k_and_n_tokens_limit_what_is_drawn():
+    gpt, idx = rough(std=0.1), ids(1, 5)
+    logits = gpt(idx)[0][0, 0]
+    torch.manual_seed(0)
+    many = idx.expand(3000, 5)
+    assert set(gpt.generate(many, 1, top_k=3)[:, -1].tolist()) == set(logits.topk(3).indices.tolist())
+    assert set(gpt.generate(many, 1, top_k=0, temperature=9.0)[:, -1].tolist()) == set(range(65))
+    assert set(gpt.generate(many, 1, n_tokens=10, temperature=9.0)[:, -1].tolist()) == set(range(10))
+    both = set(gpt.generate(many, 1, top_k=3, n_tokens=10)[:, -1].tolist())
+    assert both == set(logits[:10].topk(3).indices.tolist())
+
+
+def test_n_tokens_limits_the_likeliest_too():
+    gpt, idx = rough(), ids(3, 5)
+    assert (by_hand(gpt, idx, 20)[:, 5:] >= 10).any()
+    assert torch.equal(gpt.generate(idx, 20, temperature=0, n_tokens=10), by_hand(gpt, idx, 20, n_tokens=10))
+
+
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_generation_in_bfloat16(whole_model, monkeypatch):
+    """Under autocast, and of a model that is bfloat16 itself: the cache is too."""
+    gpt, idx, types = rough(std=0.1), ids(3, 5), set()
+    monkeypatch.setattr(model_file, "KVCache", lambda k, v: types.update((k.dtype, v.dtype)) or KVCache(k, v))
+    if whole_model:
+        gpt.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not whole_model):
+        out = gpt.generate(idx, 20, temperature=0)
+        assert torch.equal(out[:, :6], gpt.generate(idx, 1, temperature=0, use_cache=False))
+    assert types == {torch.bfloat16}
+    assert out.shape == (3, 25) and out.min() >= 0 and out.max() < 65
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# weights from elsewhere
+
+
+def test_from_state_copies_and_ignores_masks():
+    source = rough()
+    state = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, 16, 16) for n in range(2)} | source.state_dict()
+    gpt = GPT.from_state(source.config, state)
+    assert same_states(gpt.state_dict(), source.state_dict())
+    assert gpt.lm_head.weight is gpt.transformer.wte.weight
+    assert all(p.requires_grad and not p.is_meta for p in gpt.parameters())
+    with torch.no_grad():
+        source.transformer.wte.weight.zero_()
+    assert gpt.transformer.wte.weight.any()
+
+
+def test_from_state_computes_in_float32():
+    source = rough().half()
+    gpt = GPT.from_state(source.config, source.state_dict())
+    assert {p.dtype for p in gpt.parameters()} == {torch.float32}
+    assert torch.equal(gpt.transformer.wpe.weight, source.transformer.wpe.weight.float())
+
+
+def test_from_state_refuses_what_does_not_fit():
+    gpt = rough()
+    name = "transformer.h.1.mlp.c_fc.weight"
+    lacking = {n: w for n, w in gpt.state_dict().items() if n != name}
+    for wrong in lacking, lacking | {name: torch.ones(128, 31)}, gpt.state_dict() | {"transformer.h.1.mlp.c_fcx": 1.0}:
+        wrong = {n: torch.as_tensor(w) for n, w in wrong.items()}
+        with pytest.raises(ValueError, match="transformer.h.1.mlp.c_fc"):
+            GPT.from_state(gpt.config, wrong)
+    with pytest.raises(ValueError, match="wpe"):
+        GPT.from_state(GPTConfig(**(SMALL | dict(block_size=8))), gpt.state_dict())
+    with pytest.raises(ValueError, match="bias"):
+        GPT.from_state(GPTConfig(**SMALL, bias=False), gpt.state_dict())
+
+
+def test_describe_is_nanogpts_model_args():
+    gpt = rough(dropout=0.1)
+    assert gpt.describe() == dict(SMALL, dropout=0.1, bias=True, gelu="none")
+
+
+def test_crop_block_size():
+    gpt, x = rough(), ids(2, 9)
+    before = gpt(x, x)[0]
+    gpt.crop_block_size(9)
+    assert gpt.config.block_size == 9 and tuple(gpt.transformer.wpe.weight.shape) == (9, 32)
+    assert torch.equal(gpt(x, x)[0], before)
+    with pytest.raises(ValueError, match="longer than block_size 9"):
+        gpt(ids(1, 10))
+    optimizer = gpt.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
+    gpt(x, x)[1].backward()
+    old = gpt.transformer.wpe.weight.detach().clone()
+    optimizer.step()
+    assert (gpt.transformer.wpe.weight != old).any()
+    assert torch.equal(gpt.generate(x, 8, temperature=0), by_hand(gpt, x, 8))
+
+
+@pytest.mark.parametrize("block_size", [0, -1, 17])
+def test_crop_block_size_refuses(block_size):
+    with pytest.raises(ValueError, match=f"block_size {block_size} is outside 1 to 16"):
+        rough().crop_block_size(block_size)
+
+
+def test_mfu_of_gpt2():
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(vocab_size=50257))
+    assert gpt.get_num_params(non_embedding=False) == 124_439_808
+    assert gpt.get_num_params() == 123_653_376
+    # 6 * 123,653,376 + 12 * 12 layers * 768 * 1024 positions
+    assert gpt.flops_per_token() == 741_920_256 + 113_246_208
+    # 12 sequences of 1024 tokens in half a second: 2.1016571e13 a second, of an A100's 3.12e14
+    assert gpt.estimate_mfu(12, 0.5) == pytest.approx(12 * 1024 * 855_166_464 / 0.5 / 312e12, rel=1e-12)
+    assert gpt.estimate_mfu(12, 0.5) == pytest.approx(0.067360, rel=1e-4)
+    assert gpt.estimate_mfu(12, 0.5, peak_flops=624e12) == pytest.approx(0.033680, rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPT-2 from transformers; nothing is downloaded
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A function that makes a small GPT2LMHeadModel of rough weights, GPT-2's own GELU among its settings."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+    def make(**changes):
+        shape = dict(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=65, bos_token_id=0, eos_token_id=0)
+        config = transformers.GPT2Config(**(shape | changes))
+        torch.manual_seed(0)
+        return roughen(transformers.GPT2LMHeadModel(config), std=0.15)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def folder(gpt2, tmp_path_factory):
+    """The same weights, saved."""
+    path = tmp_path_factory.mktemp("hf") / "weights"
+    gpt2().save_pretrained(path)
+    return path
+
+
+def same_as(hf, gpt, x, atol=1e-5):
+    """Logits and loss of both are equal."""
+    with torch.no_grad():
+        theirs = hf(x, labels=x)
+        following = torch.cat((x[:, 1:], torch.full_like(x[:, :1], -1)), 1)  # transformers shifts the labels itself
+        logits, loss = gpt(x, following)
+        torch.testing.assert_close(logits, theirs.logits, atol=atol, rtol=0)
+        torch.testing.assert_close(gpt(x)[0], theirs.logits[:, -1:], atol=atol, rtol=0)
+        if x.size(1) > 1:  # else it has no target
+            torch.testing.assert_close(loss, theirs.loss, atol=atol, rtol=0)
+            count = len(x) * (x.size(1) - 1)
+            torch.testing.assert_close(gpt(x, following, count)[1], theirs.loss, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("load", [GPT.from_hf, GPT.from_pretrained])
+def test_the_same_model_as_transformers(gpt2, folder, load):
+    hf = gpt2()
+    gpt = load(hf if load == GPT.from_hf else str(folder)).eval()
+    assert gpt.describe() == dict(SMALL, dropout=0.0, bias=True, gelu="tanh")
+    assert gpt.lm_head.weight is gpt.transformer.wte.weight
+    for length in 1, 2, 9, 16:
+        same_as(hf, gpt, ids(3, length, seed=length))
+    x = ids(2, 4)
+    theirs = hf.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    assert torch.equal(gpt.generate(x, 9, temperature=0), theirs)
+
+
+@pytest.mark.parametrize("vocab", [50257, 50304])  # GPT-2's own, and padded
+def test_gpt2s_vocabulary(gpt2, vocab):
+    hf = gpt2(vocab_size=vocab, n_layer=1, n_embd=16)
+    gpt = GPT.from_hf(hf).eval()
+    assert gpt.config.vocab_size == vocab
+    same_as(hf, gpt, ids(2, 12, vocab=vocab))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("gelu_new", "tanh"), ("gelu", "none"), ("gelu_pytorch_tanh", "tanh")])
+def test_each_kind_of_gelu(gpt2, theirs, ours):
+    """GPT-2 was trained with the tanh approximation; nanoGPT, and so a model from scratch, has the exact one."""
+    hf = gpt2(activation_function=theirs)
+    gpt = GPT.from_hf(hf).eval()
+    assert gpt.config.gelu == ours and GPTConfig().gelu == "none"
+    same_as(hf, gpt, ids(2, 12))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(activation_function="relu"),
+        dict(layer_norm_epsilon=1e-3),
+        dict(scale_attn_weights=False),
+        dict(scale_attn_by_inverse_layer_idx=True),
+        dict(tie_word_embeddings=False),
+        dict(n_inner=64),
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_another_kind_of_gpt2_is_refused(gpt2, other):
+    with pytest.raises(ValueError):
+        GPT.from_hf(gpt2(**other))
+
+
+def test_only_dropout_can_be_overridden(folder):
+    assert GPT.from_pretrained(str(folder), dict(dropout=0.25)).config.dropout == 0.25
+    with pytest.raises(ValueError, match="only dropout .* not .*'block_size'"):
+        GPT.from_pretrained(str(folder), dict(dropout=0.25, block_size=8))
+
+
+def test_half_precision_weights_are_trained_in_float32(gpt2, tmp_path):
+    gpt2().bfloat16().save_pretrained(tmp_path)
+    assert {p.dtype for p in GPT.from_pretrained(str(tmp_path)).parameters()} == {torch.float32}
+
+
+def test_weights_that_are_not_there_are_not_made_up(gpt2, folder, tmp_path):
+    def refused(path, said="cannot load"):
+        with pytest.raises(ValueError, match=said):
+            GPT.from_pretrained(str(path))
+
+    refused(tmp_path / "absent")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(empty)
+
+    def copied(name, change):
+        path = tmp_path / name
+        path.mkdir()
+        for file in Path(folder).iterdir():
+            (path / file.name).write_bytes(file.read_bytes())
+        change(path)
+        return path
+
+    weights = "model.safetensors"
+    refused(copied("cut", lambda p: (p / weights).write_bytes((folder / weights).read_bytes()[:-100])))
+    refused(copied("unreadable", lambda p: (p / "config.json").write_text("{")))
+    hf = gpt2()
+    name = "transformer.h.1.mlp.c_fc.weight"
+    partly = {n: w for n, w in hf.state_dict().items() if n not in (name, "lm_head.weight")}
+    refused(copied("partly", lambda p: hf.save_pretrained(p, state_dict=partly)), said=name)
