@@ -220,6 +220,16 @@ def commit(unfinished: Path, manifest: dict, keep_last: int) -> Path:
     return folder
 
 
+def make_folder(out_dir: str) -> None:
+    """Make the run's folder. Raises ValueError where nothing can be written there."""
+    try:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        (Path(out_dir) / "unfinished_trial").mkdir(exist_ok=True)
+        (Path(out_dir) / "unfinished_trial").rmdir()
+    except OSError as e:
+        raise ValueError(f"out_dir {out_dir} cannot be written to ({e.strerror}): set another --out_dir=") from e
+
+
 def clean_up(out_dir: str) -> None:
     """Delete what a killed run left of a save or of a deletion (rank 0, before the first save)."""
     for path in Path(out_dir).glob("unfinished_*"):
@@ -329,6 +339,9 @@ def open_folder(folder: Path) -> Save:
 def best(out_dir: str) -> tuple[Save | None, list[str]]:
     """The save with the best val loss where it is whole, else the newest; as `newest` returns it."""
     found, reports = newest(out_dir)
+    alone = Path(out_dir) / "ckpt_best.pt"
+    if not found and alone.exists() and not damaged_zip(alone):  # copied here without its folder
+        return Save(alone, load(alone)["iter_num"]), reports
     folder = Path(out_dir) / f"step_{found.manifest.get('best_step', -1) if found else -1:08d}"
     if folder.exists() and not damage(folder):
         return open_folder(folder), reports
@@ -352,18 +365,57 @@ def newest(out_dir: str) -> tuple[Save | None, list[str]]:
     bare = out / "ckpt.pt"
     if not bare.exists():
         return found, reports
-    # Our link to a save that was looked at above says nothing new. But a file of its own, or a step's file that
-    # nanoGPT wrote over through our link, is to be resumed where it is whole and further on.
+    # ckpt.pt is our link to a save that was looked at above. But a file of its own, or one that nanoGPT wrote through
+    # our link, is newer than all we saved, since each save of ours puts the link there; and a copy of ours counts
+    # where it is further on than what verified.
     linked = STEP.fullmatch(bare.resolve().parent.name)
-    known = max(found.step if found else -1, int(linked[1]) if linked else -1)
-    if not linked or not found or int(linked[1]) > found.step:
-        problem = damaged_zip(bare)
-        step = -1 if problem else load(bare)["iter_num"]
-        if step > known:
-            return Save(bare, step), reports
-        if problem and not linked:
-            reports.append(f"{bare} is damaged: {problem}")
+    if linked and found and int(linked[1]) <= found.step and not any(bare.resolve().parent.name in r for r in reports):
+        return found, reports
+    problem = damaged_zip(bare)
+    try:
+        state = {} if problem else load(bare)
+    except ValueError as e:
+        problem, state = str(e), {}
+    if state and ("isogpt" not in state or (not linked and state["iter_num"] > (found.step if found else -1))):
+        return Save(bare, state["iter_num"]), reports
+    if problem and not linked:
+        reports.append(f"{bare} is damaged: {problem}")
     return found, reports
+
+
+def adopt(out_dir: str, found: Save) -> None:
+    """
+    Before a run goes on in out_dir with `found` (rank 0): name what is damaged so, since it must not count as kept;
+    and make a bare ckpt.pt a save like ours, so that our first save does not destroy it.
+    """
+    out = Path(out_dir)
+    clean_up(out_dir)
+    if not found.manifest:
+        source = open_save(found)
+        folder, unfinished = out / f"step_{found.step:08d}", out / f"unfinished_step_{found.step:08d}"
+        unfinished.mkdir()
+        real = found.path.resolve()
+        try:
+            os.link(real, unfinished / "ckpt.pt")  # the same file under another name: no copy, and never no name
+        except OSError:
+            shutil.copyfile(real, unfinished / "ckpt.pt")
+        layout = {"world_size": 1, "zero": 0}
+        manifest = {"step": found.step, "best_step": source.run.get("isogpt", {}).get("best_step", found.step)}
+        manifest |= {"val_loss": None, "layout": layout, "block_size": source.run["model_args"]["block_size"]}
+        write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished)}))
+        if folder.exists():  # what it held was written over, or is an older run's
+            os.rename(folder, out / f"unfinished_was_{found.step:08d}")
+        os.rename(unfinished, folder)
+        point(out / "ckpt.pt", folder / "ckpt.pt")
+    for folder in step_folders(out):
+        if int(folder.name[5:]) > found.step:
+            os.rename(folder, free_name(out, f"damaged_{folder.name}"))
+    clean_up(out_dir)
+
+
+def free_name(out: Path, name: str) -> Path:
+    """A name in `out` that nothing has yet."""
+    return next(p for n in range(10**6) if not (p := out / (f"{name}_{n}" if n else name)).exists())
 
 
 def damaged_zip(path: Path) -> str:
@@ -396,11 +448,19 @@ def load(path: Path) -> dict:
     if missing:
         raise ValueError(f"{path} is no checkpoint of nanoGPT's or ours: it lacks {', '.join(missing)}")
     # nanoGPT stores torch.compile's prefix and, without flash attention, each block's causal mask
+    if not isinstance(state["model"], dict) or not all(torch.is_tensor(w) for w in state["model"].values()):
+        raise ValueError(f"{path}: its model is no dict of tensors")
     weights = {name.removeprefix("_orig_mod."): w for name, w in state["model"].items()}
     state["model"] = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
-    absent = [k for k in ARGS if k not in state["model_args"]]
+    args = state["model_args"]
+    absent = [k for k in ARGS if not isinstance(args, dict) or not isinstance(args.get(k), int)]
     if absent:
         raise ValueError(f"{path}: its model_args lack {', '.join(absent)}")
+    if not isinstance(state["iter_num"], int) or state["iter_num"] < 0:
+        raise ValueError(f"{path}: its iter_num is {state['iter_num']!r}")
+    optimizer = state.get("optimizer", {"state": {}})
+    if not isinstance(optimizer, dict) or not isinstance(optimizer.get("state"), dict):
+        raise ValueError(f"{path}: its optimizer has no state of AdamW's")
     return state
 
 

@@ -114,13 +114,13 @@ def configure(
 
 
 def fail(message: str) -> NoReturn:
-    """End the process with status 1 for a mistake that all ranks see; rank 0 prints `message` to stderr."""
-    if _is_rank_0():
-        print(message, file=sys.stderr, flush=True)
-    else:
+    """End the process with status 1 for a user's mistake; rank 0 prints `message` to stderr at once."""
+    if not _is_rank_0():
         # torchrun kills all workers as soon as one of them fails, so a rank that is quicker than rank 0 would kill it
-        # before it has said why. The others wait for rank 0 to end, which ends them.
-        time.sleep(20)
+        # before it has said the same. Whoever is still alive after a while has found what rank 0 has not.
+        time.sleep(10)
+        message = f"rank {os.environ['RANK']}: {message}"
+    print(message, file=sys.stderr, flush=True)
     sys.exit(1)
 
 

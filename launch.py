@@ -46,9 +46,16 @@ def rank_variables() -> tuple[int, int, int, int]:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(f"RANK is set but {', '.join(missing)} is not: start with torchrun, or unset RANK")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, local_world_size = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", world_size)
-    return rank, world_size, int(local_rank), int(local_world_size)
+    values = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], **os.environ}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    wrong = [f"{name} is {values[name]!r}" for name in names if not values[name].isdigit()]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: not a number; start with torchrun, or unset RANK")
+    rank, world_size, local_rank, local_world_size, port = (int(values[name]) for name in names)
+    if rank >= world_size or local_rank >= local_world_size or port > 65535:
+        shown = ", ".join(f"{name} {values[name]}" for name in names)
+        raise ValueError(f"the launcher's variables cannot be right: {shown}; start with torchrun, or unset RANK")
+    return rank, world_size, local_rank, local_world_size
 
 
 def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
@@ -169,7 +176,7 @@ def agreement() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_rank() == 0:
         for message in dict.fromkeys(p for p in problems if p):
             ranks = [r for r, p in enumerate(problems) if p == message]
-            who = "" if len(ranks) == len(problems) else f"rank {', '.join(map(str, ranks))}: "
+            who = "" if 0 in ranks else f"rank {', '.join(map(str, ranks))}: "
             print(f"error: {who}{message}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         dist.barrier()  # no rank leaves, and has the launcher kill rank 0, before it is printed
@@ -214,6 +221,18 @@ def dtype_for(wanted: str, device: torch.device, before: str | None = None) -> s
     if wanted == "float16" and device.type == "mps":
         raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16")
     return wanted
+
+
+def check_same_settings(configs: list[dict]) -> None:
+    """
+    Raise ValueError where the ranks, whose settings these are, were started with different ones: they would train
+    weights that drift apart. (A name for wandb may have the time in it.)
+    """
+    names = [k for k in configs[0] if not k.startswith("wandb")]
+    differ = [k for k in names if any(c.get(k) != configs[0][k] for c in configs)]
+    if differ:
+        values = [f"{k} is {', '.join(f'{c.get(k)!r} on rank {r}' for r, c in enumerate(configs))}" for k in differ]
+        raise ValueError(f"the ranks were started with different settings: {'; '.join(values)}")
 
 
 def agree_on_dtype(mine: str) -> str:

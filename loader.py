@@ -78,7 +78,8 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     try:
         vocab_size = vocab_size or operator.index(meta.get("vocab_size", GPT2_VOCAB))
     except TypeError:
-        raise ValueError(f"the metadata in {folder} says that vocab_size is {meta['vocab_size']!r}") from None
+        where = " or ".join(n for n in ("meta.json", "meta.pkl") if (folder / n).exists())
+        raise ValueError(f"{folder / where}: vocab_size is {meta['vocab_size']!r}, not a whole number") from None
     if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
         raise ValueError(f"{folder / 'meta.json'}: dtype is {meta['dtype']!r}, possible are uint16 and uint32")
     splits = {s: map_tokens(folder / f"{s}.bin", meta.get("dtype", "uint16"), block_size) for s in ("train", "val")}
@@ -106,10 +107,14 @@ def highest_id(tokens: np.ndarray) -> int:
     return max(int(tokens[s : s + 4096].max()) for s in starts)
 
 
+class DataError(ValueError):
+    """What is read in the middle of a run is not what the check at its start took it for."""
+
+
 def check_ids(highest: int, vocab_size: int, path: Path) -> None:
     """Raise ValueError where an id is beyond the vocabulary (the embedding would crash, on a GPU without a word)."""
     if highest >= vocab_size:
-        raise ValueError(
+        raise DataError(
             f"{path} holds token id {highest}, but the vocabulary has {vocab_size}: set --vocab_size={highest + 1} or "
             f"more, or prepare the data again (its meta.json says vocabulary and dtype)"
         )
@@ -273,6 +278,7 @@ def micro_batches(
         check_ids(max(int(x.max()), int(y.max())), vocab_size, path)
         return (x.pin_memory(), y.pin_memory()) if pin else (x, y)
 
+    starts_of = lru_cache(maxsize=1)(starts_of)  # one draw for all micro-steps of a step
     jobs = ((step, micro_step) for step in steps for micro_step in range(share.micro_steps))
     copied = ((x.to(device, non_blocking=True), y.to(device, non_blocking=True)) for x, y in in_thread(read, jobs))
     current = next(copied, None)

@@ -78,6 +78,8 @@ class Log:
 
 def as_json(value: object) -> object:
     """JSON has no nan and no infinity: they become strings."""
+    if isinstance(value, list):
+        return [as_json(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -87,7 +89,6 @@ def open_log(out_dir: str, resumed_step: int) -> Log:
     that each step stands there once; torn lines go, events stay.
     """
     log = Log(Path(out_dir))
-    log.out_dir.mkdir(parents=True, exist_ok=True)
     path = log.out_dir / "metrics.jsonl"
     if path.exists():
         kept = [r for r in read_log(path) if "event" in r or r.get("iter", 0) < resumed_step]
@@ -112,10 +113,9 @@ def read_log(path: Path) -> list[dict]:
     return records
 
 
-def start_wandb(log: Log, project: str, name: str, run_id: str | None, config: dict) -> str | None:
+def start_wandb(project: str, name: str, run_id: str | None, config: dict) -> Any:
     """
-    Open the wandb run, or go on with the one called `run_id` (rank 0 only). One axis for everything: the step.
-    Returns the run's id, for the checkpoints.
+    Open a wandb run, or go on with the one called `run_id` (rank 0 only). One axis for everything: the step.
 
     Raises:
         ValueError: wandb is not installed, or cannot start.
@@ -123,12 +123,10 @@ def start_wandb(log: Log, project: str, name: str, run_id: str | None, config: d
     try:
         import wandb
 
-        log.wandb = wandb.init(project=project, name=name, id=run_id, resume="allow" if run_id else None, config=config)
+        return wandb.init(project=project, name=name, id=run_id, resume="allow" if run_id else None, config=config)
     except Exception as e:  # wandb's errors share no base but Exception
-        raise ValueError(
-            f"wandb cannot start ({e}): WANDB_MODE=offline needs no network, --wandb_log=False none"
-        ) from e
-    return log.wandb.id
+        reason = " ".join(str(e).split())
+        raise ValueError(f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False") from e
 
 
 def send(log: Log, iter_num: int, values: dict) -> None:

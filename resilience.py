@@ -1,5 +1,5 @@
 """
-What keeps a run alive: out of memory in the first steps becomes a smaller micro-batch, not an end.
+What keeps a run alive, or says why it ended: out of memory in the first steps becomes a smaller micro-batch.
 """
 
 import json
@@ -32,13 +32,30 @@ def recorded_micro_batch(out_dir: str, job: dict, batch_size: int) -> int:
         return batch_size
 
 
-def on_out_of_memory(
-    out_dir: str, job: dict, rows: int, first: bool, is_early: Callable[[], bool], explain: Callable[[], str]
+def lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        s in text for s in ("closed by peer", "reset by peer", "remote peer")
+    )
+
+
+def explain_crashes(
+    out_dir: str,
+    job: dict,
+    rows: int,
+    rank: int,
+    plain: type[Exception],
+    is_early: Callable[[], bool],
+    explain: Callable[[], str],
 ) -> None:
     """
-    From now on, running out of memory ends the process (each rank does so by itself: they all run out alike) with
-    what the parts are and what would help, said by rank 0. In the first steps it also records half of `rows` as the
-    micro-batch, so that the same command, typed again or restarted by torchrun --max-restarts, goes on.
+    From now on, what ends the process is said in a line or two instead of a traceback where it is understood.
+
+    An error of type `plain` says all by itself. A rank that lost the others says that another one failed. Out of
+    memory (each rank leaves by itself: they all run out alike) rank 0 says what the parts are and what would help; in
+    the first steps it also records half of `rows` as the micro-batch, so that the same command, typed again or
+    restarted by torchrun --max-restarts, goes on.
 
     Args:
         job: what the record holds for.
@@ -48,10 +65,16 @@ def on_out_of_memory(
     earlier = sys.excepthook
 
     def hook(kind: type, error: BaseException, trace: object) -> None:
+        if isinstance(error, plain):
+            print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+            return
+        if lost_connection(error):
+            print(f"rank {rank} lost the connection to another rank, which failed", file=sys.stderr, flush=True)
+            return
         if not is_out_of_memory(error):
             earlier(kind, error, trace)
             return
-        if not first:  # the other ranks leave in silence
+        if rank > 0:  # the other ranks leave in silence
             return
         lines = [f"error: out of memory with micro-batches of {rows}: {str(error).splitlines()[0]}"]
         if is_early() and rows > 1:

@@ -38,6 +38,11 @@ config = configure(globals())
 
 problems = [f"{k} is {config[k]}: it must be at least 1" for k in ("num_samples", "max_new_tokens") if config[k] < 1]
 problems += [f"{k} is {config[k]}: it must not be negative" for k in ("temperature", "top_k", "seed") if config[k] < 0]
+known = ("resume", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+if init_from not in known and not (init_from and Path(init_from).is_dir()):
+    problems += [f"init_from is {init_from!r}; possible: resume, gpt2[-medium|-large|-xl], a folder"]
+if seed >= 2**63:
+    problems += [f"seed is {seed}: it must be below 2**63"]
 if problems:
     fail("\n".join(problems))
 
@@ -56,12 +61,14 @@ def load_model() -> tuple[GPT, str]:
     return checkpoint.read_model(source), source.run.get("config", {}).get("dataset", "")
 
 
-def tokenizer(name: str) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], int]:
+def tokenizer(name: str, vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], int]:
     """(encode, decode, number of ids) of data set `name`, GPT-2's where it says nothing."""
     try:
         meta = loader.read_meta(loader.find_dataset(name)) if name else {}
-    except ValueError:  # the run's data is not on this machine: GPT-2's tokens are all one can guess
-        meta = {}
+    except ValueError as e:  # the run's data is not on this machine
+        if vocab_size < 50257:
+            raise ValueError(f"the run's data set {name} is needed for its characters: {e}") from e
+        meta = {}  # most likely GPT-2's tokens
     if "stoi" in meta:
         stoi, itos = meta["stoi"], meta["itos"]
 
@@ -74,7 +81,12 @@ def tokenizer(name: str) -> tuple[Callable[[str], list[int]], Callable[[list[int
         return encode, lambda ids: "".join(itos[i] for i in ids), len(itos)
     import tiktoken
 
-    gpt2 = tiktoken.get_encoding(meta.get("tokenizer", "gpt2"))
+    try:
+        gpt2 = tiktoken.get_encoding(meta.get("tokenizer", "gpt2"))
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"tiktoken cannot get its tokenizer ({str(e)[:80]}): go online, or set TIKTOKEN_CACHE_DIR"
+        ) from e
     return lambda text: gpt2.encode(text, allowed_special="all"), gpt2.decode, gpt2.n_vocab
 
 
@@ -83,8 +95,11 @@ try:
     dtype_used = launch.dtype_for(dtype, where)
     launch.set_numerics(where, dtype_used, deterministic=False)
     model, dataset = load_model()
-    encode, decode, n_tokens = tokenizer(dataset)
-    text = Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start
+    encode, decode, n_tokens = tokenizer(dataset, model.config.vocab_size)
+    try:
+        text = Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"--start={start} cannot be read as text: {e}") from e
     prompt = encode(text)
     if not prompt:
         raise ValueError("--start is empty: give at least one character")

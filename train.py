@@ -84,15 +84,20 @@ min_lr = 6e-5  # about learning_rate / 10
 config = configure(globals())
 
 positive = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size")
+positive += ("n_layer", "n_head", "n_embd", "dp_replicate")
 not_negative = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate")
 not_negative += ("min_lr", "weight_decay", "grad_clip", "keep_last")
 problems = [f"{k} is {config[k]}: it must be at least 1" for k in positive if config[k] < 1]
 problems += [f"{k} is {config[k]}: it must not be negative" for k in not_negative if config[k] < 0]
 problems += [f"seed is {seed}: it must be below 2**63"] if seed >= 2**63 else []
-problems += [f"{k} is {config[k]}: it must be in [0, 1)" for k in ("beta1", "beta2") if not 0 <= config[k] < 1]
+problems += [
+    f"{k} is {config[k]}: it must be in [0, 1)" for k in ("beta1", "beta2", "dropout") if not 0 <= config[k] < 1
+]
+problems += [f"n_embd is {n_embd}: it must be a multiple of n_head, {n_head}"] if n_head > 0 < n_embd % n_head else []
 if data_order not in ("random", "shuffle"):
     problems += [f"data_order is {data_order!r}; possible are random and shuffle"]
-if init_from not in ("scratch", "resume", "auto") and not init_from.startswith("gpt2") and not Path(init_from).is_dir():
+known = ("scratch", "resume", "auto", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+if init_from not in known and not (init_from and Path(init_from).is_dir()):
     problems += [f"init_from is {init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder"]
 stage = 3 if fsdp else zero
 try:
@@ -107,19 +112,21 @@ if grad_sync not in ("auto", "last", "every"):
     problems += [f"grad_sync is {grad_sync!r}; possible are auto, last and every"]
 if (cpu_offload or dp_replicate != 1) and stage < 2:
     problems += [f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {stage}: set --zero=3"]
-if dp_replicate < 1 or launch.rank_variables()[1] % max(dp_replicate, 1):
-    problems += [f"dp_replicate is {dp_replicate}: it must divide the {launch.rank_variables()[1]} processes"]
 if problems:
     fail("\n".join(problems))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # who, where, in what precision (all ranks)
 try:
+    if launch.rank_variables()[1] % dp_replicate:
+        raise ValueError(f"dp_replicate is {dp_replicate}: it must divide {launch.rank_variables()[1]}, the world size")
     ranks = launch.join(device, backend, alone=stage > 0)
 except ValueError as e:
     fail(str(e))
 say = partial(print, flush=True) if ranks.first else lambda *_: None
+configs = launch.gather_objects(config)
 with launch.agreement():
+    launch.check_same_settings(configs)
     data = loader.open_dataset(dataset, block_size, vocab_size)
 sequences = gradient_accumulation_steps * batch_size  # of a step, on any number of processes
 job = {k: v for k, v in config.items() if k in ("batch_size", "block_size", "n_layer", "n_embd", "dataset")}
@@ -133,10 +140,12 @@ with launch.agreement():
     found, reports = None, []
     if ranks.first and init_from in ("resume", "auto"):
         found, reports = checkpoint.newest(out_dir)
-        for report in reports:
-            say(f"warning: {report}")
-    if ranks.first and init_from == "resume" and not found:
-        raise ValueError(f"nothing to resume in {out_dir}: name the run's folder with --out_dir=")
+    if ranks.first and not found and (reports or init_from == "resume"):
+        raise ValueError(
+            "; ".join([f"nothing to resume in {out_dir}: name the run's folder with --out_dir=", *reports])
+        )
+    for report in reports:
+        say(f"warning: {report}")
 found = launch.gather_objects(found)[0]
 
 with launch.agreement():
@@ -157,7 +166,11 @@ with launch.agreement():
             f"block_size is {block_size}, but the weights know {model_args['block_size']} positions: "
             f"set --block_size={model_args['block_size']} or less"
         )
-    loader.check_ids(data.highest, model_args["vocab_size"], data.folder)
+    if data.highest >= model_args["vocab_size"]:
+        raise ValueError(
+            f"{data.folder} holds token id {data.highest}, but the weights know {model_args['vocab_size']} ids: "
+            f"they were trained on another data set"
+        )
     model_args |= {"dropout": dropout, "block_size": block_size}  # weights of more positions are cut to these
     with torch.device("meta"):  # no memory yet: a sharded model may be larger than what one rank has
         raw_model = GPT(GPTConfig(**model_args))
@@ -201,12 +214,17 @@ save_group = dist.new_group(backend="gloo") if stage > 0 else None
 log = metrics.Log(Path(out_dir))
 with launch.agreement():
     if ranks.first and not eval_only:
-        aside = None if found else checkpoint.set_aside(out_dir)
+        checkpoint.make_folder(out_dir)
+    wandb_run = None
+    if ranks.first and wandb_log:
+        wandb_run = metrics.start_wandb(wandb_project, wandb_run_name, wandb_id, config)
+        wandb_id = wandb_run.id
+    if ranks.first and not eval_only:
         checkpoint.clean_up(out_dir)
+        aside = checkpoint.adopt(out_dir, found) if found else checkpoint.set_aside(out_dir)
         log = metrics.open_log(out_dir, iter_num)
         say(f"{out_dir} held an earlier run, which is in {aside} now" if aside else f"writing to {out_dir}")
-    if ranks.first and wandb_log:
-        wandb_id = metrics.start_wandb(log, wandb_project, wandb_run_name, wandb_id, config)
+    log.wandb = wandb_run
 peak, peak_source = metrics.peak_flops(ranks.device, dtype_used)
 peaks = launch.gather_objects(peak)
 peak = sum(peaks) if all(peaks) else None
@@ -265,14 +283,15 @@ def evaluate(tokens: np.ndarray, stream: int) -> float:
     return launch.gather_rows([total], ranks.device).sum().item() / (wanted * block_size)
 
 
-def finish_save() -> None:
-    """Wait until the save that was begun is whole (all ranks)."""
+def finish_save() -> bool:
+    """Wait until the save that was begun is whole (all ranks); says whether it is."""
     global saving
     problem = checkpoint.finish_save(saving) if saving else ""
     saving = None
     if problem:
-        say(f"warning: a save in {out_dir} failed ({problem}); training goes on, the saves before it are whole")
+        say(f"warning: {out_dir}: a step could not be saved ({problem}); the saves before it are whole")
         log.event("save_failed", iter_num, reason=problem)
+    return not problem
 
 
 def save(val_loss: float | None = None) -> None:
@@ -307,8 +326,9 @@ first_step, saving = iter_num, None
 cost = dict(model_args=model_args, rows=share.rows, dtype=dtype_used, world_size=ranks.world_size, zero=stage,
             dp_replicate=dp_replicate, sync_every=sync_every, cpu_offload=cpu_offload,
             mode=activation_checkpointing)  # fmt: skip
-resilience.on_out_of_memory(
-    out_dir, job, share.rows, ranks.first, lambda: iter_num < first_step + 3, lambda: parallel.memory_report(cost)
+early = lambda: iter_num < first_step + 3  # noqa: E731
+resilience.explain_crashes(
+    out_dir, job, share.rows, ranks.rank, loader.DataError, early, lambda: parallel.memory_report(cost)
 )
 parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device))
 batches = loader.micro_batches(
@@ -316,7 +336,7 @@ batches = loader.micro_batches(
 )
 profiler = metrics.start_profiler(out_dir) if profile and ranks.first else None
 if iter_num > max_iters and not eval_only:
-    say(f"{out_dir} is at step {iter_num} already, past max_iters: to go on, set --max_iters={2 * max_iters} or so")
+    say(f"{out_dir} is at step {iter_num} already, past max_iters: to go on, set --max_iters={2 * iter_num} or so")
 began = mark = time.perf_counter()
 
 while iter_num <= max_iters or eval_only:
@@ -372,10 +392,12 @@ while iter_num <= max_iters or eval_only:
     finite = rows[:, 0].isfinite() & (rows[:, 1].isfinite() | scaler.is_enabled())  # fp16 skips an overflow itself
     if not finite.all():
         log.event("not_finite", iter_num, loss=rows[:, 0].tolist(), grad_norm=rows[:, 1].tolist())
+        finish_save()
         with launch.agreement():
+            again = "with --init_from=resume" if checkpoint.step_folders(Path(out_dir)) else "again"
             raise ValueError(
-                f"step {iter_num}: the loss by rank is {rows[:, 0].tolist()}, the gradient's norm {rows[0, 1]}. The "
-                f"step was not taken and nothing is lost: go on with --init_from=resume, at a lower --learning_rate"
+                f"step {iter_num}: the loss by rank is {rows[:, 0].tolist()}, the gradient's norm {rows[0, 1]}; the "
+                f"step was not taken and nothing that was saved is lost. Start {again} at a lower --learning_rate"
             )
     scaler.step(optimizer)
     scaler.update()
@@ -392,14 +414,17 @@ while iter_num <= max_iters or eval_only:
         profiler.step()
     iter_num += 1
 
+is_saved = True
 if iter_num > first_step:
     if keep_last:
         save()
-        finish_save()
+        is_saved = finish_save()
     picture = metrics.draw(log.out_dir) if ranks.first else None
     took = metrics.duration(time.perf_counter() - began)
     say(f"done: {iter_num - first_step} steps in {took}, best val loss {best_val_loss:.4f} at step {best_step}")
     say(f"the loss curve: {picture}" if picture else "no picture of the loss curve: pip install matplotlib")
     log.event("end", iter_num)
 log.close()
+if not all(launch.gather_objects(is_saved)):
+    fail(f"error: the end of the run could not be saved in {out_dir}")
 launch.leave()

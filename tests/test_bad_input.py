@@ -145,6 +145,14 @@ CASES = {
     "n_head": Case(["--n_head=-1"], ["n_head is -1", "at least 1"]),
     "n_embd": Case(["--n_embd=0"], ["n_embd is 0", "at least 1"]),
     "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"], BOTH),
+    "zero": Case(["--zero=4"], ["zero is 4", "0, 1, 2 and 3"], BOTH),
+    "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"], BOTH),
+    "replicate-0": Case(["--zero=3", "--dp_replicate=0"], ["dp_replicate is 0", "at least 1"]),
+    "replicate-3": Case(["--zero=3", "--dp_replicate=3"], ["dp_replicate is 3", "divide"], BOTH),
+    "replicate-ddp": Case(["--dp_replicate=2"], ["dp_replicate", "zero 2 or 3", "--zero=3"], BOTH),
+    "offload-ddp": Case(["--cpu_offload=True"], ["cpu_offload", "--zero=3"]),
+    "grad-sync": Case(["--grad_sync=often"], ["grad_sync is 'often'", "last", "every"]),
+    "recompute": Case(["--activation_checkpointing=every:0"], ["every:0", "none, full, selective", "every:K"], BOTH),
     "seed-too-large": Case([f"--seed={2**64}"], ["seed", str(2**64)]),
     "resume-bad-value": Case([*RESUME, "--dropout=1.0"], ["dropout is 1", "[0, 1)"]),
     # data
@@ -217,7 +225,7 @@ CASES = {
     "world-size": Case([], ["WORLD_SIZE", "abc"], env={**MASTER, "RANK": "0", "WORLD_SIZE": "abc"}),
     "port": Case([], ["MASTER_PORT", "99999"], env={**MASTER, "RANK": "0", "MASTER_PORT": "99999"}),
     "port-taken": Case([], ["cannot reach", "127.0.0.1:"], env={**MASTER, "RANK": "0", "MASTER_PORT": "TAKEN"}),
-    "rank-beyond": Case([], ["RANK", "2"], env={**MASTER, "RANK": "2", "MASTER_PORT": "FREE"}, timeout=5),
+    "rank-beyond": Case([], ["RANK", "2"], env={**MASTER, "RANK": "2", "MASTER_PORT": "FREE"}, timeout=25),
     # sample.py
     "s-unknown": Case(["--stat=x"], ["--stat", "--start"], script="sample.py"),
     "s-nothing": Case(["--out_dir=nowhere"], ["no checkpoint in nowhere", "--out_dir="], script="sample.py"),
@@ -489,15 +497,17 @@ def test_ids_beyond_the_vocabulary_that_only_reading_finds(zygote, place, where,
     assert run.text().count("holds token id 70") == 1 and "Traceback" not in run.text()
 
 
-def test_samples_from_a_copied_run(zygote, place):
-    """Copied with what the links lead to, as by `cp -rL`, or onto a file system that has none."""
-    out = place / "out"
-    shutil.copyfile(out / "step_00000003/ckpt.pt", out / "ckpt_best.pt")
-    run = zygote.start(SAMPLE, place, script="sample.py").wait()
+def test_samples_from_a_copied_file(zygote, place):
+    """Only the file was copied here, as what a link leads to."""
+    alone = place / "alone"
+    alone.mkdir()
+    shutil.copyfile(place / "out/step_00000003/ckpt.pt", alone / "ckpt_best.pt")
+    args = [a for a in SAMPLE if not a.startswith("--out_dir")] + ["--out_dir=alone"]
+    run = zygote.start(args, place, script="sample.py").wait()
     assert "step 3" in run.text()
-    os.truncate(out / "ckpt_best.pt", 1000)
-    run = zygote.start(SAMPLE, place, script="sample.py").wait(ok=False)
-    assert run.codes == [1] and "ckpt_best.pt" in run.text() and "Traceback" not in run.text()
+    os.truncate(alone / "ckpt_best.pt", 1000)
+    run = zygote.start(args, place, script="sample.py").wait(ok=False)
+    assert run.codes == [1] and "Traceback" not in run.text()
 
 
 def test_what_a_finished_run_advises_helps(zygote, place):

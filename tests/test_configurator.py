@@ -491,12 +491,13 @@ def test_fail_prints_once_on_rank_0(capsys, monkeypatch, rank):
     assert capsys.readouterr() == ("", "what is wrong\n")
 
 
-def test_other_ranks_wait_in_silence(script, capsys, monkeypatch):
+def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
+    """Rank 0's message ends them where it has the same; where it has not, theirs is the only one."""
     waited = []
     monkeypatch.setenv("RANK", "1")
-    sleep_on(monkeypatch, waited.append)
-    assert problems(capsys, script, "--zzz=1") == []
-    assert waited == [20]
+    sleep_on(monkeypatch, lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    said = problems(capsys, script, "--zzz=1")
+    assert waited == [(10, "")] and len(said) == 1 and said[0].startswith("rank 1: ") and "zzz" in said[0]
 
 
 # -- help
