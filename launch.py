@@ -3,6 +3,7 @@ Who am I: the launcher's rank variables, the device, the process group; and the 
 mind, `agreement` for a mistake that any of them found and `gather_rows` for the numbers of a step.
 """
 
+import gc
 import os
 import random
 import sys
@@ -130,7 +131,8 @@ def cpu_count() -> int:
 
 
 def leave() -> None:
-    """Leave the process group, where there is one."""
+    """Leave the process group, where there is one; whoever holds a wrapped model has let go of it."""
+    gc.collect()  # what is left of the model would hold the group, and taking that apart then can hang
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -178,10 +180,12 @@ def agreement() -> Iterator[None]:
             ranks = [r for r, p in enumerate(problems) if p == message]
             who = "" if 0 in ranks else f"rank {', '.join(map(str, ranks))}: "
             print(f"error: {who}{message}", file=sys.stderr, flush=True)
-    if dist.is_initialized():
-        dist.barrier()  # no rank leaves, and has the launcher kill rank 0, before it is printed
-    leave()
-    sys.exit(1)
+    if not dist.is_initialized():
+        sys.exit(1)
+    dist.barrier()  # no rank leaves, and has the launcher kill rank 0, before it is printed
+    # at once: taking a process group apart while a DDP model still holds it has been seen to hang (torch 2.13, gloo)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def best_dtype(device: torch.device) -> str:

@@ -97,6 +97,8 @@ problems += [f"n_embd is {n_embd}: it must be a multiple of n_head, {n_head}"] i
 if data_order not in ("random", "shuffle"):
     problems += [f"data_order is {data_order!r}; possible are random and shuffle"]
 known = ("scratch", "resume", "auto", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+if not out_dir.strip():
+    problems += ["out_dir is empty: name a folder, with --out_dir="]
 if init_from not in known and not (init_from and Path(init_from).is_dir()):
     problems += [f"init_from is {init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder"]
 stage = 3 if fsdp else zero
@@ -233,7 +235,7 @@ flops_a_step = raw_model.flops_per_token() * tokens_a_step
 
 say(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary {model_args['vocab_size']}")
 empty = share.micro_steps * share.rows * ranks.world_size - sequences
-source = f"{found.path}, step {iter_num}" if found else init_from
+source = f"{found.path}, step {iter_num}" if found else init_from.replace("auto", "scratch")
 say(f"model:   {raw_model.get_num_params() / 1e6:.2f}M parameters, from {source}")
 about_zero = f", zero {stage}" if stage else ""
 say(f"ranks:   {ranks.world_size} on {ranks.device.type}, {dtype_used}{about_zero}; {about_compile}")
@@ -425,6 +427,8 @@ if iter_num > first_step:
     say(f"the loss curve: {picture}" if picture else "no picture of the loss curve: pip install matplotlib")
     log.event("end", iter_num)
 log.close()
-if not all(launch.gather_objects(is_saved)):
-    fail(f"error: the end of the run could not be saved in {out_dir}")
+with launch.agreement():
+    if not is_saved:
+        raise ValueError(f"the end of the run could not be saved in {out_dir}")
+model = raw_model = optimizer = batches = None
 launch.leave()

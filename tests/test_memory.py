@@ -34,7 +34,7 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(zygote, work):
     start = lambda: zygote.start(args, work, 2, script="limited.py", repo=work, env=env)  # noqa: E731
     for smaller in (4, 2):
         run = start().wait(ok=False)
-        assert set(run.codes) == {1} and run.text().count("out of memory") == 1, run.text()
+        assert set(run.codes) == {1} and run.text().count("error: out of memory") == 1, run.text()
         for part in (
             "weights",
             "gradients",
@@ -165,8 +165,9 @@ def test_a_full_disk_is_said_and_survived(zygote, work, flags):
         pytest.skip("no file system can be mounted here")
     try:
         args = ["--out_dir=out", "--save_interval=10", "--n_embd=64", "--keep_last=9", *flags]  # saves of 1.3 MB
-        run = zygote.train([*args, "--max_iters=24"], work, 2)
-        assert "warning: a save in out failed" in run.text() and "saved out/step_00000010" in run.text(), run.text()
+        run = zygote.train([*args, "--max_iters=24"], work, 2, ok=False)
+        assert "warning: out: a step could not be saved" in run.text() and "saved out/step_00000010" in run.text()
+        assert run.codes == [1, 1] and run.text().count("the end of the run could not be saved") == 1
         found, reports = checkpoint.newest(str(out))
         assert found.step == 10 and not reports and not list(out.glob("unfinished*"))
         assert len(column(out, "loss")) == 25

@@ -46,7 +46,11 @@ def one(zygote, shared_work):
     return shared_work / "one"
 
 
-@pytest.mark.parametrize("name", WAYS)
+SLOW = ("zero2-offload", "hsdp-4-zero2", "zero1-3", "zero2-3", "zero1-7", "zero2-every:2", "ddp-full", "zero3-full")
+MARKED = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WAYS]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_the_curve_of_one_process(zygote, shared_work, one, name):
     nproc, flags = WAYS[name]
     out = shared_work / name.replace(":", "-")
@@ -89,7 +93,14 @@ def saves(zygote, shared_work):
     return shared_work
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+# twelve pairs always, the rest in .ci/run
+FIRST = [("one", "zero1"), ("one", "zero3"), ("ddp2", "zero3-4"), ("zero1", "one"), ("zero1-3", "zero3"),
+         ("zero2", "ddp3"), ("zero2", "zero1"), ("zero3", "one"), ("zero3", "zero1"), ("zero3-4", "zero3"),
+         ("hsdp", "zero2"), ("offload", "zero3")]  # fmt: skip
+MARKED_PAIRS = [p if p in FIRST else pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS]
+
+
+@pytest.mark.parametrize(("before", "after"), MARKED_PAIRS)
 def test_a_save_resumes_on_another_layout(zygote, saves, before, after):
     out = saves / f"{before}-to-{after}"
     shutil.copytree(saves / f"from-{before}", out, symlinks=True)
@@ -116,7 +127,9 @@ def tensors_of(out):
     return {**{n: p.detach() for n, p in model.named_parameters()}, **moments}
 
 
-@pytest.mark.parametrize("name", ["zero1-3", "zero2", "zero3", "hsdp"])
+@pytest.mark.parametrize(
+    "name", ["zero1-3", "zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero2", "hsdp"))]
+)
 def test_the_same_layout_resumes_to_the_same_bits(zygote, saves, name):
     nproc, flags = LAYOUTS[name]
     args = [*SHORT, *flags, "--dropout=0.1", "--gradient_accumulation_steps=4"]

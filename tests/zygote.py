@@ -14,7 +14,12 @@ import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import torch
 import torch._dynamo  # noqa: F401  (AdamW's first step imports it)
+import torch._subclasses.fake_tensor  # noqa: F401
 import torch.distributed  # noqa: F401
+import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.optim  # noqa: F401
+import torch.distributed.tensor  # noqa: F401
 import torch.nn.parallel  # noqa: F401
 
 
