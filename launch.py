@@ -230,9 +230,9 @@ def dtype_for(wanted: str, device: torch.device, before: str | None = None) -> s
 def check_same_settings(configs: list[dict]) -> None:
     """
     Raise ValueError where the ranks, whose settings these are, were started with different ones: they would train
-    weights that drift apart. (A name for wandb may have the time in it.)
+    weights that drift apart. Paths may differ by machine, and a name for wandb may have the time in it.
     """
-    names = [k for k in configs[0] if not k.startswith("wandb")]
+    names = [k for k in configs[0] if k not in ("out_dir", "dataset") and not k.startswith("wandb")]
     differ = [k for k in names if any(c.get(k) != configs[0][k] for c in configs)]
     if differ:
         values = [f"{k} is {', '.join(f'{c.get(k)!r} on rank {r}' for r, c in enumerate(configs))}" for k in differ]

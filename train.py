@@ -126,10 +126,11 @@ try:
 except ValueError as e:
     fail(str(e))
 say = partial(print, flush=True) if ranks.first else lambda *_: None
-configs = launch.gather_objects(config)
+with launch.agreement():
+    data = loader.open_dataset(dataset, block_size, vocab_size)
+configs = launch.gather_objects(config | {"the number of training tokens": len(data.train)})
 with launch.agreement():
     launch.check_same_settings(configs)
-    data = loader.open_dataset(dataset, block_size, vocab_size)
 sequences = gradient_accumulation_steps * batch_size  # of a step, on any number of processes
 job = {k: v for k, v in config.items() if k in ("batch_size", "block_size", "n_layer", "n_embd", "dataset")}
 job |= {"sequences": sequences, "world_size": ranks.world_size, "zero": stage, "recompute": activation_checkpointing}

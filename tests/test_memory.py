@@ -109,8 +109,11 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
     script = tmp_path / "held.py"
     script.write_text(
         "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nimport parallel\n"
-        "sys.argv[0] = os.environ['REPO'] + '/train.py'\ng = runpy.run_path(sys.argv[0], run_name='held')\n"
-        "import checkpoint\nm, o = g['raw_model'], g['optimizer']\n"
+        "make, kept = parallel.make_optimizer, []\n"
+        "def keep(model, *args):\n    kept.extend((model, make(model, *args)))\n    return kept[1]\n"
+        "parallel.make_optimizer = keep\n"
+        "sys.argv[0] = os.environ['REPO'] + '/train.py'\nrunpy.run_path(sys.argv[0], run_name='held')\n"
+        "import checkpoint\nm, o = kept\n"
         "size = lambda t: checkpoint.local(t).numel() * 4\n"
         "w = sum(size(p) for p in parallel.parameters_by_name(m).values())\n"
         "s = sum(size(t) for d in parallel.moments_by_name(m, o).values() for k, t in d.items() if k != 'step')\n"
