@@ -6,16 +6,16 @@ out_dir = "out-stdlib-char"
 dataset = "stdlib_char"
 
 eval_interval = 250
-eval_iters = 40
+eval_iters = 20
 log_interval = 10
 
 gradient_accumulation_steps = 1
-batch_size = 16
+batch_size = 12
 block_size = 128
 
 n_layer = 4
 n_head = 4
-n_embd = 192
+n_embd = 128
 dropout = 0.0
 
 learning_rate = 2e-3

@@ -58,6 +58,13 @@ class Run:
             if self.codes[i] is None:
                 os.kill(self.pids[i], sig)
 
+    def gone(self, within):
+        """Whether all processes end within so many seconds."""
+        end = time.monotonic() + within
+        while not self.poll() and time.monotonic() < end:
+            time.sleep(0.005)
+        return self.poll()
+
     def text(self):
         return "".join(Path(out).read_text(errors="replace") for out in self.outs if Path(out).exists())
 

@@ -2,6 +2,7 @@
 Kill runs at random moments, many times, and count what was lost. The test suite runs a short form of it.
 
     python tests/soak.py saves --kills=200       SIGKILL around saves: does the run resume, from the newest whole save?
+    python tests/soak.py saves --kills=100 --nproc=2 --zero=3   the same for a save in shards, of one rank or of all
     python tests/soak.py bits --rounds=20        kills in the middle of steps: are the final bits a straight run's?
 """
 
@@ -20,7 +21,7 @@ from runs import TINY, Zygote, tiny_data
 import checkpoint
 
 
-def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None):
+def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None, flags=()):
     """
     SIGKILL a run that saves at every step, `kills` times, at moments spread over saving: after a random number of
     saves, at a random moment up to the time that one takes. After each, the newest good save must be at least the last
@@ -29,7 +30,7 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None)
     rng, report = random.Random(seed), dict(kills=0, older=0, failed=0, mid_save=0)
     big = ["--n_embd=128", "--n_layer=4"]  # a save of some milliseconds, so that kills fall into it
     args = [*TINY, *big, "--out_dir=soak", "--init_from=auto", "--save_interval=1", "--max_iters=1000000"]
-    args += ["--block_size=8", "--batch_size=1", "--gradient_accumulation_steps=2"]
+    args += ["--block_size=8", "--batch_size=1", "--gradient_accumulation_steps=2", *flags]
     out, completed = work / "soak", 0
     while report["kills"] < kills:
         run = zygote.start(args, work, nproc)
@@ -39,10 +40,13 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None)
             say(run.text()[-2000:])
             break
         time.sleep(rng.random() * 0.06)
-        run.kill()
+        # all at once, or one rank first and the others when they have noticed
+        run.kill(None if rng.random() < 0.5 else [rng.randrange(nproc)])
+        if not run.gone(within=rng.random()):
+            run.kill()
         run.wait(ok=False)
         text = run.text()
-        resumed = re.search(r"step_(\d+)/ckpt.pt, step", text)
+        resumed = re.search(r"step_(\d+)(?:/ckpt.pt)?, step", text)
         if report["kills"] and (not resumed or int(resumed[1]) < completed):
             report["older"] += 1
             say(f"resumed from {resumed and resumed[1]}, completed was {completed}")
@@ -87,12 +91,16 @@ def main():
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nproc", type=int, default=1)
+    parser.add_argument("--zero", type=int, default=0)
     options = parser.parse_args()
     zygote = Zygote()
     with tempfile.TemporaryDirectory() as folder:
         tiny_data(folder)
         if options.what == "saves":
-            report = kill_around_saves(zygote, Path(folder), options.kills, options.seed, say=print)
+            report = kill_around_saves(
+                zygote, Path(folder), options.kills, options.seed, options.nproc, print, [f"--zero={options.zero}"]
+            )
             print(report)
             bad = report["older"] + report["failed"]
         else:
