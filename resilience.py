@@ -64,7 +64,7 @@ def explain_crashes(
     """
     earlier = sys.excepthook
 
-    def hook(kind: type, error: BaseException, trace: object) -> None:
+    def say(kind: type, error: BaseException, trace: object) -> None:
         if isinstance(error, plain):
             print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
             return
@@ -91,5 +91,13 @@ def explain_crashes(
         except Exception as e:  # the message above matters more
             lines.insert(1, f"(no estimate: {e})")
         print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def hook(kind: type, error: BaseException, trace: object) -> None:
+        say(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # at once: taking apart a process group that a DDP model still holds has been seen to hang (torch 2.13, gloo),
+        # and a rank that hangs instead of failing keeps its launcher from restarting it
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook

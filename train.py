@@ -412,7 +412,8 @@ while iter_num <= max_iters or eval_only:
         left = (time.perf_counter() - began) / (iter_num - first_step + 1) * (max_iters - iter_num)
         say(metrics.step_line(record, left))
         log.write(record)
-        metrics.send(log, iter_num, record)
+        percent = None if record["mfu"] is None else record["mfu"] * 100  # as nanoGPT sends it
+        metrics.send(log, iter_num, record | {"mfu": percent})
     if profiler:
         profiler.step()
     iter_num += 1
