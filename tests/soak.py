@@ -71,7 +71,7 @@ def kill_within_steps(zygote, work, rounds, nproc, seed=0, say=lambda *_: None):
     zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
     straight = torch.load(work / "straight/ckpt.pt", weights_only=True)
     for n in range(rounds):
-        args = [*TINY, *DROPOUT, f"--out_dir=killed{n}", "--init_from=auto"]
+        args = [*TINY, *DROPOUT, f"--out_dir=killed{nproc}-{n}", "--init_from=auto"]
         for step in sorted(rng.sample(range(1, 38), 2)):
             run = zygote.start(args, work, nproc)
             run.until(lambda text, s=step: f"iter {s}:" in text)
@@ -79,7 +79,7 @@ def kill_within_steps(zygote, work, rounds, nproc, seed=0, say=lambda *_: None):
             run.kill()
             run.wait(ok=False)
         zygote.start(args, work, nproc).wait()
-        assert_same_bits(straight, torch.load(work / f"killed{n}/ckpt.pt", weights_only=True))
+        assert_same_bits(straight, torch.load(work / f"killed{nproc}-{n}/ckpt.pt", weights_only=True))
         same += 1
     say(f"{nproc} processes: {same} of {rounds} runs, killed twice each, end in the same bits")
     return same
