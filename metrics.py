@@ -139,7 +139,7 @@ def send(log: Log, iter_num: int, values: dict) -> None:
 # the picture
 
 
-def draw(out_dir: Path, log_y: bool = False) -> Path | None:
+def draw(out_dir: Path) -> Path | None:
     """
     Draw loss.png from metrics.jsonl: the loss of each logged step and the evaluations. None without matplotlib; a
     picture is no reason to stop a run, so neither is a failure to write one.

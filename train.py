@@ -188,8 +188,7 @@ dtype_used = launch.agree_on_dtype(dtype_used)
 launch.set_numerics(ranks.device, dtype_used, deterministic)
 half = dtype_used in ("bfloat16", "float16")
 parallel.recompute(raw_model, activation_checkpointing)
-by_block = stage >= 2
-is_compiled, about_compile = parallel.compiled(raw_model, ranks, by_block) if compile else (False, "compile: off")
+about_compile = parallel.compiled(raw_model, ranks, by_block=stage >= 2)[1] if compile else "compile: off"
 parallel.shard(raw_model, ranks, stage, dp_replicate, launch.DTYPES[dtype_used], cpu_offload)
 parallel.materialize(raw_model, ranks.device, cpu_offload)
 optimizer = parallel.make_optimizer(
