@@ -7,9 +7,12 @@ import gc
 import os
 import random
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -88,15 +91,58 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     return torch.device(kind)
 
 
-def join(device: str = "auto", backend: str = "auto", alone: bool = False) -> Ranks:
+def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """
+    Come together with the other ranks of this very start (all ranks); returns a store that holds this start's keys
+    alone.
+
+    After a restart torchrun (2.4 to 2.13) hands its workers the store of the attempt before, in which a rank finds
+    the addresses of processes that are gone and fails with "connection refused"; its restart count is not the same on
+    all nodes (pytorch#135712). So each process says hello by a name that nobody had before, and rank 0 answers each
+    by that name with the name of this start, until all of them have been seen in it.
+
+    Raises:
+        ValueError: after timeout_s, some ranks are still missing.
+    """
+    mine, deadline, pause = uuid.uuid4().hex, time.monotonic() + timeout_s, 0.005
+    welcomed = {}  # rank 0's: by rank, the name that it was answered under
+    while time.monotonic() < deadline:
+        if rank == 0:
+            for r in range(1, world_size):
+                if store.check([f"hello/{r}"]) and (name := store.get(f"hello/{r}").decode()) != welcomed.get(r):
+                    store.set(f"welcome/{name}", mine)
+                    welcomed[r] = name
+            if (
+                all(store.check([f"{mine}/here/{name}"]) for name in welcomed.values())
+                and len(welcomed) == world_size - 1
+            ):
+                store.set(f"{mine}/go", "")
+                return dist.PrefixStore(mine, store)
+        else:
+            store.set(f"hello/{rank}", mine)
+            if store.check([f"welcome/{mine}"]):
+                start = store.get(f"welcome/{mine}").decode()
+                store.set(f"{start}/here/{mine}", "")
+                if store.check([f"{start}/go"]):
+                    return dist.PrefixStore(start, store)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+    if rank > 0:
+        raise ValueError(f"rank {rank} found no rank 0 within {timeout_s:g} s")
+    missing = [r for r in range(1, world_size) if not store.check([f"{mine}/here/{welcomed.get(r)}"])]
+    raise ValueError(f"rank {', '.join(map(str, missing))} of {world_size} did not come within {timeout_s:g} s")
+
+
+def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeout_s: float = 600) -> Ranks:
     """
     Take this process's device and enter the process group, where a launcher made one.
 
     Args:
         alone: without a launcher, make a group of this one process (sharding wants one).
+        timeout_s: how long to wait for the others, at the start and in each collective.
 
     Raises:
-        ValueError: the device or the backend cannot be had here.
+        ValueError: the device or the backend cannot be had here, or other ranks do not come.
     """
     rank, world_size, local_rank, local_world_size = rank_variables()
     chosen = pick_device(device, local_rank, world_size)
@@ -117,10 +163,12 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False) -> Ra
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if "RANK" in os.environ:
         own = {"device_id": chosen} if "nccl" in backend else {}
+        where, timeout = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timedelta(seconds=timeout_s)
         try:
-            dist.init_process_group(backend, **own)
+            store = meet(next(dist.rendezvous("env://", timeout=timeout))[0], rank, world_size, timeout_s)
+            store.set_timeout(timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **own)
         except (dist.DistNetworkError, dist.DistStoreError) as e:
-            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise ValueError(f"rank {rank} cannot reach the others through {where}: {str(e).splitlines()[0]}") from e
     return Ranks(rank, world_size, local_rank, local_world_size, chosen)
 

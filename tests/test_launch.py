@@ -2,9 +2,11 @@
 
 import math
 import re
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from runs import column, records
 
 import launch
@@ -157,3 +159,37 @@ def test_gpu_deterministic_resume_has_the_same_bits(zygote, work):
     zygote.train([*gpu, "--out_dir=out", "--max_iters=13"], work, timeout=300)
     zygote.train([*gpu, "--out_dir=out", "--init_from=resume"], work, timeout=300)
     assert_same_bits(final(work / "straight"), final(work / "out"))
+
+
+def test_a_restart_is_not_misled_by_what_the_attempt_before_left_in_the_store():
+    """torchrun hands a restarted worker the store of the attempt before (pytorch#135712)."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    clients = [dist.TCPStore("127.0.0.1", server.port) for _ in range(3)]
+    starts = []
+    for _ in range(3):  # the second and third start find what the ones before left, and a newcomer that died waiting
+        clients[0].set("hello/2", "somebody who is gone")
+        found = [None] * 3
+
+        def come(rank, found=found):
+            found[rank] = launch.meet(clients[rank], rank, 3, 20)
+
+        threads = [threading.Thread(target=come, args=(r,)) for r in (2, 0, 1)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(30)
+        found[1].set("address", "new")
+        assert found[0].get("address") == b"new" == found[2].get("address"), "all are in the same start"
+        starts.append(found[0])
+    assert not starts[2].check(["of the start before"]) and starts[1].check(["address"])
+    starts[1].set("of the start before", "")
+    assert not starts[2].check(["of the start before"]), "a start has keys of its own"
+
+
+def test_a_rank_that_does_not_come_is_named():
+    store = dist.HashStore()
+    store.set("hello/1", "somebody who is gone")
+    with pytest.raises(ValueError, match="rank 1, 2 of 3 did not come within 0.2 s"):
+        launch.meet(store, 0, 3, 0.2)
+    with pytest.raises(ValueError, match="rank 1 found no rank 0"):
+        launch.meet(store, 1, 3, 0.2)
