@@ -58,7 +58,7 @@ def print_estimate() -> float:
     """Print the parts of the memory that the settings take on each rank; returns their total in GB."""
     import launch
     import loader
-    import parallel
+    import memory
 
     s = {k: v.default for k, v in theirs.items()} | config
     try:
@@ -80,7 +80,7 @@ def print_estimate() -> float:
         cpu_offload=s["cpu_offload"],
         mode=s["activation_checkpointing"],
     )
-    parts = parallel.memory_estimate(**cost)
+    parts = memory.memory_estimate(**cost)
     print(f"estimated GB on each of {processes} rank{'s' * (processes > 1)}, micro-batches of {cost['rows']}:")
     for name, size in parts.items():
         print(f"  {name:12} {size:8.3f}")

@@ -19,7 +19,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 import sys
@@ -32,10 +31,7 @@ from typing import IO
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from model import GPT, GPTConfig
 from parallel import materialize, moments_by_name, parameters_by_name, put
@@ -137,8 +133,9 @@ def start_save(
     if first:
         unfinished.mkdir(parents=True, exist_ok=True)
     manifest["run"] = run
-    shards = {"model": parameters_by_name(model), "optim": moments_by_name(model, optimizer)}
-    parts = dcp.async_save(shards, storage_writer=dcp.FileSystemWriter(unfinished), process_group=group)
+    import shards
+
+    parts = shards.start_write(unfinished, parameters_by_name(model), moments_by_name(model, optimizer), group)
     if not first:
         return parts
 
@@ -158,7 +155,9 @@ def finish_save(saving: Future) -> str:
     try:
         saving.result()
         return ""
-    except (Exception, CheckpointException) as e:  # a full disk comes as OSError, RuntimeError or DCP's own
+    except BaseException as e:  # a full disk comes as OSError, RuntimeError or DCP's own BaseException
+        if isinstance(e, KeyboardInterrupt | SystemExit):
+            raise
         return " ".join(str(e).split())[-300:] or type(e).__name__
 
 
@@ -511,6 +510,8 @@ def fill(source: Source, model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 def fill_from_shards(source: Source, weights: dict, moments: dict) -> None:
     """`fill` for a save in shards: torch.distributed.checkpoint reads the pieces that overlap with this rank's."""
+    import shards
+
     wanted = {"model": dict(weights), "optim": {name: dict(m) for name, m in moments.items()}}
     long = source.run["model_args"]["block_size"]
     cut = {}
@@ -522,49 +523,12 @@ def fill_from_shards(source: Source, weights: dict, moments: dict) -> None:
                 whole = torch.empty(long, *group[key].shape[1:])
                 cut[id(whole)] = (group[key], whole)
                 group[key] = whole
-    reader = PlainReader(source.save.path)
     try:
-        reader.read_metadata()  # DCP reads it again, but would wrap what this raises in a page of log
-        dcp.load(wanted, storage_reader=reader, no_dist=True)
-    except (Exception, CheckpointException) as e:  # damaged files raise nearly anything
+        shards.read(source.save.path, wanted)
+    except shards.ERRORS as e:  # damaged files raise nearly anything
         raise ValueError(f"{source.save.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
     for target, whole in cut.values():
         put(target, whole[: len(target)])
-
-
-class PlainReader(dcp.FileSystemReader):
-    """DCP's reader, but its metadata, a pickle, may only name DCP's own records, and only tensors are read."""
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as f:
-            metadata = MetadataUnpickler(f).load()
-        if not all(isinstance(m, TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
-            raise pickle.UnpicklingError("it holds objects other than tensors")  # DCP would unpickle those freely
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads the dataclasses of DCP's metadata and nothing that could run."""
-
-    RECORDS = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-            "StorageMeta", "_MEM_FORMAT_ENCODING",
-        },
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch": {"Size"},
-        "torch.serialization": {"_get_layout"},
-        "pathlib": {"PosixPath", "Path", "PurePosixPath"},
-        "pathlib._local": {"PosixPath", "Path", "PurePosixPath"},
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> object:
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name in self.RECORDS.get(module, ()) or dtype:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it wants to run {module}.{name}")
 
 
 def set_aside(out_dir: str) -> Path | None:
@@ -618,8 +582,9 @@ def convert(out_dir: str, form: str) -> Path:
         return out / "ckpt.pt"
     if found.path.is_dir():
         raise ValueError(f"{found.path} is in shards already")
-    shards = {"model": parameters_by_name(model), "optim": moments_by_name(model, optimizer)}
-    dcp.save(shards, storage_writer=dcp.FileSystemWriter(unfinished), no_dist=True)
+    import shards
+
+    shards.write(unfinished, parameters_by_name(model), moments_by_name(model, optimizer))
     facts = {"best_step": run["isogpt"].get("best_step", 0), "val_loss": found.manifest.get("val_loss")}
     manifest = {"step": found.step, **facts, "layout": {"world_size": 1, "zero": 3}, "torch": torch.__version__}
     manifest |= {"block_size": run["model_args"]["block_size"], "run": run}

@@ -5,8 +5,12 @@ What a run tells: the console's lines, metrics.jsonl, wandb, the picture of the 
 import json
 import math
 import os
+import statistics
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -177,6 +181,51 @@ def draw(out_dir: Path) -> Path | None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the device
+
+
+class Clock:
+    """
+    Where the time of a step goes: `with clock("forward"):`. On a GPU a span is measured there, by events, for which
+    the CPU does not wait; elsewhere by the CPU's clock. In a profiler's trace the spans have the same names.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu, self.now = device.type == "cuda", {}
+        self.waiting, self.steps = deque(), deque(maxlen=1000)  # a dict of spans for each step
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name):
+            start = self.mark()
+            yield
+            self.now.setdefault(name, []).append((start, self.mark()))
+
+    def mark(self) -> object:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def step(self, **more_ms: float) -> None:
+        """The step is over; spans that were measured in another way, in ms, are added to its own."""
+        self.waiting.append((self.now, more_ms))
+        self.now = {}
+        if len(self.waiting) > 2:  # a GPU has passed the events of the step before the last one: the loop waits for it
+            spans, more = self.waiting.popleft()
+            took = (lambda a, b: a.elapsed_time(b)) if self.on_gpu else (lambda a, b: (b - a) * 1e3)
+            self.steps.append({name: sum(took(*pair) for pair in pairs) for name, pairs in spans.items()} | more)
+
+    def medians(self) -> dict[str, float]:
+        """The median of each span in ms, over the last thousand steps."""
+        names = self.steps[-1] if self.steps else {}
+        return {name: statistics.median(s[name] for s in self.steps if name in s) for name in names}
+
+
+def summary(medians: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Of every rank's Clock.medians: {span: {mean, max}} over the ranks."""
+    values = {name: [m[name] for m in medians if name in m] for name in medians[0]}
+    return {name: {"mean": statistics.mean(v), "max": max(v)} for name, v in values.items()}
 
 
 def memory_gb(device: torch.device) -> float:

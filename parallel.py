@@ -6,27 +6,20 @@ with the weights in place, data_parallel. `zero` says what is sharded over the d
 et al. 2020, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from launch import Ranks, gather_objects
-from model import GPT, GPTConfig
+
+if TYPE_CHECKING:  # what sharding needs is imported where it is used: it takes half a second
+    from torch.distributed.device_mesh import DeviceMesh
 
 # ---------------------------------------------------------------------------------------------------------------------
 # memory for time
@@ -108,13 +101,15 @@ def compiled(model: nn.Module, ranks: Ranks, by_block: bool = False) -> tuple[bo
 # the ways
 
 
-def data_mesh(ranks: Ranks, dp_replicate: int) -> DeviceMesh:
+def data_mesh(ranks: Ranks, dp_replicate: int) -> "DeviceMesh":
     """
     The mesh of the data-parallel ranks: ("shard",), or ("replicate", "shard") for HSDP, where neighbours shard.
 
     Raises:
         ValueError: dp_replicate does not divide the world size.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+
     if dp_replicate == 1:
         return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
     shape = (dp_replicate, ranks.world_size // dp_replicate)
@@ -129,6 +124,8 @@ def shard(model: nn.Module, ranks: Ranks, zero: int, dp_replicate: int, dtype: t
     """
     if zero < 2:
         return
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     mixed = dtype if dtype != torch.float32 else None
     settings = dict(
         mesh=data_mesh(ranks, dp_replicate),
@@ -148,13 +145,23 @@ def materialize(model: nn.Module, device: torch.device, cpu_offload: bool = Fals
     model.tie_weights()
 
 
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether fully_shard made a unit of it."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def is_sharded(value: Tensor) -> bool:
+    """Whether a rank holds a part of it only (a DTensor)."""
+    return hasattr(value, "full_tensor")
+
+
 @torch.no_grad()
 def put(target: Tensor, full: Tensor) -> None:
     """Copy the whole tensor `full` into `target`, or what this rank holds of it: no communication."""
-    if isinstance(target, DTensor):
-        mesh = target.device_mesh
-        full = full.to(target.dtype)
-        full = distribute_tensor(full, mesh, target.placements, src_data_rank=None)
+    if is_sharded(target):
+        from torch.distributed.tensor import distribute_tensor
+
+        full = distribute_tensor(full.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
         target.to_local().copy_(full.to_local())
     else:
         target.copy_(full)
@@ -167,6 +174,8 @@ def make_optimizer(
     optimizer = model.configure_optimizers(weight_decay, learning_rate, betas, device_type)
     if zero != 1:
         return optimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     groups = [{k: group[k] for k in ("params", "weight_decay")} for group in optimizer.param_groups]
     fused = optimizer.param_groups[0]["fused"]
     return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=learning_rate, betas=betas, fused=fused)
@@ -174,7 +183,7 @@ def make_optimizer(
 
 def data_parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
     """DistributedDataParallel (zero 0 and 1): each rank has the whole model, gradients are averaged over the ranks."""
-    if ranks.world_size == 1 or isinstance(model, FSDPModule):
+    if ranks.world_size == 1 or is_fsdp(model):
         return model
     own = {"device_ids": [ranks.device.index]} if ranks.device.type == "cuda" else {}
     # gradients live in the buckets that are sent: one copy less of them in memory
@@ -196,7 +205,7 @@ def settle_buckets(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 def sync_if(model: nn.Module, now: bool) -> AbstractContextManager:
     """Gradients are reduced over the ranks in this micro-step's backward, or stay on the rank and add up."""
-    if isinstance(model, FSDPModule):
+    if is_fsdp(model):
         model.set_requires_gradient_sync(now)
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not now else nullcontext()
 
@@ -204,13 +213,13 @@ def sync_if(model: nn.Module, now: bool) -> AbstractContextManager:
 def reshard(model: nn.Module) -> None:
     """After a forward without a backward: give back what it gathered, so that parameters are shards again."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             module.reshard()
 
 
 def whole(value: Tensor) -> Tensor:
     """A plain tensor of a norm that may be spread over the ranks (all ranks)."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if is_sharded(value) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,7 +236,7 @@ def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     {parameter: {step, exp_avg, exp_avg_sq}} of what this rank holds: all of it, with ZeRO-1 some of the parameters,
     with ZeRO-2 and 3 a shard of each. What AdamW would make at its first step is made here, as zeros.
     """
-    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's own, of this rank's share
     names = {p: name for name, p in model.named_parameters()}
     for group in inner.param_groups:
         for p in group["params"]:
@@ -236,104 +245,3 @@ def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                 step = torch.zeros((), dtype=torch.float32, device=on)
                 inner.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     return {names[p]: inner.state[p] for group in inner.param_groups for p in group["params"]}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what it costs
-
-
-class Live(TorchDispatchMode):
-    """Notes when each piece of memory that operators make is born and when it is gone, in numbers of operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive, self.pieces, self.now = {}, [], 0
-
-    def __torch_dispatch__(self, func: Callable, types: list, args: tuple = (), kwargs: dict | None = None) -> object:
-        out = func(*args, **(kwargs or {}))
-        self.now += 1
-        for key, (ref, size, born) in list(self.alive.items()):
-            if ref.expired():
-                self.pieces.append((size, born, self.now))
-                del self.alive[key]
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                storage = t.untyped_storage()
-                self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes(), self.now))
-        return out
-
-    def peak(self, but: set[int]) -> int:
-        """The most bytes that were alive at once, without these storages, which still are."""
-        ends = [(size, born, self.now + 1) for key, (_, size, born) in self.alive.items() if key not in but]
-        change = [0] * (self.now + 2)
-        for size, born, gone in self.pieces + ends:
-            change[born] += size
-            change[gone] -= size
-        return max(accumulate(change))
-
-
-def activation_bytes(model_args: dict, rows: int, dtype: str, mode: str) -> int:
-    """
-    The most memory that activations, and what the backward makes on its way, take in a micro-step of `rows` rows.
-    The step is run with tensors that have a shape but no memory.
-    """
-    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
-    with FakeTensorMode():
-        model = GPT(GPTConfig(**model_args), 0)
-        recompute(model, mode)
-        idx = torch.zeros(rows, model_args["block_size"], dtype=torch.int64)
-        with Live() as live:
-            with torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None):
-                _, loss = model(idx, idx, 1.0)
-            loss.backward()
-            return live.peak(but={p.grad.untyped_storage()._cdata for p in model.parameters()})
-
-
-def memory_estimate(
-    model_args: dict, rows: int, dtype: str, world_size: int, zero: int, dp_replicate: int, sync_every: bool,
-    cpu_offload: bool, mode: str,
-) -> dict[str, float]:  # fmt: skip
-    """
-    GB that the parts of a training step take on each rank's device, without allocating them: weights (float32, and
-    what is gathered of them), gradients, optimizer state (two moments), activations; and their total.
-    """
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**model_args))
-    n = sum(p.numel() for p in model.parameters())
-    block = sum(p.numel() for p in model.transformer.h[0].parameters())
-    unit = n - block * model_args["n_layer"] + 2 * block  # gathered at once: the root's, a block's and the next one's
-    shards = world_size // dp_replicate
-    compute = 2 if dtype in ("bfloat16", "float16") else 4  # bytes
-    weights, gradients, moments = 4 * n, 4 * n, 8 * n
-    if zero >= 1:
-        moments /= shards
-    if zero >= 2:
-        weights = 4 * n / shards + compute * (n if zero == 2 else unit)
-        # before they are reduced and sharded: a unit's, or with grad_sync 'last' all of them
-        gradients = 4 * n / shards + compute * (unit if sync_every else n)
-    if cpu_offload:
-        weights, gradients, moments = weights - 4 * n / shards, gradients - 4 * n / shards, 0
-    parts = {"weights": weights, "gradients": gradients, "optimizer": moments}
-    parts["activations"] = activation_bytes(model_args, rows, dtype, mode)
-    parts = {name: size / 1e9 for name, size in parts.items()}
-    return parts | {"total": sum(parts.values())}
-
-
-def memory_report(cost: dict) -> str:
-    """What the parts of memory_estimate(**cost) are, and the total with each flag that would lower it."""
-    now = memory_estimate(**cost)
-    options = {}
-    if cost["rows"] > 1:
-        options[f"--batch_size={cost['rows'] // 2}"] = dict(rows=cost["rows"] // 2)
-    if cost["mode"] == "none":
-        options["--activation_checkpointing=full"] = dict(mode="full")
-    if cost["zero"] < 3 and cost["world_size"] > 1:
-        sharded = dict(zero=3, sync_every=True)
-        options |= {"--fsdp=True": sharded}
-        options |= {"--fsdp=True --activation_checkpointing=full": sharded | dict(mode="full")}
-    if cost["zero"] >= 2 and not cost["cpu_offload"]:
-        options["--cpu_offload=True"] = dict(cpu_offload=True)
-    totals = {flag: memory_estimate(**cost | change)["total"] for flag, change in options.items()}
-    lower = [f"{flag} {total:.2f}" for flag, total in totals.items() if total < now["total"]]
-    parts = ", ".join(f"{name} {size:.2f}" for name, size in now.items())
-    return f"GB on each rank, estimated: {parts}" + f"; the total with {', '.join(lower)}" * bool(lower)

@@ -60,7 +60,7 @@ vocab_size = 0  # number of token ids; 0: what the data set says
 zero = 0  # sharded over the ranks: 0 nothing (DDP), 1 optimizer state, 2 gradients too, 3 parameters too
 fsdp = False  # short for zero=3
 dp_replicate = 1  # HSDP: so many groups of ranks, each of which shards the model by itself (zero 2 or 3)
-grad_sync = "auto"  # reduce gradients at the last micro-step, or at every one (less memory); auto: every for zero 2, 3
+grad_sync = "auto"  # reduce gradients at the last micro-step, or every one (less memory; auto for zero 2, 3), or never
 cpu_offload = False  # keep parameters and optimizer state in the CPU's memory (zero 2 or 3)
 activation_checkpointing = "none"  # recompute blocks in the backward: none, full, selective or every:K (one in K)
 # -- model ------------------------------------------------------------------------------------------------------------
@@ -110,8 +110,10 @@ if zero not in (0, 1, 2, 3):
     problems += [f"zero is {zero}; possible are 0, 1, 2 and 3"]
 if fsdp and zero not in (0, 3):
     problems += [f"fsdp is short for zero=3, but zero is {zero}: set one of them"]
-if grad_sync not in ("auto", "last", "every"):
-    problems += [f"grad_sync is {grad_sync!r}; possible are auto, last and every"]
+if grad_sync not in ("auto", "last", "every", "never"):
+    problems += [f"grad_sync is {grad_sync!r}; possible are auto, last, every and never"]
+if grad_sync == "never" and keep_last:
+    problems += ["grad_sync is 'never', by which bench.py times communication: ranks drift apart, so set --keep_last=0"]
 if (cpu_offload or dp_replicate != 1) and stage < 2:
     problems += [f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {stage}: set --zero=3"]
 if problems:
@@ -211,9 +213,10 @@ model = parallel.data_parallel(raw_model, ranks)
 # sharded models compute in `dtype` by their own policy
 autocast = torch.autocast(ranks.device.type, launch.DTYPES[dtype_used], enabled=half and stage < 2)
 sync_every = grad_sync == "every" or (grad_sync == "auto" and stage >= 2)
+sync_at = lambda i: sync_every or (i == share.micro_steps - 1 and grad_sync != "never")  # noqa: E731
 save_group = dist.new_group(backend="gloo") if stage > 0 else None
 
-log = metrics.Log(Path(out_dir))
+clock, log = metrics.Clock(ranks.device), metrics.Log(Path(out_dir))
 with launch.agreement():
     if ranks.first and not eval_only:
         checkpoint.make_folder(out_dir)
@@ -322,6 +325,13 @@ def save(val_loss: float | None = None) -> None:
     stall = time.perf_counter() - began
 
 
+def explain_memory() -> str:
+    """What the memory of a step is made of."""
+    import memory  # half a second that only this needs
+
+    return memory.memory_report(cost)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop
 first_step, saving = iter_num, None
@@ -329,9 +339,7 @@ cost = dict(model_args=model_args, rows=share.rows, dtype=dtype_used, world_size
             dp_replicate=dp_replicate, sync_every=sync_every, cpu_offload=cpu_offload,
             mode=activation_checkpointing)  # fmt: skip
 early = lambda: iter_num < first_step + 3  # noqa: E731
-resilience.explain_crashes(
-    out_dir, job, share.rows, ranks.rank, loader.DataError, early, lambda: parallel.memory_report(cost)
-)
+resilience.explain_crashes(out_dir, job, share.rows, ranks.rank, loader.DataError, early, explain_memory)
 parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device))
 batches = loader.micro_batches(
     data.train, starts_of, count(iter_num), share, block_size, model_args["vocab_size"], ranks.device
@@ -365,7 +373,7 @@ while iter_num <= max_iters or eval_only:
     is_due |= save_interval > 0 and iter_num % save_interval == 0
     if keep_last and is_due and iter_num > first_step:
         save(val_loss)
-    if val_loss is not None and ranks.first:
+    if val_loss is not None and ranks.first and iter_num > first_step:
         metrics.draw(log.out_dir)
     mark += time.perf_counter() - paused
 
@@ -375,22 +383,25 @@ while iter_num <= max_iters or eval_only:
         asked = time.perf_counter()
         x, y = next(batches)  # (rows, block_size) each
         waited += time.perf_counter() - asked
-        with parallel.sync_if(model, sync_every or micro_step == share.micro_steps - 1):
-            with autocast:
+        with parallel.sync_if(model, sync_at(micro_step)):
+            with clock("forward"), autocast:
                 _, loss = model(x, y, tokens_a_step / ranks.world_size)
-            scaler.scale(loss).backward()
+            with clock("backward"):
+                scaler.scale(loss).backward()
         loss_sum += loss.detach()
 
-    scaler.unscale_(optimizer)
-    grads = [p.grad for p in raw_model.parameters() if p.grad is not None]
-    grad_norm = parallel.whole(get_total_norm(grads))
-    if grad_clip > 0:
-        clip_grads_with_norm_(raw_model.parameters(), grad_clip, grad_norm)
+    with clock("clip"):
+        scaler.unscale_(optimizer)
+        grads = [p.grad for p in raw_model.parameters() if p.grad is not None]
+        grad_norm = parallel.whole(get_total_norm(grads))
+        if grad_clip > 0:
+            clip_grads_with_norm_(raw_model.parameters(), grad_clip, grad_norm)
 
     # all ranks decide together: the one small collective of the step, and where the CPU waits for the device
     step_ms, mark = (time.perf_counter() - mark) * 1e3, time.perf_counter()
     row = [loss_sum, grad_norm, step_ms, waited * 1e3, metrics.memory_gb(ranks.device)]
-    rows = launch.gather_rows(row, ranks.device)  # (world_size, 5)
+    with clock("agree"):
+        rows = launch.gather_rows(row, ranks.device)  # (world_size, 5)
     finite = rows[:, 0].isfinite() & (rows[:, 1].isfinite() | scaler.is_enabled())  # fp16 skips an overflow itself
     if not finite.all():
         log.event("not_finite", iter_num, loss=rows[:, 0].tolist(), grad_norm=rows[:, 1].tolist())
@@ -401,9 +412,11 @@ while iter_num <= max_iters or eval_only:
                 f"step {iter_num}: the loss by rank is {rows[:, 0].tolist()}, the gradient's norm {rows[0, 1]}; the "
                 f"step was not taken and nothing that was saved is lost. Start {again} at a lower --learning_rate"
             )
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    with clock("optimizer"):
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+    clock.step(data=waited * 1e3)
     tokens_seen += tokens_a_step
 
     if iter_num % log_interval == 0 and ranks.first:
@@ -426,7 +439,7 @@ if iter_num > first_step:
     took = metrics.duration(time.perf_counter() - began)
     say(f"done: {iter_num - first_step} steps in {took}, best val loss {best_val_loss:.4f} at step {best_step}")
     say(f"the loss curve: {picture}" if picture else "no picture of the loss curve: pip install matplotlib")
-    log.event("end", iter_num)
+    log.event("end", iter_num, spans_ms=metrics.summary(launch.gather_objects(clock.medians())))
 log.close()
 with launch.agreement():
     if not is_saved:

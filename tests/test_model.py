@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_file
-from model import GPT, ChunkedLoss, GPTConfig, KVCache, summed_loss
+from model import GPT, ChunkedLoss, Dropout, GPTConfig, HalfAttentionOnCPU, KVCache, dropout_factors, summed_loss
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 LARGE_VOCAB = 2**18  # of logits, 64 rows of this are what summed_loss takes at once on a CPU
@@ -809,3 +809,55 @@ def test_weights_that_are_not_there_are_not_made_up(gpt2, folder, tmp_path):
     name = "transformer.h.1.mlp.c_fc.weight"
     partly = {n: w for n, w in hf.state_dict().items() if n not in (name, "lm_head.weight")}
     refused(copied("partly", lambda p: hf.save_pretrained(p, state_dict=partly)), said=name)
+
+
+@pytest.mark.parametrize("T", [1, 64, 128, 200, 257])
+def test_attention_in_halves_on_a_cpu_is_attention(T):
+    """The kernel of our own against float32's: as near as bfloat16's rounding allows, forward and backward."""
+    torch.manual_seed(0)
+    qkv, grad = torch.randn(2, T, 3, 3, 16), torch.randn(2, T, 48)
+
+    def reference(x):
+        q, k, v = (t.transpose(1, 2) for t in x.unbind(2))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(2, T, 48)
+
+    results = []
+    for f, dtype in ((reference, torch.float32), (lambda x: HalfAttentionOnCPU.apply(x, 0.0), torch.bfloat16)):
+        x = qkv.bfloat16().to(dtype).requires_grad_()
+        y = f(x)
+        y.backward(grad.bfloat16().to(dtype))
+        results.append((y.float(), x.grad.float()))
+    for right, ours in zip(*results, strict=True):
+        assert (ours - right).norm() / right.norm() < 0.01
+
+
+def test_attention_in_halves_drops_and_has_the_gradient_of_what_it_dropped():
+    qkv = torch.randn(2, 160, 3, 2, 16, dtype=torch.float64).requires_grad_()
+
+    def attention(x):
+        torch.manual_seed(7)  # the same mask each time
+        return HalfAttentionOnCPU.apply(x, 0.25)
+
+    direction, e = torch.randn_like(qkv), 1e-6
+    y = attention(qkv)
+    weight = torch.randn_like(y)
+    (y * weight).sum().backward()
+    slope = ((attention(qkv.detach() + e * direction) - attention(qkv.detach() - e * direction)) * weight).sum() / 2 / e
+    assert abs(slope - (qkv.grad * direction).sum()) < 1e-5 * abs(slope)
+    assert not torch.equal(y, HalfAttentionOnCPU.apply(qkv, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_drops_that_many_and_keeps_the_mean(dtype, p):
+    torch.manual_seed(0)
+    factors = dropout_factors((500, 401), p, dtype)
+    assert factors.dtype == dtype and factors.shape == (500, 401)
+    assert set(factors.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p), dtype=dtype).item()}
+    assert abs((factors == 0).float().mean() - p) < 0.005
+    assert abs(torch.corrcoef(torch.stack([factors[:, :-1].flatten(), factors[:, 1:].flatten()]).float())[0, 1]) < 0.01
+    assert not torch.equal(factors, dropout_factors((500, 401), p, dtype))
+    layer = Dropout(p)
+    x = torch.ones(500, 400, dtype=dtype)
+    assert abs(layer(x).float().mean() - 1) < 0.05 and layer.eval()(x) is x

@@ -16,11 +16,13 @@ README = (REPO / "README.md").read_text()
 # DESIGN.md: imports go downward only, and nobody imports a script
 MAY_IMPORT = {
     **dict.fromkeys(["configurator", "launch", "model", "loader", "metrics", "resilience"], set()),
-    "parallel": {"launch", "model"},
-    "checkpoint": {"launch", "model", "parallel"},
+    "parallel": {"launch"},
+    "memory": {"model", "parallel"},
+    "shards": set(),
+    "checkpoint": {"launch", "model", "parallel", "shards"},
     **dict.fromkeys(
         ["train", "sample", "bench"],
-        {"configurator", "launch", "model", "loader", "metrics", "resilience", "parallel", "checkpoint"},
+        {"configurator", "launch", "model", "loader", "metrics", "resilience", "parallel", "memory", "checkpoint"},
     ),
 }
 
