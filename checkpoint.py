@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import sys
+import uuid
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -100,6 +101,7 @@ def start_save(
     optimizer: torch.optim.Optimizer,
     facts: dict,
     keep_last: int,
+    owner: str,
     group: dist.ProcessGroup | None = None,
     done: Callable[[Path], None] = lambda folder: None,
 ) -> Future:
@@ -111,6 +113,7 @@ def start_save(
 
     Args:
         run: everything but tensors, see Source.
+        owner: what take_over gave this run: when another one has taken over since, the save does not count.
         facts: for the manifest: best_step, val_loss, layout (with `zero`: 0 saves one ckpt.pt, else shards).
         group: for shards: a process group of its own with a CPU backend, since it is used from a thread.
         done: called on rank 0 when the save is whole, with its folder.
@@ -119,9 +122,9 @@ def start_save(
         A future: see `finish_save`. One save at a time.
     """
     step, first = run["iter_num"], not dist.is_initialized() or dist.get_rank() == 0
-    unfinished = Path(out_dir) / f"unfinished_step_{step:08d}"
+    unfinished = Path(out_dir) / f"unfinished_{owner[:8]}_step_{step:08d}"
     manifest = {"step": step, **facts, "block_size": run["model_args"]["block_size"], "torch": torch.__version__}
-    finish = lambda files: done(commit(unfinished, manifest | {"files": files}, keep_last))  # noqa: E731
+    finish = lambda files: done(commit(unfinished, manifest | {"files": files}, keep_last, owner))  # noqa: E731
     background = ThreadPoolExecutor(1, thread_name_prefix="save")
     if facts["layout"]["zero"] == 0:
         if not first:  # the other ranks have the same weights: nothing to do
@@ -199,12 +202,34 @@ def hash_files(folder: Path) -> dict:
     return files
 
 
-def commit(unfinished: Path, manifest: dict, keep_last: int) -> Path:
+def take_over(out_dir: str) -> str:
+    """
+    Make this run the owner of its folder (rank 0); returns the name that it owns it by. What an earlier run that is
+    still there, an orphan or one that was started twice, writes after this does not count.
+    """
+    owner = uuid.uuid4().hex
+    write_whole(Path(out_dir) / "owner", owner)
+    return owner
+
+
+def check_owner(out: Path, owner: str) -> None:
+    """Raise ValueError where another run has taken over."""
+    try:
+        now = (out / "owner").read_text()
+    except FileNotFoundError:  # somebody tidied up
+        now = owner
+    if now != owner:
+        raise ValueError(f"another run has been started in {out}: this one stops here, and what it saved stays")
+
+
+def commit(unfinished: Path, manifest: dict, keep_last: int, owner: str = "") -> Path:
     """Make a save that is written count (rank 0): manifest, rename, links; then delete what need not be kept."""
     out = unfinished.parent
     folder = out / f"step_{manifest['step']:08d}"
     try:
         write_whole(unfinished / "manifest.json", sealed(manifest))
+        if owner:
+            check_owner(out, owner)
         if folder.exists() and not damage(folder):
             shutil.rmtree(unfinished)  # the same step is the same state: what is there and whole stays
         else:

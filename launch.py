@@ -5,15 +5,19 @@ mind, `agreement` for a mistake that any of them found and `gather_rows` for the
 
 import ctypes
 import gc
+import hashlib
 import os
 import random
+import signal
+import socket
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,6 +41,7 @@ class Ranks:
     local_rank: int
     local_world_size: int
     device: torch.device
+    store: dist.Store | None = None  # a connection for the watchdog's thread, where there are other ranks
 
     @property
     def first(self) -> bool:
@@ -92,10 +97,9 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     return torch.device(kind)
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
     """
-    Come together with the other ranks of this very start (all ranks); returns a store that holds this start's keys
-    alone.
+    Come together with the other ranks of this very start (all ranks); returns a name for it that was never used.
 
     After a restart torchrun (2.4 to 2.13) hands its workers the store of the attempt before, in which a rank finds
     the addresses of processes that are gone and fails with "connection refused"; its restart count is not the same on
@@ -118,14 +122,14 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dis
                 and len(welcomed) == world_size - 1
             ):
                 store.set(f"{mine}/go", "")
-                return dist.PrefixStore(mine, store)
+                return mine
         else:
             store.set(f"hello/{rank}", mine)
             if store.check([f"welcome/{mine}"]):
                 start = store.get(f"welcome/{mine}").decode()
                 store.set(f"{start}/here/{mine}", "")
                 if store.check([f"{start}/go"]):
-                    return dist.PrefixStore(start, store)
+                    return start
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
     if rank > 0:
@@ -146,6 +150,8 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
         ValueError: the device or the backend cannot be had here, or other ranks do not come.
     """
     rank, world_size, local_rank, local_world_size = rank_variables()
+    watched = None
+    die_with_the_launcher()
     chosen = pick_device(device, local_rank, world_size)
     if backend == "auto":
         backend = "nccl" if chosen.type == "cuda" else "gloo"
@@ -168,12 +174,27 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
         own = {"device_id": chosen} if "nccl" in backend else {}
         where, timeout = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timedelta(seconds=timeout_s)
         try:
-            store = meet(next(dist.rendezvous("env://", timeout=timeout))[0], rank, world_size, timeout_s)
+            store = next(dist.rendezvous("env://", timeout=timeout))[0]
+            start = meet(store, rank, world_size, timeout_s)
+            store = dist.PrefixStore(start, store)
             store.set_timeout(timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **own)
         except (dist.DistNetworkError, dist.DistStoreError) as e:
             raise ValueError(f"rank {rank} cannot reach the others through {where}: {str(e).splitlines()[0]}") from e
-    return Ranks(rank, world_size, local_rank, local_world_size, chosen)
+        if world_size > 1:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            own_connection = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+            watched = dist.PrefixStore(start, own_connection)
+    return Ranks(rank, world_size, local_rank, local_world_size, chosen, watched)
+
+
+def die_with_the_launcher() -> None:
+    """
+    A worker of torchrun's ends when its agent is killed (Linux): an orphan would go on writing where the workers of
+    the next attempt do. Elsewhere checkpoint.take_over keeps its saves from counting.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def keep_freed_memory() -> None:
@@ -244,7 +265,8 @@ def agreement() -> Iterator[None]:
             print(f"error: {who}{message}", file=sys.stderr, flush=True)
     if not dist.is_initialized():
         sys.exit(1)
-    dist.barrier()  # no rank leaves, and has the launcher kill rank 0, before it is printed
+    with suppress(RuntimeError):  # the others may be gone: they knew
+        dist.barrier()  # no rank leaves, and has the launcher kill rank 0, before it is printed
     # at once: taking a process group apart while a DDP model still holds it has been seen to hang (torch 2.13, gloo)
     sys.stdout.flush()
     os._exit(1)
@@ -289,16 +311,36 @@ def dtype_for(wanted: str, device: torch.device, before: str | None = None) -> s
     return wanted
 
 
-def check_same_settings(configs: list[dict]) -> None:
+def start_facts(config: dict) -> dict:
+    """What should be alike on all ranks besides the data: settings, code, torch; and the name of this machine."""
+    here = Path(__file__).resolve().parent
+    code = hashlib.sha256(b"".join(p.read_bytes() for p in sorted(here.glob("*.py")))).hexdigest()[:12]
+    return config | {"torch": torch.__version__, "the code's digest": code, "host": socket.gethostname()}
+
+
+def check_alike(facts: list[dict]) -> None:
     """
-    Raise ValueError where the ranks, whose settings these are, were started with different ones: they would train
+    Raise ValueError where the ranks, whose start_facts these are, were started with different ones: they would train
     weights that drift apart. Paths may differ by machine, and a name for wandb may have the time in it.
     """
-    names = [k for k in configs[0] if k not in ("out_dir", "dataset") and not k.startswith("wandb")]
-    differ = [k for k in names if any(c.get(k) != configs[0][k] for c in configs)]
+    own = ("out_dir", "dataset", "host", "alert_command")
+    names = [k for k in facts[0] if k not in own and not k.startswith("wandb")]
+    differ = [k for k in names if any(f.get(k) != facts[0][k] for f in facts)]
     if differ:
-        values = [f"{k} is {', '.join(f'{c.get(k)!r} on rank {r}' for r, c in enumerate(configs))}" for k in differ]
+        hosts = {f["host"] for f in facts}
+        place = [f"rank {r}" + f" ({f['host']})" * (len(hosts) > 1) for r, f in enumerate(facts)]
+        values = [f"{k} is {', '.join(f'{f.get(k)!r} on {place[r]}' for r, f in enumerate(facts))}" for k in differ]
         raise ValueError(f"the ranks were started with different settings: {'; '.join(values)}")
+
+
+def check_collective(ranks: Ranks) -> None:
+    """Raise ValueError where an all-reduce does not give the right sum (all ranks)."""
+    if not dist.is_initialized():
+        return
+    total = torch.full((), ranks.rank + 1.0, device=ranks.device)
+    dist.all_reduce(total)
+    if total.item() != ranks.world_size * (ranks.world_size + 1) / 2:
+        raise ValueError(f"an all-reduce over {ranks.world_size} ranks gave {total.item()}: the network is broken")
 
 
 def agree_on_dtype(mine: str) -> str:

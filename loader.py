@@ -6,6 +6,7 @@ generator, so that the number of processes, the micro-batch and restarts cannot 
 share of them by construction; where they do not divide, the missing rows carry targets of -1.
 """
 
+import hashlib
 import json
 import operator
 import os
@@ -42,6 +43,7 @@ class Dataset:
     val: np.ndarray  # (tokens,)
     vocab_size: int
     highest: int  # the highest id that was seen in checking the files
+    digest: str  # of the files' lengths and a sample of them: ranks on other machines should have the same
 
 
 def find_dataset(name: str) -> Path:
@@ -93,7 +95,14 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     highest = {split: highest_id(tokens) for split, tokens in splits.items()}
     for split in splits:
         check_ids(highest[split], vocab_size, folder / f"{split}.bin")
-    return Dataset(folder, splits["train"], splits["val"], vocab_size, max(highest.values()))
+    digest = hashlib.sha256(b"".join(sample(tokens) for tokens in splits.values())).hexdigest()[:12]
+    return Dataset(folder, splits["train"], splits["val"], vocab_size, max(highest.values()), digest)
+
+
+def sample(tokens: np.ndarray) -> bytes:
+    """The length of a file and 64 stretches of it."""
+    starts = np.linspace(0, max(0, len(tokens) - 4096), 64).astype(np.int64)
+    return len(tokens).to_bytes(8, "little") + b"".join(tokens[s : s + 4096].tobytes() for s in starts)
 
 
 def highest_id(tokens: np.ndarray) -> int:

@@ -55,6 +55,7 @@ class Log:
     file: IO[bytes] | None = None
     wandb: Any = None
     is_full: bool = False
+    stood_since: float | None = None  # when the run before this start wrote its last line: seconds since the epoch
 
     def event(self, name: str, iter_num: int, **facts: object) -> None:
         """Record what happened: start, resume, save, end, …"""
@@ -95,7 +96,10 @@ def open_log(out_dir: str, resumed_step: int) -> Log:
     log = Log(Path(out_dir))
     path = log.out_dir / "metrics.jsonl"
     if path.exists():
-        kept = [r for r in read_log(path) if "event" in r or r.get("iter", 0) < resumed_step]
+        records = read_log(path)
+        if records and resumed_step and isinstance(records[-1].get("time"), str):
+            log.stood_since = datetime.fromisoformat(records[-1]["time"]).timestamp()
+        kept = [r for r in records if "event" in r or r.get("iter", 0) < resumed_step]
         other = path.with_suffix(".jsonl.tmp")
         other.write_text("".join(json.dumps(r) + "\n" for r in kept))
         os.replace(other, path)
@@ -191,13 +195,16 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu, self.now = device.type == "cuda", {}
+        self.count, self.doing = 0, "the start"  # for the watchdog: grows with each span; the span
         self.waiting, self.steps = deque(), deque(maxlen=1000)  # a dict of spans for each step
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         with torch.profiler.record_function(name):
             start = self.mark()
+            self.count, self.doing = self.count + 1, name
             yield
+            self.count, self.doing = self.count + 1, f"after {name}"
             self.now.setdefault(name, []).append((start, self.mark()))
 
     def mark(self) -> object:
@@ -215,6 +222,10 @@ class Clock:
             spans, more = self.waiting.popleft()
             took = (lambda a, b: a.elapsed_time(b)) if self.on_gpu else (lambda a, b: (b - a) * 1e3)
             self.steps.append({name: sum(took(*pair) for pair in pairs) for name, pairs in spans.items()} | more)
+
+    def last(self, name: str) -> float:
+        """A span of the newest step that is known, in ms; 0 where there is none."""
+        return self.steps[-1].get(name, 0.0) if self.steps else 0.0
 
     def medians(self) -> dict[str, float]:
         """The median of each span in ms, over the last thousand steps."""

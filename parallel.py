@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -181,13 +182,16 @@ def make_optimizer(
     return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=learning_rate, betas=betas, fused=fused)
 
 
-def data_parallel(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """DistributedDataParallel (zero 0 and 1): each rank has the whole model, gradients are averaged over the ranks."""
+def data_parallel(model: nn.Module, ranks: Ranks, bucket_mb: float = 25) -> nn.Module:
+    """
+    DistributedDataParallel (zero 0 and 1): each rank has the whole model, gradients are averaged over the ranks, sent
+    in buckets of bucket_mb MiB as soon as the backward has filled them.
+    """
     if ranks.world_size == 1 or is_fsdp(model):
         return model
     own = {"device_ids": [ranks.device.index]} if ranks.device.type == "cuda" else {}
     # gradients live in the buckets that are sent: one copy less of them in memory
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **own)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb, **own)
 
 
 def settle_buckets(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -220,6 +224,30 @@ def reshard(model: nn.Module) -> None:
 def whole(value: Tensor) -> Tensor:
     """A plain tensor of a norm that may be spread over the ranks (all ranks)."""
     return value.full_tensor() if is_sharded(value) else value
+
+
+@torch.no_grad()
+def differing(model: nn.Module, ranks: Ranks, shards: int) -> str:
+    """
+    Compare the weights of the ranks that should have the same ones (all ranks): those that are a multiple of `shards`
+    apart. Returns which parameter differs on which rank, by a sum over its bits; '' if none.
+    """
+    if ranks.world_size == 1:
+        return ""
+    names = list(parameters_by_name(model))
+    parts = [p.to_local() if is_sharded(p) else p for p in parameters_by_name(model).values()]
+    mine = torch.stack([p.contiguous().view(torch.int32).sum(dtype=torch.int64) for p in parts])  # (parameters,)
+    digests = [torch.empty_like(mine) for _ in range(ranks.world_size)]
+    dist.all_gather(digests, mine.to(ranks.device))
+    digests = torch.stack(digests).cpu()  # (world size, parameters)
+    found = []
+    for shard in range(shards):
+        same = digests[shard::shards]  # of the ranks that hold the same
+        usual = same.mode(0).values
+        for i, name in enumerate(names):
+            wrong = [shard + shards * r for r in range(len(same)) if same[r, i] != usual[i]]
+            found += [f"{name} differs on rank {', '.join(map(str, wrong))}"] if wrong else []
+    return "; ".join(found[:3]) + f"; and {len(found) - 3} more" * (len(found) > 3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,16 +1,212 @@
 """
-What keeps a run alive, or says why it ended: out of memory in the first steps becomes a smaller micro-batch.
+What keeps a run alive, or says why it ended: signals that stop it after the step, a watchdog that names the rank that
+hangs or died, losses that spike, ranks that are slow, and out of memory, which becomes a smaller micro-batch.
 """
 
 import json
 import os
+import signal
+import statistics
+import subprocess
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 RECORD = "micro_batch.json"
+MARK = "PREEMPTED"  # this file in out_dir says that the run stopped because it was asked to, and is not done
+TIME_IS_UP = -1  # what Stop.code says where no signal asked
+
+# ---------------------------------------------------------------------------------------------------------------------
+# asked to stop
+
+
+@dataclass
+class Stop:
+    """Whether this rank was asked to stop: by a signal, or because stop_after_s (0: never) have nearly passed."""
+
+    stop_after_s: float = 0
+    began: float = field(default_factory=time.monotonic)
+    signal: int = 0
+    at: float = 0.0
+
+    def code(self, still_needed_s: float = 0.0) -> int:
+        """0: go on; a signal's number; TIME_IS_UP where another step and a save, so long, would come too late."""
+        late = self.stop_after_s and time.monotonic() - self.began + still_needed_s > self.stop_after_s
+        return self.signal or (TIME_IS_UP if late else 0)
+
+
+def watch_signals(stop_after_s: float = 0) -> Stop:
+    """
+    From now on SIGTERM, SIGUSR1 and SIGINT do not end the process but are noted in the Stop that is returned, at which
+    all ranks look together. A second SIGINT ends it at once; one within a second of the first is the same Ctrl-C,
+    which the terminal sends to all and a launcher passes on.
+    """
+    stop = Stop(stop_after_s)
+
+    def note(number: int, frame: object) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and stop.signal and now - stop.at > 1:
+            os._exit(128 + number)  # a save that is being written is left unfinished, which harms none before it
+        if not stop.signal:
+            stop.signal, stop.at = number, now
+            os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
+
+    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), note)
+    return stop
+
+
+def leave_mark(out_dir: str, step: int, code: int) -> None:
+    """Write the mark of a run that was asked to stop before its end (rank 0); the next start takes it away."""
+    why = "stop_after_s" if code == TIME_IS_UP else signal.Signals(code).name
+    (Path(out_dir) / MARK).write_text(json.dumps({"iter": step, "reason": why}) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# telling somebody
+
+
+def alert(command: str, record: dict, wait_s: float = 0) -> None:
+    """Run the user's command with one line of JSON on its standard input (rank 0); its failure is only told."""
+    if not command:
+        return
+    try:
+        process = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, text=True)
+        process.stdin.write(json.dumps(record, default=str) + "\n")
+        process.stdin.close()
+        threading.Thread(target=process.wait, daemon=True).start()  # so that it leaves no zombie
+        if wait_s:
+            process.wait(wait_s)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        print(f"warning: alert_command: {e}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what does not look right
+
+
+@dataclass
+class Spikes:
+    """Notices a loss far above those of the last hundred logged steps."""
+
+    losses: deque = field(default_factory=lambda: deque(maxlen=100))
+
+    def seen(self, loss: float) -> bool:
+        before = list(self.losses)
+        self.losses.append(loss)
+        if len(before) < 20:
+            return False
+        return loss > statistics.mean(before) + max(6 * statistics.stdev(before), 0.1 * abs(statistics.mean(before)))
+
+
+@dataclass
+class SlowRanks:
+    """Notices a rank that stays well above the others, in time for its own forward, in waiting for data, in memory."""
+
+    patience: int = 20  # looks in a row
+    counts: dict = field(default_factory=dict)  # by (what, rank)
+
+    def seen(self, columns: dict[str, list[float]]) -> list[str]:
+        """Columns: what is measured -> its value by rank. A rank is named once each time it begins to stay above."""
+        named = []
+        for what, values in columns.items():
+            typical = statistics.median_low(values)
+            for rank, value in enumerate(values):
+                above = value > 1.5 * typical + (0.2 if what.endswith("GB") else 5)
+                self.counts[what, rank] = self.counts.get((what, rank), 0) + 1 if above else 0
+                if self.counts[what, rank] == self.patience:
+                    named.append(f"rank {rank}: {what} {value:.1f}, others {typical:.1f}")
+        return named
+
+
+class Watchdog:
+    """
+    Tells which rank is gone or stands still. A thread of each rank writes where it is to the store twice a second; it
+    also ends the process where the main thread has not come further for timeout_s, as in a hung NCCL collective.
+
+    Args:
+        store: a connection of the thread's own; None (one process): nothing to watch.
+        where: (a number that grows with each span of a step, what is being done).
+    """
+
+    def __init__(
+        self, store: "Store | None", rank: int, world_size: int, timeout_s: float, where: Callable[[], tuple[int, str]]
+    ) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.timeout_s, self.where = timeout_s, where
+        self.told = threading.Lock()
+        self.over = threading.Event()
+        self.armed = False  # the first step may take long: compiling
+        self.hang = lambda text: None
+        if store:
+            threading.Thread(target=self.watch, daemon=True, name="watchdog").start()
+
+    def watch(self) -> None:
+        beats, last, since = 0, None, time.monotonic()
+        while not self.over.wait(0.5):
+            now, beats = self.where(), beats + 1
+            if now != last:
+                last, since = now, time.monotonic()
+            try:
+                self.store.set(f"beat/{self.rank}", json.dumps([beats, now[1]]))
+            except Exception:  # the store went with rank 0 or its agent: the next collective will tell
+                continue
+            if self.armed and time.monotonic() - since > self.timeout_s:
+                self.report(f"no progress for {self.timeout_s:g} s")
+                os._exit(1)
+
+    def beats(self) -> list[tuple[int, str] | None]:
+        """The last word of each rank."""
+        found = []
+        for rank in range(self.world_size):
+            key = f"beat/{rank}"
+            found.append(json.loads(self.store.get(key)) if self.store.check([key]) else None)
+        return found
+
+    def blame(self) -> str:
+        """Which ranks are silent, and where each was: looks twice, some beats apart."""
+        if not self.store:
+            return ""
+        try:
+            self.store.set(f"left/{self.rank}", "")
+            before = self.beats()
+            time.sleep(2)
+            after = self.beats()
+            here = [self.store.check([f"left/{r}"]) for r in range(self.world_size)]
+        except Exception as e:
+            return f"the store, which rank 0 or its agent keeps, does not answer ({(str(e).splitlines() or [''])[0]})"
+        word = [b[1] if b else "not begun" for b in after]
+        silent = [r for r in range(self.world_size) if before[r] == after[r] and not here[r]]
+        if silent:
+            return "; ".join(f"rank {r} is silent, it was last at {word[r]}" for r in silent)
+        return "all ranks answer: " + ", ".join(f"rank {r} at {w}" for r, w in enumerate(word))
+
+    def report(self, problem: str) -> None:
+        """Say, once, what is wrong and who is to blame."""
+        if not self.told.acquire(blocking=False):
+            threading.Event().wait(10)  # the other thread is telling it, and then ends the process
+            return
+        text = f"rank {self.rank} at {self.where()[1]}: {problem}; {self.blame()}"
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        self.hang(text)
+
+    def stop(self) -> None:
+        self.over.set()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# crashes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -33,11 +229,10 @@ def recorded_micro_batch(out_dir: str, job: dict, batch_size: int) -> int:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone."""
+    """Whether a collective failed because another rank is gone or did not come in time."""
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        s in text for s in ("closed by peer", "reset by peer", "remote peer")
-    )
+    signs = ("closed by peer", "reset by peer", "remote peer", "timed out waiting", "connection was likely closed")
+    return isinstance(error, RuntimeError) and any(s in text for s in (*signs, "broken pipe", "socket closed"))
 
 
 def explain_crashes(
@@ -48,6 +243,8 @@ def explain_crashes(
     plain: type[Exception],
     is_early: Callable[[], bool],
     explain: Callable[[], str],
+    watchdog: Watchdog,
+    finish: Callable[[], object],
 ) -> None:
     """
     From now on, what ends the process is said in a line or two instead of a traceback where it is understood.
@@ -61,6 +258,8 @@ def explain_crashes(
         job: what the record holds for.
         is_early: whether these are the first steps after a start.
         explain: the parts and the flags.
+        watchdog: knows the rank that is gone.
+        finish: waits for the save that is under way, which is whole and worth having.
     """
     earlier = sys.excepthook
 
@@ -69,7 +268,7 @@ def explain_crashes(
             print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
             return
         if lost_connection(error):
-            print(f"rank {rank} lost the connection to another rank, which failed", file=sys.stderr, flush=True)
+            watchdog.report(f"lost the connection to another rank ({str(error).splitlines()[0].split('. ')[0][:200]})")
             return
         if not is_out_of_memory(error):
             earlier(kind, error, trace)
@@ -94,6 +293,7 @@ def explain_crashes(
 
     def hook(kind: type, error: BaseException, trace: object) -> None:
         say(kind, error, trace)
+        finish()
         sys.stdout.flush()
         sys.stderr.flush()
         # at once: taking apart a process group that a DDP model still holds has been seen to hang (torch 2.13, gloo),

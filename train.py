@@ -8,7 +8,10 @@ Train a GPT on one process or many: the same command, the same loss curve.
 """
 
 import math
+import os
+import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -37,6 +40,7 @@ compile = True  # torch.compile; left out on a CPU and, aloud, where it does not
 deterministic = False  # on a GPU: algorithms that give the same bits each time, slower (on a CPU they do anyway)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once, then stop
+stop_after_s = 0  # save and stop before so many seconds have passed, as a scheduler's limit; 0: never
 # -- saving -----------------------------------------------------------------------------------------------------------
 init_from = "scratch"  # scratch, resume, auto (resume where there is a save), gpt2[-medium|-large|-xl] or a HF folder
 always_save_checkpoint = True  # save at each evaluation; False: only where val loss is the best so far
@@ -62,7 +66,15 @@ fsdp = False  # short for zero=3
 dp_replicate = 1  # HSDP: so many groups of ranks, each of which shards the model by itself (zero 2 or 3)
 grad_sync = "auto"  # reduce gradients at the last micro-step, or every one (less memory; auto for zero 2, 3), or never
 cpu_offload = False  # keep parameters and optimizer state in the CPU's memory (zero 2 or 3)
+bucket_mb = 25.0  # gradients are sent in buckets of this size (zero 0 and 1)
 activation_checkpointing = "none"  # recompute blocks in the backward: none, full, selective or every:K (one in K)
+# -- resilience -------------------------------------------------------------------------------------------------------
+on_nan = "stop"  # where a loss or a gradient is not finite: stop the run, or skip the step
+nan_patience = 3  # so many skipped steps in a row go back to the last save and leave their batches out
+max_rollbacks = 2  # so many times; then stop
+timeout_s = 600.0  # how long the ranks wait for each other, at the start and in a step, before they say who is missing
+check_ranks_interval = 0  # steps between comparisons of the weights of ranks that should have the same; 0: never
+alert_command = ""  # a shell command that gets a line of JSON about a NaN, resume, preemption, hang, full disk, the end
 # -- model ------------------------------------------------------------------------------------------------------------
 n_layer = 12  # blocks
 n_head = 12  # attention heads in each
@@ -82,11 +94,13 @@ lr_decay_iters = 600000  # the step at which the cosine reaches min_lr; about ma
 min_lr = 6e-5  # about learning_rate / 10
 # ---------------------------------------------------------------------------------------------------------------------
 config = configure(globals())
+stop = resilience.watch_signals(stop_after_s)
 
 positive = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size")
-positive += ("n_layer", "n_head", "n_embd", "dp_replicate")
+positive += ("n_layer", "n_head", "n_embd", "dp_replicate", "nan_patience")
 not_negative = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate")
-not_negative += ("min_lr", "weight_decay", "grad_clip", "keep_last")
+not_negative += ("min_lr", "weight_decay", "grad_clip", "keep_last", "stop_after_s", "max_rollbacks")
+not_negative += ("check_ranks_interval",)
 problems = [f"{k} is {config[k]}: it must be at least 1" for k in positive if config[k] < 1]
 problems += [f"{k} is {config[k]}: it must not be negative" for k in not_negative if config[k] < 0]
 problems += [f"seed is {seed}: it must be below 2**63"] if seed >= 2**63 else []
@@ -101,6 +115,9 @@ if not out_dir.strip():
     problems += ["out_dir is empty: name a folder, with --out_dir="]
 if init_from not in known and not (init_from and Path(init_from).is_dir()):
     problems += [f"init_from is {init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder"]
+if on_nan not in ("stop", "skip"):
+    problems += [f"on_nan is {on_nan!r}; possible are stop and skip"]
+problems += [f"{k} is {config[k]}: it must be above 0" for k in ("timeout_s", "bucket_mb") if config[k] <= 0]
 stage = 3 if fsdp else zero
 try:
     parallel.recompute_every(activation_checkpointing)
@@ -124,15 +141,16 @@ if problems:
 try:
     if launch.rank_variables()[1] % dp_replicate:
         raise ValueError(f"dp_replicate is {dp_replicate}: it must divide {launch.rank_variables()[1]}, the world size")
-    ranks = launch.join(device, backend, alone=stage > 0)
+    ranks = launch.join(device, backend, alone=stage > 0, timeout_s=timeout_s)
 except ValueError as e:
     fail(str(e))
 say = partial(print, flush=True) if ranks.first else lambda *_: None
 with launch.agreement():
     data = loader.open_dataset(dataset, block_size, vocab_size)
-configs = launch.gather_objects(config | {"the number of training tokens": len(data.train)})
+facts = launch.gather_objects(launch.start_facts(config) | {"the data's digest": data.digest})
 with launch.agreement():
-    launch.check_same_settings(configs)
+    launch.check_alike(facts)
+launch.check_collective(ranks)
 sequences = gradient_accumulation_steps * batch_size  # of a step, on any number of processes
 job = {k: v for k, v in config.items() if k in ("batch_size", "block_size", "n_layer", "n_embd", "dataset")}
 job |= {"sequences": sequences, "world_size": ranks.world_size, "zero": stage, "recompute": activation_checkpointing}
@@ -183,6 +201,7 @@ with launch.agreement():
 iter_num, best_val_loss = run.get("iter_num", 0), run.get("best_val_loss", math.inf)
 best_step, wandb_id = saved.get("best_step", 0), saved.get("wandb_id")
 tokens_seen = saved.get("tokens", iter_num * sequences * block_size)
+left_out = set(saved.get("left_out", []))  # steps whose batches gave no finite loss
 
 # ---------------------------------------------------------------------------------------------------------------------
 # spread the model (all ranks), then give it its weights
@@ -209,7 +228,7 @@ with launch.agreement():
     if saved.get("scaler"):
         scaler.load_state_dict(saved["scaler"])
 source = pretrained = weights = None  # their memory is needed
-model = parallel.data_parallel(raw_model, ranks)
+model = parallel.data_parallel(raw_model, ranks, bucket_mb)
 # sharded models compute in `dtype` by their own policy
 autocast = torch.autocast(ranks.device.type, launch.DTYPES[dtype_used], enabled=half and stage < 2)
 sync_every = grad_sync == "every" or (grad_sync == "auto" and stage >= 2)
@@ -227,9 +246,12 @@ with launch.agreement():
     if ranks.first and not eval_only:
         checkpoint.clean_up(out_dir)
         aside = checkpoint.adopt(out_dir, found) if found else checkpoint.set_aside(out_dir)
+        (Path(out_dir) / resilience.MARK).unlink(missing_ok=True)
         log = metrics.open_log(out_dir, iter_num)
         say(f"{out_dir} held an earlier run, which is in {aside} now" if aside else f"writing to {out_dir}")
     log.wandb = wandb_run
+    owner = checkpoint.take_over(out_dir) if ranks.first and not eval_only else ""
+owner = launch.gather_objects(owner)[0]
 peak, peak_source = metrics.peak_flops(ranks.device, dtype_used)
 peaks = launch.gather_objects(peak)
 peak = sum(peaks) if all(peaks) else None
@@ -247,8 +269,18 @@ say(f"step:    {sequences} sequences x {block_size} = {tokens_a_step:,} tokens, 
 say(f"peak:    {peak / 1e12:.3g} TFLOP/s ({peak_source})" if peak else "peak:    unknown, so mfu is n/a")
 if micro_batch < batch_size:
     say(f"memory:  micro-batches of {micro_batch} instead of {batch_size}, since an attempt before ran out of memory")
-log.event("resume" if found else "start", iter_num, config=config, world_size=ranks.world_size, dtype=dtype_used,
-          micro_batch=micro_batch)  # fmt: skip
+
+
+def tell(event: str, **facts: object) -> None:
+    """Note in metrics.jsonl what happened, and tell the user's alert_command (rank 0; nothing on the others)."""
+    log.event(event, iter_num, **facts)
+    if ranks.first and event != "save":
+        last = event in ("end", "preempted", "failed")
+        resilience.alert(alert_command, {"event": event, "iter": iter_num, "out_dir": out_dir, **facts}, 10 * last)
+
+
+tell("resume" if found else "start", config=config, world_size=ranks.world_size, dtype=dtype_used,
+     micro_batch=micro_batch)  # fmt: skip
 
 
 def starts_of(step: int) -> np.ndarray:
@@ -270,9 +302,18 @@ def get_lr(step: int) -> float:
     return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
 
 
+def asked_to_stop(step_s: float = 0) -> int:
+    """
+    What any rank was asked to stop by, 0 if nothing (all ranks): a signal's number, or TIME_IS_UP where another step
+    of step_s would come too late.
+    """
+    codes = launch.gather_rows([stop.code(step_s)], ranks.device)
+    return int(codes.max() or codes.min())
+
+
 @torch.no_grad()
-def evaluate(tokens: np.ndarray, stream: int) -> float:
-    """Mean loss over the split's fixed sequences, each rank its share of them (all ranks)."""
+def evaluate(tokens: np.ndarray, stream: int) -> float | None:
+    """Mean loss over the split's fixed sequences, each rank its share of them (all ranks); None if asked to stop."""
     wanted = eval_iters * batch_size
     part = loader.share_of(wanted, ranks.rank, ranks.world_size, micro_batch)
     starts = loader.random_windows(len(tokens), block_size, seed, stream, 0, wanted)
@@ -281,31 +322,38 @@ def evaluate(tokens: np.ndarray, stream: int) -> float:
     for x, y in loader.micro_batches(
         tokens, lambda _: starts, [0], part, block_size, model_args["vocab_size"], ranks.device
     ):
-        with autocast:
+        with clock("evaluation"), autocast:
             total = total + raw_model(x, y, 1.0)[1].double().item()
+        if is_stopping := bool(asked_to_stop()):
+            break
     raw_model.train()
     parallel.reshard(raw_model)
-    return launch.gather_rows([total], ranks.device).sum().item() / (wanted * block_size)
+    total = launch.gather_rows([total], ranks.device).sum().item()
+    return None if is_stopping else total / (wanted * block_size)
 
 
 def finish_save() -> bool:
     """Wait until the save that was begun is whole (all ranks); says whether it is."""
     global saving
-    problem = checkpoint.finish_save(saving) if saving else ""
+    with clock("save"):
+        problem = checkpoint.finish_save(saving) if saving else ""
     saving = None
     if problem:
         say(f"warning: {out_dir}: a step could not be saved ({problem}); the saves before it are whole")
-        log.event("save_failed", iter_num, reason=problem)
+        tell("save_failed", reason=problem)
     return not problem
 
 
 def save(val_loss: float | None = None) -> None:
     """Begin to save the run as it stands before step iter_num (all ranks); the writing goes on in the background."""
-    global saving
+    global saving, last_saved, save_s
     finish_save()
     with launch.agreement():
         checkpoint.check_finite(raw_model, iter_num)
+        if ranks.first:
+            checkpoint.check_owner(Path(out_dir), owner)
     extra = dict(dtype=dtype_used, scaler=scaler.state_dict(), best_step=best_step, tokens=tokens_seen)
+    extra["left_out"] = sorted(left_out)
     run = {
         "model_args": model_args,
         "iter_num": iter_num,
@@ -315,14 +363,77 @@ def save(val_loss: float | None = None) -> None:
     }
     facts = {"best_step": best_step, "val_loss": val_loss, "layout": {"world_size": ranks.world_size, "zero": stage}}
     began, step = time.perf_counter(), iter_num
+    last_saved = step
 
     def whole(folder: Path) -> None:
-        log.event("save", step, folder=folder.name, seconds=time.perf_counter() - began, stall=stall)
+        global save_s
+        save_s = time.perf_counter() - began
+        log.event("save", step, folder=folder.name, seconds=save_s, stall=stall)
         say(f"saved {folder}")
 
     stall = 0.0
-    saving = checkpoint.start_save(out_dir, run, raw_model, optimizer, facts, keep_last, save_group, whole)
+    with clock("save"):
+        saving = checkpoint.start_save(out_dir, run, raw_model, optimizer, facts, keep_last, owner, save_group, whole)
     stall = time.perf_counter() - began
+
+
+def batches_from(step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's micro-batches of the steps from here on, read ahead."""
+    steps = (s for s in count(step) if s not in left_out)
+    return loader.micro_batches(data.train, starts_of, steps, share, block_size, model_args["vocab_size"], ranks.device)
+
+
+def not_finite(rows: torch.Tensor) -> None:
+    """
+    Step iter_num gave a loss or a gradient that is not finite (all ranks): say where, and drop the step, which has
+    changed nothing yet; go back to the last save after several in a row; or end the run.
+    """
+    global iter_num, batches, dropped, rollbacks, tokens_seen
+    guilty = [r for r in range(ranks.world_size) if not rows[r, 0].isfinite()] or list(range(ranks.world_size))
+    read = [loader.share_of(sequences, r, ranks.world_size, micro_batch) for r in guilty]
+    read = {r: [int(s) for m in range(p.micro_steps) for s in p.pick(starts_of(iter_num), m)]
+            for r, p in zip(guilty, read, strict=True)}  # fmt: skip
+    norms = {n: parallel.whole(p.grad.norm()).item() for n, p in raw_model.named_parameters() if p.grad is not None}
+    largest = sorted(norms, key=lambda n: (math.isfinite(norms[n]), -norms[n]))[:5]
+    found = dict(loss=rows[:, 0].tolist(), grad_norm=rows[0, 1].item(), ranks=guilty, windows=read,
+                 largest_gradients={n: norms[n] for n in largest})  # fmt: skip
+    tell("not_finite", **found)
+    optimizer.zero_grad(set_to_none=True)
+    if scaler.is_enabled():
+        scaler.update()
+    text = (
+        f"step {iter_num}: not finite on rank {', '.join(map(str, guilty))}: loss by rank {rows[:, 0].tolist()}, "
+        f"gradient's norm {rows[0, 1]:.3g}; largest gradients {', '.join(f'{n} {norms[n]:.3g}' for n in largest)}; "
+        f"rows start at token {'; '.join(f'{v[:8]} (rank {r})' for r, v in list(read.items())[:4])}"
+    )
+    dropped += [iter_num]
+    iter_num += 1
+    if on_nan == "skip" and len(dropped) < nan_patience:
+        say(f"warning: {text}: this step is left out")
+        return
+    finish_save()
+    with launch.agreement():
+        back, _ = checkpoint.newest(out_dir) if ranks.first and on_nan == "skip" else (None, None)
+    back = launch.gather_objects(back)[0]
+    with launch.agreement():
+        if on_nan == "stop" or not back or rollbacks >= max_rollbacks:
+            again = "with --init_from=resume" if checkpoint.step_folders(Path(out_dir)) else "again"
+            raise ValueError(
+                f"{text}; the step was not taken and nothing that was saved is lost. Start {again} at a lower "
+                f"--learning_rate, or with --on_nan=skip"
+            )
+        parallel.reshard(raw_model)
+        source = checkpoint.open_save(back)
+        checkpoint.fill(source, raw_model, optimizer)
+    left_out.update(dropped)
+    iter_num, tokens_seen = source.run["iter_num"], source.run["isogpt"].get("tokens", 0)
+    if source.run["isogpt"].get("scaler"):
+        scaler.load_state_dict(source.run["isogpt"]["scaler"])
+    tell("rollback", to=iter_num, left_out=sorted(left_out), rollback=rollbacks + 1)
+    say(f"warning: {len(dropped)} steps in a row were not finite: back to step {iter_num}, leaving {dropped} out")
+    if ranks.first and log.file:
+        log.file = metrics.open_log(out_dir, iter_num).file
+    dropped, rollbacks, batches = [], rollbacks + 1, batches_from(iter_num)
 
 
 def explain_memory() -> str:
@@ -335,15 +446,22 @@ def explain_memory() -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop
 first_step, saving = iter_num, None
+last_saved, save_s = (iter_num if found else None), 0.0  # the step of the last save, and how long it took
+dropped, rollbacks, asked = [], 0, 0
+spikes, slow_ranks = resilience.Spikes(), resilience.SlowRanks()
 cost = dict(model_args=model_args, rows=share.rows, dtype=dtype_used, world_size=ranks.world_size, zero=stage,
             dp_replicate=dp_replicate, sync_every=sync_every, cpu_offload=cpu_offload,
             mode=activation_checkpointing)  # fmt: skip
 early = lambda: iter_num < first_step + 3  # noqa: E731
-resilience.explain_crashes(out_dir, job, share.rows, ranks.rank, loader.DataError, early, explain_memory)
-parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device))
-batches = loader.micro_batches(
-    data.train, starts_of, count(iter_num), share, block_size, model_args["vocab_size"], ranks.device
+place = lambda: (clock.count, f"step {iter_num}, {clock.doing}")  # noqa: E731
+watchdog = resilience.Watchdog(ranks.store, ranks.rank, ranks.world_size, timeout_s, place)
+watchdog.hang = lambda text: tell("failed", reason=text)
+last_wish = lambda: saving and ranks.first and stage == 0 and checkpoint.finish_save(saving)  # noqa: E731
+resilience.explain_crashes(
+    out_dir, job, share.rows, ranks.rank, loader.DataError, early, explain_memory, watchdog, last_wish
 )
+parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device))
+batches = batches_from(iter_num)
 profiler = metrics.start_profiler(out_dir) if profile and ranks.first else None
 if iter_num > max_iters and not eval_only:
     say(f"{out_dir} is at step {iter_num} already, past max_iters: to go on, set --max_iters={2 * iter_num} or so")
@@ -359,8 +477,10 @@ while iter_num <= max_iters or eval_only:
     paused = time.perf_counter()
     val_loss = None
     if eval_only or iter_num % eval_interval == 0:
-        train_loss = evaluate(data.train, loader.EVAL_TRAIN)
-        val_loss = evaluate(data.val, loader.EVAL_VAL)
+        train_loss, val_loss = evaluate(data.train, loader.EVAL_TRAIN), evaluate(data.val, loader.EVAL_VAL)
+        if val_loss is None:
+            asked = asked_to_stop()
+            break
         say(f"step {iter_num}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
         log.write({"iter": iter_num, "train_loss": train_loss, "val_loss": val_loss})
         metrics.send(log, iter_num, {"train/loss": train_loss, "val/loss": val_loss, "lr": lr})
@@ -375,7 +495,14 @@ while iter_num <= max_iters or eval_only:
         save(val_loss)
     if val_loss is not None and ranks.first and iter_num > first_step:
         metrics.draw(log.out_dir)
+    if check_ranks_interval and iter_num % check_ranks_interval == 0:
+        with launch.agreement():
+            if wrong := parallel.differing(raw_model, ranks, ranks.world_size // dp_replicate if stage >= 2 else 1):
+                raise ValueError(f"step {iter_num}: the ranks' weights have parted: {wrong}")
     mark += time.perf_counter() - paused
+    if iter_num in left_out:
+        iter_num += 1
+        continue
 
     # this rank's share of the batch, forward and backward; the last micro-step's backward averages over the ranks
     loss_sum, waited = torch.zeros((), device=ranks.device), 0.0
@@ -399,19 +526,15 @@ while iter_num <= max_iters or eval_only:
 
     # all ranks decide together: the one small collective of the step, and where the CPU waits for the device
     step_ms, mark = (time.perf_counter() - mark) * 1e3, time.perf_counter()
-    row = [loss_sum, grad_norm, step_ms, waited * 1e3, metrics.memory_gb(ranks.device)]
+    row = [loss_sum, grad_norm, step_ms, waited * 1e3, metrics.memory_gb(ranks.device), clock.last("forward"),
+           stop.code(2 * step_ms / 1e3 + 1.5 * save_s)]  # fmt: skip
     with clock("agree"):
-        rows = launch.gather_rows(row, ranks.device)  # (world_size, 5)
+        rows = launch.gather_rows(row, ranks.device)  # (world_size, 7)
     finite = rows[:, 0].isfinite() & (rows[:, 1].isfinite() | scaler.is_enabled())  # fp16 skips an overflow itself
     if not finite.all():
-        log.event("not_finite", iter_num, loss=rows[:, 0].tolist(), grad_norm=rows[:, 1].tolist())
-        finish_save()
-        with launch.agreement():
-            again = "with --init_from=resume" if checkpoint.step_folders(Path(out_dir)) else "again"
-            raise ValueError(
-                f"step {iter_num}: the loss by rank is {rows[:, 0].tolist()}, the gradient's norm {rows[0, 1]}; the "
-                f"step was not taken and nothing that was saved is lost. Start {again} at a lower --learning_rate"
-            )
+        not_finite(rows)
+        continue
+    dropped = []
     with clock("optimizer"):
         scaler.step(optimizer)
         scaler.update()
@@ -426,23 +549,42 @@ while iter_num <= max_iters or eval_only:
         log.write(record)
         percent = None if record["mfu"] is None else record["mfu"] * 100  # as nanoGPT sends it
         metrics.send(log, iter_num, record | {"mfu": percent})
+        if spikes.seen(record["loss"]):
+            tell("spike", loss=record["loss"])
+        columns = {"forward ms": rows[:, 5], "data wait ms": rows[:, 3], "memory GB": rows[:, 4]}
+        for slow in slow_ranks.seen({what: values.tolist() for what, values in columns.items()}):
+            say(f"warning: a slow rank: {slow}")
+            tell("slow_rank", what=slow)
     if profiler:
         profiler.step()
+    if iter_num == first_step and log.stood_since:
+        log.event("recovered", iter_num, seconds=time.time() - log.stood_since)
+    watchdog.armed = True
     iter_num += 1
+    asked = int(rows[:, 6].max() or rows[:, 6].min())
+    if asked and iter_num <= max_iters:
+        break
 
-is_saved = True
+is_saved, asked = True, asked if iter_num <= max_iters else 0  # asked to stop before the end (all ranks)
+spans = metrics.summary(launch.gather_objects(clock.medians()))
 if iter_num > first_step:
-    if keep_last:
+    if keep_last and iter_num != last_saved:
         save()
-        is_saved = finish_save()
+    is_saved = finish_save()
     picture = metrics.draw(log.out_dir) if ranks.first else None
     took = metrics.duration(time.perf_counter() - began)
     say(f"done: {iter_num - first_step} steps in {took}, best val loss {best_val_loss:.4f} at step {best_step}")
     say(f"the loss curve: {picture}" if picture else "no picture of the loss curve: pip install matplotlib")
-    log.event("end", iter_num, spans_ms=metrics.summary(launch.gather_objects(clock.medians())))
+if asked and ranks.first and not eval_only:
+    resilience.leave_mark(out_dir, iter_num, asked)
+    say(f"stopped as asked before step {iter_num}: go on with --init_from=resume or auto")
+tell("preempted" if asked else "end", spans_ms=spans, **(dict(signal=asked) if asked else {}))
 log.close()
+watchdog.stop()
 with launch.agreement():
     if not is_saved:
         raise ValueError(f"the end of the run could not be saved in {out_dir}")
 model = raw_model = optimizer = batches = None
 launch.leave()
+if asked > 0 and "RANK" not in os.environ:  # a launcher would take this for a failure, and start the run again
+    sys.exit(128 + asked)

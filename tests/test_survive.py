@@ -1,0 +1,348 @@
+"""What a run survives, and what it says when it cannot: signals, NaN, hangs, deaths, restarts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from runs import REPO, TINY, column, free_port, records
+
+import launch
+import resilience
+
+# train.py with a fault in it: NaN at [step, rank] pairs, in the loss or in the gradient; weights that part; a wait
+FAULTY = """
+import json, os, sys, time
+sys.path.insert(0, os.environ["REPO"])
+import torch, launch, model
+now = {"step": -1, "rank": 0}
+seed_step, forward = launch.seed_step, model.GPT.forward
+def noted(seed, step, rank):
+    now.update(step=step, rank=rank)
+    seed_step(seed, step, rank)
+def faulty(self, idx, *args, **kwargs):
+    logits, loss = forward(self, idx, *args, **kwargs)
+    here = [now["step"], now["rank"]]
+    if self.training and here in json.loads(os.environ.get("NAN", "[]")):
+        loss = loss * float("nan")
+    if self.training and here in json.loads(os.environ.get("NAN_GRADIENT", "[]")):
+        loss.register_hook(lambda g: g * float("nan"))
+    if here == json.loads(os.environ.get("PART", "0")):
+        with torch.no_grad():
+            self.transformer.h[1].mlp.c_fc.weight[3, 4] += 1e-3
+    if self.training and here == json.loads(os.environ.get("WAIT", "0")):
+        print("waiting", flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+    return logits, loss
+launch.seed_step, model.GPT.forward = noted, faulty
+sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+"""
+
+
+@pytest.fixture
+def faulty(zygote, work):
+    """Start train.py with a fault; `env` says which."""
+    (work / "faulty.py").write_text(FAULTY)
+
+    def start(args, nproc=1, **env):
+        env = {k: v if isinstance(v, str) else json.dumps(v) for k, v in env.items()}
+        return zygote.start([*TINY, *args], work, nproc, script="faulty.py", repo=work, env={"REPO": str(REPO), **env})
+
+    return start
+
+
+def weights(folder):
+    state = torch.load(folder / "ckpt.pt", weights_only=True)
+    moments = {f"{i} {k}": v for i, m in state["optimizer"]["state"].items() for k, v in m.items()}
+    return state["iter_num"], {**state["model"], **moments}
+
+
+def assert_same(one, other):
+    assert one[0] == other[0] and one[1].keys() == other[1].keys()
+    assert not [name for name in one[1] if not torch.equal(one[1][name], other[1][name])]
+
+
+def events(folder, name):
+    return [r for r in records(folder) if r.get("event") == name]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# asked to stop
+
+
+@pytest.mark.parametrize("nproc, args", [(1, []), (2, []), (2, ["--zero=3"])])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(zygote, work, name, nproc, args):
+    args = [*TINY, *args, "--dropout=0.1", "--max_iters=60", "--out_dir=out", "--init_from=auto"]
+    run = zygote.start(args, work, nproc)
+    assert run.until(lambda text: "iter 20:" in text)
+    run.kill([nproc - 1], getattr(signal, name))  # one rank only: all stop together
+    run.wait(timeout=20, ok=False)
+    number = getattr(signal, name)
+    assert run.codes == ([0] * nproc if nproc > 1 else [128 + number]), run.text()
+    mark = json.loads((work / "out" / "PREEMPTED").read_text())
+    last = max(column(work / "out", "loss"))
+    assert mark == {"iter": last + 1, "reason": name} and last < 60
+    assert (work / "out" / f"step_{last + 1:08d}").is_dir() and events(work / "out", "preempted")
+    zygote.start(args, work, nproc).wait()
+    assert not (work / "out" / "PREEMPTED").exists()
+    zygote.start([*args, "--out_dir=straight"], work, nproc).wait()
+    assert column(work / "out", "loss") == column(work / "straight", "loss")
+    if nproc == 1:
+        assert_same(weights(work / "out"), weights(work / "straight"))
+
+
+def test_a_signal_during_an_evaluation_and_during_a_save(zygote, work):
+    long = [*TINY, "--out_dir=out", "--eval_iters=1000000", "--eval_interval=10", "--init_from=auto"]
+    run = zygote.start([*long, "--eval_interval=1000", "--eval_iters=1", "--max_iters=14"], work, 2).wait()
+    run = zygote.start([*long, "--max_iters=25"], work, 2)  # resumes at 15; evaluates, without an end in sight, at 20
+    assert run.until(lambda text: "iter 19:" in text)
+    run.kill([0], signal.SIGTERM)
+    run.wait(timeout=20)
+    assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 20
+    assert (work / "out" / "step_00000020").is_dir(), "the state before the evaluation"
+    each = [*TINY, "--out_dir=saving", "--save_interval=1", "--max_iters=100000", "--init_from=auto"]
+    run = zygote.start(each, work)
+    assert run.until(lambda text: text.count("saved") > 5)
+    run.kill(sig=signal.SIGTERM)
+    run.wait(timeout=20, ok=False)
+    mark = json.loads((work / "saving" / "PREEMPTED").read_text())
+    assert run.codes == [143] and (work / "saving" / f"step_{mark['iter']:08d}").is_dir()
+
+
+def test_a_second_sigint_stops_at_once_and_harms_nothing(faulty, zygote, work):
+    args = ["--out_dir=out", "--save_interval=5", "--init_from=auto", "--max_iters=20"]
+    run = faulty(args, WAIT=[12, 0])
+    assert run.until(lambda text: "waiting" in text and "step_00000010" in text)
+    end = time.monotonic() + 20
+    while not run.poll() and time.monotonic() < end:  # one within a second of the first counts as the same Ctrl-C
+        run.kill(sig=signal.SIGINT)
+        time.sleep(0.1)
+    assert run.codes == [130] and "stopping after this step" in run.text()
+    assert "step 10" in zygote.start([*TINY, *args], work).wait().text()
+
+
+def test_stop_after_s(zygote, work):
+    started = time.monotonic()
+    run = zygote.start([*TINY, "--out_dir=out", "--max_iters=1000000", "--stop_after_s=6"], work, 2).wait()
+    assert time.monotonic() - started < 30 and "stopped as asked" in run.text()
+    mark = json.loads((work / "out" / "PREEMPTED").read_text())
+    assert mark["reason"] == "stop_after_s" and (work / "out" / f"step_{mark['iter']:08d}").is_dir()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# not finite
+
+
+@pytest.mark.parametrize("kind", ["NAN", "NAN_GRADIENT"])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(faulty, zygote, work, kind):
+    """The weights are those of a run without that step, bit for bit."""
+    for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
+        out = work / f"out{nproc}{zero}"
+        common = ["--max_iters=12", f"--zero={zero}"]
+        run = faulty([*common, f"--out_dir={out}", "--on_nan=skip"], nproc, **{kind: [[5, nproc - 1], [8, 0]]}).wait()
+        assert run.text().count("this step is left out") == 2
+        found = events(out, "not_finite")
+        assert [e["iter"] for e in found] == [5, 8]
+        if kind == "NAN":
+            assert found[0]["ranks"] == [nproc - 1] and found[1]["ranks"] == [0]
+        assert sorted(column(out, "loss")) == [s for s in range(13) if s not in (5, 8)]
+        # a run that never does those steps, since its save says so
+        without = work / f"without{nproc}{zero}"
+        zygote.train([*common[1:], "--max_iters=4", f"--out_dir={without}"], work, nproc)
+        if zero == 0:
+            state = torch.load(without / "ckpt.pt", weights_only=True)
+            state["isogpt"]["left_out"] = [5, 8]
+            (without / "ckpt.pt").unlink()
+            for folder in without.glob("step_*"):
+                for file in folder.iterdir():
+                    file.unlink()
+                folder.rmdir()
+            torch.save(state, without / "ckpt.pt")
+            zygote.train([*common, f"--out_dir={without}", "--init_from=resume"], work, nproc)
+            assert_same(weights(out), weights(without))
+            reference = column(without, "loss")
+        else:
+            assert all(abs(reference[s] - loss) < 1e-5 for s, loss in column(out, "loss").items())
+
+
+def test_stop_names_rank_step_rows_and_layers(faulty, work):
+    run = faulty(["--out_dir=out", "--save_interval=4"], 2, NAN=[[6, 1]]).wait(ok=False)
+    assert set(run.codes) == {1} and run.text().count("error:") == 1
+    assert re.search(r"step 6: not finite on rank 1: .*largest gradients transformer\..*\(rank 1\)", run.text())
+    found = events(work / "out", "not_finite")[0]
+    starts = found["windows"]["1"]
+    import loader
+
+    whole = loader.random_windows(20000, 32, 1337, loader.TRAIN, 6, 8)
+    assert starts == [int(s) for s in loader.share_of(8, 1, 2, 4).pick(whole, 0)]
+    assert (work / "out" / "step_00000004").is_dir()
+
+
+def test_several_in_a_row_go_back_to_the_last_save_and_leave_those_batches_out(faulty, zygote, work):
+    args = ["--save_interval=5", "--max_iters=14", "--on_nan=skip", "--keep_last=9"]
+    run = faulty([*args, "--out_dir=out"], 2, NAN=[[s, 1] for s in (7, 8, 9)]).wait()
+    assert "back to step 5, leaving [7, 8, 9] out" in run.text()
+    assert [e["to"] for e in events(work / "out", "rollback")] == [5]
+    assert len(events(work / "out", "not_finite")) == 3, "the second time they are not even tried"
+    assert sorted(column(work / "out", "loss")) == [s for s in range(15) if s not in (7, 8, 9)]
+    resumed = torch.load(work / "out" / "step_00000010" / "ckpt.pt", weights_only=True)
+    assert resumed["isogpt"]["left_out"] == [7, 8, 9]
+    run = faulty([*args, "--out_dir=hopeless"], 2, NAN=[[s, 0] for s in range(6, 40)]).wait(ok=False)
+    assert set(run.codes) == {1} and len(events(work / "hopeless", "rollback")) == 2
+    assert "nothing that was saved is lost" in run.text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hangs, deaths, ranks that part
+
+
+def test_a_rank_that_stands_still_is_named_by_all_others(zygote, work):
+    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out", "--timeout_s=3"], work, 3)
+    assert run.until(lambda text: "iter 30:" in text)
+    stopped = time.monotonic()
+    run.kill([1], signal.SIGSTOP)
+    end = time.monotonic() + 3 + 10
+    while any(run.codes[r] is None for r in (0, 2)) and time.monotonic() < end:
+        run.poll()
+        time.sleep(0.05)
+    took = time.monotonic() - stopped
+    run.kill([1])
+    run.wait(ok=False)
+    assert run.codes[0] == run.codes[2] == 1 and took < 3 + 10, f"{run.codes} after {took:.1f} s:\n{run.text()[-2000:]}"
+    for rank in (0, 2):
+        assert re.search(rf"error: rank {rank} at step \d+, .*rank 1 is silent, it was last at step \d+", run.text())
+    assert events(work / "out", "failed")
+
+
+def test_a_rank_that_dies_is_named_by_all_others(zygote, work):
+    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out", "--zero=3"], work, 3)
+    assert run.until(lambda text: "iter 30:" in text)
+    run.kill([2])
+    run.wait(timeout=20, ok=False)
+    assert run.codes[:2] == [1, 1]
+    for rank in (0, 1):
+        assert re.search(rf"error: rank {rank} at step \d+, .*lost the connection.*rank 2 is silent", run.text())
+
+
+def test_ranks_whose_weights_part_are_found(faulty, work):
+    layouts = [(3, [], 1), (2, ["--zero=1"], 1), (4, ["--zero=3", "--dp_replicate=2", "--max_iters=20"], None)]
+    for nproc, args, guilty in layouts:
+        part = {"PART": [7, guilty]} if guilty is not None else {}
+        args = [*args, f"--out_dir=out{nproc}", "--check_ranks_interval=5", "--batch_size=2"]
+        run = faulty([*args, "--gradient_accumulation_steps=4"], nproc, **part).wait(ok=False)
+        if guilty is None:
+            assert set(run.codes) == {0}, run.text()
+            continue
+        assert set(run.codes) == {1} and run.text().count("error:") == 1
+        assert "step 10: the ranks' weights have parted: transformer." in run.text()
+        assert f"differs on rank {guilty}" in run.text() or nproc == 2
+
+
+def test_what_must_be_alike_at_the_start():
+    facts = [launch.start_facts({"seed": 1, "out_dir": str(r)}) | {"the data's digest": "a"} for r in range(3)]
+    launch.check_alike(facts)
+    facts[2] |= {"host": "node-b", "torch": "2.11.0"}
+    with pytest.raises(ValueError, match=r"torch is '2.13.0.*' on rank 0 .*, '2.11.0' on rank 2 \(node-b\)"):
+        launch.check_alike(facts)
+    for key, value in (("the code's digest", "x"), ("the data's digest", "b"), ("seed", 2)):
+        with pytest.raises(ValueError, match=f"{key} is .* on rank 1"):
+            launch.check_alike([facts[0], facts[0] | {key: value}])
+
+
+def test_slow_ranks_and_spikes_are_noticed():
+    slow = resilience.SlowRanks(patience=3)
+    assert not slow.seen({"forward ms": [10.0, 40.0]}) and not slow.seen({"forward ms": [10.0, 40.0]})
+    assert slow.seen({"forward ms": [10.0, 40.0]}) == ["rank 1: forward ms 40.0, others 10.0"]
+    assert not slow.seen({"forward ms": [10.0, 40.0]}), "named once"
+    for _ in range(10):
+        assert not slow.seen({"forward ms": [10.0, 11.0, 12.0], "memory GB": [1.0, 1.1, 1.2]})
+    assert slow.seen({}) == []
+    named = [slow.seen({"memory GB": [1.0, 1.0, 9.0]}) for _ in range(3)][-1]
+    assert named == ["rank 2: memory GB 9.0, others 1.0"]
+    spikes = resilience.Spikes()
+    assert not any(spikes.seen(3 - i / 100 + i % 3 / 10) for i in range(60))
+    assert spikes.seen(6.0) and not spikes.seen(2.5)
+
+
+def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):
+    args = ["--out_dir=out", "--on_nan=skip", "--max_iters=8", "--alert_command=cat >> alerts.jsonl"]
+    faulty(args, 2, NAN=[[3, 1]]).wait()
+    told = [json.loads(line) for line in (work / "alerts.jsonl").read_text().splitlines()]
+    assert sorted(t["event"] for t in told) == ["end", "not_finite", "start"]
+    assert next(t for t in told if t["event"] == "not_finite")["ranks"] == [1]
+
+
+def test_a_run_whose_folder_another_one_took_stops_and_harms_nothing(faulty, zygote, work):
+    args = ["--out_dir=out", "--save_interval=5", "--max_iters=20", "--init_from=auto"]
+    first = faulty(args, WAIT=[12, 0])
+    assert first.until(lambda text: "waiting" in text and "saved out/step_00000010" in text)
+    zygote.start([*TINY, *args], work).wait()
+    before = weights(work / "out")
+    (work / "go").touch()
+    first.wait(ok=False)
+    assert first.codes == [1] and "another run has been started in out" in first.text()
+    assert_same(before, weights(work / "out"))
+    assert sorted(column(work / "out", "loss")) == list(range(21))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torchrun
+
+
+def children(pid):
+    """The processes that pid started."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as f:
+                    if int(f.read().rsplit(")", 1)[1].split()[1]) == pid:
+                        found.append(int(entry))
+            except OSError:
+                pass
+    return found
+
+
+def wait_for(what, seconds=60):
+    end = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < end, "not seen in time"
+        time.sleep(0.02)
+    return value
+
+
+def steps_in(folder):
+    return max(column(folder, "loss"), default=-1) if (folder / "metrics.jsonl").exists() else -1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_torchrun_goes_on_after_a_worker_was_killed_and_its_orphans_leave(zygote, work):
+    args = [*TINY, "--save_interval=10", "--max_iters=60"]
+    zygote.start([*args, "--out_dir=straight"], work, 2).wait()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=3"]
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(REPO / "train.py")]
+    command = [*torchrun, *where, *args, "--out_dir=out", "--init_from=auto"]
+    with open(work / "log", "w") as log:
+        agent = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
+        wait_for(lambda: steps_in(work / "out") > 15)
+        os.kill(children(agent.pid)[0], signal.SIGKILL)
+        assert agent.wait(90) == 0, (work / "log").read_text()[-3000:]
+    assert column(work / "out", "loss") == column(work / "straight", "loss"), "the same bits on the same layout"
+    assert events(work / "out", "recovered")[0]["seconds"] > 0
+    # an agent that is killed leaves no orphans
+    endless = [a for a in command if not a.startswith(("--max_iters", "--out_dir"))] + ["--max_iters=1000000"]
+    with open(work / "log", "w") as log:
+        agent = subprocess.Popen([*endless, "--out_dir=orphans"], cwd=work, stdout=log, stderr=log)
+        wait_for(lambda: steps_in(work / "orphans") > 5)
+        workers = children(agent.pid)
+        agent.kill()
+        agent.wait()
+        wait_for(lambda: not any(os.path.exists(f"/proc/{w}") for w in workers), 10)
