@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from json import dumps, loads
 from pathlib import Path
 
@@ -61,8 +62,6 @@ theirs = settings_of(HERE / "train.py")
 config = configure(globals(), extra=theirs)
 
 SMALL = dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8, dropout=0.0)  # 10.65M parameters
-NOISE = re.compile(r"[EWI]\d{4} \d\d:\d\d|\*{9}")  # how torchrun's own lines on stderr begin
-BAR = {"all-reduce": 2.0}  # bytes on the wire for each byte of the message, times (n - 1) / n; 1 for the others
 launches = itertools.count()  # numbers train.py's starts; the same on all ranks
 
 under_launcher = "RANK" in os.environ
@@ -88,10 +87,10 @@ def reason_for(code: int, errors: str) -> str:
 
 
 def own_lines(errors: str) -> list[str]:
-    """The lines of stderr that train.py wrote: torchrun's report of its workers' end comes after them."""
+    """The lines of stderr that train.py wrote: torchrun's warnings come before them, its report of the end after."""
     lines = errors.splitlines()
     end = next((i for i, line in enumerate(lines) if re.match(r"E\d{4} ", line)), len(lines))
-    return [line for line in lines[:end] if not NOISE.match(line)]
+    return [line for line in lines[:end] if not re.match(r"[WI]\d{4} ", line)]
 
 
 def run_train(scratch: Path, settings: dict, processes: int, untimed: int, timed: int, aloud: bool = False) -> dict:
@@ -101,10 +100,9 @@ def run_train(scratch: Path, settings: dict, processes: int, untimed: int, timed
     """
     number = next(launches)
     out = scratch / f"launch{number}"
-    args = {"max_iters": untimed + timed - 1, "log_interval": 1, "eval_interval": 10**9, "eval_iters": 1}
-    args = (
-        settings | args | {"out_dir": out, "keep_last": 0, "save_interval": 0, "eval_only": False, "wandb_log": False}
-    )
+    args = settings | {"max_iters": untimed + timed - 1, "log_interval": 1, "eval_interval": 10**9, "eval_iters": 1}
+    args |= {"out_dir": out, "keep_last": 0, "save_interval": 0, "eval_only": False, "wandb_log": False}
+    args |= {"profile": profile and aloud}
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     if under_launcher and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         # rank 0's train.py serves the addresses itself: the next one must not meet the one that is leaving
@@ -112,6 +110,7 @@ def run_train(scratch: Path, settings: dict, processes: int, untimed: int, timed
     command = [sys.executable]
     if processes > 1 and not under_launcher:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        env.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets by itself, with a warning
     command += [str(HERE / "train.py"), *(f"--{k}={v}" for k, v in args.items())]
     banner = {}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -159,7 +158,6 @@ def figures(out: Path, banner: dict[str, str], untimed: int) -> dict:
         "mfu": mfu,
         "tflops": mfu * float(peak[1]) if peak and mfu is not None else None,
         "settings": settings,
-        "out_dir": str(out),
     }
 
 
@@ -196,14 +194,14 @@ def measured_copy(where: torch.device, seconds: float = 0.3) -> float:
     """Bytes per second, read and written, of a copy in the device's memory: the best of as many as fit in."""
     source = torch.ones((64 if where.type == "cpu" else 256) * 2**20, device=where)
     target = torch.empty_like(source)
-    best, end = math.inf, time.perf_counter() + seconds
-    while time.perf_counter() < end or best == math.inf:
+    times, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 5:
         synchronize(where)
         began = time.perf_counter()
         target.copy_(source)
         synchronize(where)
-        best = min(best, time.perf_counter() - began)
-    return 2 * source.nbytes / best
+        times.append(time.perf_counter() - began)
+    return 2 * source.nbytes / min(times)
 
 
 def synchronize(where: torch.device) -> None:
@@ -217,11 +215,9 @@ def limits(run: dict, where: torch.device) -> dict[str, float | None]:
         torch.set_num_threads(launch.cpu_count())  # torchrun gave this process one thread
     launch.set_numerics(where, run["dtype"], False)
     matmul, copy = metrics.measured_matmul(where, run["dtype"]), measured_copy(where)
-    # the processes of one machine share its cores, so that what was measured is theirs together
-    devices = (
-        run["processes"] // int(os.environ.get("LOCAL_WORLD_SIZE", here)) if where.type == "cpu" else run["processes"]
-    )
     s, n = run["settings"], run["processes"]
+    # the processes of one machine share its cores, so that what was measured is theirs together
+    devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
     stage = 3 if s["fsdp"] else s["zero"]
     held = run["parameters"] * (s["dp_replicate"] if stage else n)  # over all ranks, their copies counted
     # AdamW reads weight, gradient and two moments and writes all but the gradient: seven float32
@@ -237,12 +233,11 @@ def limits(run: dict, where: torch.device) -> dict[str, float | None]:
 def report(scratch: Path, settings: dict, where: torch.device, total: float | None) -> dict:
     """Run the work (all ranks), print where its time goes and how far from the device's limits it is."""
     # the profiler skips 5 steps and traces 5 (metrics.start_profiler): the timed ones come after those
-    untimed = max(11 if profile else 3, steps // 4)
-    run = run_train(scratch, settings | {"profile": profile}, here, untimed, steps, aloud=True)
+    run = run_train(scratch, settings, here, max(11 if profile else 3, steps // 4), steps, aloud=True)
     silent = None
     if here > 1 and settings.get("grad_sync") != "never" and "problem" not in run:
         say(f"\nonce more, without communication ({here} processes, grad_sync never)", flush=True)
-        silent = run_train(scratch, settings | {"grad_sync": "never"}, here, 3, max(steps // 2, 3))
+        silent = run_train(scratch, settings | {"grad_sync": "never"}, here, max(3, steps // 4), steps)
     for r in (run, silent or {}):
         if "problem" in r:
             fail(r["errors"] or r["problem"])
@@ -251,7 +246,7 @@ def report(scratch: Path, settings: dict, where: torch.device, total: float | No
 
     parts, could = split_step(run, silent), limits(run, where)
     processes = f"{here} process{'es' * (here > 1)}"
-    say(f"\n{run['steps']} steps of {run['tokens_a_step']:,} tokens on {processes}, {run['dtype']}; medians over the steps:")
+    say(f"\n{run['steps']} steps of {run['tokens_a_step']:,} tokens on {processes}, {run['dtype']}; medians:")
     say(f"  {'':13} {'mean of the ranks':>18} {'slowest rank':>13}")
     say(f"  {'tokens/s':13} {run['tokens_per_s']:18,.0f}")
     for name, value in {"ms per step": run["step_ms"], **parts}.items():
@@ -264,7 +259,7 @@ def report(scratch: Path, settings: dict, where: torch.device, total: float | No
     say(f"  {'matmul peak':13} {matmul:>18}  of which the step reaches {shown(could['matmul_ratio'], '.1%')}")
     say(f"  {'copy peak':13} {copy:>18}  of which the optimizer reaches {shown(could['copy_ratio'], '.1%')}")
     result = {"run": run, "split_ms": parts, "limits": could, "estimated_gb": total}
-    return result | ({"operators": profiled(Path(run["out_dir"]))} if profile else {})
+    return result | ({"operators": profiled(Path(run["settings"]["out_dir"]))} if profile else {})
 
 
 def shown(value: float | None, form: str) -> str:
@@ -379,13 +374,16 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
     """
     if under_launcher:
         fail("a search starts the processes itself: start bench.py without torchrun, with --nproc=N")
-    start = {"batch_size": settings["batch_size"], "activation_checkpointing": "none", "compile": compile}
-    start = {k: settings.get(k, v) for k, v in start.items()} | {"grad_sync": settings.get("grad_sync", "auto")}
+    sharded = settings.get("fsdp") or settings.get("zero", 0) >= 2
+    start = {"batch_size": settings["batch_size"], "activation_checkpointing": "none"}
+    start |= {"compile": compile} if where.type == "cuda" else {}  # on a CPU train.py leaves it out
+    start |= {"grad_sync": "every" if sharded else "last"} if here > 1 else {}  # what auto is
+    start |= {k: v for k, v in settings.items() if k in start and v != "auto"}
     sequences = start["batch_size"] * settings.get("gradient_accumulation_steps", here)
     most = -(-sequences // here)
     sizes = {start["batch_size"] * 2**k for k in range(24)} | {start["batch_size"] // 2**k for k in range(24)}
     sizes = sorted(b for b in sizes if b and b <= max(most, start["batch_size"]) and sequences % b == 0)
-    widths = {"batch_size": 10, "accumulation": 12, "activation_checkpointing": 24, "compile": 7, "grad_sync": 9}
+    widths = {k: max(len(k), 9) for k in ("accumulation", *start)}
     say(f"held fixed: the global batch of {sequences} sequences, on {here} process{'es' * (here > 1)}")
     say(header_of(widths), flush=True)
     tried, first = {}, None
@@ -419,21 +417,18 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
         other = best | {"activation_checkpointing": mode}
         failed = {t["point"]["batch_size"] for t in tried.values() if "problem" in t}
         best = max([best, other, *(other | {"batch_size": b} for b in sorted(failed))], key=speed)
-    options = {"compile": (True, False)} if where.type == "cuda" else {}  # on a CPU train.py leaves it out
-    if here > 1 and sequences // here > best["batch_size"]:
-        options["grad_sync"] = ("last", "every")
+    options = {k: v for k, v in {"compile": (True, False), "grad_sync": ("last", "every")}.items() if k in start}
+    if sequences // here <= best["batch_size"]:  # one micro-step: its gradients are reduced, either way
+        options.pop("grad_sync", None)
     for name, values in options.items():
         best = max([best, *(best | {name: v} for v in values)], key=speed)
     if not speed(best):
         return {"tried": list(tried.values()), "command": None}
 
-    mine = settings_of(__file__).keys() - theirs.keys()
-    typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] not in mine]
-    added = (
-        (SMALL | {"dataset": default} if is_small else {})
-        | best
-        | {"gradient_accumulation_steps": sequences // best["batch_size"]}
-    )
+    added = (SMALL | {"dataset": default} if is_small else {}) | best
+    added |= {"gradient_accumulation_steps": sequences // best["batch_size"]}
+    left_out = (settings_of(__file__).keys() - theirs.keys()) | added.keys()
+    typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] not in left_out]
     program = f"torchrun --standalone --nproc_per_node={here}" if here > 1 else "python"
     command = f"{program} train.py {shlex.join([*typed, *(f'--{k}={v}' for k, v in added.items())])}"
     say(f"\nthe fastest, {speed(best):,.0f} tokens/s:\n{command}")
@@ -442,11 +437,6 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the network
-
-
-def either(*names: str) -> Callable:
-    """The collective of the first of these names that this torch has: 2.13 gave some of them new ones."""
-    return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 
 def time_collectives() -> list[dict]:
@@ -460,53 +450,45 @@ def time_collectives() -> list[dict]:
             raise ValueError("comm needs two processes or more: set --nproc=2, or --device=cpu where there is one GPU")
     except ValueError as e:
         fail(str(e))
-    n, rows = ranks.world_size, []
-    gather, scatter = (
-        either("all_gather_single", "all_gather_into_tensor"),
-        either("reduce_scatter_single", "reduce_scatter_tensor"),
-    )
-    operations = {
-        "all-reduce": lambda whole, part: dist.all_reduce(whole),
-        "all-gather": lambda whole, part: gather(whole, part),
-        "reduce-scatter": lambda whole, part: scatter(part, whole),
-        "broadcast": lambda whole, part: dist.broadcast(whole, 0),
-        "all-to-all": lambda whole, part: dist.all_to_all_single(torch.empty_like(whole), whole),
+    n, where = ranks.world_size, ranks.device
+    # torch 2.13's names for them, which warns of the old ones; 2.11 has the old ones only
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    operations = {  # with the bytes that a link carries for each byte of the message
+        "all-reduce": (lambda whole, other, part: dist.all_reduce(whole), 2 * (n - 1) / n),
+        "all-gather": (lambda whole, other, part: gather(whole, part), (n - 1) / n),
+        "reduce-scatter": (lambda whole, other, part: scatter(part, whole), (n - 1) / n),
+        "broadcast": (lambda whole, other, part: dist.broadcast(whole, 0), 1),
+        "all-to-all": (lambda whole, other, part: dist.all_to_all_single(other, whole), (n - 1) / n),
     }
-    backend = dist.get_backend_config() if hasattr(dist, "get_backend_config") else dist.get_backend()
-    say(f"{n} processes on {ranks.device.type}, {backend}; GB/s on the bus, latency at 1 KB\n  {'message':>12}", end="")
-    say("".join(f"{name:>16}" for name in operations))
+    backend = "gloo" if where.type == "cpu" or config.get("backend") == "gloo" else "nccl"
+    say(f"{n} processes on {where.type}, {backend}: GB/s on the bus, and latency")
+    say(f"  {'message':>12}" + "".join(f"{name:>16}" for name in operations))
+    table = []
     for size in (2**k for k in range(10, 27, 2)):
-        whole = torch.zeros(size // 4 // n * n, device=ranks.device)
-        part = torch.zeros(len(whole) // n, device=ranks.device)
-        for name, operation in operations.items():
+        whole, other = (torch.zeros(size // 4 // n * n, device=where) for _ in range(2))
+        part, row = torch.zeros(len(whole) // n, device=where), []
+        for name, (operation, factor) in operations.items():
+            cell = {"operation": name, "bytes": whole.nbytes}
             try:
-                seconds = mean_seconds(lambda: operation(whole, part), ranks.device)  # noqa: B023
-            except (RuntimeError, NotImplementedError) as e:
-                rows.append({"operation": name, "bytes": size, "problem": str(e).splitlines()[0]})
-                continue
-            factor = 1.0 if name == "broadcast" else BAR.get(name, 1.0) * (n - 1) / n
-            rows.append(
-                {
-                    "operation": name,
-                    "bytes": size,
-                    "us": seconds * 1e6,
-                    "gb_per_s": factor * whole.nbytes / seconds / 1e9,
-                }
-            )
-        line = [r for r in rows if r["bytes"] == size]
-        say(f"  {size / 1024:9,.0f} KB" + "".join(f"{shown(r.get('gb_per_s'), '.3f'):>16}" for r in line), flush=True)
-    line = [r for r in rows if r["bytes"] == 1024]
-    say(f"  {'latency, µs':>12}" + "".join(f"{shown(r.get('us'), '.1f'):>16}" for r in line))
-    for r in line:
-        say(f"  {r['operation']}: not supported by {backend} ({r['problem']})" if "problem" in r else "", end="")
+                seconds = mean_seconds(partial(operation, whole, other, part), where)
+                cell |= {"us": seconds * 1e6, "gb_per_s": factor * whole.nbytes / seconds / 1e9}
+            except (RuntimeError, NotImplementedError) as e:  # this backend has no such collective
+                cell |= {"problem": f"not supported by {backend}: {(str(e).splitlines() or [''])[0]}"}
+            row.append(cell)
+        say(f"  {size / 1024:9,.0f} KB" + "".join(f"{shown(c.get('gb_per_s'), '.3f'):>16}" for c in row), flush=True)
+        table += row
+    row = table[: len(operations)]
+    say(f"  {'1 KB, in µs':>12}" + "".join(f"{shown(c.get('us'), '.1f'):>16}" for c in row))
+    say("".join(f"  {c['operation']}: {c['problem']}\n" for c in row if "problem" in c), end="")
     launch.leave()
-    return rows
+    return table
 
 
 def mean_seconds(operation: Callable[[], object], where: torch.device, budget: float = 0.1) -> float:
     """How long a collective takes (all ranks): the slowest rank's mean over as many as fit into `budget` seconds."""
     count = 1
-    for _ in range(2):  # the first is for warming up and to see how long it takes
+    for _ in range(3):  # the first connects the ranks, the second shows how many fit
         dist.barrier()
         synchronize(where)
         began = time.perf_counter()
@@ -514,7 +496,7 @@ def mean_seconds(operation: Callable[[], object], where: torch.device, budget: f
             operation()
         synchronize(where)
         took = launch.gather_rows([(time.perf_counter() - began) / count], where).max().item()
-        count = int(min(max(budget / took, 2), 200))
+        count = int(min(max(budget / took, 1), 200))
     return took
 
 
@@ -596,6 +578,7 @@ if problems:
 
 if comm and not under_launcher:
     count = nproc or (torch.cuda.device_count() if where.type == "cuda" else 2)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would, with a warning; launch.join divides the cores
     again = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", __file__]
     # torchrun would take --nproc for one of its own
     sys.exit(subprocess.run([*again, *(a for a in sys.argv[1:] if not a.startswith("--nproc="))]).returncode)

@@ -147,6 +147,7 @@ class Watchdog:
         self.timeout_s, self.where = timeout_s, where
         self.told = threading.Lock()
         self.over = threading.Event()
+        self.silent = []
         self.armed = False  # the first step may take long: compiling
         self.hang = lambda text: None
         if store:
@@ -187,9 +188,9 @@ class Watchdog:
         except Exception as e:
             return f"the store, which rank 0 or its agent keeps, does not answer ({(str(e).splitlines() or [''])[0]})"
         word = [b[1] if b else "not begun" for b in after]
-        silent = [r for r in range(self.world_size) if before[r] == after[r] and not here[r]]
-        if silent:
-            return "; ".join(f"rank {r} is silent, it was last at {word[r]}" for r in silent)
+        self.silent = [r for r in range(self.world_size) if before[r] == after[r] and not here[r]]
+        if self.silent:
+            return "; ".join(f"rank {r} is silent, it was last at {word[r]}" for r in self.silent)
         return "all ranks answer: " + ", ".join(f"rank {r} at {w}" for r, w in enumerate(word))
 
     def report(self, problem: str) -> None:
@@ -200,6 +201,14 @@ class Watchdog:
         text = f"rank {self.rank} at {self.where()[1]}: {problem}; {self.blame()}"
         print(f"error: {text}", file=sys.stderr, flush=True)
         self.hang(text)
+        try:
+            self.store.set(f"said/{self.rank}", "")
+            others = [f"said/{r}" for r in range(self.world_size) if r not in self.silent]
+            end = time.monotonic() + 4
+            while self.rank == 0 and not self.store.check(others) and time.monotonic() < end:
+                time.sleep(0.05)  # rank 0 may keep the store, which the others are asking
+        except Exception:  # the store has gone: nobody can ask it any more
+            return
 
     def stop(self) -> None:
         self.over.set()

@@ -25,6 +25,9 @@ seed_step, forward = launch.seed_step, model.GPT.forward
 def noted(seed, step, rank):
     now.update(step=step, rank=rank)
     seed_step(seed, step, rank)
+    if [step, rank] == json.loads(os.environ.get("PART", "0")):
+        weight = now["model"].transformer.h[1].mlp.c_fc.weight.data
+        getattr(weight, "_local_tensor", weight)[3, 4] += 1e-3
 def faulty(self, idx, *args, **kwargs):
     logits, loss = forward(self, idx, *args, **kwargs)
     here = [now["step"], now["rank"]]
@@ -32,9 +35,7 @@ def faulty(self, idx, *args, **kwargs):
         loss = loss * float("nan")
     if self.training and here in json.loads(os.environ.get("NAN_GRADIENT", "[]")):
         loss.register_hook(lambda g: g * float("nan"))
-    if here == json.loads(os.environ.get("PART", "0")):
-        with torch.no_grad():
-            self.transformer.h[1].mlp.c_fc.weight[3, 4] += 1e-3
+    now["model"] = self
     if self.training and here == json.loads(os.environ.get("WAIT", "0")):
         print("waiting", flush=True)
         while not os.path.exists("go"):
@@ -77,9 +78,10 @@ def events(folder, name):
 # asked to stop
 
 
-@pytest.mark.parametrize("nproc, args", [(1, []), (2, []), (2, ["--zero=3"])])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(zygote, work, name, nproc, args):
+@pytest.mark.parametrize(
+    "nproc, args, name", [(1, [], "SIGINT"), (1, [], "SIGTERM"), (2, [], "SIGUSR1"), (2, ["--zero=3"], "SIGTERM")]
+)
+def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(zygote, work, nproc, args, name):
     args = [*TINY, *args, "--dropout=0.1", "--max_iters=60", "--out_dir=out", "--init_from=auto"]
     run = zygote.start(args, work, nproc)
     assert run.until(lambda text: "iter 20:" in text)
@@ -233,17 +235,17 @@ def test_a_rank_that_dies_is_named_by_all_others(zygote, work):
 
 
 def test_ranks_whose_weights_part_are_found(faulty, work):
-    layouts = [(3, [], 1), (2, ["--zero=1"], 1), (4, ["--zero=3", "--dp_replicate=2", "--max_iters=20"], None)]
-    for nproc, args, guilty in layouts:
-        part = {"PART": [7, guilty]} if guilty is not None else {}
-        args = [*args, f"--out_dir=out{nproc}", "--check_ranks_interval=5", "--batch_size=2"]
-        run = faulty([*args, "--gradient_accumulation_steps=4"], nproc, **part).wait(ok=False)
+    hsdp = ["--zero=3", "--dp_replicate=2"]
+    for nproc, args, guilty in ((3, [], 1), (4, hsdp, 3), (4, hsdp, None)):
+        args = [*args, f"--out_dir=out{nproc}", "--check_ranks_interval=5", "--batch_size=2", "--max_iters=12"]
+        part = {} if guilty is None else {"PART": [7, guilty]}
+        run = faulty([*args, "--gradient_accumulation_steps=4"], nproc, **part).wait(ok=guilty is None)
         if guilty is None:
-            assert set(run.codes) == {0}, run.text()
             continue
-        assert set(run.codes) == {1} and run.text().count("error:") == 1
+        assert set(run.codes) == {1} and run.text().count("error:") == 1, run.text()
         assert "step 10: the ranks' weights have parted: transformer." in run.text()
-        assert f"differs on rank {guilty}" in run.text() or nproc == 2
+        suspects = [r for r in range(nproc) if f"differs on rank {r}" in run.text()]
+        assert suspects == [guilty] or (nproc == 4 and suspects == [1]), "of two it cannot say which one is right"
 
 
 def test_what_must_be_alike_at_the_start():
@@ -323,6 +325,7 @@ def steps_in(folder):
     return max(column(folder, "loss"), default=-1) if (folder / "metrics.jsonl").exists() else -1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_torchrun_goes_on_after_a_worker_was_killed_and_its_orphans_leave(zygote, work):
     args = [*TINY, "--save_interval=10", "--max_iters=60"]

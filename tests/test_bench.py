@@ -1,0 +1,154 @@
+"""bench.py: every report, on models small enough that a launch takes seconds. Nothing here depends on how long."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from runs import REPO
+
+TINY = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=1", "--n_head=2", "--n_embd=16"]
+TINY += ["--block_size=16", "--batch_size=2", "--steps=3"]
+PARTS = ["data wait", "forward", "backward", "exposed comm", "optimizer", "other"]
+
+
+def bench(zygote, work, *args, ok=True):
+    """(text, JSON) of a bench.py."""
+    run = zygote.start([*args, "--json=bench.json"], work, script="bench.py").wait(180, ok)
+    assert not list(work.glob("*.tmp"))
+    path = work / "bench.json"
+    return run.text(), json.loads(path.read_text()) if path.exists() else None
+
+
+def check_split(report, processes):
+    run, parts = report["run"], report["split_ms"]
+    assert run["processes"] == processes and list(parts) == PARTS
+    for of in ("mean", "max"):
+        assert all(p[of] >= 0 for p in parts.values() if p[of] is not None)
+    # step by step medians need not add up, but nothing is counted twice: what is left over is in `other`
+    known = sum(p["mean"] or 0 for name, p in parts.items() if name != "other")
+    assert parts["other"]["mean"] == pytest.approx(max(0, run["step_ms"]["mean"] - known))
+    assert run["tokens_per_s"] == pytest.approx(run["tokens_a_step"] / run["step_ms"]["mean"] * 1e3)
+    assert report["limits"]["matmul_ratio"] > 0 and report["limits"]["copy_gb_per_s"] > 0
+
+
+def test_report_of_one_work_with_its_trace(zygote, work):
+    """The split, the limits, the JSON and, however few the steps, the trace and its operators."""
+    text, found = bench(zygote, work, *TINY, "--profile=True", "--steps=1")
+    check_split(found["report"], 1)
+    for name in ("tokens/s", "ms per step", "memory", "MFU", *(p for p in PARTS if p != "exposed comm")):
+        assert len(re.findall(rf"^  {name} +[\d.,]+", text, re.M)) == 1, (name, text)
+    assert re.search(r"^  exposed comm +n/a +n/a$", text, re.M), "one process has nobody to talk to"
+    assert re.search(r"^  copy peak .*GB/s .*optimizer reaches [\d.]+%", text, re.M)
+    events = json.loads((work / "bench_trace.json").read_text())["traceEvents"]
+    assert sum(e.get("name", "").startswith("ProfilerStep#") for e in events) >= 5
+    operators = found["report"]["operators"]
+    assert 10 <= len(operators) <= 15 and any(o["name"] == "aten::mm" for o in operators)
+    assert sum(o["share"] for o in operators) <= 1 and all(o["self_ms"] >= 0 for o in operators)
+
+
+def test_two_processes_that_bench_starts_itself(zygote, work):
+    """Communication is what the step takes longer than with grad_sync 'never', a second launch."""
+    text, found = bench(zygote, work, *TINY, "--nproc=2")
+    check_split(found["report"], 2)
+    assert found["report"]["split_ms"]["exposed comm"]["mean"] is not None and "without communication" in text
+    assert f"3 steps of {2 * 2 * 16} tokens on 2 processes" in text
+
+
+def test_a_sweep_comes_with_its_bad_points_marked(zygote, work):
+    """What does not run says why in its row: no memory, a loss that is not finite, a setting of no such value."""
+    huge = 2**20  # weights of 17 TB
+    text, found = bench(zygote, work, *TINY, f"--sweep=n_embd:16,{huge},none", "--warmup_iters=0")
+    good, memory, wrong = found["sweep"]
+    assert good["tokens_per_s"] > 0 and good["point"] == {"n_embd": "16"}
+    assert memory["problem"] == "out of memory" and "n_embd='none': not a whole number" in wrong["problem"]
+    assert re.search(r"^  +16 +32 +[\d,]+ +[\d.]+ +[\d.]+ +[\d.]+% +1\.00x$", text, re.M), text
+    assert re.search(rf"^  {huge}  failed: out of memory$", text, re.M) and "held fixed: the global batch" in text
+    text, found = bench(zygote, work, *TINY, "--sweep=batch_siz:2;nproc:0", ok=False)
+    assert "nproc is '0'" in text and "no point ran" in text and "problem" in found["sweep"][0]
+    text, found = bench(zygote, work, *TINY, "--sweep=batch_siz:2;learning_rate:1", ok=False)
+    assert "did you mean --batch_size?" in text
+    text, _ = bench(zygote, work, *TINY, "--sweep=batch_size", ok=False)
+    assert "type --sweep=" in text and "tokens/s" not in text
+
+
+@pytest.mark.slow
+def test_a_sweep_over_processes_keeps_the_global_batch(zygote, work):
+    text, found = bench(zygote, work, *TINY, "--sweep=nproc:1,2")
+    assert [p["processes"] for p in found["sweep"]] == [1, 2] and "strong scaling" in text
+    assert {p["tokens_a_step"] for p in found["sweep"]} == {2 * 2 * 16}
+    first, second = found["sweep"]
+    speed_up = second["tokens_per_s"] / first["tokens_per_s"]
+    assert f"{speed_up:.2f}x {speed_up / 2:11.0%}" in text
+
+
+def test_collectives_on_two_processes(zygote, work):
+    text, found = bench(zygote, work, "--comm=True", "--nproc=2", "--device=cpu")
+    operations = {c["operation"] for c in found["comm"]}
+    assert operations == {"all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"}
+    sizes = sorted({c["bytes"] for c in found["comm"]})
+    assert sizes[0] == 2**10 and sizes[-1] == 2**26 and len(found["comm"]) == 5 * len(sizes)
+    for c in found["comm"]:
+        if "problem" not in c:
+            factor = 1.0 if c["operation"] in ("broadcast", "all-reduce") else 0.5  # of two processes
+            assert c["gb_per_s"] == pytest.approx(factor * c["bytes"] / c["us"] / 1e3)
+    assert len(re.findall(r"^ +[\d,]+ KB( +([\d.]+|n/a)){5}$", text, re.M)) == len(sizes), text
+    assert re.search(r"^ +1 KB, in µs( +([\d.]+|n/a)){5}$", text, re.M), text
+
+
+def test_tuning_ends_in_a_command_that_runs(zygote, work):
+    """It keeps the global batch, never chooses a point that failed, and forgets no setting that was typed."""
+    text, found = bench(zygote, work, *TINY, "--tune=True")
+    tried, command = found["tune"]["tried"], found["tune"]["command"]
+    assert text.rstrip().endswith(command) and {t["tokens_a_step"] for t in tried} == {2 * 16}
+    assert {t["point"]["activation_checkpointing"] for t in tried} == {"none", "selective", "full"}
+    assert {t["point"]["batch_size"] for t in tried} >= {1, 2}
+    best = max(tried, key=lambda t: t["tokens_per_s"])
+    assert all(f"--{k}={v}" in command for k, v in best["point"].items()) and "--n_embd=16" in command
+    words = shlex.split(command)
+    assert words[:2] == ["python", "train.py"] and not any("tune" in w or "steps=3" in w for w in words)
+    run = zygote.start([*words[2:], "--max_iters=2", "--eval_iters=1", "--keep_last=0", "--out_dir=out"], work).wait()
+    assert "iter 2:" in run.text() and "32 tokens" in run.text()
+
+
+@pytest.mark.slow
+def test_sweep_under_torchrun(work):
+    """Several launches share one torchrun's store; the ranks go on together after a point that failed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(REPO / "bench.py"), *TINY, "--sweep=zero:0,5,3"]
+    run = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    rows = re.findall(r"^ +(\d)  (failed: zero is 5|.*1\.00x|.*[\d.]+x)", run.stdout, re.M)
+    assert [r[0] for r in rows] == ["0", "5", "3"] and "failed" in rows[1][1], run.stdout
+
+
+def test_mistakes_are_said_in_one_line(zygote, work):
+    for args, said in (
+        (["--nproc=-1"], "must not be negative"),
+        (["--steps=0"], "at least 1"),
+        (["--tune=True", "--comm=True"], "set one of them"),
+        (["--json=nowhere/x.json"], "no such folder"),
+        (["--device=tpu"], "possible are auto"),
+    ):
+        run = zygote.start(args, work, script="bench.py").wait(ok=False)
+        assert run.codes == [1] and len(run.text().splitlines()) == 1 and said in run.text(), run.text()
+
+
+def test_a_work_that_fails_says_why(zygote, work):
+    text, found = bench(zygote, work, *TINY, "--n_head=3", ok=False)
+    assert "n_embd is 16: it must be a multiple of n_head, 3" in text and found is None
+
+
+def test_self_time_of_operators():
+    """A child's time is not its parent's; another thread's is nobody's child."""
+    source = (REPO / "bench.py").read_text()
+    start = source.index("def top_operators")
+    namespace = {}
+    exec(source[start : source.index("\n\n\n", start)], namespace)
+    event = lambda name, ts, dur, tid=1: dict(ph="X", cat="cpu_op", name=name, ts=ts, dur=dur, pid=1, tid=tid)  # noqa: E731
+    events = [event("outer", 0, 100), event("inner", 10, 30), event("leaf", 15, 5), event("inner", 50, 20)]
+    events += [event("other", 20, 10, tid=2), dict(ph="M", name="x"), dict(ph="X", cat="user_annotation", name="y")]
+    took = {o["name"]: (o["self_ms"] * 1e3, o["calls"]) for o in namespace["top_operators"](events)}
+    assert took == {"outer": (50.0, 1), "inner": (45.0, 2), "other": (10.0, 1), "leaf": (5.0, 1)}
