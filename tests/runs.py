@@ -148,3 +148,29 @@ def records(out_dir):
 def column(out_dir, key):
     """{step: value} of a logged figure."""
     return {r["iter"]: r[key] for r in records(out_dir) if key in r and "event" not in r}
+
+
+def children(pid):
+    """The processes that pid started."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as f:
+                    if int(f.read().rsplit(")", 1)[1].split()[1]) == pid:
+                        found.append(int(entry))
+            except OSError:
+                pass
+    return found
+
+
+def wait_for(what, seconds=60):
+    end = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < end, "not seen in time"
+        time.sleep(0.02)
+    return value
+
+
+def steps_in(folder):
+    return max(column(folder, "loss"), default=-1) if (folder / "metrics.jsonl").exists() else -1

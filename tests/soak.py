@@ -4,19 +4,27 @@ Kill runs at random moments, many times, and count what was lost. The test suite
     python tests/soak.py saves --kills=200       SIGKILL around saves: does the run resume, from the newest whole save?
     python tests/soak.py saves --kills=100 --nproc=2 --zero=3   the same for a save in shards, of one rank or of all
     python tests/soak.py bits --rounds=20        kills in the middle of steps: are the final bits a straight run's?
+    python tests/soak.py signals --kills=50      SIGTERM at random moments: saved, left within 10 s, same bits?
+    python tests/soak.py elastic --kills=50      SIGKILL of random workers of torchrun's: same losses, how soon?
+    python tests/soak.py shrink                  agents of one worker each are killed, 4 -> 3 -> 2: same losses?
 """
 
 import argparse
+import os
 import random
 import re
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
-from runs import TINY, Zygote, tiny_data
+from runs import REPO, TINY, Zygote, children, column, free_port, records, steps_in, tiny_data, wait_for
 
 import checkpoint
 
@@ -85,9 +93,119 @@ def kill_within_steps(zygote, work, rounds, nproc, seed=0, say=lambda *_: None):
     return same
 
 
+def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: None):
+    """
+    SIGTERM to a random rank at random moments from the first step on, `kills` times in one run: is there each time a
+    save of the step it was at, does it leave within 10 s, and are the bits of a straight run there at the end?
+    """
+    import torch
+    from test_resume import DROPOUT, assert_same_bits
+
+    rng, report = random.Random(seed), dict(signals=0, unsaved=0, late=0, slowest_s=0.0)
+    args = [*TINY, *DROPOUT, f"--max_iters={40 * kills}", "--eval_interval=25", f"--out_dir=stop{nproc}"]
+    while report["signals"] < kills:
+        run = zygote.start([*args, "--init_from=auto"], work, nproc)
+        assert run.until(lambda text: "iter " in text)
+        time.sleep(rng.random() * 0.3)
+        sent = time.monotonic()
+        run.kill([rng.randrange(nproc)], signal.SIGTERM)
+        left = run.gone(within=10)
+        report["slowest_s"] = max(report["slowest_s"], time.monotonic() - sent)
+        report["late"] += not left
+        report["signals"] += 1
+        run.wait(ok=False)
+        steps = [int(n) for n in re.findall(r"iter (\d+):", run.text())]
+        report["unsaved"] += not (work / f"stop{nproc}" / f"step_{max(steps) + 1:08d}").is_dir()
+        if report["signals"] % 10 == 0:
+            say(report)
+    zygote.start([*args, "--init_from=auto"], work, nproc).wait(timeout=600)
+    zygote.start([*args, f"--out_dir=straight{nproc}"], work, nproc).wait(timeout=600)
+    states = [torch.load(work / f"{name}{nproc}" / "ckpt.pt", weights_only=True) for name in ("straight", "stop")]
+    assert_same_bits(*states)
+    say(report, f"same bits as a run that was never stopped, on {nproc} processes")
+    return report
+
+
+def torchrun(work, args, agent_args, log):
+    """Start an agent of torchrun's."""
+    command = [sys.executable, "-m", "torch.distributed.run", *agent_args, str(REPO / "train.py"), *args]
+    return subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True)
+
+
+def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
+    """SIGKILL of a random worker at a random moment, `kills` times: the curve, and the times until the next step."""
+    rng, took = random.Random(seed), []
+    args = [*TINY, "--gradient_accumulation_steps=4", "--save_interval=10", "--eval_interval=100000"]
+    args += ["--max_iters=2000", "--lr_decay_iters=2000"]
+    straight = ["--standalone", f"--nproc_per_node={nproc}"]
+    with open(work / "log", "w") as log:
+        assert torchrun(work, [*args, "--out_dir=straight"], straight, log).wait(600) == 0
+        agent_args = ["--nnodes=1:1", f"--nproc_per_node={nproc}", f"--max-restarts={kills}", "--rdzv-backend=c10d"]
+        agent_args += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=last_call_timeout=1"]
+        agent = torchrun(work, [*args, "--out_dir=killed", "--init_from=auto"], agent_args, log)
+        for n in range(kills):
+            wanted = steps_in(work / "killed") + rng.randrange(1, 30)
+            wait_for(lambda w=wanted: steps_in(work / "killed") >= w or agent.poll() is not None, 120)
+            assert agent.poll() is None, (work / "log").read_text()[-3000:]
+            time.sleep(rng.random() * 0.05)
+            before = len(records(work / "killed"))
+            workers = set(children(agent.pid))
+            os.kill(rng.choice(sorted(workers)), signal.SIGKILL)
+            killed = time.time()
+            done = lambda: [r for r in records(work / "killed") if r.get("event") == "recovered" and stamp(r) > killed]  # noqa: B023, E731
+            wait_for(done, 120)
+            took.append(stamp(done()[-1]) - killed)
+            if n % 10 == 9:
+                say(f"{n + 1} kills, {before} lines; until the next step: median {statistics.median(took):.1f} s, "
+                    f"most {max(took):.1f} s")  # fmt: skip
+        assert agent.wait(600) == 0
+    one, other = column(work / "straight", "loss"), column(work / "killed", "loss")
+    worst = max(abs(one[s] - other[s]) for s in one)
+    say(f"{kills} kills of {nproc} workers: losses of {len(other)} steps within {worst:.2g} of the undisturbed run; "
+        f"from kill to the next step: median {statistics.median(took):.1f} s, most {max(took):.1f} s")  # fmt: skip
+    return worst < 1e-5 and one.keys() == other.keys()
+
+
+def shrink(zygote, work, say=lambda *_: None):
+    """Four agents of one worker each; two are killed, one after the other; the run ends on the two that are left."""
+    args = [*TINY, "--gradient_accumulation_steps=12", "--batch_size=4", "--save_interval=10"]
+    args += ["--max_iters=300", "--lr_decay_iters=300", "--eval_interval=100000", "--timeout_s=60"]
+    zygote.start([*args, "--out_dir=straight"], work).wait(timeout=600)
+    agent_args = ["--nnodes=2:4", "--nproc_per_node=1", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=shrink"]
+    agent_args += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    agent_args += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    with open(work / "log", "w") as log:
+        start = lambda: torchrun(work, [*args, "--out_dir=shrunk", "--init_from=auto"], agent_args, log)  # noqa: E731
+        agents = [start()]
+        wait_for(lambda: "rdzv" in (work / "log").read_text() or time.sleep(0.1) or True, 5)
+        agents += [start() for _ in range(3)]
+        took = []
+        for victim, at in ((3, 40), (2, 120)):
+            wait_for(lambda a=at: steps_in(work / "shrunk") >= a, 180)
+            agents[victim].kill()
+            killed = time.time()
+            wait_for(
+                lambda: [r for r in records(work / "shrunk") if r.get("event") == "recovered" and stamp(r) > killed],
+                180,
+            )  # noqa: B023, E501
+            took.append(time.time() - killed)
+            say(f"from the kill of an agent to the next step on fewer workers: {took[-1]:.1f} s")
+        codes = [agents[i].wait(300) for i in (0, 1)]
+    sizes = [r["world_size"] for r in records(work / "shrunk") if r.get("event") in ("start", "resume")]
+    one, other = column(work / "straight", "loss"), column(work / "shrunk", "loss")
+    worst = max(abs(one[s] - other[s]) for s in one)
+    say(f"world sizes {sizes}, agents ended with {codes}; losses within {worst:.2g} of one undisturbed process's")
+    return worst < 1e-5 and sizes[0] == 4 and sizes[-1] == 2
+
+
+def stamp(record):
+    """When a line was written, in seconds."""
+    return datetime.fromisoformat(record["time"]).timestamp()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["saves", "bits"])
+    parser.add_argument("what", choices=["saves", "bits", "signals", "elastic", "shrink"])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -103,6 +221,13 @@ def main():
             )
             print(report)
             bad = report["older"] + report["failed"]
+        elif options.what == "signals":
+            reports = [stop_at_random_moments(zygote, Path(folder), options.kills, n, 0, print) for n in (1, 2)]
+            bad = sum(r["unsaved"] + r["late"] for r in reports)
+        elif options.what == "elastic":
+            bad = not kill_workers(Path(folder), options.kills, options.seed, print)
+        elif options.what == "shrink":
+            bad = not shrink(zygote, Path(folder), print)
         else:
             counts = [
                 kill_within_steps(zygote, Path(folder), options.rounds, n, options.seed, print) for n in (1, 2, 3, 4)

@@ -17,6 +17,7 @@ PARTS = ["data wait", "forward", "backward", "exposed comm", "optimizer", "other
 def bench(zygote, work, *args, ok=True):
     """(text, JSON) of a bench.py."""
     run = zygote.start([*args, "--json=bench.json"], work, script="bench.py").wait(180, ok)
+    assert run.codes == [0 if ok else 1]
     assert not list(work.glob("*.tmp"))
     path = work / "bench.json"
     return run.text(), json.loads(path.read_text()) if path.exists() else None
@@ -58,7 +59,7 @@ def test_two_processes_that_bench_starts_itself(zygote, work):
 
 
 def test_a_sweep_comes_with_its_bad_points_marked(zygote, work):
-    """What does not run says why in its row: no memory, a loss that is not finite, a setting of no such value."""
+    """What does not run says why in its row: no memory, no such value, no such setting."""
     huge = 2**20  # weights of 17 TB
     text, found = bench(zygote, work, *TINY, f"--sweep=n_embd:16,{huge},none", "--warmup_iters=0")
     good, memory, wrong = found["sweep"]

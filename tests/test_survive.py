@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from runs import REPO, TINY, column, free_port, records
+from runs import REPO, TINY, children, column, free_port, records, steps_in, wait_for
 
 import launch
 import resilience
@@ -297,32 +297,6 @@ def test_a_run_whose_folder_another_one_took_stops_and_harms_nothing(faulty, zyg
 
 # ---------------------------------------------------------------------------------------------------------------------
 # torchrun
-
-
-def children(pid):
-    """The processes that pid started."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as f:
-                    if int(f.read().rsplit(")", 1)[1].split()[1]) == pid:
-                        found.append(int(entry))
-            except OSError:
-                pass
-    return found
-
-
-def wait_for(what, seconds=60):
-    end = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < end, "not seen in time"
-        time.sleep(0.02)
-    return value
-
-
-def steps_in(folder):
-    return max(column(folder, "loss"), default=-1) if (folder / "metrics.jsonl").exists() else -1
 
 
 @pytest.mark.slow
