@@ -51,7 +51,7 @@ steps = 20  # how many to measure, after a quarter as many that are not
 # -- what to report ---------------------------------------------------------------------------------------------------
 sweep = ""  # settings and values, as nproc:1,2;batch_size:4,8: each combination is launched, and stands in a table
 comm = False  # bandwidth and latency of the collectives by message size; trains nothing
-tune = False  # find the fastest micro-batch, recompute, compile and grad_sync for the same global batch
+tune = False  # find the fastest micro-batch, recompute, compile, grad_sync, bucket_mb for the same global batch
 profile = False  # also write a torch.profiler trace, bench_trace.json in this folder, and list the top operators
 json = ""  # also write everything that is reported to this file
 estimate = False  # first say how much memory each part takes on each rank, without allocating it
@@ -102,7 +102,7 @@ def run_train(scratch: Path, settings: dict, processes: int, untimed: int, timed
     out = scratch / f"launch{number}"
     args = settings | {"max_iters": untimed + timed - 1, "log_interval": 1, "eval_interval": 10**9, "eval_iters": 1}
     args |= {"out_dir": out, "keep_last": 0, "save_interval": 0, "eval_only": False, "wandb_log": False}
-    args |= {"profile": profile and aloud}
+    args |= {"profile": profile and aloud, "stop_after_s": 0, "alert_command": ""}
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     if under_launcher and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         # rank 0's train.py serves the addresses itself: the next one must not meet the one that is leaving
@@ -126,6 +126,8 @@ def run_train(scratch: Path, settings: dict, processes: int, untimed: int, timed
             process.wait()
         errors.seek(0)
         text = errors.read()
+    if aloud and not code:
+        sys.stderr.writelines(f"{line}\n" for line in own_lines(text))
     if code:
         return {"problem": reason_for(code, text), "errors": "\n".join(own_lines(text)), "processes": processes}
     return figures(out, banner, untimed) if rank == 0 else {}
@@ -226,7 +228,7 @@ def limits(run: dict, where: torch.device) -> dict[str, float | None]:
         "matmul_tflops": matmul / 1e12,
         "matmul_ratio": None if run["tflops"] is None else run["tflops"] * 1e12 / (matmul * devices),
         "copy_gb_per_s": copy / 1e9,
-        "copy_ratio": None if s["cpu_offload"] else moved / (copy * devices),
+        "copy_ratio": None if s["cpu_offload"] or not moved else moved / (copy * devices),
     }
 
 
@@ -257,19 +259,21 @@ def report(scratch: Path, settings: dict, where: torch.device, total: float | No
     say(f"  {'MFU':13} {shown(run['mfu'], '.1%'):>18}")
     matmul, copy = f"{could['matmul_tflops']:.3g} TFLOP/s", f"{could['copy_gb_per_s']:.1f} GB/s"
     say(f"  {'matmul peak':13} {matmul:>18}  of which the step reaches {shown(could['matmul_ratio'], '.1%')}")
-    say(f"  {'copy peak':13} {copy:>18}  of which the optimizer reaches {shown(could['copy_ratio'], '.1%')}")
+    cached = " (what it moves stays in the cache)" * ((could["copy_ratio"] or 0) > 1)
+    say(f"  {'copy peak':13} {copy:>18}  of which the optimizer reaches {shown(could['copy_ratio'], '.1%')}{cached}")
     result = {"run": run, "split_ms": parts, "limits": could, "estimated_gb": total}
     return result | ({"operators": profiled(Path(run["settings"]["out_dir"]))} if profile else {})
 
 
 def shown(value: float | None, form: str) -> str:
+    """A figure, or n/a where it could not be had."""
     return "n/a" if value is None else format(value, form)
 
 
 def profiled(out: Path) -> list[dict]:
     """Keep the trace, and the memory snapshot where there is one; print and return the operators that take longest."""
     if not (out / "trace.json").exists():
-        fail("train.py wrote no trace: --profile=True needs 10 steps or more")
+        fail("train.py wrote no trace: metrics.start_profiler wants more steps than bench.py gives it")
     shutil.copy(out / "trace.json", "bench_trace.json")
     say("  trace         bench_trace.json (open in https://ui.perfetto.dev)")
     if (out / "memory.pickle").exists():
@@ -313,9 +317,7 @@ def axes_of(text: str) -> dict[str, list[str]]:
         name, colon, values = part.partition(":")
         axes[name.strip()] = [v.strip() for v in values.split(",") if v.strip()]
         if not colon or not axes[name.strip()]:
-            fail(
-                f"--sweep={text}: {part!r} is not NAME:VALUE,VALUE; type --sweep='nproc:1,2;batch_size:4,8' or the like"
-            )
+            fail(f"sweep: {part!r} is not NAME:VALUE,VALUE; type --sweep='nproc:1,2;batch_size:4,8' or the like")
     return axes
 
 
@@ -343,7 +345,7 @@ def run_sweep(scratch: Path, settings: dict) -> list[dict]:
     axes = axes_of(sweep)
     if under_launcher and "nproc" in axes:
         fail("a sweep over nproc starts the processes itself: start bench.py without torchrun")
-    counts = [int(v) for v in axes.get("nproc", [str(here)]) if v.isdigit() and int(v)]
+    counts = [int(v) for v in axes.get("nproc", [str(here)]) if v.isdecimal() and int(v)]
     settings = {"gradient_accumulation_steps": math.lcm(*counts)} | settings  # divides evenly over each point's ranks
     own = sorted({"batch_size", "block_size", "gradient_accumulation_steps"} & axes.keys())
     fixed = f"not the global batch, by {', '.join(own)}: compare tokens/s" if own else "the global batch"
@@ -358,7 +360,7 @@ def run_sweep(scratch: Path, settings: dict) -> list[dict]:
         changed = {k: v for k, v in point.items() if k != "nproc"}
         count = point.get("nproc", str(here))
         run = {"problem": f"nproc is {count!r}: not a whole number of at least 1"}
-        if count.isdigit() and int(count):
+        if count.isdecimal() and int(count):
             run = run_train(scratch, settings | changed, int(count), max(3, steps // 4), steps)
         if rank == 0:
             first = first or (None if "problem" in run else run)
@@ -378,11 +380,12 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
     start = {"batch_size": settings["batch_size"], "activation_checkpointing": "none"}
     start |= {"compile": compile} if where.type == "cuda" else {}  # on a CPU train.py leaves it out
     start |= {"grad_sync": "every" if sharded else "last"} if here > 1 else {}  # what auto is
+    start |= {"bucket_mb": theirs["bucket_mb"].default} if here > 1 and not sharded else {}
     start |= {k: v for k, v in settings.items() if k in start and v != "auto"}
     sequences = start["batch_size"] * settings.get("gradient_accumulation_steps", here)
     most = -(-sequences // here)
-    sizes = {start["batch_size"] * 2**k for k in range(24)} | {start["batch_size"] // 2**k for k in range(24)}
-    sizes = sorted(b for b in sizes if b and b <= max(most, start["batch_size"]) and sequences % b == 0)
+    sizes = {int(start["batch_size"] * 2.0**k) for k in range(-16, 17)}
+    sizes = sorted(b for b in sizes if 0 < b <= max(most, start["batch_size"]) and sequences % b == 0)
     widths = {k: max(len(k), 9) for k in ("accumulation", *start)}
     say(f"held fixed: the global batch of {sequences} sequences, on {here} process{'es' * (here > 1)}")
     say(header_of(widths), flush=True)
@@ -400,6 +403,10 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
             tried[key] = {"point": point, **run}
         return tried[key].get("tokens_per_s", 0.0)
 
+    def pick(best: dict, others: list[dict]) -> dict:
+        """The fastest; another than the best so far where it gains 3%: less is noise in so few steps."""
+        return max([best, *others], key=lambda point: speed(point) * (1.03 if point == best else 1))
+
     def climb(best: dict, sizes: list[int]) -> dict:
         """Go on to the next micro-batch for as long as that is faster, or as nothing has run yet."""
         for size in sizes:
@@ -409,6 +416,8 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
                 break
         return best
 
+    if not speed(start) and "memory" not in tried[tuple(start.values())]["problem"]:  # smaller ones fail as well
+        return {"tried": list(tried.values()), "command": None}
     best = climb(start, [b for b in sizes if b > start["batch_size"]] if speed(start) else [])
     if best == start:
         best = climb(start, [b for b in reversed(sizes) if b < start["batch_size"]])
@@ -416,12 +425,13 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
         # recompute is slower by itself: it pays where it makes room for a micro-batch that failed
         other = best | {"activation_checkpointing": mode}
         failed = {t["point"]["batch_size"] for t in tried.values() if "problem" in t}
-        best = max([best, other, *(other | {"batch_size": b} for b in sorted(failed))], key=speed)
-    options = {k: v for k, v in {"compile": (True, False), "grad_sync": ("last", "every")}.items() if k in start}
+        best = pick(best, [other, *(other | {"batch_size": b} for b in sorted(failed))])
+    options = {"compile": (True, False), "grad_sync": ("last", "every"), "bucket_mb": (5.0, 25.0, 100.0)}
+    options = {name: values for name, values in options.items() if name in start}
     if sequences // here <= best["batch_size"]:  # one micro-step: its gradients are reduced, either way
         options.pop("grad_sync", None)
     for name, values in options.items():
-        best = max([best, *(best | {name: v} for v in values)], key=speed)
+        best = pick(best, [best | {name: v} for v in values])
     if not speed(best):
         return {"tried": list(tried.values()), "command": None}
 

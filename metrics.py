@@ -250,6 +250,14 @@ def memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
+def utilization(device: torch.device) -> float | None:
+    """Percent of the last second in which the GPU did something; None where that cannot be read (it wants pynvml)."""
+    try:
+        return float(torch.cuda.utilization(device)) if device.type == "cuda" else None
+    except Exception:  # a missing package, a driver that does not tell: nothing to stop a run for
+        return None
+
+
 def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     """
     (matmul FLOP/s that this device can do in `dtype`, where the figure is from): its data sheet's, or measured here;
@@ -284,13 +292,24 @@ def measured_matmul(device: torch.device, dtype: str, seconds: float = 0.3) -> f
 
 
 def start_profiler(out_dir: str) -> torch.profiler.profile:
-    """A profiler that skips 5 steps, traces 5, and writes <out_dir>/trace.json; call its step() after each step."""
+    """
+    A profiler that skips 5 steps, traces 5, and writes <out_dir>/trace.json, on a GPU also what its memory holds, as
+    memory.pickle for https://pytorch.org/memory_viz; call its step() after each step.
+    """
+
+    def write(profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(os.path.join(out_dir, "trace.json"))
+        if cuda:
+            torch.cuda.memory._dump_snapshot(os.path.join(out_dir, "memory.pickle"))
+
     cuda = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     profiler = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU, *cuda],
         schedule=torch.profiler.schedule(skip_first=4, wait=0, warmup=1, active=5, repeat=1),
-        on_trace_ready=lambda p: p.export_chrome_trace(os.path.join(out_dir, "trace.json")),
+        on_trace_ready=write,
     )
+    if cuda:
+        torch.cuda.memory._record_memory_history()
     profiler.start()
     return profiler
 
@@ -304,7 +323,8 @@ def step_line(record: dict, left_s: float) -> str:
     mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
     return (
         f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
-        f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, {duration(left_s)} left"
+        f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, "
+        f"data {record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left"
     )
 
 

@@ -235,6 +235,8 @@ sync_every = grad_sync == "every" or (grad_sync == "auto" and stage >= 2)
 sync_at = lambda i: sync_every or (i == share.micro_steps - 1 and grad_sync != "never")  # noqa: E731
 save_group = dist.new_group(backend="gloo") if stage > 0 else None
 
+if profile and max_iters - iter_num < 9:
+    say(f"warning: --profile traces the steps after the fifth: {max_iters - iter_num + 1} steps give no trace, 10 do")
 clock, log = metrics.Clock(ranks.device), metrics.Log(Path(out_dir))
 with launch.agreement():
     if ranks.first and not eval_only:
@@ -544,6 +546,7 @@ while iter_num <= max_iters or eval_only:
 
     if iter_num % log_interval == 0 and ranks.first:
         record = metrics.step_record(iter_num, rows, lr, tokens_seen, tokens_a_step, flops_a_step, peak)
+        record["gpu_percent"] = metrics.utilization(ranks.device)
         left = (time.perf_counter() - began) / (iter_num - first_step + 1) * (max_iters - iter_num)
         say(metrics.step_line(record, left))
         log.write(record)

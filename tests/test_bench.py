@@ -42,7 +42,7 @@ def test_report_of_one_work_with_its_trace(zygote, work):
     for name in ("tokens/s", "ms per step", "memory", "MFU", *(p for p in PARTS if p != "exposed comm")):
         assert len(re.findall(rf"^  {name} +[\d.,]+", text, re.M)) == 1, (name, text)
     assert re.search(r"^  exposed comm +n/a +n/a$", text, re.M), "one process has nobody to talk to"
-    assert re.search(r"^  copy peak .*GB/s .*optimizer reaches [\d.]+%", text, re.M)
+    assert re.search(r"^  copy peak .*GB/s .*optimizer reaches (n\/a|[\d.]+%)", text, re.M)
     events = json.loads((work / "bench_trace.json").read_text())["traceEvents"]
     assert sum(e.get("name", "").startswith("ProfilerStep#") for e in events) >= 5
     operators = found["report"]["operators"]
@@ -72,7 +72,7 @@ def test_a_sweep_comes_with_its_bad_points_marked(zygote, work):
     text, found = bench(zygote, work, *TINY, "--sweep=batch_siz:2;learning_rate:1", ok=False)
     assert "did you mean --batch_size?" in text
     text, _ = bench(zygote, work, *TINY, "--sweep=batch_size", ok=False)
-    assert "type --sweep=" in text and "tokens/s" not in text
+    assert "type --sweep=" in text and "Traceback" not in text and "tokens/s" not in text
 
 
 @pytest.mark.slow
@@ -106,8 +106,9 @@ def test_tuning_ends_in_a_command_that_runs(zygote, work):
     assert text.rstrip().endswith(command) and {t["tokens_a_step"] for t in tried} == {2 * 16}
     assert {t["point"]["activation_checkpointing"] for t in tried} == {"none", "selective", "full"}
     assert {t["point"]["batch_size"] for t in tried} >= {1, 2}
-    best = max(tried, key=lambda t: t["tokens_per_s"])
-    assert all(f"--{k}={v}" in command for k, v in best["point"].items()) and "--n_embd=16" in command
+    chosen = [t for t in tried if all(f"--{k}={v}" in command for k, v in t["point"].items())]
+    assert len(chosen) == 1 and "--n_embd=16" in command
+    assert 1.1 * chosen[0]["tokens_per_s"] > max(t["tokens_per_s"] for t in tried)
     words = shlex.split(command)
     assert words[:2] == ["python", "train.py"] and not any("tune" in w or "steps=3" in w for w in words)
     run = zygote.start([*words[2:], "--max_iters=2", "--eval_iters=1", "--keep_last=0", "--out_dir=out"], work).wait()
@@ -142,14 +143,35 @@ def test_a_work_that_fails_says_why(zygote, work):
     assert "n_embd is 16: it must be a multiple of n_head, 3" in text and found is None
 
 
+def function(name):
+    """A function of bench.py, which is a script: importing it would run it."""
+    source, namespace = (REPO / "bench.py").read_text(), {}
+    start = source.index(f"def {name}(")
+    exec(source[start : source.index("\n\n\n", start)], namespace)
+    return namespace[name]
+
+
+def test_exposed_communication_is_what_the_silent_launch_saves():
+    def run(step, backward, clip, optimizer):
+        spans = {"data": 1, "forward": 30, "backward": backward, "clip": clip, "optimizer": optimizer, "agree": 2}
+        return {
+            "step_ms": {"mean": step, "max": step},
+            "spans_ms": {k: {"mean": v, "max": v} for k, v in spans.items()},
+        }
+
+    split = function("split_step")
+    wanted = {"data wait": 1, "forward": 30, "backward": 35, "exposed comm": 20, "optimizer": 15, "other": 4}
+    # a slower optimizer in the second launch is no communication
+    parts = split(run(105, 50, 5, 10), run(90, 35, 8, 12))
+    assert parts == {name: {"mean": v, "max": v} for name, v in wanted.items()}
+    assert split(run(105, 50, 5, 10), run(120, 60, 5, 10))["exposed comm"] == {"mean": 0, "max": 0}, "noise"
+    assert split(run(105, 50, 5, 10), None)["exposed comm"] == {"mean": None, "max": None}
+
+
 def test_self_time_of_operators():
     """A child's time is not its parent's; another thread's is nobody's child."""
-    source = (REPO / "bench.py").read_text()
-    start = source.index("def top_operators")
-    namespace = {}
-    exec(source[start : source.index("\n\n\n", start)], namespace)
     event = lambda name, ts, dur, tid=1: dict(ph="X", cat="cpu_op", name=name, ts=ts, dur=dur, pid=1, tid=tid)  # noqa: E731
     events = [event("outer", 0, 100), event("inner", 10, 30), event("leaf", 15, 5), event("inner", 50, 20)]
     events += [event("other", 20, 10, tid=2), dict(ph="M", name="x"), dict(ph="X", cat="user_annotation", name="y")]
-    took = {o["name"]: (o["self_ms"] * 1e3, o["calls"]) for o in namespace["top_operators"](events)}
+    took = {o["name"]: (o["self_ms"] * 1e3, o["calls"]) for o in function("top_operators")(events)}
     assert took == {"outer": (50.0, 1), "inner": (45.0, 2), "other": (10.0, 1), "leaf": (5.0, 1)}

@@ -1,0 +1,156 @@
+"""
+The figures that the issues ask for and a test cannot hold, each by one command, on an idle machine.
+
+    python tests/measure.py stall         how long a step waits for an asynchronous save, against a blocking one
+    python tests/measure.py saves         what a save every 100 steps costs
+    python tests/measure.py grad_sync     memory of both values of grad_sync in each stage of ZeRO
+    python tests/measure.py activations   memory of activations with and without recompute, 12 layers x 1024 tokens
+    python tests/measure.py tax           train.py's step against a bare loop of forward, backward, clipping, optimizer
+    python tests/measure.py bare          that bare loop, on the 10.65M config (batch 8 x 256)
+    python tests/measure.py first         seconds from the command to the first step
+"""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from runs import REPO, column, records, tiny_data
+
+CONFIG = ["--dataset=tiny", "--n_layer=6", "--n_head=6", "--n_embd=384", "--block_size=256", "--batch_size=8"]
+CONFIG += ["--gradient_accumulation_steps=1", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1"]
+CONFIG += ["--learning_rate=1e-3", "--warmup_iters=10", "--dropout=0.0"]
+
+
+def train(work, args, nproc=1):
+    """Run train.py as a user does; returns its output."""
+    launcher = [sys.executable]
+    if nproc > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    run = subprocess.run([*launcher, str(REPO / "train.py"), *CONFIG, *args], cwd=work, capture_output=True, text=True)
+    if run.returncode:
+        sys.exit(run.stdout[-2000:] + run.stderr[-2000:])
+    return run.stdout
+
+
+def saves_of(work):
+    return [r for r in records(work / "out") if r.get("event") == "save"]
+
+
+def stall(work):
+    for nproc, zero in ((1, 0), (2, 3)):
+        train(work, ["--out_dir=out", "--save_interval=4", "--max_iters=41", f"--zero={zero}"], nproc)
+        found = saves_of(work)
+        waited = statistics.median(r["stall"] for r in found[1:])
+        alone = found[-1]["seconds"]  # the last one has the machine to itself, and the run waits for it
+        print(f"zero {zero}, {nproc} processes: a step waits {waited * 1e3:.0f} ms, a blocking save takes "
+              f"{alone * 1e3:.0f} ms: {waited / alone:.1%}")  # fmt: skip
+
+
+def saves(work):
+    train(work, ["--out_dir=out", "--save_interval=100", "--max_iters=399"])
+    steps, found = column(work / "out", "step_ms"), saves_of(work)[:-1]
+    usual = statistics.median(steps.values())
+    extra = 0.0
+    for r in found:  # steps that the writing in the background may have slowed, and the wait before them
+        span = range(r["iter"], r["iter"] + 2 + int(r["seconds"] * 1e3 / usual))
+        extra += sum(steps[s] - usual for s in span if s in steps) + r["stall"] * 1e3
+    print(f"{len(found)} saves, steps of {usual:.0f} ms: {extra / len(found):.0f} ms each, "
+          f"{extra / len(found) / (100 * usual):.2%} of 100 steps")  # fmt: skip
+
+
+def grad_sync(work):
+    shape = ["--n_embd=768", "--n_head=12", "--block_size=64", "--batch_size=1", "--gradient_accumulation_steps=8"]
+    for zero in range(4):
+        for value in ("last", "every"):
+            args = [*shape, f"--zero={zero}", f"--grad_sync={value}", "--max_iters=6", "--keep_last=0", "--out_dir=out"]
+            train(work, [*args, "--dtype=float32"], 2)
+            memory = column(work / "out", "memory_gb_max")[6]
+            print(f"zero {zero}, grad_sync {value}: {memory:.3f} GB on the largest rank (42.5M parameters)", flush=True)
+
+
+def activations(work):
+    shape = ["--n_layer=12", "--batch_size=4", "--max_iters=4", "--keep_last=0", "--dtype=float32", "--out_dir=out"]
+
+    def peak(*args):
+        train(work, [*shape, *args])
+        return column(work / "out", "memory_gb_max")[4]
+
+    base = peak("--block_size=1024", "--batch_size=1", "--activation_checkpointing=full", "--n_layer=12")
+    kinds = {mode: peak("--block_size=1024", f"--activation_checkpointing={mode}") for mode in
+             ("none", "selective", "every:2", "full")}  # fmt: skip
+    for mode, memory in kinds.items():
+        print(f"12 layers x 1024 tokens x 4 rows, {mode}: {memory:.2f} GB in all, {memory - base:.2f} above one row "
+              f"with full recompute: {1 - (memory - base) / (kinds['none'] - base):.0%} less")  # fmt: skip
+
+
+def bare(steps=60):
+    import torch
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    import launch
+    from model import GPT, GPTConfig
+
+    launch.keep_freed_memory()
+    model = GPT(GPTConfig(block_size=256, vocab_size=65, n_layer=6, n_head=6, n_embd=384, bias=False), 1337)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    x, y = torch.randint(0, 65, (8, 256)), torch.randint(0, 65, (8, 256))
+    for _ in range(steps):
+        start = time.perf_counter()
+        with torch.autocast("cpu", torch.bfloat16):
+            _, loss = model(x, y, 2048.0)
+        loss.backward()
+        norm = get_total_norm([p.grad for p in model.parameters()])
+        clip_grads_with_norm_(model.parameters(), 1.0, norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        print(f"time {(time.perf_counter() - start) * 1e3:.3f}ms")
+
+
+def tax(work):
+    ratios = []
+    for _ in range(5):
+        out = subprocess.run([sys.executable, __file__, "bare"], capture_output=True, text=True, check=True).stdout
+        alone = statistics.median(float(t) for t in re.findall(r"time ([0-9.]+)ms", out)[5:])
+        train(work, ["--out_dir=out", "--max_iters=60", "--keep_last=0", "--dtype=bfloat16"])
+        ours = statistics.median(list(column(work / "out", "step_ms").values())[5:])
+        spans = records(work / "out")[-1]["spans_ms"]
+        four = sum(spans[s]["mean"] for s in ("forward", "backward", "clip", "optimizer"))
+        ratios.append(ours / alone)
+        print(f"bare {alone:.1f} ms, train.py {ours:.1f} ms: {ours / alone - 1:+.1%}; in train.py itself all but the "
+              f"four take {ours - four:.2f} ms: {(ours - four) / four:.2%}", flush=True)  # fmt: skip
+    print(f"median {statistics.median(ratios) - 1:+.1%}")
+
+
+def first(work):
+    for _ in range(3):
+        start = time.perf_counter()
+        command = [sys.executable, "-u", str(REPO / "train.py"), *CONFIG, "--max_iters=1", "--out_dir=out"]
+        process = subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, text=True)
+        for line in process.stdout:
+            if line.startswith("iter 0:"):
+                print(f"first step after {time.perf_counter() - start:.2f} s")
+        process.wait()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = {f.__name__: f for f in (stall, saves, grad_sync, activations, tax, first)}
+    parser.add_argument("what", choices=[*kinds, "bare"])
+    what = parser.parse_args().what
+    if what == "bare":
+        bare()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_data(folder)
+        kinds[what](Path(folder))
+
+
+if __name__ == "__main__":
+    main()
