@@ -65,7 +65,7 @@ class Log:
         """One line of metrics.jsonl; it is in the file when this returns. A full disk costs lines, not the run."""
         if not self.file:
             return
-        line = json.dumps({k: as_json(v) for k, v in (record | {"time": now()}).items()}) + "\n"
+        line = json.dumps(as_json(record | {"time": now()})) + "\n"
         try:
             self.file.write(line.encode())
         except OSError as e:
@@ -83,6 +83,8 @@ class Log:
 
 def as_json(value: object) -> object:
     """JSON has no nan and no infinity: they become strings."""
+    if isinstance(value, dict):
+        return {k: as_json(v) for k, v in value.items()}
     if isinstance(value, list):
         return [as_json(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -278,7 +278,8 @@ def tell(event: str, **facts: object) -> None:
     log.event(event, iter_num, **facts)
     if ranks.first and event != "save":
         last = event in ("end", "preempted", "failed")
-        resilience.alert(alert_command, {"event": event, "iter": iter_num, "out_dir": out_dir, **facts}, 10 * last)
+        record = metrics.as_json({"event": event, "iter": iter_num, "out_dir": out_dir, **facts})
+        resilience.alert(alert_command, record, 10 * last)
 
 
 tell("resume" if found else "start", config=config, world_size=ranks.world_size, dtype=dtype_used,
