@@ -136,7 +136,8 @@ def run_train(scratch: Path, settings: dict, processes: int, untimed: int, timed
 def figures(out: Path, banner: dict[str, str], untimed: int) -> dict:
     """What train.py recorded in folder `out` (rank 0): medians over the timed steps, mean and largest of the ranks."""
     records = metrics.read_log(out / "metrics.jsonl")
-    start, end = (next(r for r in records if r.get("event") == name) for name in ("start", "end"))
+    start = next(r for r in records if r.get("event") == "start")
+    end = next((r for r in records if r.get("event") in ("end", "preempted")), {"spans_ms": {}})
     timed, settings = [r for r in records if "step_ms" in r][untimed:], start["config"]
 
     def over_ranks(key: str) -> dict[str, float]:
@@ -545,6 +546,7 @@ def print_estimate(settings: dict, processes: int, where: torch.device) -> float
         sync_every=s["grad_sync"] == "every" or (s["grad_sync"] == "auto" and stage >= 2),
         cpu_offload=s["cpu_offload"],
         mode=s["activation_checkpointing"],
+        on_cpu=where.type == "cpu",
     )
     parts = memory.memory_estimate(**cost)
     print(f"estimated GB on each of {processes} rank{'s' * (processes > 1)}, micro-batches of {cost['rows']}:")

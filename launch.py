@@ -173,18 +173,21 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
     if "RANK" in os.environ:
         own = {"device_id": chosen} if "nccl" in backend else {}
         where, timeout = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timedelta(seconds=timeout_s)
+        longer = timedelta(seconds=30 * ("nccl" in backend))  # NCCL aborts without a word: the watchdog speaks first
         try:
             store = next(dist.rendezvous("env://", timeout=timeout))[0]
             start = meet(store, rank, world_size, timeout_s)
             store = dist.PrefixStore(start, store)
             store.set_timeout(timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **own)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout + longer, **own
+            )
+            if world_size > 1:
+                address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                watched = dist.PrefixStore(start, dist.TCPStore(address, port, is_master=False, timeout=timeout))
+                watched.set_timeout(timedelta(seconds=5))
         except (dist.DistNetworkError, dist.DistStoreError) as e:
             raise ValueError(f"rank {rank} cannot reach the others through {where}: {str(e).splitlines()[0]}") from e
-        if world_size > 1:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            own_connection = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
-            watched = dist.PrefixStore(start, own_connection)
     return Ranks(rank, world_size, local_rank, local_world_size, chosen, watched)
 
 
@@ -334,13 +337,13 @@ def check_alike(facts: list[dict]) -> None:
 
 
 def check_collective(ranks: Ranks) -> None:
-    """Raise ValueError where an all-reduce does not give the right sum (all ranks)."""
-    if not dist.is_initialized():
-        return
+    """Where an all-reduce does not give the right sum, all ranks leave with a message (all ranks)."""
     total = torch.full((), ranks.rank + 1.0, device=ranks.device)
-    dist.all_reduce(total)
-    if total.item() != ranks.world_size * (ranks.world_size + 1) / 2:
-        raise ValueError(f"an all-reduce over {ranks.world_size} ranks gave {total.item()}: the network is broken")
+    if ranks.world_size > 1:
+        dist.all_reduce(total)
+    with agreement():
+        if ranks.world_size > 1 and total.item() != ranks.world_size * (ranks.world_size + 1) / 2:
+            raise ValueError(f"an all-reduce over {ranks.world_size} ranks gave {total.item()}: the network is broken")
 
 
 def agree_on_dtype(mine: str) -> str:

@@ -251,13 +251,14 @@ def share_of(sequences: int, rank: int, world_size: int, batch_size: int) -> Sha
 
 def read_rows(tokens: np.ndarray, starts: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, each (rows, block_size) int64 on the CPU; a missing row is zeros with targets of -1."""
-    x = torch.zeros(len(starts), block_size, dtype=torch.int64)
-    y = torch.full((len(starts), block_size), -1, dtype=torch.int64)
-    for row, start in enumerate(starts):
-        if start != MISSING:
-            window = torch.from_numpy(tokens[start : start + block_size + 1].astype(np.int64))  # (block_size + 1,)
-            x[row], y[row] = window[:-1], window[1:]
-    return x, y
+    missing = starts == MISSING
+    if missing.all():
+        windows = np.zeros((len(starts), block_size + 1), np.int64)
+    else:
+        windows = tokens[np.where(missing, 0, starts)[:, None] + np.arange(block_size + 1)].astype(np.int64)
+    x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
+    x[missing], y[missing] = 0, -1
+    return torch.from_numpy(x), torch.from_numpy(y)
 
 
 def micro_batches(

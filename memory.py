@@ -5,6 +5,7 @@ would lower it (said when a run goes out of memory).
 
 from collections.abc import Callable
 from itertools import accumulate
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import GPT, GPTConfig
+import model as model_file
+from model import GPT, GPTConfig, HalfAttentionOnCPU
 from parallel import recompute
 
 
@@ -47,13 +49,14 @@ class Live(TorchDispatchMode):
         return max(accumulate(change))
 
 
-def activation_bytes(model_args: dict, rows: int, dtype: str, mode: str) -> int:
+def activation_bytes(model_args: dict, rows: int, dtype: str, mode: str, on_cpu: bool) -> int:
     """
     The most memory that activations, and what the backward makes on its way, take in a micro-step of `rows` rows.
     The step is run with tensors that have a shape but no memory.
     """
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
-    with FakeTensorMode():
+    model_file.causal_bias.cache_clear()  # no real mask among fake tensors, nor a fake one after them
+    with FakeTensorMode(), mock.patch.object(HalfAttentionOnCPU, "LONGEST", HalfAttentionOnCPU.LONGEST * on_cpu):
         model = GPT(GPTConfig(**model_args), 0)
         recompute(model, mode)
         idx = torch.zeros(rows, model_args["block_size"], dtype=torch.int64)
@@ -66,7 +69,7 @@ def activation_bytes(model_args: dict, rows: int, dtype: str, mode: str) -> int:
 
 def memory_estimate(
     model_args: dict, rows: int, dtype: str, world_size: int, zero: int, dp_replicate: int, sync_every: bool,
-    cpu_offload: bool, mode: str,
+    cpu_offload: bool, mode: str, on_cpu: bool,
 ) -> dict[str, float]:  # fmt: skip
     """
     GB that the parts of a training step take on each rank's device, without allocating them: weights (float32, and
@@ -89,7 +92,8 @@ def memory_estimate(
     if cpu_offload:
         weights, gradients, moments = weights - 4 * n / shards, gradients - 4 * n / shards, 0
     parts = {"weights": weights, "gradients": gradients, "optimizer": moments}
-    parts["activations"] = activation_bytes(model_args, rows, dtype, mode)
+    parts["activations"] = activation_bytes(model_args, rows, dtype, mode, on_cpu)
+    model_file.causal_bias.cache_clear()
     parts = {name: size / 1e9 for name, size in parts.items()}
     return parts | {"total": sum(parts.values())}
 

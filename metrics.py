@@ -341,7 +341,7 @@ def step_record(
     iter_num: int, rows: Tensor, lr: float, tokens: int, tokens_a_step: int, flops_a_step: float, peak: float | None
 ) -> dict:
     """
-    What a logged step says, from the row of every rank: (loss, grad_norm, step_ms, data_ms, memory_gb). The loss is
+    What a logged step says, from the row of every rank: (loss, grad_norm, step_ms, data_ms, memory_gb, …). The loss is
     the mean over the ranks, which is the mean over the whole global batch; for what a slow rank hides, the largest
     value stands beside the mean.
     """

@@ -236,9 +236,9 @@ def differing(model: nn.Module, ranks: Ranks, shards: int) -> str:
         return ""
     names = list(parameters_by_name(model))
     parts = [p.to_local() if is_sharded(p) else p for p in parameters_by_name(model).values()]
-    mine = torch.stack([p.contiguous().view(torch.int32).sum(dtype=torch.int64) for p in parts])  # (parameters,)
-    digests = [torch.empty_like(mine) for _ in range(ranks.world_size)]
-    dist.all_gather(digests, mine.to(ranks.device))
+    mine = torch.stack([p.contiguous().view(torch.int32).sum(dtype=torch.int64) for p in parts]).to(ranks.device)
+    digests = [torch.empty_like(mine) for _ in range(ranks.world_size)]  # (parameters,) each
+    dist.all_gather(digests, mine)
     digests = torch.stack(digests).cpu()  # (world size, parameters)
     found = []
     for shard in range(shards):

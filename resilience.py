@@ -37,7 +37,6 @@ class Stop:
     stop_after_s: float = 0
     began: float = field(default_factory=time.monotonic)
     signal: int = 0
-    at: float = 0.0
 
     def code(self, still_needed_s: float = 0.0) -> int:
         """0: go on; a signal's number; TIME_IS_UP where another step and a save, so long, would come too late."""
@@ -54,16 +53,28 @@ def watch_signals(stop_after_s: float = 0) -> Stop:
     stop = Stop(stop_after_s)
 
     def note(number: int, frame: object) -> None:
-        now = time.monotonic()
-        if number == signal.SIGINT and stop.signal and now - stop.at > 1:
-            os._exit(128 + number)  # a save that is being written is left unfinished, which harms none before it
         if not stop.signal:
-            stop.signal, stop.at = number, now
+            stop.signal = number
             os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
 
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), note)
+    # note runs between two lines of Python; where the main thread waits in C++ for a rank that is gone, a thread that
+    # reads the signals' numbers ends the process at a second SIGINT
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def second() -> None:
+        first = None
+        while numbers := os.read(read, 1):
+            if numbers[0] == signal.SIGINT:
+                first = first or time.monotonic()
+                if time.monotonic() - first > 1:
+                    os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=second, daemon=True, name="signals").start()
     return stop
 
 
@@ -82,14 +93,16 @@ def alert(command: str, record: dict, wait_s: float = 0) -> None:
     if not command:
         return
     try:
-        process = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, text=True)
-        process.stdin.write(json.dumps(record, default=str) + "\n")
-        process.stdin.close()
-        threading.Thread(target=process.wait, daemon=True).start()  # so that it leaves no zombie
-        if wait_s:
-            process.wait(wait_s)
-    except (OSError, subprocess.TimeoutExpired) as e:
+        process = subprocess.Popen(
+            command, shell=True, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL if not wait_s else None, text=True
+        )
+    except OSError as e:
         print(f"warning: alert_command: {e}", file=sys.stderr, flush=True)
+        return
+    # in a thread, which also reaps it: a command that does not read must not hold up the run
+    told = threading.Thread(target=process.communicate, args=(json.dumps(record, default=str) + "\n",), daemon=True)
+    told.start()
+    told.join(wait_s)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,11 +116,13 @@ class Spikes:
     losses: deque = field(default_factory=lambda: deque(maxlen=100))
 
     def seen(self, loss: float) -> bool:
-        before = list(self.losses)
+        before, n = list(self.losses), len(self.losses)
         self.losses.append(loss)
-        if len(before) < 20:
+        if n < 20:
             return False
-        return loss > statistics.mean(before) + max(6 * statistics.stdev(before), 0.1 * abs(statistics.mean(before)))
+        mean = sum(before) / n
+        deviation = (sum((x - mean) ** 2 for x in before) / n) ** 0.5  # statistics.stdev takes a millisecond
+        return loss > mean + max(6 * deviation, 0.1 * abs(mean))
 
 
 @dataclass
@@ -149,9 +164,10 @@ class Watchdog:
         self.over = threading.Event()
         self.silent = []
         self.armed = False  # the first step may take long: compiling
-        self.hang = lambda text: None
+        self.hang, self.finish = lambda text: None, lambda: None
+        self.thread = threading.Thread(target=self.watch, daemon=True, name="watchdog") if store else None
         if store:
-            threading.Thread(target=self.watch, daemon=True, name="watchdog").start()
+            self.thread.start()
 
     def watch(self) -> None:
         beats, last, since = 0, None, time.monotonic()
@@ -161,10 +177,11 @@ class Watchdog:
                 last, since = now, time.monotonic()
             try:
                 self.store.set(f"beat/{self.rank}", json.dumps([beats, now[1]]))
-            except Exception:  # the store went with rank 0 or its agent: the next collective will tell
-                continue
+            except Exception:  # the store went with rank 0 or its agent
+                beats -= 1
             if self.armed and time.monotonic() - since > self.timeout_s:
                 self.report(f"no progress for {self.timeout_s:g} s")
+                self.finish()
                 os._exit(1)
 
     def beats(self) -> list[tuple[int, str] | None]:
@@ -211,7 +228,10 @@ class Watchdog:
             return
 
     def stop(self) -> None:
+        """The run is over: stop watching (before the store goes)."""
         self.over.set()
+        if self.thread:
+            self.thread.join(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,7 +260,16 @@ def recorded_micro_batch(out_dir: str, job: dict, batch_size: int) -> int:
 def lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or did not come in time."""
     text = str(error).lower()
-    signs = ("closed by peer", "reset by peer", "remote peer", "timed out waiting", "connection was likely closed")
+    signs = (
+        "closed by peer",
+        "reset by peer",
+        "remote peer",
+        "timed out waiting",
+        "connection was likely closed",
+        "remote process exit",
+        "ncclremoteerror",
+        "ncclsystemerror",
+    )
     return isinstance(error, RuntimeError) and any(s in text for s in (*signs, "broken pipe", "socket closed"))
 
 
@@ -275,11 +304,13 @@ def explain_crashes(
     def say(kind: type, error: BaseException, trace: object) -> None:
         if isinstance(error, plain):
             print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+            watchdog.hang(str(error))
             return
         if lost_connection(error):
             watchdog.report(f"lost the connection to another rank ({str(error).splitlines()[0].split('. ')[0][:200]})")
             return
         if not is_out_of_memory(error):
+            watchdog.hang(f"{kind.__name__}: {error}")
             earlier(kind, error, trace)
             return
         if rank > 0:  # the other ranks leave in silence
@@ -299,6 +330,7 @@ def explain_crashes(
         except Exception as e:  # the message above matters more
             lines.insert(1, f"(no estimate: {e})")
         print("\n".join(lines), file=sys.stderr, flush=True)
+        watchdog.hang(lines[0])
 
     def hook(kind: type, error: BaseException, trace: object) -> None:
         say(kind, error, trace)

@@ -238,6 +238,7 @@ save_group = dist.new_group(backend="gloo") if stage > 0 else None
 if profile and max_iters - iter_num < 9:
     say(f"warning: --profile traces the steps after the fifth: {max_iters - iter_num + 1} steps give no trace, 10 do")
 clock, log = metrics.Clock(ranks.device), metrics.Log(Path(out_dir))
+owner = ""
 with launch.agreement():
     if ranks.first and not eval_only:
         checkpoint.make_folder(out_dir)
@@ -246,13 +247,13 @@ with launch.agreement():
         wandb_run = metrics.start_wandb(wandb_project, wandb_run_name, wandb_id, config)
         wandb_id = wandb_run.id
     if ranks.first and not eval_only:
+        owner = checkpoint.take_over(out_dir)  # what an orphan saves after this does not count
         checkpoint.clean_up(out_dir)
         aside = checkpoint.adopt(out_dir, found) if found else checkpoint.set_aside(out_dir)
         (Path(out_dir) / resilience.MARK).unlink(missing_ok=True)
         log = metrics.open_log(out_dir, iter_num)
         say(f"{out_dir} held an earlier run, which is in {aside} now" if aside else f"writing to {out_dir}")
     log.wandb = wandb_run
-    owner = checkpoint.take_over(out_dir) if ranks.first and not eval_only else ""
 owner = launch.gather_objects(owner)[0]
 peak, peak_source = metrics.peak_flops(ranks.device, dtype_used)
 peaks = launch.gather_objects(peak)
@@ -305,12 +306,12 @@ def get_lr(step: int) -> float:
     return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
 
 
-def asked_to_stop(step_s: float = 0) -> int:
+def asked_to_stop() -> int:
     """
-    What any rank was asked to stop by, 0 if nothing (all ranks): a signal's number, or TIME_IS_UP where another step
-    of step_s would come too late.
+    What any rank was asked to stop by, 0 if nothing (all ranks): a signal's number, or TIME_IS_UP where the time that
+    is left is just what a save takes, after the one that may be under way.
     """
-    codes = launch.gather_rows([stop.code(step_s)], ranks.device)
+    codes = launch.gather_rows([stop.code(1 + 2 * save_s)], ranks.device)
     return int(codes.max() or codes.min())
 
 
@@ -326,7 +327,7 @@ def evaluate(tokens: np.ndarray, stream: int) -> float | None:
         tokens, lambda _: starts, [0], part, block_size, model_args["vocab_size"], ranks.device
     ):
         with clock("evaluation"), autocast:
-            total = total + raw_model(x, y, 1.0)[1].double().item()
+            total += raw_model(x, y, 1.0)[1].item()
         if is_stopping := bool(asked_to_stop()):
             break
     raw_model.train()
@@ -338,8 +339,8 @@ def evaluate(tokens: np.ndarray, stream: int) -> float | None:
 def finish_save() -> bool:
     """Wait until the save that was begun is whole (all ranks); says whether it is."""
     global saving
-    with clock("save"):
-        problem = checkpoint.finish_save(saving) if saving else ""
+    watchdog.armed = False  # a slow disk is no hang
+    problem = checkpoint.finish_save(saving) if saving else ""
     saving = None
     if problem:
         say(f"warning: {out_dir}: a step could not be saved ({problem}); the saves before it are whole")
@@ -423,15 +424,16 @@ def not_finite(rows: torch.Tensor) -> None:
             again = "with --init_from=resume" if checkpoint.step_folders(Path(out_dir)) else "again"
             raise ValueError(
                 f"{text}; the step was not taken and nothing that was saved is lost. Start {again} at a lower "
-                f"--learning_rate, or with --on_nan=skip"
+                f"--learning_rate" + ", or with --on_nan=skip" * (on_nan == "stop")
             )
         parallel.reshard(raw_model)
         source = checkpoint.open_save(back)
         checkpoint.fill(source, raw_model, optimizer)
     left_out.update(dropped)
-    iter_num, tokens_seen = source.run["iter_num"], source.run["isogpt"].get("tokens", 0)
-    if source.run["isogpt"].get("scaler"):
-        scaler.load_state_dict(source.run["isogpt"]["scaler"])
+    iter_num, kept = source.run["iter_num"], source.run.get("isogpt", {})
+    tokens_seen = kept.get("tokens", iter_num * sequences * block_size)
+    if kept.get("scaler"):
+        scaler.load_state_dict(kept["scaler"])
     tell("rollback", to=iter_num, left_out=sorted(left_out), rollback=rollbacks + 1)
     say(f"warning: {len(dropped)} steps in a row were not finite: back to step {iter_num}, leaving {dropped} out")
     if ranks.first and log.file:
@@ -454,15 +456,15 @@ dropped, rollbacks, asked = [], 0, 0
 spikes, slow_ranks = resilience.Spikes(), resilience.SlowRanks()
 cost = dict(model_args=model_args, rows=share.rows, dtype=dtype_used, world_size=ranks.world_size, zero=stage,
             dp_replicate=dp_replicate, sync_every=sync_every, cpu_offload=cpu_offload,
-            mode=activation_checkpointing)  # fmt: skip
+            mode=activation_checkpointing, on_cpu=ranks.device.type == "cpu")  # fmt: skip
 early = lambda: iter_num < first_step + 3  # noqa: E731
 place = lambda: (clock.count, f"step {iter_num}, {clock.doing}")  # noqa: E731
 watchdog = resilience.Watchdog(ranks.store, ranks.rank, ranks.world_size, timeout_s, place)
-watchdog.hang = lambda text: tell("failed", reason=text)
 last_wish = lambda: saving and ranks.first and stage == 0 and checkpoint.finish_save(saving)  # noqa: E731
 resilience.explain_crashes(
     out_dir, job, share.rows, ranks.rank, loader.DataError, early, explain_memory, watchdog, last_wish
 )
+watchdog.hang, watchdog.finish = lambda text: tell("failed", reason=text), last_wish
 parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device))
 batches = batches_from(iter_num)
 profiler = metrics.start_profiler(out_dir) if profile and ranks.first else None
@@ -499,8 +501,9 @@ while iter_num <= max_iters or eval_only:
     if val_loss is not None and ranks.first and iter_num > first_step:
         metrics.draw(log.out_dir)
     if check_ranks_interval and iter_num % check_ranks_interval == 0:
+        wrong = parallel.differing(raw_model, ranks, ranks.world_size // dp_replicate if stage >= 2 else 1)
         with launch.agreement():
-            if wrong := parallel.differing(raw_model, ranks, ranks.world_size // dp_replicate if stage >= 2 else 1):
+            if wrong:
                 raise ValueError(f"step {iter_num}: the ranks' weights have parted: {wrong}")
     mark += time.perf_counter() - paused
     if iter_num in left_out:
@@ -524,13 +527,11 @@ while iter_num <= max_iters or eval_only:
         scaler.unscale_(optimizer)
         grads = [p.grad for p in raw_model.parameters() if p.grad is not None]
         grad_norm = parallel.whole(get_total_norm(grads))
-        if grad_clip > 0:
-            clip_grads_with_norm_(raw_model.parameters(), grad_clip, grad_norm)
 
     # all ranks decide together: the one small collective of the step, and where the CPU waits for the device
     step_ms, mark = (time.perf_counter() - mark) * 1e3, time.perf_counter()
     row = [loss_sum, grad_norm, step_ms, waited * 1e3, metrics.memory_gb(ranks.device), clock.last("forward"),
-           stop.code(2 * step_ms / 1e3 + 1.5 * save_s)]  # fmt: skip
+           stop.code(1 + 2 * step_ms / 1e3 + 2 * save_s)]  # fmt: skip
     with clock("agree"):
         rows = launch.gather_rows(row, ranks.device)  # (world_size, 7)
     finite = rows[:, 0].isfinite() & (rows[:, 1].isfinite() | scaler.is_enabled())  # fp16 skips an overflow itself
@@ -538,6 +539,9 @@ while iter_num <= max_iters or eval_only:
         not_finite(rows)
         continue
     dropped = []
+    with clock("clip"):
+        if grad_clip > 0:
+            clip_grads_with_norm_(raw_model.parameters(), grad_clip, grad_norm)
     with clock("optimizer"):
         scaler.step(optimizer)
         scaler.update()
@@ -548,7 +552,7 @@ while iter_num <= max_iters or eval_only:
     if iter_num % log_interval == 0 and ranks.first:
         record = metrics.step_record(iter_num, rows, lr, tokens_seen, tokens_a_step, flops_a_step, peak)
         record["gpu_percent"] = metrics.utilization(ranks.device)
-        left = (time.perf_counter() - began) / (iter_num - first_step + 1) * (max_iters - iter_num)
+        left = (time.perf_counter() - began) / max(1, iter_num - first_step + 1) * (max_iters - iter_num)
         say(metrics.step_line(record, left))
         log.write(record)
         percent = None if record["mfu"] is None else record["mfu"] * 100  # as nanoGPT sends it
@@ -579,15 +583,15 @@ if iter_num > first_step:
     took = metrics.duration(time.perf_counter() - began)
     say(f"done: {iter_num - first_step} steps in {took}, best val loss {best_val_loss:.4f} at step {best_step}")
     say(f"the loss curve: {picture}" if picture else "no picture of the loss curve: pip install matplotlib")
-if asked and ranks.first and not eval_only:
-    resilience.leave_mark(out_dir, iter_num, asked)
-    say(f"stopped as asked before step {iter_num}: go on with --init_from=resume or auto")
 tell("preempted" if asked else "end", spans_ms=spans, **(dict(signal=asked) if asked else {}))
 log.close()
 watchdog.stop()
 with launch.agreement():
     if not is_saved:
         raise ValueError(f"the end of the run could not be saved in {out_dir}")
+    if asked and ranks.first and not eval_only:
+        resilience.leave_mark(out_dir, iter_num, asked)
+        say(f"stopped as asked before step {iter_num}" + ": go on with --init_from=resume or auto" * (keep_last > 0))
 model = raw_model = optimizer = batches = None
 launch.leave()
 if asked > 0 and "RANK" not in os.environ:  # a launcher would take this for a failure, and start the run again
