@@ -119,7 +119,8 @@ class HalfAttentionOnCPU(torch.autograd.Function):
         q, k, v = kept[:3]
         del kept[:3]
         grad = grad.view(B, T, H, D).transpose(1, 2).reshape(B * H, T, D)
-        parts = grad.new_zeros(3, B * H, T, D)
+        several = len(ctx.chunks) > 1  # then keys and values collect from each chunk
+        parts = grad.new_zeros(3, B * H, T, D) if several else grad.new_empty(3, B * H, T, D)
         dq, dk, dv = parts
         for i, j in ctx.chunks:
             p, g = kept.pop(0), grad[:, i:j]
@@ -128,9 +129,9 @@ class HalfAttentionOnCPU(torch.autograd.Function):
                 factors = kept.pop(0)
                 dp, used = dp.mul_(factors), p * factors
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
-            dq[:, i:j].baddbmm_(ds, k[:, :j], alpha=D**-0.5)
-            dk[:, :j].baddbmm_(ds.transpose(1, 2), q[:, i:j], alpha=D**-0.5)
-            dv[:, :j].baddbmm_(used.transpose(1, 2), g)
+            dq[:, i:j].baddbmm_(ds, k[:, :j], beta=0, alpha=D**-0.5)
+            dk[:, :j].baddbmm_(ds.transpose(1, 2), q[:, i:j], beta=int(several), alpha=D**-0.5)
+            dv[:, :j].baddbmm_(used.transpose(1, 2), g, beta=int(several))
         return parts.view(3, B, H, T, D).permute(1, 3, 0, 2, 4), None
 
     @staticmethod

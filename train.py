@@ -450,7 +450,7 @@ def explain_memory() -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop
-first_step, saving = iter_num, None
+first_step, saving, parameters = iter_num, None, list(raw_model.parameters())
 last_saved, save_s = (iter_num if found else None), 0.0  # the step of the last save, and how long it took
 dropped, rollbacks, asked = [], 0, 0
 spikes, slow_ranks = resilience.Spikes(), resilience.SlowRanks()
@@ -525,8 +525,7 @@ while iter_num <= max_iters or eval_only:
 
     with clock("clip"):
         scaler.unscale_(optimizer)
-        grads = [p.grad for p in raw_model.parameters() if p.grad is not None]
-        grad_norm = parallel.whole(get_total_norm(grads))
+        grad_norm = parallel.whole(get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
     # all ranks decide together: the one small collective of the step, and where the CPU waits for the device
     step_ms, mark = (time.perf_counter() - mark) * 1e3, time.perf_counter()
@@ -541,7 +540,7 @@ while iter_num <= max_iters or eval_only:
     dropped = []
     with clock("clip"):
         if grad_clip > 0:
-            clip_grads_with_norm_(raw_model.parameters(), grad_clip, grad_norm)
+            clip_grads_with_norm_(parameters, grad_clip, grad_norm)
     with clock("optimizer"):
         scaler.step(optimizer)
         scaler.update()
@@ -592,7 +591,7 @@ with launch.agreement():
     if asked and ranks.first and not eval_only:
         resilience.leave_mark(out_dir, iter_num, asked)
         say(f"stopped as asked before step {iter_num}" + ": go on with --init_from=resume or auto" * (keep_last > 0))
-model = raw_model = optimizer = batches = None
+model = raw_model = optimizer = batches = parameters = None
 launch.leave()
 if asked > 0 and "RANK" not in os.environ:  # a launcher would take this for a failure, and start the run again
     sys.exit(128 + asked)
