@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 RECORD = "micro_batch.json"
 MARK = "PREEMPTED"  # this file in out_dir says that the run stopped because it was asked to, and is not done
+BEGAN = time.monotonic()  # the start of the process, nearly
 TIME_IS_UP = -1  # what Stop.code says where no signal asked
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -35,12 +37,11 @@ class Stop:
     """Whether this rank was asked to stop: by a signal, or because stop_after_s (0: never) have nearly passed."""
 
     stop_after_s: float = 0
-    began: float = field(default_factory=time.monotonic)
     signal: int = 0
 
     def code(self, still_needed_s: float = 0.0) -> int:
         """0: go on; a signal's number; TIME_IS_UP where another step and a save, so long, would come too late."""
-        late = self.stop_after_s and time.monotonic() - self.began + still_needed_s > self.stop_after_s
+        late = self.stop_after_s and time.monotonic() - BEGAN + still_needed_s > self.stop_after_s
         return self.signal or (TIME_IS_UP if late else 0)
 
 
@@ -167,6 +168,7 @@ class Watchdog:
         self.hang, self.finish = lambda text: None, lambda: None
         self.thread = threading.Thread(target=self.watch, daemon=True, name="watchdog") if store else None
         if store:
+            self.beat(0)
             self.thread.start()
 
     def watch(self) -> None:
@@ -175,14 +177,16 @@ class Watchdog:
             now, beats = self.where(), beats + 1
             if now != last:
                 last, since = now, time.monotonic()
-            try:
-                self.store.set(f"beat/{self.rank}", json.dumps([beats, now[1]]))
-            except Exception:  # the store went with rank 0 or its agent
-                beats -= 1
+            self.beat(beats)
             if self.armed and time.monotonic() - since > self.timeout_s:
                 self.report(f"no progress for {self.timeout_s:g} s")
                 self.finish()
                 os._exit(1)
+
+    def beat(self, number: int) -> None:
+        """Tell the others where this rank is."""
+        with suppress(Exception):  # the store may have gone with rank 0 or its agent
+            self.store.set(f"beat/{self.rank}", json.dumps([number, self.where()[1]]))
 
     def beats(self) -> list[tuple[int, str] | None]:
         """The last word of each rank."""

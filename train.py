@@ -40,7 +40,7 @@ compile = True  # torch.compile; left out on a CPU and, aloud, where it does not
 deterministic = False  # on a GPU: algorithms that give the same bits each time, slower (on a CPU they do anyway)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once, then stop
-stop_after_s = 0  # save and stop before so many seconds have passed, as a scheduler's limit; 0: never
+stop_after_s = 0  # save and stop before so many seconds since the start, as a scheduler's limit; 0: never
 # -- saving -----------------------------------------------------------------------------------------------------------
 init_from = "scratch"  # scratch, resume, auto (resume where there is a save), gpt2[-medium|-large|-xl] or a HF folder
 always_save_checkpoint = True  # save at each evaluation; False: only where val loss is the best so far
@@ -94,7 +94,6 @@ lr_decay_iters = 600000  # the step at which the cosine reaches min_lr; about ma
 min_lr = 6e-5  # about learning_rate / 10
 # ---------------------------------------------------------------------------------------------------------------------
 config = configure(globals())
-stop = resilience.watch_signals(stop_after_s)
 
 positive = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size")
 positive += ("n_layer", "n_head", "n_embd", "dp_replicate", "nan_patience")
@@ -151,6 +150,7 @@ facts = launch.gather_objects(launch.start_facts(config) | {"the data's digest":
 with launch.agreement():
     launch.check_alike(facts)
 launch.check_collective(ranks)
+stop = resilience.watch_signals(stop_after_s)  # from here on there may be something to save
 sequences = gradient_accumulation_steps * batch_size  # of a step, on any number of processes
 job = {k: v for k, v in config.items() if k in ("batch_size", "block_size", "n_layer", "n_embd", "dataset")}
 job |= {"sequences": sequences, "world_size": ranks.world_size, "zero": stage, "recompute": activation_checkpointing}

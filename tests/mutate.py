@@ -14,13 +14,14 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-PARITY, RESUME = "tests/test_parity.py", "tests/test_resume.py"
+PARITY, RESUME, SURVIVE = "tests/test_parity.py", "tests/test_resume.py", "tests/test_survive.py"
+LAUNCH = "tests/test_launch.py"
 KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 
 # name: (file, what is there, what takes its place, the tests that must see it)
 MUTATIONS = {
     "all-reduce: of the gradients": (
-        "parallel.py", "    if ranks.world_size == 1 or isinstance(model, FSDPModule):\n        return model",
+        "parallel.py", "    if ranks.world_size == 1 or is_fsdp(model):\n        return model",
         "    return model", PARITY),
     "all-reduce: in the last micro-step only, dropped": (
         "parallel.py", "and not now else nullcontext", "else nullcontext", PARITY),
@@ -28,13 +29,12 @@ MUTATIONS = {
         "launch.py", "    return rows.view(-1, len(row)).cpu()", "    return mine.expand(dist.get_world_size(), -1).cpu()",
         PARITY),
     "all-reduce: of the evaluation": (
-        "train.py", "return launch.gather_rows([total], ranks.device).sum().item() / (wanted * block_size)",
-        "return total / (wanted * block_size) * ranks.world_size", PARITY),
+        "train.py", "total = launch.gather_rows([total], ranks.device).sum().item()",
+        "total = total * ranks.world_size", PARITY),
     "share: its weight in the gradient": (
         "train.py", "tokens_a_step / ranks.world_size)", "share.micro_steps * x.numel())", PARITY),
     "share: missing rows count": (
-        "loader.py", "y = torch.full((len(starts), block_size), -1,", "y = torch.full((len(starts), block_size), 0,",
-        PARITY),
+        "loader.py", "x[missing], y[missing] = 0, -1", "x[missing], y[missing] = 0, 0", PARITY),
     "share: all ranks read the same rows": (
         "loader.py", "(micro_step * self.world_size + self.rank) * self.rows", "micro_step * self.world_size * self.rows",
         PARITY),
@@ -49,7 +49,7 @@ MUTATIONS = {
         "launch.py", "SeedSequence((seed, step, rank))", "SeedSequence((seed, step, 0))", RESUME),
     "order of the reduction after a start": (
         "parallel.py", "        loss.backward()\n        model.zero_grad", "        model.zero_grad", KILLED),
-    "resume: place in the data": ("train.py", "starts_of, count(iter_num)", "starts_of, count(0)", KILLED),
+    "resume: place in the data": ("train.py", "for s in count(step) if", "for s in count(0) if", KILLED),
     "resume: optimizer state": (
         "checkpoint.py", "moments = moments_by_name(model, optimizer) if optimizer else {}", "moments = {}", KILLED),
     "resume: scaler state": (
@@ -62,12 +62,21 @@ MUTATIONS = {
     "save: checksum not compared": (
         "checkpoint.py", 'if actual != expected["sha256"]:', "if False:", f"{RESUME}::test_damaged_saves_are_reported_and_passed_over"),
     "save: not whole when it appears": (
-        "checkpoint.py", 'unfinished = Path(out_dir) / f"unfinished_step_{step:08d}"',
+        "checkpoint.py", 'unfinished = Path(out_dir) / f"unfinished_{owner[:8]}_step_{step:08d}"',
         'unfinished = Path(out_dir) / f"step_{step:08d}"',
         f"{RESUME}::test_signals_do_not_tear_a_save"),
     "save: weights that are not finite": (
         "train.py", "    if not finite.all():", "    if False:",
         f"{RESUME}::test_nothing_is_saved_from_weights_or_losses_that_are_not_finite"),
+    "stop: one rank alone": (
+        "train.py", "asked = int(rows[:, 6].max() or rows[:, 6].min())", "asked = stop.code()", SURVIVE),
+    "stop: nothing saved": ("train.py", "    if keep_last and iter_num != last_saved:\n", "    if False:\n", SURVIVE),
+    "skip: the step is taken": ("train.py", "        not_finite(rows)\n        continue\n", "        pass\n", SURVIVE),
+    "hang: nobody is named": ("resilience.py", "before[r] == after[r] and not here[r]", "False", SURVIVE),
+    "two runs in a folder": ("checkpoint.py", "    if now != owner:\n", "    if False:\n", SURVIVE),
+    "restart: the store of the attempt before": (
+        "launch.py", "mine, deadline, pause = uuid.uuid4().hex,", 'mine, deadline, pause = f"again{rank}",', LAUNCH),
+    "attention: later keys are seen": ("model.py", ".triu(1 + i)", ".triu(2 + i)", "tests/test_model.py"),
 }  # fmt: skip
 
 

@@ -85,6 +85,7 @@ def test_a_sweep_over_processes_keeps_the_global_batch(zygote, work):
     assert f"{speed_up:.2f}x {speed_up / 2:11.0%}" in text
 
 
+@pytest.mark.slow
 def test_collectives_on_two_processes(zygote, work):
     text, found = bench(zygote, work, "--comm=True", "--nproc=2", "--device=cpu")
     operations = {c["operation"] for c in found["comm"]}
@@ -99,6 +100,7 @@ def test_collectives_on_two_processes(zygote, work):
     assert re.search(r"^ +1 KB, in µs( +([\d.]+|n/a)){5}$", text, re.M), text
 
 
+@pytest.mark.slow
 def test_tuning_ends_in_a_command_that_runs(zygote, work):
     """It keeps the global batch, never chooses a point that failed, and forgets no setting that was typed."""
     text, found = bench(zygote, work, *TINY, "--tune=True")

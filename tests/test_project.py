@@ -274,3 +274,11 @@ def test_shuffle_reads_each_window_once_an_epoch(zygote, work):
     assert all(one[s] == pytest.approx(two[s], abs=1e-5) for s in one)
     zygote.train(["--out_dir=random", "--max_iters=5"], work)
     assert one != column(work / "random", "loss")
+
+
+def test_what_the_mutations_take_out_is_there():
+    from mutate import MUTATIONS
+
+    for name, (file, old, _, tests) in MUTATIONS.items():
+        assert (REPO / file).read_text().count(old) == 1, f"{name}: {old!r} in {file}"
+        assert (REPO / tests.split("::")[0]).exists()

@@ -143,7 +143,7 @@ def test_stop_after_s(zygote, work):
 # not finite
 
 
-@pytest.mark.parametrize("kind", ["NAN", "NAN_GRADIENT"])
+@pytest.mark.parametrize("kind", ["NAN", pytest.param("NAN_GRADIENT", marks=pytest.mark.slow)])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(faulty, zygote, work, kind):
     """The weights are those of a run without that step, bit for bit."""
     for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
