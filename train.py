@@ -513,9 +513,9 @@ while iter_num <= max_iters or eval_only:
     # this rank's share of the batch, forward and backward; the last micro-step's backward averages over the ranks
     loss_sum, waited = torch.zeros((), device=ranks.device), 0.0
     for micro_step in range(share.micro_steps):
-        asked = time.perf_counter()
+        waits = time.perf_counter()
         x, y = next(batches)  # (rows, block_size) each
-        waited += time.perf_counter() - asked
+        waited += time.perf_counter() - waits
         with parallel.sync_if(model, sync_at(micro_step)):
             with clock("forward"), autocast:
                 _, loss = model(x, y, tokens_a_step / ranks.world_size)

@@ -6,7 +6,7 @@ Kill runs at random moments, many times, and count what was lost. The test suite
     python tests/soak.py bits --rounds=20        kills in the middle of steps: are the final bits a straight run's?
     python tests/soak.py signals --kills=50      SIGTERM at random moments: saved, left within 10 s, same bits?
     python tests/soak.py elastic --kills=50      SIGKILL of random workers of torchrun's: same losses, how soon?
-    python tests/soak.py shrink                  agents of one worker each are killed, 4 -> 3 -> 2: same losses?
+    python tests/soak.py shrink                  agents of one worker each are killed, 4 -> 3 -> 2 -> 3: same losses?
 """
 
 import argparse
@@ -167,9 +167,9 @@ def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
 
 
 def shrink(zygote, work, say=lambda *_: None):
-    """Four agents of one worker each; two are killed, one after the other; the run ends on the two that are left."""
+    """Four agents of one worker each; two are killed, one after the other; then one comes back; the run ends."""
     args = [*TINY, "--gradient_accumulation_steps=12", "--batch_size=4", "--save_interval=10"]
-    args += ["--max_iters=300", "--lr_decay_iters=300", "--eval_interval=100000", "--timeout_s=60"]
+    args += ["--max_iters=800", "--lr_decay_iters=800", "--eval_interval=100000", "--timeout_s=60"]
     zygote.start([*args, "--out_dir=straight"], work).wait(timeout=600)
     agent_args = ["--nnodes=2:4", "--nproc_per_node=1", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=shrink"]
     agent_args += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
@@ -190,12 +190,21 @@ def shrink(zygote, work, say=lambda *_: None):
             )  # noqa: B023, E501
             took.append(time.time() - killed)
             say(f"from the kill of an agent to the next step on fewer workers: {took[-1]:.1f} s")
-        codes = [agents[i].wait(300) for i in (0, 1)]
-    sizes = [r["world_size"] for r in records(work / "shrunk") if r.get("event") in ("start", "resume")]
+        agents.append(start())  # a machine comes back
+        grown = time.time()
+        wait_for(lambda: world_sizes(work / "shrunk")[-1] == 3, 180)
+        say(f"from the start of a new agent to three workers: {time.time() - grown:.1f} s")
+        codes = [agents[i].wait(300) for i in (0, 1, 4)]
+    sizes = world_sizes(work / "shrunk")
     one, other = column(work / "straight", "loss"), column(work / "shrunk", "loss")
     worst = max(abs(one[s] - other[s]) for s in one)
     say(f"world sizes {sizes}, agents ended with {codes}; losses within {worst:.2g} of one undisturbed process's")
-    return worst < 1e-5 and sizes[0] == 4 and sizes[-1] == 2
+    return worst < 1e-5 and sizes[0] == 4 and 2 in sizes and sizes[-1] == 3
+
+
+def world_sizes(folder):
+    """Of each start of a run."""
+    return [r["world_size"] for r in records(folder) if r.get("event") in ("start", "resume")]
 
 
 def stamp(record):
