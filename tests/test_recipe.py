@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from runs import REPO, SHARED
@@ -13,7 +14,7 @@ from model import GPT, GPTConfig
 
 def whole_split_loss(model, tokens, block_size):
     """Mean loss over every target of the split, in windows side by side."""
-    starts = list(range(0, len(tokens) - block_size, block_size))
+    starts = np.arange(0, len(tokens) - block_size, block_size)
     total, count = 0.0, 0
     with torch.no_grad():
         for i in range(0, len(starts), 256):
