@@ -129,7 +129,8 @@ def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: No
 def torchrun(work, args, agent_args, log):
     """Start an agent of torchrun's."""
     command = [sys.executable, "-m", "torch.distributed.run", *agent_args, str(REPO / "train.py"), *args]
-    return subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # agents of one worker each would give each worker all the cores
+    return subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True, env=env)
 
 
 def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
