@@ -350,7 +350,7 @@ def finish_save() -> bool:
 
 def save(val_loss: float | None = None) -> None:
     """Begin to save the run as it stands before step iter_num (all ranks); the writing goes on in the background."""
-    global saving, last_saved, save_s
+    global saving, save_s
     finish_save()
     with launch.agreement():
         checkpoint.check_finite(raw_model, iter_num)
@@ -367,7 +367,6 @@ def save(val_loss: float | None = None) -> None:
     }
     facts = {"best_step": best_step, "val_loss": val_loss, "layout": {"world_size": ranks.world_size, "zero": stage}}
     began, step = time.perf_counter(), iter_num
-    last_saved = step
 
     def whole(folder: Path) -> None:
         global save_s
@@ -451,7 +450,7 @@ def explain_memory() -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop
 first_step, saving, parameters = iter_num, None, list(raw_model.parameters())
-last_saved, save_s = (iter_num if found else None), 0.0  # the step of the last save, and how long it took
+save_s = 0.0  # how long the last save took
 dropped, rollbacks, asked = [], 0, 0
 spikes, slow_ranks = resilience.Spikes(), resilience.SlowRanks()
 cost = dict(model_args=model_args, rows=share.rows, dtype=dtype_used, world_size=ranks.world_size, zero=stage,
@@ -575,7 +574,7 @@ while iter_num <= max_iters or eval_only:
 is_saved, asked = True, asked if iter_num <= max_iters else 0  # asked to stop before the end (all ranks)
 spans = metrics.summary(launch.gather_objects(clock.medians()))
 if iter_num > first_step:
-    if keep_last and iter_num != last_saved:
+    if keep_last:
         save()
     is_saved = finish_save()
     picture = metrics.draw(log.out_dir) if ranks.first else None

@@ -70,7 +70,7 @@ MUTATIONS = {
         f"{RESUME}::test_nothing_is_saved_from_weights_or_losses_that_are_not_finite"),
     "stop: one rank alone": (
         "train.py", "asked = int(rows[:, 6].max() or rows[:, 6].min())", "asked = stop.code()", SURVIVE),
-    "stop: nothing saved": ("train.py", "    if keep_last and iter_num != last_saved:\n", "    if False:\n", SURVIVE),
+    "stop: nothing saved": ("train.py", "    if keep_last:\n        save()\n", "", SURVIVE),
     "skip: the step is taken": ("train.py", "        not_finite(rows)\n        continue\n", "        pass\n", SURVIVE),
     "hang: nobody is named": ("resilience.py", "before[r] == after[r] and not here[r]", "False", SURVIVE),
     "two runs in a folder": ("checkpoint.py", "    if now != owner:\n", "    if False:\n", SURVIVE),
