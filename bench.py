@@ -51,7 +51,7 @@ steps = 20  # how many to measure, after a quarter as many that are not
 # -- what to report ---------------------------------------------------------------------------------------------------
 sweep = ""  # settings and values, as nproc:1,2;batch_size:4,8: each combination is launched, and stands in a table
 comm = False  # bandwidth and latency of the collectives by message size; trains nothing
-tune = False  # find the fastest micro-batch, recompute, compile, grad_sync, bucket_mb for the same global batch
+tune = False  # find the fastest micro-batch, recompute, compile and communication for the same global batch
 profile = False  # also write a torch.profiler trace, bench_trace.json in this folder, and list the top operators
 json = ""  # also write everything that is reported to this file
 estimate = False  # first say how much memory each part takes on each rank, without allocating it
@@ -381,7 +381,9 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
     start = {"batch_size": settings["batch_size"], "activation_checkpointing": "none"}
     start |= {"compile": compile} if where.type == "cuda" else {}  # on a CPU train.py leaves it out
     start |= {"grad_sync": "every" if sharded else "last"} if here > 1 else {}  # what auto is
-    start |= {"bucket_mb": theirs["bucket_mb"].default} if here > 1 and not sharded else {}
+    if here > 1:
+        name = "prefetch" if sharded else "bucket_mb"
+        start[name] = theirs[name].default
     start |= {k: v for k, v in settings.items() if k in start and v != "auto"}
     sequences = start["batch_size"] * settings.get("gradient_accumulation_steps", here)
     most = -(-sequences // here)
@@ -428,6 +430,7 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
         failed = {t["point"]["batch_size"] for t in tried.values() if "problem" in t}
         best = pick(best, [other, *(other | {"batch_size": b} for b in sorted(failed))])
     options = {"compile": (True, False), "grad_sync": ("last", "every"), "bucket_mb": (5.0, 25.0, 100.0)}
+    options |= {"prefetch": (1, 2, 3)}
     options = {name: values for name, values in options.items() if name in start}
     if sequences // here <= best["batch_size"]:  # one micro-step: its gradients are reduced, either way
         options.pop("grad_sync", None)

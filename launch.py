@@ -1,19 +1,23 @@
 """
-Who am I: the launcher's rank variables, the device, the process group; and the two ways in which ranks come to one
-mind, `agreement` for a mistake that any of them found and `gather_rows` for the numbers of a step.
+Who am I: each launcher's rank variables, the device, the network interface, the process group; and the two ways in
+which ranks come to one mind, `agreement` for a mistake that any of them found and `gather_rows` for a step's numbers.
 """
 
 import ctypes
 import gc
 import hashlib
+import json
 import os
 import random
+import re
 import signal
 import socket
+import struct
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,11 +46,104 @@ class Ranks:
     local_world_size: int
     device: torch.device
     store: dist.Store | None = None  # a connection for the watchdog's thread, where there are other ranks
+    hosts: tuple[str, ...] = ("this host",)  # the machine's name, by rank
+    network: str = "no process group"  # the backend, and the interface where it is known
 
     @property
     def first(self) -> bool:
         """Rank 0: the one that prints, logs and writes what one process writes."""
         return self.rank == 0
+
+    def names(self) -> list[str]:
+        """What messages call the ranks: 'rank 3', with the machine's name where there are several machines."""
+        several = len(set(self.hosts)) > 1
+        return [f"rank {r}" + f" ({host})" * several for r, host in enumerate(self.hosts)]
+
+    def topology(self) -> str:
+        """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
+        names = list(dict.fromkeys(self.hosts))
+        counts = [self.hosts.count(name) for name in names]
+        shown = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+        nodes = f"{len(names)} nodes ({shown})" if len(names) > 1 else "1 node"
+        return f"{self.world_size} = {nodes} x {counts[0] if len(set(counts)) == 1 else '+'.join(map(str, counts))}"
+
+
+# What other launchers than torchrun call a process's rank, world size, local rank and local world size; in this order,
+# since mpirun inside a Slurm job starts through srun. DeepSpeed's, accelerate's and torch.distributed.launch use
+# torchrun's names.
+MPI = {
+    "Open MPI's mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MPICH's mpirun": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+}
+
+
+def understand_launcher() -> None:
+    """
+    Where srun or mpirun started this process among others, give the environment the variables that torchrun would have
+    set: the rest of the code knows only those. Changes nothing where RANK is set or this process was started alone.
+
+    Raises:
+        ValueError: the processes are on several machines and nothing says where rank 0 is.
+    """
+    env = os.environ
+    if "RANK" in env:
+        if "LOCAL_SIZE" in env:  # DeepSpeed's name for it
+            env.setdefault("LOCAL_WORLD_SIZE", env["LOCAL_SIZE"])
+        return
+    for launcher, names in MPI.items():
+        if all(name in env for name in names):
+            found, address = [env[name] for name in names], "127.0.0.1"
+            if found[1] != found[3] and "MASTER_ADDR" not in env:
+                flag = "-x MASTER_ADDR=HOST" if "Open" in launcher else "-genv MASTER_ADDR HOST"
+                raise ValueError(
+                    f"{launcher} started {found[1]} processes, {found[3]} of them on {socket.gethostname()}, and "
+                    f"nothing says where rank 0 is: start with mpirun {flag}, an address of the first machine's"
+                )
+            job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or "0"
+            break
+    else:
+        if not all(name in env for name in ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+            return
+        address, tasks = slurm_nodes(env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+        here = str(tasks[min(int(env.get("SLURM_NODEID", 0)), len(tasks) - 1)])
+        found = [env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env.get("SLURM_LOCALID", "0"), here]
+        job = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+    if found[1] == "1":  # one process, a shell's within a job perhaps: it is alone
+        return
+    env.update(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), found, strict=True))
+    env.setdefault("MASTER_ADDR", address)
+    # below the ports that the kernel gives to others, and another one for each job
+    env.setdefault("MASTER_PORT", str(10000 + zlib.crc32(job.encode()) % 20000))
+
+
+def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
+    """The first name in Slurm's list of nodes, 'gpu[03-05,9],login', and the tasks of each, '2(x3),1'."""
+    first = re.match(r"([^\[,]*)(?:\[(\w+))?", nodes)
+    counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in tasks.split(",")]
+    return first[1] + (first[2] or ""), [int(c[1]) for c in counts if c for _ in range(int(c[2] or 1))] or [1]
+
+
+def start_workers(nproc: int, script: str) -> None:
+    """
+    Become torchrun with so many workers of `script` on this machine (all arguments but --nproc are passed on); returns
+    where a launcher has started this process, and where nproc is 0.
+
+    Raises:
+        ValueError: a launcher started another number of processes here.
+    """
+    if not nproc:
+        return
+    if "RANK" in os.environ:
+        here = rank_variables()[3]
+        if nproc != here:
+            raise ValueError(f"nproc is {nproc}, but the launcher started {here} processes here: leave --nproc out")
+        return
+    # torchrun would take --nproc for an option of its own
+    passed = [argument for argument in sys.argv[1:] if not argument.startswith("--nproc=")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    command += ["--numa-binding=node"] * torch.cuda.is_available()  # each GPU's process beside its GPU
+    sys.stdout.flush()
+    os.execv(sys.executable, [*command, script, *passed])
 
 
 def rank_variables() -> tuple[int, int, int, int]:
@@ -150,7 +247,6 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
         ValueError: the device or the backend cannot be had here, or other ranks do not come.
     """
     rank, world_size, local_rank, local_world_size = rank_variables()
-    watched = None
     die_with_the_launcher()
     chosen = pick_device(device, local_rank, world_size)
     if backend == "auto":
@@ -163,32 +259,134 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
         torch.cuda.set_device(chosen)
     if chosen.type == "cpu":
         keep_freed_memory()
-    if chosen.type == "cpu" and local_world_size > 1:
-        # torchrun gives each process one thread, two pools on all the cores would fight: divide the cores
-        torch.set_num_threads(max(1, cpu_count() // local_world_size))
     # the CPU has a backend as well: checkpoints and offloaded state are there
-    backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-    if alone and "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if "RANK" in os.environ:
-        own = {"device_id": chosen} if "nccl" in backend else {}
-        where, timeout = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timedelta(seconds=timeout_s)
-        longer = timedelta(seconds=30 * ("nccl" in backend))  # NCCL aborts without a word: the watchdog speaks first
+    kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    if "RANK" not in os.environ:
+        if alone:
+            dist.init_process_group(kinds, store=dist.HashStore(), rank=0, world_size=1)
+        return Ranks(rank, world_size, local_rank, local_world_size, chosen)
+
+    where, timeout = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timedelta(seconds=timeout_s)
+    longer = timedelta(seconds=30 * (backend == "nccl"))  # NCCL aborts without a word: the watchdog speaks first
+    own = {"device_id": chosen} if backend == "nccl" else {}
+    watched = None
+    try:
+        store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        start = meet(store, rank, world_size, timeout_s)
+        store = dist.PrefixStore(start, store)
+        store.set_timeout(timeout)
+        machines = tell_all(store, rank, world_size, "machine", this_machine())
+        order = by_machine([(name, boot) for name, boot, _ in machines])
+        rank, machines = order.index(rank), [machines[r] for r in order]
+        os.environ["RANK"] = str(rank)
+        network, problem = backend, ""
         try:
-            store = next(dist.rendezvous("env://", timeout=timeout))[0]
-            start = meet(store, rank, world_size, timeout_s)
-            store = dist.PrefixStore(start, store)
-            store.set_timeout(timeout)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=timeout + longer, **own
-            )
-            if world_size > 1:
-                address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                watched = dist.PrefixStore(start, dist.TCPStore(address, port, is_master=False, timeout=timeout))
-                watched.set_timeout(timedelta(seconds=5))
-        except (dist.DistNetworkError, dist.DistStoreError) as e:
-            raise ValueError(f"rank {rank} cannot reach the others through {where}: {str(e).splitlines()[0]}") from e
-    return Ranks(rank, world_size, local_rank, local_world_size, chosen, watched)
+            if backend == "gloo":
+                network += choose_interface(len({(name, boot) for name, boot, _ in machines}) > 1)
+        except ValueError as e:
+            problem = str(e)
+        if problems := [p for p in tell_all(store, rank, world_size, "problem", problem) if p]:
+            raise ValueError(problems[0])
+        if chosen.type == "cpu":
+            divide_cores(machines, rank, local_world_size)
+        dist.init_process_group(kinds, store=store, rank=rank, world_size=world_size, timeout=timeout + longer, **own)
+        if world_size > 1:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            watched = dist.PrefixStore(start, dist.TCPStore(address, port, is_master=False, timeout=timeout))
+            watched.set_timeout(timedelta(seconds=5))
+    except (dist.DistNetworkError, dist.DistStoreError) as e:
+        raise ValueError(f"rank {rank} cannot reach the others through {where}: {str(e).splitlines()[0]}") from e
+    hosts = tuple(name for name, _, _ in machines)
+    return Ranks(rank, world_size, local_rank, local_world_size, chosen, watched, hosts, network)
+
+
+def tell_all(store: dist.Store, rank: int, world_size: int, what: str, value: object) -> list:
+    """`value` of every rank, by rank, through the store: before there is a process group (all ranks)."""
+    store.set(f"{what}/{rank}", json.dumps(value))
+    if rank == 0:  # which reads them all, once: every rank reading every other's would ask it world_size squared times
+        values = [json.loads(store.get(f"{what}/{r}")) for r in range(world_size)]
+        store.set(what, json.dumps(values))
+    return json.loads(store.get(what))
+
+
+def this_machine() -> tuple[str, str, list[int]]:
+    """(name, what tells it from another of that name, the cores that this process may run on)."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return socket.gethostname(), boot.read_text().strip() if boot.exists() else "", cores
+
+
+def by_machine(machines: list[tuple[str, str]]) -> list[int]:
+    """
+    The ranks in the order in which they are numbered anew: those of one machine next to each other, as torchrun does it
+    and `mpirun --map-by node` does not. Neighbours in a mesh (who shard a model together) then share a machine.
+    """
+    return sorted(range(len(machines)), key=lambda r: (machines.index(machines[r]), r))
+
+
+def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None:
+    """
+    Give this process its share of the cores that the ranks on one machine share: pools of threads on the same cores
+    fight, and torchrun gives each process one thread. Ranks that were bound to cores of their own use all of those.
+    """
+    *here, cores = machines[rank]
+    sharing = sum(there == here and bool(set(other) & set(cores)) for *there, other in machines)
+    if max(sharing, local_world_size) > 1:
+        torch.set_num_threads(max(1, len(cores) // sharing))
+
+
+def choose_interface(several_machines: bool) -> str:
+    """
+    Have gloo use the network interface by which this machine reaches rank 0's, and loopback on one machine. By itself
+    it takes the one that the machine's name resolves to, on many systems a loopback address that no other machine
+    reaches. Where GLOO_SOCKET_IFNAME is set, it decides. NCCL chooses for itself (NCCL_SOCKET_IFNAME).
+
+    Returns:
+        what to show: ' over eth0 (10.0.0.1)', '' where it is not known.
+
+    Raises:
+        ValueError: GLOO_SOCKET_IFNAME names none that is here, or there are several and nothing tells which.
+    """
+    addresses, host = interfaces(), socket.gethostname()
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    shown = ", ".join(f"{name} ({address})" for name, address in addresses.items())
+    if addresses and any(name not in addresses for name in chosen.split(",") if name):
+        raise ValueError(f"GLOO_SOCKET_IFNAME is {chosen!r}, but {host} has {shown}: name one of these, or unset it")
+    if not chosen and addresses:
+        names = [name for name, address in addresses.items() if address.startswith("127.") != several_machines]
+        if several_machines and len(names) > 1:
+            ways = [address_towards(os.environ["MASTER_ADDR"]), address_towards(host)]
+            names = [name for way in ways for name in names if addresses[name] == way][:1] or names
+            if len(names) > 1:
+                raise ValueError(
+                    f"{host} has several network interfaces, {shown}, and {os.environ['MASTER_ADDR']}, where rank 0 "
+                    f"is, does not tell which to use: set GLOO_SOCKET_IFNAME={names[0]} or another on this machine"
+                )
+        if names:
+            os.environ["GLOO_SOCKET_IFNAME"] = chosen = names[0]
+    return f" over {chosen} ({addresses[chosen]})" if chosen in addresses else f" over {chosen}" * bool(chosen)
+
+
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one (Linux; empty elsewhere)."""
+    found = {}
+    if sys.platform == "linux":
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # it has none
+                    reply = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                    found[name] = socket.inet_ntoa(reply[20:24])
+    return found
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to `host`; '' where there is no way."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((host, 9))  # of a datagram socket: sends nothing
+        return s.getsockname()[0]
+    return ""
 
 
 def die_with_the_launcher() -> None:
@@ -248,10 +446,10 @@ def gather_rows(row: list[Tensor | float], device: torch.device) -> Tensor:
 
 
 @contextmanager
-def agreement() -> Iterator[None]:
+def agreement(last_words: Callable[[str], None] = lambda text: None) -> Iterator[None]:
     """
     Do something that can fail on any rank (all ranks, no collective inside): where it raised ValueError or OSError on
-    some, rank 0 says so, once, and all leave with status 1.
+    some, rank 0 says so, once, and all leave with status 1, each with its `last_words` about it.
     """
     problem = None
     try:
@@ -261,6 +459,7 @@ def agreement() -> Iterator[None]:
     problems = gather_objects(problem)
     if not any(problems):
         return
+    last_words("; ".join(dict.fromkeys(p for p in problems if p)))
     if not dist.is_initialized() or dist.get_rank() == 0:
         for message in dict.fromkeys(p for p in problems if p):
             ranks = [r for r, p in enumerate(problems) if p == message]

@@ -117,11 +117,20 @@ def data_mesh(ranks: Ranks, dp_replicate: int) -> "DeviceMesh":
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: nn.Module, ranks: Ranks, zero: int, dp_replicate: int, dtype: torch.dtype, cpu_offload: bool) -> None:
+def shard(
+    model: nn.Module,
+    ranks: Ranks,
+    zero: int,
+    dp_replicate: int,
+    dtype: torch.dtype,
+    cpu_offload: bool,
+    prefetch: int = 1,
+) -> None:
     """
     ZeRO-2 and 3 by FSDP2's fully_shard, in place: each block is a unit that is gathered when it is needed, the rest
     (embeddings, the tied head, the last norm) another. With zero 2 what is gathered stays until the backward is done.
-    The blocks compute in `dtype`, their gradients are reduced and the weights kept in float32.
+    The blocks compute in `dtype`, their gradients are reduced and the weights kept in float32. `prefetch` blocks are
+    gathered ahead of the one that computes.
     """
     if zero < 2:
         return
@@ -134,8 +143,12 @@ def shard(model: nn.Module, ranks: Ranks, zero: int, dp_replicate: int, dtype: t
         mp_policy=MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=torch.float32 if mixed else None),
         offload_policy=CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy(),
     )
-    for block in model.transformer.h:
+    blocks = list(model.transformer.h)
+    for block in blocks:
         fully_shard(block, **settings)
+    for i, block in enumerate(blocks if prefetch > 1 else []):  # one is what FSDP2 does by itself
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
     # what is left is needed until the end of the forward and at once after it: giving it back would gain nothing
     fully_shard(model, **settings | {"reshard_after_forward": False})
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,11 @@ class Stop:
         """0: go on; a signal's number; TIME_IS_UP where another step and a save, so long, would come too late."""
         late = self.stop_after_s and time.monotonic() - BEGAN + still_needed_s > self.stop_after_s
         return self.signal or (TIME_IS_UP if late else 0)
+
+
+def any_code(codes: torch.Tensor) -> int:
+    """What the ranks, whose codes these are, stop by: a signal (above 0) before TIME_IS_UP (below); 0: they go on."""
+    return int(codes.max() or codes.min())
 
 
 def watch_signals(stop_after_s: float = 0) -> Stop:
@@ -148,94 +154,115 @@ class SlowRanks:
 
 class Watchdog:
     """
-    Tells which rank is gone or stands still. A thread of each rank writes where it is to the store twice a second; it
-    also ends the process where the main thread has not come further for timeout_s, as in a hung NCCL collective.
+    Tells which rank is gone or stands still. A thread of each rank writes where it is to the store four times a
+    second; another ends the process where the main thread has not come further for timeout_s, as in a hung NCCL
+    collective.
 
     Args:
         store: a connection of the thread's own; None (one process): nothing to watch.
+        names: what to call each rank, by rank.
         where: (a number that grows with each span of a step, what is being done).
     """
 
     def __init__(
-        self, store: "Store | None", rank: int, world_size: int, timeout_s: float, where: Callable[[], tuple[int, str]]
+        self,
+        store: "Store | None",
+        rank: int,
+        names: list[str],
+        timeout_s: float,
+        where: Callable[[], tuple[int, str]],
     ) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
+        self.store, self.rank, self.names = store, rank, names
         self.timeout_s, self.where = timeout_s, where
         self.told = threading.Lock()
         self.over = threading.Event()
         self.silent = []
         self.armed = False  # the first step may take long: compiling
         self.hang, self.finish = lambda text: None, lambda: None
-        self.thread = threading.Thread(target=self.watch, daemon=True, name="watchdog") if store else None
+        self.threads = []
         if store:
-            self.beat(0)
-            self.thread.start()
+            # two of them: where the network is cut, a question to the store may never come back
+            self.threads = [threading.Thread(target=f, daemon=True) for f in (self.beat, self.watch)]
+            for thread in self.threads:
+                thread.start()
 
     def watch(self) -> None:
-        beats, last, since = 0, None, time.monotonic()
+        last, since = None, time.monotonic()
         while not self.over.wait(0.5):
-            now, beats = self.where(), beats + 1
+            now = self.where()
             if now != last:
                 last, since = now, time.monotonic()
-            self.beat(beats)
             if self.armed and time.monotonic() - since > self.timeout_s:
                 self.report(f"no progress for {self.timeout_s:g} s")
                 self.finish()
                 os._exit(1)
 
-    def beat(self, number: int) -> None:
-        """Tell the others where this rank is."""
-        with suppress(Exception):  # the store may have gone with rank 0 or its agent
-            self.store.set(f"beat/{self.rank}", json.dumps([number, self.where()[1]]))
+    def beat(self) -> None:
+        """Tell the others where this rank is, over and over."""
+        for number in count():
+            with suppress(Exception):  # the store may have gone with rank 0 or its agent
+                self.store.set(f"beat/{self.rank}", json.dumps([number, self.where()[1]]))
+            if self.over.wait(0.25):
+                return
 
     def beats(self) -> list[tuple[int, str] | None]:
         """The last word of each rank."""
-        found = []
-        for rank in range(self.world_size):
-            key = f"beat/{rank}"
-            found.append(json.loads(self.store.get(key)) if self.store.check([key]) else None)
-        return found
+        keys = [f"beat/{rank}" for rank in range(len(self.names))]
+        return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
 
     def blame(self) -> str:
         """Which ranks are silent, and where each was: looks twice, some beats apart."""
-        if not self.store:
-            return ""
-        try:
-            self.store.set(f"left/{self.rank}", "")
-            before = self.beats()
-            time.sleep(2)
-            after = self.beats()
-            here = [self.store.check([f"left/{r}"]) for r in range(self.world_size)]
-        except Exception as e:
-            return f"the store, which rank 0 or its agent keeps, does not answer ({(str(e).splitlines() or [''])[0]})"
+        self.store.set(f"left/{self.rank}", "")
+        before = self.beats()
+        time.sleep(1.5)
+        after = self.beats()
+        here = [self.store.check([f"left/{r}"]) for r in range(len(self.names))]
         word = [b[1] if b else "not begun" for b in after]
-        self.silent = [r for r in range(self.world_size) if before[r] == after[r] and not here[r]]
+        self.silent = [r for r in range(len(self.names)) if before[r] == after[r] and not here[r]]
         if self.silent:
-            return "; ".join(f"rank {r} is silent, it was last at {word[r]}" for r in self.silent)
-        return "all ranks answer: " + ", ".join(f"rank {r} at {w}" for r, w in enumerate(word))
+            return "; ".join(f"{self.names[r]} is silent, it was last at {word[r]}" for r in self.silent)
+        return "all ranks answer: " + ", ".join(f"{name} at {w}" for name, w in zip(self.names, word, strict=True))
+
+    def asked(self, question: Callable[[], str], wait_s: float) -> str:
+        """The answer to what only the store can tell; where its host is cut off, that may never come back."""
+        answers = []
+
+        def ask() -> None:
+            with suppress(Exception):
+                answers.append(question())
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(wait_s)
+        keeper = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return answers[0] if answers else f"the store, which rank 0 or its agent keeps at {keeper}, does not answer"
 
     def report(self, problem: str) -> None:
         """Say, once, what is wrong and who is to blame."""
         if not self.told.acquire(blocking=False):
             threading.Event().wait(10)  # the other thread is telling it, and then ends the process
             return
-        text = f"rank {self.rank} at {self.where()[1]}: {problem}; {self.blame()}"
+        guilty = self.asked(self.blame, 6) if self.store else ""
+        text = f"{self.names[self.rank]} at {self.where()[1]}: {problem}; {guilty}"
         print(f"error: {text}", file=sys.stderr, flush=True)
         self.hang(text)
-        try:
-            self.store.set(f"said/{self.rank}", "")
-            others = [f"said/{r}" for r in range(self.world_size) if r not in self.silent]
-            end = time.monotonic() + 4
-            while self.rank == 0 and not self.store.check(others) and time.monotonic() < end:
-                time.sleep(0.05)  # rank 0 may keep the store, which the others are asking
-        except Exception:  # the store has gone: nobody can ask it any more
-            return
+        if self.store:
+            self.asked(self.see_off, 5)
+
+    def see_off(self) -> str:
+        """Rank 0, which may keep the store that the others are asking, leaves after them."""
+        self.store.set(f"said/{self.rank}", "")
+        others = [f"said/{r}" for r in range(len(self.names)) if r not in self.silent]
+        end = time.monotonic() + 4
+        while self.rank == 0 and not self.store.check(others) and time.monotonic() < end:
+            time.sleep(0.05)
+        return ""
 
     def stop(self) -> None:
         """The run is over: stop watching (before the store goes)."""
         self.over.set()
-        if self.thread:
-            self.thread.join(2)
+        for thread in self.threads:
+            thread.join(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

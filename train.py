@@ -3,8 +3,10 @@ Train a GPT on one process or many: the same command, the same loss curve.
 
     python train.py config/train_stdlib_char.py                    one process; a GPU where there is one
     python train.py --batch_size=32 --init_from=resume             settings below, overridden; goes on where it stopped
+    python train.py --nproc=4                                      starts four processes of its own, by torchrun
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
     torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=HOST --master_port=PORT train.py ...
+    srun, mpirun -n 8, accelerate launch, deepspeed: docs/operations.md
 """
 
 import math
@@ -36,13 +38,14 @@ seed = 1337  # initial weights, the order of the data and dropout are functions 
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto (the best that the device runs fast), float32, tf32, bfloat16 or float16 (with a GradScaler)
 backend = "auto"  # auto (nccl between GPUs, else gloo), nccl or gloo
+nproc = 0  # start so many processes on this machine; 0: this one, or those that a launcher started
 compile = True  # torch.compile; left out on a CPU and, aloud, where it does not work
 deterministic = False  # on a GPU: algorithms that give the same bits each time, slower (on a CPU they do anyway)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once, then stop
 stop_after_s = 0  # save and stop before so many seconds since the start, as a scheduler's limit; 0: never
 # -- saving -----------------------------------------------------------------------------------------------------------
-init_from = "scratch"  # scratch, resume, auto (resume where there is a save), gpt2[-medium|-large|-xl] or a HF folder
+init_from = "scratch"  # scratch, resume, gpt2[-medium|-large|-xl], a HF folder, auto (resume or scratch), auto:gpt2
 always_save_checkpoint = True  # save at each evaluation; False: only where val loss is the best so far
 save_interval = 0  # also save every so many steps; 0: at evaluations and at the end only
 keep_last = 2  # how many saves to keep, besides the best; 0: save nothing
@@ -67,6 +70,7 @@ dp_replicate = 1  # HSDP: so many groups of ranks, each of which shards the mode
 grad_sync = "auto"  # reduce gradients at the last micro-step, or every one (less memory; auto for zero 2, 3), or never
 cpu_offload = False  # keep parameters and optimizer state in the CPU's memory (zero 2 or 3)
 bucket_mb = 25.0  # gradients are sent in buckets of this size (zero 0 and 1)
+prefetch = 1  # gather the weights of so many blocks ahead: more hides a slow network, for memory (zero 2 and 3)
 activation_checkpointing = "none"  # recompute blocks in the backward: none, full, selective or every:K (one in K)
 # -- resilience -------------------------------------------------------------------------------------------------------
 on_nan = "stop"  # where a loss or a gradient is not finite: stop the run, or skip the step
@@ -93,13 +97,17 @@ warmup_iters = 2000  # steps of linear warm-up
 lr_decay_iters = 600000  # the step at which the cosine reaches min_lr; about max_iters
 min_lr = 6e-5  # about learning_rate / 10
 # ---------------------------------------------------------------------------------------------------------------------
+try:
+    launch.understand_launcher()
+except ValueError as e:
+    fail(str(e))
 config = configure(globals())
 
 positive = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size")
-positive += ("n_layer", "n_head", "n_embd", "dp_replicate", "nan_patience")
+positive += ("n_layer", "n_head", "n_embd", "dp_replicate", "nan_patience", "prefetch")
 not_negative = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate")
 not_negative += ("min_lr", "weight_decay", "grad_clip", "keep_last", "stop_after_s", "max_rollbacks")
-not_negative += ("check_ranks_interval",)
+not_negative += ("check_ranks_interval", "nproc")
 problems = [f"{k} is {config[k]}: it must be at least 1" for k in positive if config[k] < 1]
 problems += [f"{k} is {config[k]}: it must not be negative" for k in not_negative if config[k] < 0]
 problems += [f"seed is {seed}: it must be below 2**63"] if seed >= 2**63 else []
@@ -109,10 +117,12 @@ problems += [
 problems += [f"n_embd is {n_embd}: it must be a multiple of n_head, {n_head}"] if n_head > 0 < n_embd % n_head else []
 if data_order not in ("random", "shuffle"):
     problems += [f"data_order is {data_order!r}; possible are random and shuffle"]
-known = ("scratch", "resume", "auto", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+resumes = init_from in ("resume", "auto") or init_from.startswith("auto:")
+start_from = "scratch" if init_from in ("resume", "auto") else init_from.removeprefix("auto:")
+known = ("scratch", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 if not out_dir.strip():
     problems += ["out_dir is empty: name a folder, with --out_dir="]
-if init_from not in known and not (init_from and Path(init_from).is_dir()):
+if start_from not in known and not (start_from and Path(start_from).is_dir()):
     problems += [f"init_from is {init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder"]
 if on_nan not in ("stop", "skip"):
     problems += [f"on_nan is {on_nan!r}; possible are stop and skip"]
@@ -138,6 +148,7 @@ if problems:
 # ---------------------------------------------------------------------------------------------------------------------
 # who, where, in what precision (all ranks)
 try:
+    launch.start_workers(nproc, __file__)
     if launch.rank_variables()[1] % dp_replicate:
         raise ValueError(f"dp_replicate is {dp_replicate}: it must divide {launch.rank_variables()[1]}, the world size")
     ranks = launch.join(device, backend, alone=stage > 0, timeout_s=timeout_s)
@@ -161,7 +172,7 @@ share = loader.share_of(sequences, ranks.rank, ranks.world_size, micro_batch)
 # what to start from: rank 0 looks, all ranks load
 with launch.agreement():
     found, reports = None, []
-    if ranks.first and init_from in ("resume", "auto"):
+    if ranks.first and resumes:
         found, reports = checkpoint.newest(out_dir)
     if ranks.first and not found and (reports or init_from == "resume"):
         raise ValueError(
@@ -178,11 +189,11 @@ with launch.agreement():
     pretrained = None
     if found:
         model_args = dict(run["model_args"])
-    elif init_from in ("scratch", "auto"):
+    elif start_from == "scratch":
         model_args = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, bias=bias)
         model_args["vocab_size"] = data.vocab_size
     else:
-        pretrained = GPT.from_pretrained(init_from)
+        pretrained = GPT.from_pretrained(start_from)
         model_args = pretrained.describe()
     if block_size > model_args["block_size"]:
         raise ValueError(
@@ -198,9 +209,11 @@ with launch.agreement():
     with torch.device("meta"):  # no memory yet: a sharded model may be larger than what one rank has
         raw_model = GPT(GPTConfig(**model_args))
     dtype_used = launch.dtype_for(dtype, ranks.device, before=saved.get("dtype"))
-iter_num, best_val_loss = run.get("iter_num", 0), run.get("best_val_loss", math.inf)
-best_step, wandb_id = saved.get("best_step", 0), saved.get("wandb_id")
-tokens_seen = saved.get("tokens", iter_num * sequences * block_size)
+best_val_loss, best_step, wandb_id = (
+    run.get("best_val_loss", math.inf),
+    saved.get("best_step", 0),
+    saved.get("wandb_id"),
+)
 left_out = set(saved.get("left_out", []))  # steps whose batches gave no finite loss
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,12 +223,23 @@ launch.set_numerics(ranks.device, dtype_used, deterministic)
 half = dtype_used in ("bfloat16", "float16")
 parallel.recompute(raw_model, activation_checkpointing)
 about_compile = parallel.compiled(raw_model, ranks, by_block=stage >= 2)[1] if compile else "compile: off"
-parallel.shard(raw_model, ranks, stage, dp_replicate, launch.DTYPES[dtype_used], cpu_offload)
+parallel.shard(raw_model, ranks, stage, dp_replicate, launch.DTYPES[dtype_used], cpu_offload, prefetch)
 parallel.materialize(raw_model, ranks.device, cpu_offload)
 optimizer = parallel.make_optimizer(
     raw_model, stage, weight_decay, learning_rate, (beta1, beta2), "cpu" if cpu_offload else ranks.device.type
 )
 scaler = torch.amp.GradScaler(ranks.device.type, enabled=dtype_used == "float16")
+
+
+def take_up(run: dict) -> None:
+    """Go on at a save's step, {} for a fresh start, with its count of tokens and its loss scale."""
+    global iter_num, tokens_seen
+    iter_num, kept = run.get("iter_num", 0), run.get("isogpt", {})
+    tokens_seen = kept.get("tokens", iter_num * sequences * block_size)
+    if kept.get("scaler"):
+        scaler.load_state_dict(kept["scaler"])
+
+
 with launch.agreement():
     if found:
         checkpoint.fill(source, raw_model, optimizer)
@@ -225,8 +249,7 @@ with launch.agreement():
             parallel.put(p, weights[name][: len(p)])
     else:
         raw_model.init_weights(seed, parallel.put)
-    if saved.get("scaler"):
-        scaler.load_state_dict(saved["scaler"])
+    take_up(run)
 source = pretrained = weights = None  # their memory is needed
 model = parallel.data_parallel(raw_model, ranks, bucket_mb)
 # sharded models compute in `dtype` by their own policy
@@ -263,10 +286,10 @@ flops_a_step = raw_model.flops_per_token() * tokens_a_step
 
 say(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary {model_args['vocab_size']}")
 empty = share.micro_steps * share.rows * ranks.world_size - sequences
-source = f"{found.path}, step {iter_num}" if found else init_from.replace("auto", "scratch")
+source = f"{found.path}, step {iter_num}" if found else start_from
 say(f"model:   {raw_model.get_num_params() / 1e6:.2f}M parameters, from {source}")
 about_zero = f", zero {stage}" if stage else ""
-say(f"ranks:   {ranks.world_size} on {ranks.device.type}, {dtype_used}{about_zero}; {about_compile}")
+say(f"ranks:   {ranks.topology()} on {ranks.device.type}, {ranks.network}, {dtype_used}{about_zero}; {about_compile}")
 say(f"step:    {sequences} sequences x {block_size} = {tokens_a_step:,} tokens, on each rank {share.micro_steps} "
     f"micro-steps x {share.rows} rows" + f" ({empty} rows stay empty)" * bool(empty))  # fmt: skip
 say(f"peak:    {peak / 1e12:.3g} TFLOP/s ({peak_source})" if peak else "peak:    unknown, so mfu is n/a")
@@ -285,6 +308,7 @@ def tell(event: str, **facts: object) -> None:
 
 tell("resume" if found else "start", config=config, world_size=ranks.world_size, dtype=dtype_used,
      micro_batch=micro_batch)  # fmt: skip
+last_words = lambda text: tell("failed", reason=text)  # noqa: E731
 
 
 def starts_of(step: int) -> np.ndarray:
@@ -311,8 +335,7 @@ def asked_to_stop() -> int:
     What any rank was asked to stop by, 0 if nothing (all ranks): a signal's number, or TIME_IS_UP where the time that
     is left is just what a save takes, after the one that may be under way.
     """
-    codes = launch.gather_rows([stop.code(1 + 2 * save_s)], ranks.device)
-    return int(codes.max() or codes.min())
+    return resilience.any_code(launch.gather_rows([stop.code(1 + 2 * save_s)], ranks.device))
 
 
 @torch.no_grad()
@@ -352,7 +375,7 @@ def save(val_loss: float | None = None) -> None:
     """Begin to save the run as it stands before step iter_num (all ranks); the writing goes on in the background."""
     global saving, save_s
     finish_save()
-    with launch.agreement():
+    with launch.agreement(last_words):
         checkpoint.check_finite(raw_model, iter_num)
         if ranks.first:
             checkpoint.check_owner(Path(out_dir), owner)
@@ -386,39 +409,46 @@ def batches_from(step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     return loader.micro_batches(data.train, starts_of, steps, share, block_size, model_args["vocab_size"], ranks.device)
 
 
+def describe_not_finite(rows: torch.Tensor) -> tuple[str, dict]:
+    """Which ranks had a loss that is not finite, what they read, the largest gradients: in words, and for the log."""
+    guilty = [r for r in range(ranks.world_size) if not rows[r, 0].isfinite()] or list(range(ranks.world_size))
+    read = {}  # by rank, where its rows start
+    for r in guilty:
+        part = loader.share_of(sequences, r, ranks.world_size, micro_batch)
+        read[r] = [int(s) for m in range(part.micro_steps) for s in part.pick(starts_of(iter_num), m)][:64]
+    norms = {n: parallel.whole(p.grad.norm()).item() for n, p in raw_model.named_parameters() if p.grad is not None}
+    largest = sorted(norms, key=lambda n: (math.isfinite(norms[n]), -norms[n]))[:5]
+    losses, grad_norm = rows[:, 0].tolist(), rows[0, 1].item()
+    text = (
+        f"step {iter_num}: not finite on rank {', '.join(map(str, guilty))}: loss by rank {losses}, gradient's norm "
+        f"{grad_norm:.3g}; largest gradients {', '.join(f'{n} {norms[n]:.3g}' for n in largest)}; "
+        f"rows start at token {'; '.join(f'{v[:8]} (rank {r})' for r, v in list(read.items())[:4])}"
+    )
+    gradients = {n: norms[n] for n in largest}
+    return text, dict(loss=losses, grad_norm=grad_norm, ranks=guilty, windows=read, largest_gradients=gradients)
+
+
 def not_finite(rows: torch.Tensor) -> None:
     """
     Step iter_num gave a loss or a gradient that is not finite (all ranks): say where, and drop the step, which has
     changed nothing yet; go back to the last save after several in a row; or end the run.
     """
-    global iter_num, batches, dropped, rollbacks, tokens_seen
-    guilty = [r for r in range(ranks.world_size) if not rows[r, 0].isfinite()] or list(range(ranks.world_size))
-    read = [loader.share_of(sequences, r, ranks.world_size, micro_batch) for r in guilty]
-    read = {r: [int(s) for m in range(p.micro_steps) for s in p.pick(starts_of(iter_num), m)]
-            for r, p in zip(guilty, read, strict=True)}  # fmt: skip
-    norms = {n: parallel.whole(p.grad.norm()).item() for n, p in raw_model.named_parameters() if p.grad is not None}
-    largest = sorted(norms, key=lambda n: (math.isfinite(norms[n]), -norms[n]))[:5]
-    found = dict(loss=rows[:, 0].tolist(), grad_norm=rows[0, 1].item(), ranks=guilty, windows=read,
-                 largest_gradients={n: norms[n] for n in largest})  # fmt: skip
+    global batches, dropped, iter_num, rollbacks
+    text, found = describe_not_finite(rows)
     tell("not_finite", **found)
     optimizer.zero_grad(set_to_none=True)
     if scaler.is_enabled():
         scaler.update()
-    text = (
-        f"step {iter_num}: not finite on rank {', '.join(map(str, guilty))}: loss by rank {rows[:, 0].tolist()}, "
-        f"gradient's norm {rows[0, 1]:.3g}; largest gradients {', '.join(f'{n} {norms[n]:.3g}' for n in largest)}; "
-        f"rows start at token {'; '.join(f'{v[:8]} (rank {r})' for r, v in list(read.items())[:4])}"
-    )
     dropped += [iter_num]
     iter_num += 1
     if on_nan == "skip" and len(dropped) < nan_patience:
         say(f"warning: {text}: this step is left out")
         return
     finish_save()
-    with launch.agreement():
+    with launch.agreement(last_words):
         back, _ = checkpoint.newest(out_dir) if ranks.first and on_nan == "skip" else (None, None)
     back = launch.gather_objects(back)[0]
-    with launch.agreement():
+    with launch.agreement(last_words):
         if on_nan == "stop" or not back or rollbacks >= max_rollbacks:
             again = "with --init_from=resume" if checkpoint.step_folders(Path(out_dir)) else "again"
             raise ValueError(
@@ -429,15 +459,22 @@ def not_finite(rows: torch.Tensor) -> None:
         source = checkpoint.open_save(back)
         checkpoint.fill(source, raw_model, optimizer)
     left_out.update(dropped)
-    iter_num, kept = source.run["iter_num"], source.run.get("isogpt", {})
-    tokens_seen = kept.get("tokens", iter_num * sequences * block_size)
-    if kept.get("scaler"):
-        scaler.load_state_dict(kept["scaler"])
+    take_up(source.run)
     tell("rollback", to=iter_num, left_out=sorted(left_out), rollback=rollbacks + 1)
     say(f"warning: {len(dropped)} steps in a row were not finite: back to step {iter_num}, leaving {dropped} out")
     if ranks.first and log.file:
         log.file = metrics.open_log(out_dir, iter_num).file
     dropped, rollbacks, batches = [], rollbacks + 1, batches_from(iter_num)
+
+
+def look_after(loss: float, rows: torch.Tensor) -> None:
+    """Tell of a loss that jumps, and of ranks that stay slower or larger than the others (rank 0)."""
+    if spikes.seen(loss):
+        tell("spike", loss=loss)
+    columns = {"forward ms": rows[:, 5], "data wait ms": rows[:, 3], "memory GB": rows[:, 4]}
+    for slow in slow_ranks.seen({what: values.tolist() for what, values in columns.items()}):
+        say(f"warning: a slow rank: {slow}")
+        tell("slow_rank", what=slow)
 
 
 def explain_memory() -> str:
@@ -458,12 +495,12 @@ cost = dict(model_args=model_args, rows=share.rows, dtype=dtype_used, world_size
             mode=activation_checkpointing, on_cpu=ranks.device.type == "cpu")  # fmt: skip
 early = lambda: iter_num < first_step + 3  # noqa: E731
 place = lambda: (clock.count, f"step {iter_num}, {clock.doing}")  # noqa: E731
-watchdog = resilience.Watchdog(ranks.store, ranks.rank, ranks.world_size, timeout_s, place)
+watchdog = resilience.Watchdog(ranks.store, ranks.rank, ranks.names(), timeout_s, place)
 last_wish = lambda: saving and ranks.first and stage == 0 and checkpoint.finish_save(saving)  # noqa: E731
 resilience.explain_crashes(
     out_dir, job, share.rows, ranks.rank, loader.DataError, early, explain_memory, watchdog, last_wish
 )
-watchdog.hang, watchdog.finish = lambda text: tell("failed", reason=text), last_wish
+watchdog.hang, watchdog.finish = last_words, last_wish
 parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device))
 batches = batches_from(iter_num)
 profiler = metrics.start_profiler(out_dir) if profile and ranks.first else None
@@ -501,7 +538,7 @@ while iter_num <= max_iters or eval_only:
         metrics.draw(log.out_dir)
     if check_ranks_interval and iter_num % check_ranks_interval == 0:
         wrong = parallel.differing(raw_model, ranks, ranks.world_size // dp_replicate if stage >= 2 else 1)
-        with launch.agreement():
+        with launch.agreement(last_words):
             if wrong:
                 raise ValueError(f"step {iter_num}: the ranks' weights have parted: {wrong}")
     mark += time.perf_counter() - paused
@@ -532,7 +569,9 @@ while iter_num <= max_iters or eval_only:
            stop.code(1 + 2 * step_ms / 1e3 + 2 * save_s)]  # fmt: skip
     with clock("agree"):
         rows = launch.gather_rows(row, ranks.device)  # (world_size, 7)
-    finite = rows[:, 0].isfinite() & (rows[:, 1].isfinite() | scaler.is_enabled())  # fp16 skips an overflow itself
+    # with float16 the scaler skips an overflow itself, and halves its scale: at 1 it is none of the scale's making
+    overflows = scaler.is_enabled() and scaler.get_scale() > 1
+    finite = rows[:, 0].isfinite() & (rows[:, 1].isfinite() | overflows)
     if not finite.all():
         not_finite(rows)
         continue
@@ -555,19 +594,14 @@ while iter_num <= max_iters or eval_only:
         log.write(record)
         percent = None if record["mfu"] is None else record["mfu"] * 100  # as nanoGPT sends it
         metrics.send(log, iter_num, record | {"mfu": percent})
-        if spikes.seen(record["loss"]):
-            tell("spike", loss=record["loss"])
-        columns = {"forward ms": rows[:, 5], "data wait ms": rows[:, 3], "memory GB": rows[:, 4]}
-        for slow in slow_ranks.seen({what: values.tolist() for what, values in columns.items()}):
-            say(f"warning: a slow rank: {slow}")
-            tell("slow_rank", what=slow)
+        look_after(record["loss"], rows)
     if profiler:
         profiler.step()
     if iter_num == first_step and log.stood_since:
         log.event("recovered", iter_num, seconds=time.time() - log.stood_since)
     watchdog.armed = True
     iter_num += 1
-    asked = int(rows[:, 6].max() or rows[:, 6].min())
+    asked = resilience.any_code(rows[:, 6])
     if asked and iter_num <= max_iters:
         break
 
@@ -584,7 +618,7 @@ if iter_num > first_step:
 tell("preempted" if asked else "end", spans_ms=spans, **(dict(signal=asked) if asked else {}))
 log.close()
 watchdog.stop()
-with launch.agreement():
+with launch.agreement(last_words):
     if not is_saved:
         raise ValueError(f"the end of the run could not be saved in {out_dir}")
     if asked and ranks.first and not eval_only:

@@ -53,7 +53,7 @@ MUTATIONS = {
     "resume: optimizer state": (
         "checkpoint.py", "moments = moments_by_name(model, optimizer) if optimizer else {}", "moments = {}", KILLED),
     "resume: scaler state": (
-        "train.py", 'scaler.load_state_dict(saved["scaler"])', "pass", f"{RESUME}::test_float16_scaler_is_saved_and_restored"),
+        "train.py", 'scaler.load_state_dict(kept["scaler"])', "pass", f"{RESUME}::test_float16_scaler_is_saved_and_restored"),
     "resume: best loss so far": (
         "train.py", 'run.get("best_val_loss", math.inf)', "math.inf",
         f"{RESUME}::test_always_save_checkpoint_false_saves_at_an_evaluation_only_where_it_is_best"),
@@ -69,7 +69,7 @@ MUTATIONS = {
         "train.py", "    if not finite.all():", "    if False:",
         f"{RESUME}::test_nothing_is_saved_from_weights_or_losses_that_are_not_finite"),
     "stop: one rank alone": (
-        "train.py", "asked = int(rows[:, 6].max() or rows[:, 6].min())", "asked = stop.code()", SURVIVE),
+        "train.py", "asked = resilience.any_code(rows[:, 6])", "asked = stop.code()", SURVIVE),
     "stop: nothing saved": ("train.py", "    if keep_last:\n        save()\n", "", SURVIVE),
     "skip: the step is taken": ("train.py", "        not_finite(rows)\n        continue\n", "        pass\n", SURVIVE),
     "hang: nobody is named": ("resilience.py", "before[r] == after[r] and not here[r]", "False", SURVIVE),

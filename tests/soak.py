@@ -10,6 +10,7 @@ Kill runs at random moments, many times, and count what was lost. The test suite
 """
 
 import argparse
+import atexit
 import os
 import random
 import re
@@ -126,11 +127,21 @@ def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: No
     return report
 
 
+AGENTS = []  # of torchrun's, each with a session of its own, which ends when this does
+
+
+@atexit.register
+def end_agents():
+    for agent in AGENTS:
+        if agent.poll() is None:
+            os.killpg(agent.pid, signal.SIGKILL)
+
+
 def torchrun(work, args, agent_args, log):
     """Start an agent of torchrun's."""
     command = [sys.executable, "-m", "torch.distributed.run", *agent_args, str(REPO / "train.py"), *args]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}  # agents of one worker each would give each worker all the cores
-    return subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True, env=env)
+    AGENTS.append(subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True))
+    return AGENTS[-1]
 
 
 def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
@@ -222,6 +233,7 @@ def main():
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--zero", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     zygote = Zygote()
     with tempfile.TemporaryDirectory() as folder:
         tiny_data(folder)

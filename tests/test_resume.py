@@ -219,3 +219,17 @@ def test_sigint_and_sigterm_leave_the_saves_whole(zygote, work):
         assert run.codes[0] != 0
         found, reports = checkpoint.newest(str(work / "out"))
         assert found and not reports
+
+
+@pytest.mark.slow
+def test_auto_starts_from_given_weights_the_first_time_and_resumes_after_that(zygote, work):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=32, vocab_size=65)
+    transformers.GPT2LMHeadModel(config).save_pretrained(work / "weights")
+    zygote.train(["--init_from=weights", "--out_dir=plain", "--max_iters=3"], work)
+    args = ["--init_from=auto:weights", "--out_dir=out"]
+    zygote.train([*args, "--max_iters=3"], work)
+    assert column(work / "out", "loss") == column(work / "plain", "loss")
+    assert "step_00000004, step 4" in zygote.train([*args, "--max_iters=5"], work).text()
+    assert sorted(column(work / "out", "loss")) == list(range(6))
+    assert "possible: scratch" in zygote.train(["--init_from=auto:nowhere"], work, ok=False).text()

@@ -1,0 +1,203 @@
+"""
+Several machines, each a network namespace with a name, an address and a cable of its own (Linux, root, iproute2): by
+master address, by elastic rendezvous; a cut cable, a machine that is gone, one that comes late.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from runs import REPO, TINY, column, records, steps_in, wait_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux" or os.geteuid() or not shutil.which("ip"), reason="wants Linux, root and iproute2"
+    ),
+]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
+MASTER = ["--master_addr=10.77.0.1", "--master_port=29500"]
+ELASTIC = ["--nnodes=2:3", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-endpoint=h1:29400", "--rdzv-id=hosts"]
+ELASTIC += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+JOB = [*TINY, "--gradient_accumulation_steps=6", "--save_interval=10"]
+
+
+def ip(*words, ok=True):
+    run = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert run.returncode == 0 or not ok, f"ip {' '.join(words)}: {run.stderr}"
+    return run.stdout
+
+
+class Hosts:
+    """h1, h2, ... at 10.77.0.N, each on a switch; its name is a loopback address to itself, as Debian sets it up."""
+
+    def __init__(self, work, number):
+        self.work, self.tag, self.logs = work, f"iso{os.getpid()}", {}
+        self.spaces = {f"h{i}": f"{self.tag}h{i}" for i in range(1, number + 1)}
+        switch = f"{self.tag}sw"
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", switch, "link", "set", "switch", "up")
+        for i, (host, space) in enumerate(self.spaces.items(), 1):
+            ip("netns", "add", space)
+            ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", host, "netns", switch)
+            ip("-n", switch, "link", "set", host, "master", "switch", "up")
+            ip("-n", space, "addr", "add", f"10.77.0.{i}/24", "dev", "eth0")
+            # another card, which leads nowhere
+            ip("-n", space, "link", "add", "backup", "type", "dummy")
+            ip("-n", space, "addr", "add", f"192.168.9.{i}/24", "dev", "backup")
+            for link in ("lo", "eth0", "backup"):
+                ip("-n", space, "link", "set", link, "up")
+            folder = f"/etc/netns/{space}"
+            os.makedirs(folder, exist_ok=True)
+            names = [f"10.77.0.{j} {other}" for j, other in enumerate(self.spaces, 1) if other != host]
+            with open(f"{folder}/hosts", "w") as f:
+                f.write("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host}", *names]) + "\n")
+
+    def start(self, host, command):
+        """Run a command there, on one core, its output in a file."""
+        cores = sorted(os.sched_getaffinity(0))
+        core = str(cores[list(self.spaces).index(host) % len(cores)])
+        there = [
+            "ip",
+            "netns",
+            "exec",
+            self.spaces[host],
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname {host}; exec "$@"',
+        ]
+        self.logs[host] = self.work / f"{host}.txt"
+        with open(self.logs[host], "a") as log:
+            return subprocess.Popen(
+                [*there, "sh", "taskset", "-c", core, *command],
+                cwd=self.work, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def cable(self, host, state):
+        ip("-n", f"{self.tag}sw", "link", "set", host, state)
+
+    def kill(self, host):
+        """Power off: no packet leaves any more."""
+        self.cable(host, "down")
+        for pid in ip("netns", "pids", self.spaces[host]).split():
+            os.kill(int(pid), signal.SIGKILL)
+
+    def text(self, host):
+        return self.logs[host].read_text(errors="replace")
+
+    def close(self):
+        for space in self.spaces.values():
+            for pid in ip("netns", "pids", space, ok=False).split():
+                os.kill(int(pid), signal.SIGKILL)
+            ip("netns", "delete", space, ok=False)
+            shutil.rmtree(f"/etc/netns/{space}", ignore_errors=True)
+        ip("netns", "delete", f"{self.tag}sw", ok=False)
+
+
+@pytest.fixture
+def hosts(work):
+    made = []
+
+    def make(number):
+        made.append(Hosts(work, number))
+        return made[-1]
+
+    yield make
+    for h in made:
+        h.close()
+
+
+def by_address(hosts, args):
+    """One torchrun on each host, by the address of the first."""
+    nodes = [*TORCHRUN, f"--nnodes={len(hosts.spaces)}", *MASTER]
+    script = [str(REPO / "train.py"), *args]
+    return {host: hosts.start(host, [*nodes, f"--node_rank={i}", *script]) for i, host in enumerate(hosts.spaces)}
+
+
+def assert_same_curve(folder, reference):
+    one, other = column(reference, "loss"), column(folder, "loss")
+    assert one.keys() == other.keys()
+    assert max(abs(one[s] - other[s]) for s in one) < 1e-5
+
+
+def world_sizes(folder):
+    return [r["world_size"] for r in records(folder) if r.get("event") in ("start", "resume")]
+
+
+def test_two_and_three_hosts_by_master_address_have_the_curve_of_one_process(hosts, zygote, work):
+    zygote.start([*JOB, "--out_dir=one"], work).wait()
+    h = hosts(3)
+    for count in (2, 3):
+        h.spaces = dict(list(h.spaces.items())[:count]) if count < 3 else {f"h{i}": f"{h.tag}h{i}" for i in (1, 2, 3)}
+        agents = by_address(h, [*JOB, f"--out_dir=on{count}"])
+        assert [a.wait(120) for a in agents.values()] == [0] * count, "".join(map(h.text, h.spaces))
+        assert_same_curve(work / f"on{count}", work / "one")
+        names = ", ".join(h.spaces)
+        assert f"ranks:   {count} = {count} nodes ({names}) x 1 on cpu, gloo over eth0 (10.77.0.1)" in h.text("h1")
+
+
+def test_without_restarts_every_survivor_says_which_host_is_gone(hosts, work):
+    """First a cut cable, whose far side is a survivor as well; then a host without power."""
+    h = hosts(3)
+    for fault, gone in (("cut", "h3"), ("power", "h2")):
+        args = [*JOB, f"--out_dir={fault}", "--max_iters=100000", "--timeout_s=8"]
+        agents = by_address(h, args)
+        wait_for(lambda: steps_in(work / fault) > 20, 90)
+        began = time.monotonic()
+        h.cable(gone, "down") if fault == "cut" else h.kill(gone)
+        survivors = [host for host in h.spaces if host != gone]
+        rank = list(h.spaces).index(gone)
+        for host in survivors:
+            said = rf"error: rank \d \({host}\) at step \d+, .*rank {rank} \({gone}\) is silent, it was last at step"
+            wait_for(lambda: re.search(said, h.text(host)), 8 + 10)
+        if fault == "cut":
+            said = (
+                rf"error: rank {rank} \({gone}\) at step .*the store, which rank 0 .* 10.77.0.1:29500, does not answer"
+            )
+            wait_for(lambda: re.search(said, h.text(gone)), 10)
+        assert time.monotonic() - began < 8 + 10 + 5
+        for host in survivors:
+            assert agents[host].wait(60) != 0
+        h.cable(gone, "up")
+        for pid in ip("netns", "pids", h.spaces[gone]).split():
+            os.kill(int(pid), signal.SIGKILL)
+        for host in h.spaces:
+            h.logs[host].unlink()
+
+
+def test_elastic_hosts_end_with_the_losses_of_an_undisturbed_run(hosts, zygote, work):
+    """A third host comes late; a cable is cut for longer than timeout_s; a host is killed and comes back."""
+    args = [*JOB, "--max_iters=1500", "--lr_decay_iters=1500", "--timeout_s=8"]
+    zygote.start([*args, "--out_dir=one"], work).wait(300)
+    h, out = hosts(3), work / "out"
+    start = lambda host: h.start(  # noqa: E731
+        host, [*TORCHRUN, *ELASTIC, str(REPO / "train.py"), *args, "--out_dir=out", "--init_from=auto"]
+    )
+    agents = {"h1": start("h1"), "h2": start("h2")}
+    wait_for(lambda: steps_in(out) > 20, 90)
+    agents["h3"] = start("h3")  # late
+    wait_for(lambda: world_sizes(out)[-1] == 3, 90)
+    at = steps_in(out)
+    wait_for(lambda: steps_in(out) > at + 20, 90)
+    h.cable("h2", "down")
+    wait_for(lambda: world_sizes(out)[-1] == 2, 90)  # h1 and h3 go on
+    h.cable("h2", "up")
+    at = steps_in(out)
+    wait_for(lambda: steps_in(out) > at + 20, 90)
+    h.kill("h3")
+    killed = len(world_sizes(out))
+    h.cable("h3", "up")
+    agents["h3"] = start("h3")
+    wait_for(lambda: len(world_sizes(out)) > killed, 120)
+    if agents["h2"].poll() is not None:  # its agent gave up while the cable was cut
+        agents["h2"] = start("h2")
+    assert agents["h1"].wait(300) == 0, h.text("h1")[-3000:]
+    assert_same_curve(out, work / "one")

@@ -1,0 +1,305 @@
+"""Every launcher starts the same training; what the ranks are told by each, and how they are laid out."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from runs import REPO, TINY, column, free_port, records, wait_for
+
+import launch
+from configurator import settings_of
+
+FIVE = [*TINY, "--max_iters=4"]
+TRAIN = str(REPO / "train.py")
+MODULE = [sys.executable, "-m"]
+# by name: (the program that must be here, the command before train.py)
+LAUNCHERS = {
+    "torchrun": ("torchrun", ["torchrun", "--standalone", "--nproc_per_node=2"]),
+    "torch.distributed.run": (None, [*MODULE, "torch.distributed.run", "--standalone", "--nproc_per_node=2"]),
+    "torch.distributed.launch": (
+        None, [*MODULE, "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT"]),
+    "accelerate": (
+        "accelerate", ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
+                       "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=PORT"]),
+    "accelerate, config file": ("accelerate", ["accelerate", "launch", "--config_file=accelerate.yaml"]),
+    "deepspeed": ("deepspeed", ["deepspeed", "--num_gpus=2", "--master_port=PORT"]),
+    "mpirun": (
+        "mpirun", ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]),
+    "accelerate, mpirun": ("mpirun", ["accelerate", "launch", "--config_file=mpi.yaml"]),
+    "none": (None, [sys.executable]),
+}  # fmt: skip
+ACCELERATE = """compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_processes: 2
+num_machines: 1
+machine_rank: 0
+main_process_port: PORT
+mixed_precision: 'no'
+use_cpu: false
+"""
+OVER_MPI = """compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+num_processes: 2
+num_machines: 1
+machine_rank: 0
+main_process_ip: 127.0.0.1
+main_process_port: PORT
+mixed_precision: 'no'
+use_cpu: true
+mpirun_config:
+  mpirun_hostfile: hostfile
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
+    program, before = LAUNCHERS[name]
+    if program and not shutil.which(program):
+        pytest.skip(f"{program} is not installed")
+    zygote.start([*FIVE, "--out_dir=one"], work).wait()
+    port = str(free_port())
+    (work / "accelerate.yaml").write_text(ACCELERATE.replace("PORT", port))
+    (work / "mpi.yaml").write_text(OVER_MPI.replace("PORT", port))
+    (work / "hostfile").write_text("127.0.0.1 slots=2\n")
+    own = ["--nproc=2"] if name == "none" else []
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONUNBUFFERED": "1"}
+    run = subprocess.run(
+        [*(w.replace("PORT", port) for w in before), TRAIN, *FIVE, *own, "--out_dir=out"],
+        cwd=work, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, run.stdout + run.stderr
+    one, other = column(work / "one", "loss"), column(work / "out", "loss")
+    assert one.keys() == other.keys() and len(one) == 5
+    assert max(abs(one[s] - other[s]) for s in one) < 1e-5
+
+
+def variables(monkeypatch, **given):
+    """An environment with these of a launcher's variables and no others."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in [*os.environ]:
+        if name in names or name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_")):
+            monkeypatch.delenv(name)
+    for name in names:  # so that what understand_launcher sets goes when the test ends
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_what_each_launcher_calls_a_rank(monkeypatch):
+    ompi = dict(RANK="3", SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="4")
+    ompi = {f"OMPI_COMM_WORLD_{k}": v for k, v in ompi.items()}
+    variables(monkeypatch, **ompi)
+    launch.understand_launcher()
+    assert launch.rank_variables() == (3, 4, 1, 4) and os.environ["MASTER_ADDR"] == "127.0.0.1"
+    variables(monkeypatch, **ompi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    with pytest.raises(ValueError, match="nothing says where rank 0 is: start with mpirun -x MASTER_ADDR=HOST"):
+        launch.understand_launcher()
+    variables(monkeypatch, PMI_RANK="5", PMI_SIZE="8", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="4", MASTER_ADDR="h1")
+    launch.understand_launcher()
+    assert launch.rank_variables() == (5, 8, 1, 4) and os.environ["MASTER_ADDR"] == "h1"
+    step = dict(SLURM_JOB_ID="17", SLURM_STEP_ID="0", SLURM_PROCID="4", SLURM_STEP_NUM_TASKS="5", SLURM_LOCALID="0")
+    step |= dict(SLURM_NODEID="2", SLURM_STEP_TASKS_PER_NODE="2(x2),1", SLURM_STEP_NODELIST="gpu[07-08],login")
+    variables(monkeypatch, **step)
+    launch.understand_launcher()
+    assert launch.rank_variables() == (4, 5, 0, 1)
+    assert os.environ["MASTER_ADDR"] == "gpu07" and 10000 <= int(os.environ["MASTER_PORT"]) < 30000
+    port = os.environ["MASTER_PORT"]
+    variables(monkeypatch, **step | {"SLURM_JOB_ID": "18"})
+    launch.understand_launcher()
+    assert os.environ["MASTER_PORT"] != port, "two jobs on a machine do not meet"
+    # torchrun under srun, and a shell within a job: what torchrun says, and alone
+    variables(monkeypatch, **step, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="h1", MASTER_PORT="1")
+    launch.understand_launcher()
+    assert launch.rank_variables()[:2] == (0, 2)
+    variables(monkeypatch, **step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
+    launch.understand_launcher()
+    assert launch.rank_variables() == (0, 1, 0, 1)
+    # DeepSpeed's launcher
+    deepspeed = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", MASTER_ADDR="h1", MASTER_PORT="1")
+    variables(monkeypatch, **deepspeed)
+    launch.understand_launcher()
+    assert launch.rank_variables() == (3, 4, 1, 2)
+
+
+def test_slurm_lists():
+    assert launch.slurm_nodes("n1,n2", "1(x2)") == ("n1", [1, 1])
+    assert launch.slurm_nodes("gpu[03-05,9],login", "2(x3),1") == ("gpu03", [2, 2, 2, 1])
+    assert launch.slurm_nodes("a100-[12]", "8") == ("a100-12", [8])
+    assert launch.slurm_nodes("", "") == ("", [1])
+
+
+def test_ranks_of_one_machine_are_neighbours():
+    a, b = ("a", "1"), ("b", "2")
+    assert launch.by_machine([a, a, b, b]) == [0, 1, 2, 3]
+    assert launch.by_machine([a, b, a, b]) == [0, 2, 1, 3], "mpirun --map-by node"
+    assert launch.by_machine([b, ("b", "other"), b]) == [0, 2, 1], "two machines of one name"
+    ranks = launch.Ranks(0, 5, 0, 2, torch.device("cpu"), None, ("a", "a", "b", "b", "b"), "gloo")
+    assert ranks.topology() == "5 = 2 nodes (a, b) x 2+3"
+    assert ranks.names()[4] == "rank 4 (b)"
+    assert launch.Ranks(0, 2, 0, 2, torch.device("cpu"), None, ("a", "a"), "gloo").topology() == "2 = 1 node x 2"
+
+
+def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    shared = [["a", "1", [0, 1, 2, 3]]] * 2 + [["b", "2", [0, 1, 2, 3]]]
+    for rank in range(3):
+        launch.divide_cores(shared, rank, 1)
+    bound = [["a", "1", [0, 1]], ["a", "1", [2, 3]]]
+    launch.divide_cores(bound, 1, 2)  # a scheduler gave each its own
+    assert threads == [2, 2, 2]
+    launch.divide_cores([["a", "1", [0]]] * 3, 0, 3)
+    assert threads[3:] == [1]
+
+
+def test_the_interface_is_chosen_or_the_choice_is_named(monkeypatch):
+    cards = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "docker0": "172.17.0.1"}
+    ways = {"10.0.0.1": "10.0.0.7", "h1": "127.0.1.1"}
+    monkeypatch.setattr(launch, "interfaces", lambda: cards)
+    monkeypatch.setattr(launch, "address_towards", lambda host: ways.get(host, ""))
+    monkeypatch.setattr(launch.socket, "gethostname", lambda: "h1")
+
+    def chosen(several, master, given=None):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", given or "")
+        monkeypatch.setenv("MASTER_ADDR", master)
+        return launch.choose_interface(several)
+
+    assert chosen(True, "10.0.0.1") == " over eth0 (10.0.0.7)" and os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert chosen(False, "h1") == " over lo (127.0.0.1)"
+    assert chosen(True, "h1", "docker0") == " over docker0 (172.17.0.1)"
+    with pytest.raises(ValueError, match=r"several network interfaces, lo .*docker0 .*set GLOO_SOCKET_IFNAME=eth0"):
+        chosen(True, "h1")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME is 'eth9', but h1 has lo"):
+        chosen(True, "10.0.0.1", "eth9")
+    del cards["docker0"]
+    assert chosen(True, "h1") == " over eth0 (10.0.0.7)", "there is no other"
+    cards.clear()
+    assert chosen(True, "h1") == "", "not Linux: gloo chooses"
+    monkeypatch.undo()
+    if sys.platform == "linux":
+        assert launch.interfaces().get("lo") == "127.0.0.1" and launch.address_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_nproc_starts_torchrun_and_a_contradiction_is_a_mistake(monkeypatch):
+    variables(monkeypatch)
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3", "--batch_size=2"])
+    launch.start_workers(3, "/x/train.py")
+    assert started[0][-2:] == ["/x/train.py", "--batch_size=2"] and "--nproc_per_node=3" in started[0]
+    launch.start_workers(0, "/x/train.py")
+    variables(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
+    launch.start_workers(2, "/x/train.py")
+    assert len(started) == 1
+    with pytest.raises(ValueError, match="nproc is 3, but the launcher started 2 processes here: leave --nproc out"):
+        launch.start_workers(3, "/x/train.py")
+
+
+def test_the_kubernetes_manifest_has_the_fields_that_the_operator_knows():
+    """Names as in the CRD of Kubeflow's training-operator 1.9, against which the file was checked whole."""
+    job = yaml.safe_load((REPO / "cluster" / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    spec, worker = job["spec"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    elastic = {"maxReplicas", "maxRestarts", "metrics", "minReplicas", "nProcPerNode", "rdzvBackend", "rdzvConf"}
+    assert set(spec["elasticPolicy"]) <= elastic | {"rdzvHost", "rdzvId", "rdzvPort", "standalone"}
+    assert isinstance(spec["nprocPerNode"], str) and set(worker) == {"replicas", "restartPolicy", "template"}
+    assert spec["elasticPolicy"]["minReplicas"] <= worker["replicas"] <= spec["elasticPolicy"]["maxReplicas"]
+    (container,) = worker["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch"
+    volumes = {v["name"] for v in worker["template"]["spec"]["volumes"]}
+    assert {v["name"] for v in container["volumeMounts"]} == volumes
+    for argument in container["command"]:
+        if argument.startswith("--"):
+            assert argument[2:].split("=")[0] in settings_of(TRAIN), argument
+
+
+@pytest.mark.slow
+def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
+    """The manifest's own command, twice, with the variables that the operator gives each pod."""
+    zygote.start([*FIVE, "--out_dir=one"], work).wait()
+    spec = yaml.safe_load((REPO / "cluster" / "pytorchjob.yaml").read_text())["spec"]
+    policy, (container,) = (
+        spec["elasticPolicy"],
+        spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"],
+    )
+    env = os.environ | {
+        "PET_RDZV_BACKEND": policy["rdzvBackend"],
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
+        "PET_RDZV_ID": policy["rdzvId"],
+        "PET_RDZV_CONF": ",".join(f"{c['key']}={c['value']}" for c in policy["rdzvConf"]),
+        "PET_NNODES": "2:2",
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+        "PET_NPROC_PER_NODE": "1",
+    }
+    command = [w for w in container["command"] if not w.startswith("config/")]
+    command = [w.replace("train.py", TRAIN) for w in command]
+    command[0] = str(Path(sys.executable).with_name("torchrun"))
+    command += [*FIVE, f"--out_dir={work / 'out'}"]
+    pods = [subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    texts = [pod.communicate(timeout=120)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], texts
+    one, other = column(work / "one", "loss"), column(work / "out", "loss")
+    assert one.keys() == other.keys() and max(abs(one[s] - other[s]) for s in one) < 1e-5
+
+
+@pytest.mark.slow
+def test_nproc_without_a_launcher(work):
+    """A mistake is said once; Ctrl-C saves."""
+    command = [sys.executable, TRAIN, *TINY, "--nproc=2", "--out_dir=out"]
+    run = subprocess.run([*command, "--zero=7"], cwd=work, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and run.stderr.count("zero is 7") == 1 and run.stderr.count("\n") == 1
+    with open(work / "log", "w") as log:
+        started = subprocess.Popen([*command, "--max_iters=100000"], cwd=work, stdout=log, stderr=log)
+        wait_for(lambda: "iter 20:" in (work / "log").read_text())
+        started.terminate()
+        started.wait(30)
+    assert (work / "out" / "PREEMPTED").exists(), (work / "log").read_text()[-2000:]
+
+
+def migration_rows():
+    """(where from, the flags) of each row of the README's tables for those who come from elsewhere."""
+    text = (REPO / "README.md").read_text()
+    for source in ("accelerate", "DeepSpeed"):
+        table = text.split(f"## Coming from {source}")[1].split("\n## ")[0]
+        for left, right in re.findall(r"^\| (.+) \| (.+) \|$", table, re.M):
+            if flags := re.findall(r"`(--.+?)`", right):
+                yield left, flags[0].split()
+
+
+def test_every_flag_of_the_migration_tables_is_a_setting():
+    rows = list(migration_rows())
+    assert len(rows) >= 30
+    for left, flags in rows:
+        assert all(flag[2:].split("=")[0] in settings_of(TRAIN) for flag in flags), left
+
+
+@pytest.mark.slow
+def test_every_row_of_the_migration_tables_trains(zygote, work):
+    done = {}
+    for left, flags in migration_rows():
+        key = " ".join(flags)
+        if key not in done:
+            done[key] = f"row{len(done)}"
+            nproc = 1 if "--nproc=2" in flags else 2
+            script = [*TINY, "--max_iters=1", f"--out_dir={done[key]}", *flags]
+            if nproc == 1:  # torchrun, with all its imports
+                subprocess.run([sys.executable, TRAIN, *script], cwd=work, check=True, capture_output=True, timeout=120)
+            else:
+                zygote.start(script, work, nproc).wait()
+        start = records(work / done[key])[0]
+        config = start["config"] | {"nproc": start["world_size"]}
+        for flag in flags:
+            name, value = flag[2:].split("=")
+            same = [str(config[name]) == value, isinstance(config[name], float) and config[name] == float(value or 0)]
+            assert any(same), (left, flag, config[name])
+        assert column(work / done[key], "loss").keys() >= {0}

@@ -1,0 +1,160 @@
+"""A real Slurm (Debian's slurm-wlm and munge) of two nodes on this machine: srun, preemption, a time limit, scancel."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+from runs import REPO, TINY, column, free_port, records, steps_in, wait_for
+
+PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
+MISSING = [part for part in PARTS if not shutil.which(part)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"not here: {', '.join(MISSING)} (apt-get install slurm-wlm munge)"),
+    pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="wants Linux and root"),
+]
+CONF = """
+ClusterName=iso
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmUser=root
+SlurmdUser=root
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1,bf_interval=1
+SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+MpiDefault=none
+ReturnToService=2
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={one} CPUs=1 RealMemory=4000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={two} CPUs=1 RealMemory=4000
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime={grace} State=UP
+PartitionName=high Nodes=n1,n2 PriorityTier=9 State=UP
+"""
+
+
+class Slurm:
+    def __init__(self, folder, grace):
+        self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemons = []
+        for name in ("state", "spool.n1", "spool.n2"):
+            (folder / name).mkdir(parents=True)
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        for parent in [folder, *folder.parents][:-2]:  # munged trusts no folder that others may write to or not enter
+            parent.chmod(0o755)
+        files = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munge.pid"}
+        files |= {"log-file": folder / "munge.log", "seed-file": folder / "munge.seed"}
+        self.start(["munged", "--foreground", "--force", *(f"--{k}={v}" for k, v in files.items())], folder)
+        wait_for((folder / "munge.socket").exists, 20)
+        ports = dict(port=free_port(), one=free_port(), two=free_port())
+        conf = CONF.format(folder=folder, host=socket.gethostname().split(".")[0], grace=grace, **ports)
+        (folder / "slurm.conf").write_text(conf)
+        self.start(["slurmctld", "-D", "-i"], folder)
+        for node in ("n1", "n2"):
+            self.start(["slurmd", "-D", "-N", node], folder)
+        wait_for(lambda: self.ask("sinfo", "-h", "-o", "%t %D", "-p", "low") == "idle 2", 60)
+
+    def start(self, command, folder):
+        log = open(folder / f"{command[0]}.out", "a")
+        self.daemons.append(subprocess.Popen(command, env=self.env, stdout=log, stderr=log, cwd=folder))
+
+    def ask(self, *command):
+        return subprocess.run(command, env=self.env, capture_output=True, text=True).stdout.strip()
+
+    def submit(self, work, out, *args, **env):
+        """cluster/slurm.sh on both nodes, its workers of TINY; returns the job's number."""
+        here = {"PYTHON": sys.executable, "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1", **env}
+        command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, str(REPO / "cluster" / "slurm.sh")]
+        job = subprocess.run(
+            [*command, *TINY, "--max_iters=1500", "--lr_decay_iters=1500", f"--out_dir={out}"],
+            env=self.env | here, cwd=work, capture_output=True, text=True,
+        )  # fmt: skip
+        assert job.returncode == 0, job.stderr
+        return job.stdout.strip()
+
+    def state(self, job):
+        return self.ask("squeue", "-h", "-t", "all", "-j", job, "-o", "%T") or "GONE"
+
+    def close(self):
+        self.ask("scancel", "--full", "--user=root")
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+        for daemon in self.daemons:
+            daemon.wait(30)
+
+
+@pytest.fixture(params=[0, 25], ids=["no grace time", "grace time"])
+def slurm(request, tmp_path):
+    made = Slurm(tmp_path / "slurm", request.param)
+    yield made
+    made.close()
+
+
+def events(folder):
+    return [r["event"] for r in records(folder) if "event" in r]
+
+
+def log_of(work, job):
+    return (work / f"slurm-{job}.out").read_text()
+
+
+def assert_same_curve(folder, reference):
+    one, other = column(reference, "loss"), column(folder, "loss")
+    assert one.keys() == other.keys() and max(abs(one[s] - other[s]) for s in one) < 1e-5
+
+
+def test_a_preempted_job_is_requeued_and_ends_with_the_undisturbed_losses(slurm, zygote, work):
+    zygote.start([*TINY, "--max_iters=1500", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
+    job, out = slurm.submit(work, "out"), work / "out"
+    wait_for(lambda: steps_in(out) > 100, 120)
+    urgent = slurm.ask("sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent"), "--wrap=hostname")
+    wait_for(lambda: slurm.state(urgent) in ("COMPLETED", "GONE"), 120)
+    stopped = events(out)
+    assert "preempted" in stopped and "end" not in stopped, log_of(work, job)
+    wait_for(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "GONE"), 240)
+    assert events(out)[-1] == "end" and "resume" in events(out), log_of(work, job)
+    assert {r["world_size"] for r in records(out) if r.get("event") in ("start", "resume")} == {2}
+    assert_same_curve(out, work / "one")
+
+
+@pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
+def test_srun_alone_a_time_limit_and_scancel(slurm, zygote, work):
+    five = [*TINY, "--max_iters=4"]
+    zygote.start([*five, "--out_dir=five"], work).wait()
+    env = slurm.env | {"MASTER_ADDR": "127.0.0.1"}  # n1 and n2 are names that only Slurm knows
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, str(REPO / "train.py")]
+    run = subprocess.run(
+        [*srun, *five, "--out_dir=srun"], env=env, cwd=work, capture_output=True, text=True, timeout=90
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "ranks:   2 = " in run.stdout and run.stdout.count("iter 4:") == 1
+    assert_same_curve(work / "srun", work / "five")
+
+    # a minute, of which 45 seconds are for saving: it stops itself, and goes back into the queue until it is done
+    job, out = slurm.submit(work, "limit", "--time=1", SAVING="45"), work / "limit"
+    wait_for(lambda: (out / "PREEMPTED").exists(), 120)
+    assert "resume" not in events(out)
+    wait_for(lambda: "resume" in events(out), 120)
+    # scancel: saved, and not started again
+    at = steps_in(out)
+    wait_for(lambda: steps_in(out) > at + 5, 60)
+    slurm.ask("scancel", job)
+    wait_for(lambda: slurm.state(job) in ("CANCELLED", "GONE"), 60)
+    last = max(column(out, "loss"))
+    assert events(out)[-1] == "preempted" and (out / f"step_{last + 1:08d}").is_dir(), log_of(work, job)
