@@ -276,7 +276,7 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
         return None, "unknown"
 
 
-def measured_matmul(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
+def measured_matmul(device: torch.device, dtype: str, seconds: float = 0.15) -> float:
     """FLOP/s of a square matmul, the best of as many as fit into `seconds`."""
     n = 1024 if device.type == "cpu" else 8192 if device.type == "cuda" else 2048
     kind = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype, torch.float32)

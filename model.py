@@ -89,22 +89,25 @@ class HalfAttentionOnCPU(torch.autograd.Function):
 
     torch's kernel for it multiplies small blocks one by one, where a processor with bfloat16 instructions wants large
     ones: forward and backward took 2 to 4 times as long. Here a chunk of queries meets all the keys up to its last
-    one, as batched matmuls; the probabilities are kept for the backward, (T / 2 + CHUNK / 2) H halves a token.
+    one, as batched matmuls. The probabilities, (T / 2 + CHUNK / 2) H halves a token, are kept for the backward where
+    they are few or dropout needs them, and computed again where they would take as much as the rest of the block.
     """
 
     CHUNK = 128  # queries at once: more would spend time on pairs that the causal mask throws away
-    LONGEST = 1024  # of longer sequences the probabilities would take more memory than the rest of the block
+    KEPT = 512  # tokens; of 1024 computing again takes a tenth of attention's time, and half of a block's memory less
+    LONGEST = 2048  # tokens; of 4096 torch's kernel is faster. Half of it with dropout, whose factors are kept
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, qkv: Tensor, dropout: float) -> Tensor:
         B, T, _, H, D = qkv.shape
         ctx.shape, ctx.dropout, ctx.chunks = (B, T, H, D), dropout, HalfAttentionOnCPU.chunks(T)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).reshape(3, B * H, T, D)  # each (B * H, T, D)
+        ctx.keeps = bool(dropout) or T <= HalfAttentionOnCPU.KEPT
         outs, kept = [], []
         for i, j in ctx.chunks:
-            mask = causal_bias(i, j, qkv.dtype)  # (j - i, j)
-            p = torch.baddbmm(mask, q[:, i:j], k[:, :j].transpose(1, 2), alpha=D**-0.5).softmax(-1)  # (B * H, j - i, j)
-            kept.append(p)
+            p = HalfAttentionOnCPU.probabilities(q, k, i, j)
+            if ctx.keeps:
+                kept.append(p)
             if dropout:
                 kept.append(dropout_factors(p.shape, dropout, p.dtype))
                 p = p * kept[-1]
@@ -123,7 +126,8 @@ class HalfAttentionOnCPU(torch.autograd.Function):
         parts = grad.new_zeros(3, B * H, T, D) if several else grad.new_empty(3, B * H, T, D)
         dq, dk, dv = parts
         for i, j in ctx.chunks:
-            p, g = kept.pop(0), grad[:, i:j]
+            p = kept.pop(0) if ctx.keeps else HalfAttentionOnCPU.probabilities(q, k, i, j)
+            g = grad[:, i:j]
             dp, used = torch.bmm(g, v[:, :j].transpose(1, 2)), p
             if ctx.dropout:
                 factors = kept.pop(0)
@@ -133,6 +137,12 @@ class HalfAttentionOnCPU(torch.autograd.Function):
             dk[:, :j].baddbmm_(ds.transpose(1, 2), q[:, i:j], beta=int(several), alpha=D**-0.5)
             dv[:, :j].baddbmm_(used.transpose(1, 2), g, beta=int(several))
         return parts.view(3, B, H, T, D).permute(1, 3, 0, 2, 4), None
+
+    @staticmethod
+    def probabilities(q: Tensor, k: Tensor, i: int, j: int) -> Tensor:
+        """Of queries i to j over the keys up to j: (B * H, j - i, j)."""
+        mask = causal_bias(i, j, q.dtype)  # (j - i, j)
+        return torch.baddbmm(mask, q[:, i:j], k[:, :j].transpose(1, 2), alpha=q.size(-1) ** -0.5).softmax(-1)
 
     @staticmethod
     def chunks(T: int) -> list[tuple[int, int]]:
@@ -159,8 +169,10 @@ class CausalSelfAttention(nn.Module):
         B, T, _ = x.shape
         # the number of heads is read off the local shape: under tensor parallelism a rank holds a part of them
         qkv = self.c_attn(x).view(B, T, 3, -1, self.head_size)
-        if cache is None and qkv.device.type == "cpu" and qkv.itemsize == 2 and T <= HalfAttentionOnCPU.LONGEST:
-            y = HalfAttentionOnCPU.apply(qkv, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        is_short = HalfAttentionOnCPU.LONGEST // (2 if dropout else 1) >= T
+        if cache is None and qkv.device.type == "cpu" and qkv.itemsize == 2 and is_short:
+            y = HalfAttentionOnCPU.apply(qkv, dropout)
             return self.resid_dropout(self.c_proj(y))
         q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))  # each (B, H, T, head_size)
         if cache is not None:
@@ -172,7 +184,7 @@ class CausalSelfAttention(nn.Module):
             # one query against a cache sees every key; SDPA's own causal mask would line it up with the first one
             attn_mask=None if T in (1, k.size(2)) else x.new_ones(T, k.size(2), dtype=torch.bool).tril(k.size(2) - T),
             is_causal=k.size(2) == T,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout,
         )
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, C), or this rank's heads of C
         return self.resid_dropout(self.c_proj(y))
@@ -219,8 +231,9 @@ class GPT(nn.Module):
         with torch.random.fork_rng(devices=[]):  # torch's own initial weights, which are not wanted, draw from it
             self.transformer = nn.ModuleDict(
                 dict(
-                    wte=nn.Embedding(config.vocab_size, config.n_embd),
-                    wpe=nn.Embedding(config.block_size, config.n_embd),
+                    # an Embedding's own draw would, on the meta device, import torch.compile for a second
+                    wte=nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False),
+                    wpe=nn.Embedding.from_pretrained(torch.empty(config.block_size, config.n_embd), freeze=False),
                     drop=Dropout(config.dropout),
                     h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
                     ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),

@@ -6,6 +6,7 @@ with the weights in place, data_parallel. `zero` says what is sharded over the d
 et al. 2020, arXiv:1910.02054): 0 nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too.
 """
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -155,7 +156,13 @@ def shard(
 
 def materialize(model: nn.Module, device: torch.device, cpu_offload: bool = False) -> None:
     """Give a model of the meta device, sharded or not, memory for what this rank holds of it; its values come next."""
-    model.to_empty(device="cpu" if cpu_offload else device)
+    device = "cpu" if cpu_offload else device
+    if is_fsdp(model):
+        model.to_empty(device=device)
+    else:  # for the same, to_empty imports sympy: half a second
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device)))
     model.tie_weights()
 
 
@@ -185,7 +192,14 @@ def make_optimizer(
     model: nn.Module, zero: int, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str
 ) -> torch.optim.Optimizer:
     """The model's AdamW; with zero 1 each rank keeps and updates its share of the parameters and sends them around."""
+    if device_type == "cpu":
+        # torch's optimizers import torch.compile when they are made and at their first step, to keep it out: that
+        # took 1 of the 3.4 seconds to the first step on a CPU, where nothing is compiled
+        for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
+            inspect.unwrap(method).__dict__.setdefault("__dynamo_disable", inspect.unwrap(method))
     optimizer = model.configure_optimizers(weight_decay, learning_rate, betas, device_type)
+    if device_type == "cpu":
+        optimizer.step = partial(torch.no_grad()(inspect.unwrap(type(optimizer).step)), optimizer)
     if zero != 1:
         return optimizer
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -49,9 +49,9 @@ class Hosts:
             ip("-n", switch, "link", "set", host, "master", "switch", "up")
             ip("-n", space, "addr", "add", f"10.77.0.{i}/24", "dev", "eth0")
             # another card, which leads nowhere
-            ip("-n", space, "link", "add", "backup", "type", "dummy")
+            ip("-n", space, "link", "add", "backup", "type", "veth", "peer", "name", "nowhere")
             ip("-n", space, "addr", "add", f"192.168.9.{i}/24", "dev", "backup")
-            for link in ("lo", "eth0", "backup"):
+            for link in ("lo", "eth0", "backup", "nowhere"):
                 ip("-n", space, "link", "set", link, "up")
             folder = f"/etc/netns/{space}"
             os.makedirs(folder, exist_ok=True)
