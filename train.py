@@ -615,15 +615,15 @@ if iter_num > first_step:
     took = metrics.duration(time.perf_counter() - began)
     say(f"done: {iter_num - first_step} steps in {took}, best val loss {best_val_loss:.4f} at step {best_step}")
     say(f"the loss curve: {picture}" if picture else "no picture of the loss curve: pip install matplotlib")
-tell("preempted" if asked else "end", spans_ms=spans, **(dict(signal=asked) if asked else {}))
-log.close()
-watchdog.stop()
 with launch.agreement(last_words):
     if not is_saved:
         raise ValueError(f"the end of the run could not be saved in {out_dir}")
     if asked and ranks.first and not eval_only:
         resilience.leave_mark(out_dir, iter_num, asked)
         say(f"stopped as asked before step {iter_num}" + ": go on with --init_from=resume or auto" * (keep_last > 0))
+tell("preempted" if asked else "end", spans_ms=spans, **(dict(signal=asked) if asked else {}))
+log.close()
+watchdog.stop()
 model = raw_model = optimizer = batches = parameters = None
 launch.leave()
 if asked > 0 and "RANK" not in os.environ:  # a launcher would take this for a failure, and start the run again
