@@ -58,6 +58,10 @@ estimate = False  # first say how much memory each part takes on each rank, with
 world_size = 0  # the estimate is for so many processes, and nothing is run; 0: for those that are here
 # ---------------------------------------------------------------------------------------------------------------------
 HERE = Path(__file__).resolve().parent
+try:
+    launch.understand_launcher()
+except ValueError as e:
+    fail(str(e))
 theirs = settings_of(HERE / "train.py")
 config = configure(globals(), extra=theirs)
 
@@ -112,12 +116,10 @@ def run_train(scratch: Path, settings: dict, processes: int, untimed: int, timed
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         env.setdefault("OMP_NUM_THREADS", "1")  # what torchrun sets by itself, with a warning
     command += [str(HERE / "train.py"), *(f"--{k}={v}" for k, v in args.items())]
-    banner = {}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
         try:
             for line in process.stdout:
-                banner |= {line.split(":")[0]: line} if line.startswith(("model:", "peak:")) else {}
                 if aloud and not line.startswith(("step ", "writing", "done", "the loss curve", "no picture")):
                     print(line, end="", flush=True)
             code = process.wait()
@@ -130,10 +132,10 @@ def run_train(scratch: Path, settings: dict, processes: int, untimed: int, timed
         sys.stderr.writelines(f"{line}\n" for line in own_lines(text))
     if code:
         return {"problem": reason_for(code, text), "errors": "\n".join(own_lines(text)), "processes": processes}
-    return figures(out, banner, untimed) if rank == 0 else {}
+    return figures(out, untimed) if rank == 0 else {}
 
 
-def figures(out: Path, banner: dict[str, str], untimed: int) -> dict:
+def figures(out: Path, untimed: int) -> dict:
     """What train.py recorded in folder `out` (rank 0): medians over the timed steps, mean and largest of the ranks."""
     records = metrics.read_log(out / "metrics.jsonl")
     start = next(r for r in records if r.get("event") == "start")
@@ -146,12 +148,11 @@ def figures(out: Path, banner: dict[str, str], untimed: int) -> dict:
     step = over_ranks("step_ms")
     tokens = settings["gradient_accumulation_steps"] * settings["batch_size"] * settings["block_size"]
     mfu = None if timed[0]["mfu"] is None else statistics.median(r["mfu"] for r in timed)
-    peak = re.search(r"([\d.e+-]+) TFLOP/s", banner.get("peak", ""))
     return {
         "processes": start["world_size"],
         "dtype": start["dtype"],
         "micro_batch": start["micro_batch"],
-        "parameters": float(re.search(r"([\d.]+)M", banner["model"])[1]) * 1e6,
+        "parameters": start["parameters"],
         "steps": len(timed),
         "tokens_a_step": tokens,
         "tokens_per_s": tokens / step["mean"] * 1e3,
@@ -159,7 +160,7 @@ def figures(out: Path, banner: dict[str, str], untimed: int) -> dict:
         "spans_ms": end["spans_ms"],
         "memory_gb": {"mean": timed[-1]["memory_gb"], "max": timed[-1]["memory_gb_max"]},
         "mfu": mfu,
-        "tflops": mfu * float(peak[1]) if peak and mfu is not None else None,
+        "tflops": None if mfu is None else mfu * start["peak_flops"] / 1e12,
         "settings": settings,
     }
 

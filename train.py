@@ -307,7 +307,7 @@ def tell(event: str, **facts: object) -> None:
 
 
 tell("resume" if found else "start", config=config, world_size=ranks.world_size, dtype=dtype_used,
-     micro_batch=micro_batch)  # fmt: skip
+     micro_batch=micro_batch, parameters=raw_model.get_num_params(), peak_flops=peak)  # fmt: skip
 last_words = lambda text: tell("failed", reason=text)  # noqa: E731
 
 

@@ -76,6 +76,13 @@ MUTATIONS = {
     "two runs in a folder": ("checkpoint.py", "    if now != owner:\n", "    if False:\n", SURVIVE),
     "restart: the store of the attempt before": (
         "launch.py", "mine, deadline, pause = uuid.uuid4().hex,", 'mine, deadline, pause = f"again{rank}",', LAUNCH),
+    "ranks: not numbered by machine": (
+        "launch.py", "key=lambda r: (machines.index(machines[r]), r))", "key=lambda r: r)", "tests/test_launchers.py"),
+    "interface: the first that there is": (
+        "launch.py", "names = [name for way in ways for name in names if addresses[name] == way][:1] or names",
+        "names = names[:1]", "tests/test_launchers.py"),
+    "cores: every rank takes all": (
+        "launch.py", "len(cores) // sharing", "len(cores)", "tests/test_launchers.py"),
     "attention: later keys are seen": ("model.py", ".triu(1 + i)", ".triu(2 + i)", "tests/test_model.py"),
 }  # fmt: skip
 

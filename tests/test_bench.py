@@ -103,6 +103,9 @@ def test_collectives_on_two_processes(zygote, work):
 @pytest.mark.slow
 def test_tuning_ends_in_a_command_that_runs(zygote, work):
     """It keeps the global batch, never chooses a point that failed, and forgets no setting that was typed."""
+    _, sharded = bench(zygote, work, *TINY, "--tune=True", "--nproc=2", "--zero=3", "--batch_size=1")
+    assert {t["point"].get("prefetch") for t in sharded["tune"]["tried"]} == {1, 2, 3}
+    assert "--prefetch=" in sharded["tune"]["command"]
     text, found = bench(zygote, work, *TINY, "--tune=True")
     tried, command = found["tune"]["tried"], found["tune"]["command"]
     assert text.rstrip().endswith(command) and {t["tokens_a_step"] for t in tried} == {2 * 16}

@@ -197,6 +197,10 @@ def test_nproc_starts_torchrun_and_a_contradiction_is_a_mistake(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3", "--batch_size=2"])
     launch.start_workers(3, "/x/train.py")
     assert started[0][-2:] == ["/x/train.py", "--batch_size=2"] and "--nproc_per_node=3" in started[0]
+    assert "--numa-binding=node" not in started[0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    launch.start_workers(8, "/x/train.py")
+    assert "--numa-binding=node" in started.pop()
     launch.start_workers(0, "/x/train.py")
     variables(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
     launch.start_workers(2, "/x/train.py")

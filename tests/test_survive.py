@@ -202,6 +202,14 @@ def test_several_in_a_row_go_back_to_the_last_save_and_leave_those_batches_out(f
     assert "nothing that was saved is lost" in run.text()
 
 
+def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
+    """An overflow is the scaler's to skip, 16 of them in a row at a scale of 1 are not."""
+    args = ["--out_dir=out", "--dtype=float16", "--max_iters=60"]
+    run = faulty(args, NAN_GRADIENT=[[s, 0] for s in range(60)]).wait(ok=False)
+    assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
+    assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # hangs, deaths, ranks that part
 

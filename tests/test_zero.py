@@ -26,7 +26,7 @@ WAYS = {
     "zero1-3": (3, ["--zero=1"]),
     "zero2-3": (3, ["--zero=2"]),
     "zero3-3": (3, ["--zero=3"]),
-    "zero3-4": (4, ["--zero=3"]),
+    "zero3-4": (4, ["--zero=3", "--prefetch=2"]),
     "zero1-7": (7, ["--zero=1"]),
     "zero3-7": (7, ["--zero=3"]),
     "full": (1, ["--activation_checkpointing=full"]),
