@@ -34,6 +34,8 @@ if [ -n "${SLURM_JOB_END_TIME:-}" ]; then
     limit=(--stop_after_s=$((left > 1 ? left : 1)))
 fi
 
+# torchrun's agents remember the addresses of an earlier round otherwise
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 cancelled=
 trap 'cancelled=yes' TERM # the whole job ends: scancel, or Slurm has put it back into the queue itself
 srun "${PYTHON:-python3}" -m torch.distributed.run \

@@ -140,7 +140,8 @@ def end_agents():
 def torchrun(work, args, agent_args, log):
     """Start an agent of torchrun's."""
     command = [sys.executable, "-m", "torch.distributed.run", *agent_args, str(REPO / "train.py"), *args]
-    AGENTS.append(subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True))
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # README
+    AGENTS.append(subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True, env=env))
     return AGENTS[-1]
 
 
@@ -181,7 +182,7 @@ def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
 def shrink(zygote, work, say=lambda *_: None):
     """Four agents of one worker each; two are killed, one after the other; then one comes back; the run ends."""
     args = [*TINY, "--gradient_accumulation_steps=12", "--batch_size=4", "--save_interval=10"]
-    args += ["--max_iters=800", "--lr_decay_iters=800", "--eval_interval=100000", "--timeout_s=60"]
+    args += ["--max_iters=2500", "--lr_decay_iters=2500", "--eval_interval=100000", "--timeout_s=60"]
     zygote.start([*args, "--out_dir=straight"], work).wait(timeout=600)
     agent_args = ["--nnodes=2:4", "--nproc_per_node=1", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=shrink"]
     agent_args += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"]

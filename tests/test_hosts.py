@@ -63,6 +63,7 @@ class Hosts:
         """Run a command there, on one core, its output in a file."""
         cores = sorted(os.sched_getaffinity(0))
         core = str(cores[list(self.spaces).index(host) % len(cores)])
+        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # README
         there = [
             "ip",
             "netns",
@@ -78,7 +79,7 @@ class Hosts:
         with open(self.logs[host], "a") as log:
             return subprocess.Popen(
                 [*there, "sh", "taskset", "-c", core, *command],
-                cwd=self.work, stdout=log, stderr=log, start_new_session=True,
+                cwd=self.work, stdout=log, stderr=log, start_new_session=True, env=env,
             )  # fmt: skip
 
     def cable(self, host, state):
@@ -175,7 +176,7 @@ def test_without_restarts_every_survivor_says_which_host_is_gone(hosts, work):
 
 def test_elastic_hosts_end_with_the_losses_of_an_undisturbed_run(hosts, zygote, work):
     """A third host comes late; a cable is cut for longer than timeout_s; a host is killed and comes back."""
-    args = [*JOB, "--max_iters=1500", "--lr_decay_iters=1500", "--timeout_s=8"]
+    args = [*JOB, "--max_iters=5000", "--lr_decay_iters=5000", "--timeout_s=8"]
     zygote.start([*args, "--out_dir=one"], work).wait(300)
     h, out = hosts(3), work / "out"
     start = lambda host: h.start(  # noqa: E731
