@@ -279,10 +279,11 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
         order = by_machine([(name, boot) for name, boot, _ in machines])
         rank, machines = order.index(rank), [machines[r] for r in order]
         os.environ["RANK"] = str(rank)
+        seen = tell_all(store, rank, world_size, "rank 0 seen at", address_of(os.environ["MASTER_ADDR"]))
         network, problem = backend, ""
         try:
             if backend == "gloo":
-                network += choose_interface(len({(name, boot) for name, boot, _ in machines}) > 1)
+                network += choose_interface(len({(name, boot) for name, boot, _ in machines}) > 1, seen)
         except ValueError as e:
             problem = str(e)
         if problems := [p for p in tell_all(store, rank, world_size, "problem", problem) if p]:
@@ -335,11 +336,14 @@ def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None
         torch.set_num_threads(max(1, len(cores) // sharing))
 
 
-def choose_interface(several_machines: bool) -> str:
+def choose_interface(several_machines: bool, seen: list[str]) -> str:
     """
     Have gloo use the network interface by which this machine reaches rank 0's, and loopback on one machine. By itself
     it takes the one that the machine's name resolves to, on many systems a loopback address that no other machine
     reaches. Where GLOO_SOCKET_IFNAME is set, it decides. NCCL chooses for itself (NCCL_SOCKET_IFNAME).
+
+    Args:
+        seen: the addresses at which the ranks look for rank 0; its own machine may know another by that name.
 
     Returns:
         what to show: ' over eth0 (10.0.0.1)', '' where it is not known.
@@ -355,7 +359,7 @@ def choose_interface(several_machines: bool) -> str:
     if not chosen and addresses:
         names = [name for name, address in addresses.items() if address.startswith("127.") != several_machines]
         if several_machines and len(names) > 1:
-            ways = [address_towards(os.environ["MASTER_ADDR"]), address_towards(host)]
+            ways = [address_towards(there) for there in dict.fromkeys([os.environ["MASTER_ADDR"], *seen, host])]
             names = [name for way in ways for name in names if addresses[name] == way][:1] or names
             if len(names) > 1:
                 raise ValueError(
@@ -379,6 +383,13 @@ def interfaces() -> dict[str, str]:
                     reply = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
                     found[name] = socket.inet_ntoa(reply[20:24])
     return found
+
+
+def address_of(host: str) -> str:
+    """What its name resolves to on this machine; '' where it does not."""
+    with suppress(OSError):
+        return socket.gethostbyname(host)
+    return ""
 
 
 def address_towards(host: str) -> str:

@@ -176,7 +176,7 @@ def test_without_restarts_every_survivor_says_which_host_is_gone(hosts, work):
 
 def test_elastic_hosts_end_with_the_losses_of_an_undisturbed_run(hosts, zygote, work):
     """A third host comes late; a cable is cut for longer than timeout_s; a host is killed and comes back."""
-    args = [*JOB, "--max_iters=5000", "--lr_decay_iters=5000", "--timeout_s=8"]
+    args = [*JOB, "--learning_rate=1e-4", "--max_iters=4000", "--lr_decay_iters=4000", "--timeout_s=8"]
     zygote.start([*args, "--out_dir=one"], work).wait(300)
     h, out = hosts(3), work / "out"
     start = lambda host: h.start(  # noqa: E731

@@ -169,14 +169,16 @@ def test_the_interface_is_chosen_or_the_choice_is_named(monkeypatch):
     monkeypatch.setattr(launch, "address_towards", lambda host: ways.get(host, ""))
     monkeypatch.setattr(launch.socket, "gethostname", lambda: "h1")
 
-    def chosen(several, master, given=None):
+    def chosen(several, master, given=None, seen=()):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given or "")
         monkeypatch.setenv("MASTER_ADDR", master)
-        return launch.choose_interface(several)
+        return launch.choose_interface(several, [*seen])
 
     assert chosen(True, "10.0.0.1") == " over eth0 (10.0.0.7)" and os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
     assert chosen(False, "h1") == " over lo (127.0.0.1)"
     assert chosen(True, "h1", "docker0") == " over docker0 (172.17.0.1)"
+    ways["10.0.0.7"] = "10.0.0.7"
+    assert chosen(True, "h1", seen=["127.0.1.1", "10.0.0.7"]) == " over eth0 (10.0.0.7)", "the others know its address"
     with pytest.raises(ValueError, match=r"several network interfaces, lo .*docker0 .*set GLOO_SOCKET_IFNAME=eth0"):
         chosen(True, "h1")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME is 'eth9', but h1 has lo"):
