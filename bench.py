@@ -548,6 +548,7 @@ def print_estimate(settings: dict, processes: int, where: torch.device) -> float
         zero=stage,
         dp_replicate=s["dp_replicate"],
         sync_every=s["grad_sync"] == "every" or (s["grad_sync"] == "auto" and stage >= 2),
+        prefetch=s["prefetch"],
         cpu_offload=s["cpu_offload"],
         mode=s["activation_checkpointing"],
         on_cpu=where.type == "cpu",

@@ -36,6 +36,9 @@ DTYPES = {
 }
 
 
+PCI = Path("/sys/bus/pci/devices")
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among the others. `world_size` 1 and no process group where nothing launched it."""
@@ -99,10 +102,12 @@ def understand_launcher() -> None:
                     f"{launcher} started {found[1]} processes, {found[3]} of them on {socket.gethostname()}, and "
                     f"nothing says where rank 0 is: start with mpirun {flag}, an address of the first machine's"
                 )
-            job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or "0"
+            job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("SLURM_JOB_ID")
+            job = job or (str(os.getppid()) if found[1] == found[3] else "0")  # mpirun's, the same for all on a machine
             break
     else:
-        if not all(name in env for name in ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        names = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+        if not all(name in env for name in names) or "SLURM_PTY_PORT" in env:  # a shell of srun --pty is no rank
             return
         address, tasks = slurm_nodes(env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
         here = str(tasks[min(int(env.get("SLURM_NODEID", 0)), len(tasks) - 1)])
@@ -131,7 +136,7 @@ def start_workers(nproc: int, script: str) -> None:
     Raises:
         ValueError: a launcher started another number of processes here.
     """
-    if not nproc:
+    if not nproc or "ISOGPT_STARTED" in os.environ:  # where this function started it, a config may say another number
         return
     if "RANK" in os.environ:
         here = rank_variables()[3]
@@ -141,7 +146,7 @@ def start_workers(nproc: int, script: str) -> None:
     # torchrun would take --nproc for an option of its own
     passed = [argument for argument in sys.argv[1:] if not argument.startswith("--nproc=")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    command += ["--numa-binding=node"] * torch.cuda.is_available()  # each GPU's process beside its GPU
+    os.environ["ISOGPT_STARTED"] = "1"
     sys.stdout.flush()
     os.execv(sys.executable, [*command, script, *passed])
 
@@ -257,6 +262,7 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
         raise ValueError(f"backend 'nccl' works between GPUs, not on {chosen.type}: set --backend=gloo")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        bind_to_gpu(torch.cuda.get_device_properties(chosen))
     if chosen.type == "cpu":
         keep_freed_memory()
     # the CPU has a backend as well: checkpoints and offloaded state are there
@@ -271,7 +277,10 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
     own = {"device_id": chosen} if backend == "nccl" else {}
     watched = None
     try:
-        store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        # meet does the waiting, and says who is missing
+        store = dist.TCPStore(address, port, None, keeps, timeout, wait_for_workers=False)
         start = meet(store, rank, world_size, timeout_s)
         store = dist.PrefixStore(start, store)
         store.set_timeout(timeout)
@@ -282,8 +291,8 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
         seen = tell_all(store, rank, world_size, "rank 0 seen at", address_of(os.environ["MASTER_ADDR"]))
         network, problem = backend, ""
         try:
-            if backend == "gloo":
-                network += choose_interface(len({(name, boot) for name, boot, _ in machines}) > 1, seen)
+            over = choose_interface(len({(name, boot) for name, boot, _ in machines}) > 1, seen)
+            network += over * (backend == "gloo")  # beside NCCL there is gloo too, for what is on the CPU
         except ValueError as e:
             problem = str(e)
         if problems := [p for p in tell_all(store, rank, world_size, "problem", problem) if p]:
@@ -292,7 +301,6 @@ def join(device: str = "auto", backend: str = "auto", alone: bool = False, timeo
             divide_cores(machines, rank, local_world_size)
         dist.init_process_group(kinds, store=store, rank=rank, world_size=world_size, timeout=timeout + longer, **own)
         if world_size > 1:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             watched = dist.PrefixStore(start, dist.TCPStore(address, port, is_master=False, timeout=timeout))
             watched.set_timeout(timedelta(seconds=5))
     except (dist.DistNetworkError, dist.DistStoreError) as e:
@@ -312,9 +320,11 @@ def tell_all(store: dist.Store, rank: int, world_size: int, what: str, value: ob
 
 def this_machine() -> tuple[str, str, list[int]]:
     """(name, what tells it from another of that name, the cores that this process may run on)."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    return socket.gethostname(), boot.read_text().strip() if boot.exists() else "", cores
+    # containers may share a kernel and a name: they are machines of their own where their network is
+    which = f"{boot.read_text().strip()} {os.readlink(network)}" if boot.exists() and network.is_symlink() else ""
+    return socket.gethostname(), which, cores
 
 
 def by_machine(machines: list[tuple[str, str]]) -> list[int]:
@@ -398,6 +408,20 @@ def address_towards(host: str) -> str:
         s.connect((host, 9))  # of a datagram socket: sends nothing
         return s.getsockname()[0]
     return ""
+
+
+def bind_to_gpu(gpu: object) -> None:
+    """
+    Run on the cores beside the GPU with these properties, its NUMA node's (Linux), unless the launcher has bound this
+    process already: memory of another socket's is slower to read and to copy from.
+    """
+    with suppress(OSError, AttributeError, ValueError):
+        pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        ranges = (PCI / pci / "local_cpulist").read_text().strip().split(",")  # 0-15,32-47
+        ends = [tuple(map(int, r.split("-"))) for r in ranges]
+        near = {core for r in ends for core in range(r[0], r[-1] + 1)} & os.sched_getaffinity(0)
+        if near and len(os.sched_getaffinity(0)) == os.cpu_count():
+            os.sched_setaffinity(0, near)
 
 
 def die_with_the_launcher() -> None:

@@ -69,7 +69,7 @@ def activation_bytes(model_args: dict, rows: int, dtype: str, mode: str, on_cpu:
 
 def memory_estimate(
     model_args: dict, rows: int, dtype: str, world_size: int, zero: int, dp_replicate: int, sync_every: bool,
-    cpu_offload: bool, mode: str, on_cpu: bool,
+    cpu_offload: bool, mode: str, on_cpu: bool, prefetch: int = 1,
 ) -> dict[str, float]:  # fmt: skip
     """
     GB that the parts of a training step take on each rank's device, without allocating them: weights (float32, and
@@ -79,7 +79,8 @@ def memory_estimate(
         model = GPT(GPTConfig(**model_args))
     n = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.transformer.h[0].parameters())
-    unit = n - block * model_args["n_layer"] + 2 * block  # gathered at once: the root's, a block's and the next one's
+    ahead = min(1 + prefetch, model_args["n_layer"])
+    unit = n - block * (model_args["n_layer"] - ahead)  # gathered at once: the root's, a block's and those ahead of it
     shards = world_size // dp_replicate
     compute = 2 if dtype in ("bfloat16", "float16") else 4  # bytes
     weights, gradients, moments = 4 * n, 4 * n, 8 * n

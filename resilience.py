@@ -26,11 +26,20 @@ if TYPE_CHECKING:
 
 RECORD = "micro_batch.json"
 MARK = "PREEMPTED"  # this file in out_dir says that the run stopped because it was asked to, and is not done
-BEGAN = time.monotonic()  # the start of the process, nearly
+BEGAN = time.monotonic()  # the start of this process, nearly
 TIME_IS_UP = -1  # what Stop.code says where no signal asked
 
 # ---------------------------------------------------------------------------------------------------------------------
 # asked to stop
+
+
+def running_s() -> float:
+    """Seconds since the start of this process, or of torchrun's agent, which may have started it again (Linux)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError, ValueError, IndexError):
+            ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])  # since boot
+            return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - BEGAN
 
 
 @dataclass
@@ -42,7 +51,7 @@ class Stop:
 
     def code(self, still_needed_s: float = 0.0) -> int:
         """0: go on; a signal's number; TIME_IS_UP where another step and a save, so long, would come too late."""
-        late = self.stop_after_s and time.monotonic() - BEGAN + still_needed_s > self.stop_after_s
+        late = self.stop_after_s and running_s() + still_needed_s > self.stop_after_s
         return self.signal or (TIME_IS_UP if late else 0)
 
 
@@ -240,9 +249,9 @@ class Watchdog:
     def report(self, problem: str) -> None:
         """Say, once, what is wrong and who is to blame."""
         if not self.told.acquire(blocking=False):
-            threading.Event().wait(10)  # the other thread is telling it, and then ends the process
+            threading.Event().wait(25)  # the other thread is telling it, and then ends the process
             return
-        guilty = self.asked(self.blame, 6) if self.store else ""
+        guilty = self.asked(self.blame, 6 + len(self.names) / 50) if self.store else ""
         text = f"{self.names[self.rank]} at {self.where()[1]}: {problem}; {guilty}"
         print(f"error: {text}", file=sys.stderr, flush=True)
         self.hang(text)

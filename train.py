@@ -43,7 +43,7 @@ compile = True  # torch.compile; left out on a CPU and, aloud, where it does not
 deterministic = False  # on a GPU: algorithms that give the same bits each time, slower (on a CPU they do anyway)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once, then stop
-stop_after_s = 0  # save and stop before so many seconds since the start, as a scheduler's limit; 0: never
+stop_after_s = 0  # save and stop before so many seconds since the (launcher's) start, a scheduler's limit; 0: never
 # -- saving -----------------------------------------------------------------------------------------------------------
 init_from = "scratch"  # scratch, resume, gpt2[-medium|-large|-xl], a HF folder, auto (resume or scratch), auto:gpt2
 always_save_checkpoint = True  # save at each evaluation; False: only where val loss is the best so far
@@ -492,7 +492,7 @@ dropped, rollbacks, asked = [], 0, 0
 spikes, slow_ranks = resilience.Spikes(), resilience.SlowRanks()
 cost = dict(model_args=model_args, rows=share.rows, dtype=dtype_used, world_size=ranks.world_size, zero=stage,
             dp_replicate=dp_replicate, sync_every=sync_every, cpu_offload=cpu_offload,
-            mode=activation_checkpointing, on_cpu=ranks.device.type == "cpu")  # fmt: skip
+            mode=activation_checkpointing, prefetch=prefetch, on_cpu=ranks.device.type == "cpu")  # fmt: skip
 early = lambda: iter_num < first_step + 3  # noqa: E731
 place = lambda: (clock.count, f"step {iter_num}, {clock.doing}")  # noqa: E731
 watchdog = resilience.Watchdog(ranks.store, ranks.rank, ranks.names(), timeout_s, place)

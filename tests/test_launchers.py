@@ -2,10 +2,11 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,9 @@ def test_what_each_launcher_calls_a_rank(monkeypatch):
     variables(monkeypatch, **step | {"SLURM_JOB_ID": "18"})
     launch.understand_launcher()
     assert os.environ["MASTER_PORT"] != port, "two jobs on a machine do not meet"
+    variables(monkeypatch, **step, SLURM_PTY_PORT="1")
+    launch.understand_launcher()
+    assert "RANK" not in os.environ, "a shell of srun --pty"
     # torchrun under srun, and a shell within a job: what torchrun says, and alone
     variables(monkeypatch, **step, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="h1", MASTER_PORT="1")
     launch.understand_launcher()
@@ -129,6 +133,23 @@ def test_what_each_launcher_calls_a_rank(monkeypatch):
     variables(monkeypatch, **deepspeed)
     launch.understand_launcher()
     assert launch.rank_variables() == (3, 4, 1, 2)
+
+
+def test_a_process_runs_beside_its_gpu(monkeypatch, tmp_path):
+    bound = []
+    monkeypatch.setattr(launch, "PCI", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    launch.bind_to_gpu(gpu)  # no such file: a container, say
+    (tmp_path / "0000:dc:00.0").mkdir()
+    (tmp_path / "0000:dc:00.0" / "local_cpulist").write_text("0-1,5,6-31\n")
+    launch.bind_to_gpu(gpu)
+    assert bound == [{0, 1, 5, 6, 7}]
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    launch.bind_to_gpu(gpu)
+    assert len(bound) == 1, "somebody has bound it already"
 
 
 def test_slurm_lists():
@@ -194,15 +215,15 @@ def test_the_interface_is_chosen_or_the_choice_is_named(monkeypatch):
 
 def test_nproc_starts_torchrun_and_a_contradiction_is_a_mistake(monkeypatch):
     variables(monkeypatch)
+    monkeypatch.setenv("ISOGPT_STARTED", "")  # so that what is set goes when the test ends
+    monkeypatch.delenv("ISOGPT_STARTED")
     started = []
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3", "--batch_size=2"])
     launch.start_workers(3, "/x/train.py")
     assert started[0][-2:] == ["/x/train.py", "--batch_size=2"] and "--nproc_per_node=3" in started[0]
-    assert "--numa-binding=node" not in started[0]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    launch.start_workers(8, "/x/train.py")
-    assert "--numa-binding=node" in started.pop()
+    launch.start_workers(7, "/x/train.py")  # in a worker of its own: a config's number does not matter
+    monkeypatch.delenv("ISOGPT_STARTED")
     launch.start_workers(0, "/x/train.py")
     variables(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
     launch.start_workers(2, "/x/train.py")
@@ -224,7 +245,8 @@ def test_the_kubernetes_manifest_has_the_fields_that_the_operator_knows():
     assert container["name"] == "pytorch"
     volumes = {v["name"] for v in worker["template"]["spec"]["volumes"]}
     assert {v["name"] for v in container["volumeMounts"]} == volumes
-    for argument in container["command"]:
+    assert container["command"][:2] == ["sh", "-c"]
+    for argument in shlex.split(container["command"][2]):
         if argument.startswith("--"):
             assert argument[2:].split("=")[0] in settings_of(TRAIN), argument
 
@@ -247,10 +269,12 @@ def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         "PET_NPROC_PER_NODE": "1",
     }
-    command = [w for w in container["command"] if not w.startswith("config/")]
-    command = [w.replace("train.py", TRAIN) for w in command]
-    command[0] = str(Path(sys.executable).with_name("torchrun"))
-    command += [*FIVE, f"--out_dir={work / 'out'}"]
+    script = container["command"][2].replace("/runs/gpt2", str(work / "out"))
+    script = script.replace("train.py config/train_gpt2.py", f"{TRAIN} {shlex.join(FIVE)}")
+    script = script.replace("--dataset=/data/openwebtext", "").replace(
+        "torchrun", f"{sys.executable} -m torch.distributed.run"
+    )
+    command = [*container["command"][:2], script]
     pods = [subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     texts = [pod.communicate(timeout=120)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], texts

@@ -77,12 +77,12 @@ class Slurm:
     def ask(self, *command):
         return subprocess.run(command, env=self.env, capture_output=True, text=True).stdout.strip()
 
-    def submit(self, work, out, *args, **env):
+    def submit(self, work, out, *args, steps=1500, **env):
         """cluster/slurm.sh on both nodes, its workers of TINY; returns the job's number."""
         here = {"PYTHON": sys.executable, "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1", **env}
         command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, str(REPO / "cluster" / "slurm.sh")]
         job = subprocess.run(
-            [*command, *TINY, "--max_iters=1500", "--lr_decay_iters=1500", f"--out_dir={out}"],
+            [*command, *TINY, f"--max_iters={steps}", "--lr_decay_iters=1500", f"--out_dir={out}"],
             env=self.env | here, cwd=work, capture_output=True, text=True,
         )  # fmt: skip
         assert job.returncode == 0, job.stderr
@@ -147,7 +147,7 @@ def test_srun_alone_a_time_limit_and_scancel(slurm, zygote, work):
     assert_same_curve(work / "srun", work / "five")
 
     # a minute, of which 45 seconds are for saving: it stops itself, and goes back into the queue until it is done
-    job, out = slurm.submit(work, "limit", "--time=1", SAVING="45"), work / "limit"
+    job, out = slurm.submit(work, "limit", "--time=1", steps=100000, SAVING="45"), work / "limit"
     wait_for(lambda: (out / "PREEMPTED").exists(), 120)
     assert "resume" not in events(out)
     wait_for(lambda: "resume" in events(out), 120)
