@@ -442,7 +442,7 @@ def run_tune(scratch: Path, settings: dict, where: torch.device) -> dict:
 
     added = (SMALL | {"dataset": default} if is_small else {}) | best
     added |= {"gradient_accumulation_steps": sequences // best["batch_size"]}
-    left_out = (settings_of(__file__).keys() - theirs.keys()) | added.keys()
+    left_out = (settings_of(__file__).keys() - theirs.keys()) | added.keys() | {"nproc"}
     typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] not in left_out]
     program = f"torchrun --standalone --nproc_per_node={here}" if here > 1 else "python"
     command = f"{program} train.py {shlex.join([*typed, *(f'--{k}={v}' for k, v in added.items())])}"
@@ -604,7 +604,7 @@ if comm and not under_launcher:
 typed_names = {a[2:].partition("=")[0] for a in sys.argv[1:] if a.startswith("--")}
 is_named = typed_names & (SMALL.keys() | {"init_from"}) or any(not a.startswith("--") for a in sys.argv[1:])
 is_small = where.type != "cuda" and not is_named
-settings = {k: v for k, v in config.items() if k in theirs} | (SMALL if is_small else {})
+settings = {k: v for k, v in config.items() if k in theirs and k != "nproc"} | (SMALL if is_small else {})
 default = "shakespeare_char" if is_small else theirs["dataset"].default
 is_prepared = any((p / default / "train.bin").exists() for p in (Path("data"), HERE / "data"))
 is_random = not real_data or ("dataset" not in settings and not is_prepared)

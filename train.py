@@ -209,11 +209,8 @@ with launch.agreement():
     with torch.device("meta"):  # no memory yet: a sharded model may be larger than what one rank has
         raw_model = GPT(GPTConfig(**model_args))
     dtype_used = launch.dtype_for(dtype, ranks.device, before=saved.get("dtype"))
-best_val_loss, best_step, wandb_id = (
-    run.get("best_val_loss", math.inf),
-    saved.get("best_step", 0),
-    saved.get("wandb_id"),
-)
+best_val_loss = run.get("best_val_loss", math.inf)
+best_step, wandb_id = saved.get("best_step", 0), saved.get("wandb_id")
 left_out = set(saved.get("left_out", []))  # steps whose batches gave no finite loss
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,9 +25,10 @@ TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
 RESUME = ["--init_from=resume", "--max_iters=9"]
 DAMAGED = ["step_00000006 is damaged", "nothing to resume in out"]
-POSITIVE = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size")
+POSITIVE = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
+            "prefetch")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "keep_last", "seed", "vocab_size", "warmup_iters", "lr_decay_iters",
-                "learning_rate", "min_lr", "weight_decay", "grad_clip")  # fmt: skip
+                "learning_rate", "min_lr", "weight_decay", "grad_clip", "nproc")  # fmt: skip
 MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
 
 

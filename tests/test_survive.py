@@ -210,6 +210,17 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
     assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
+    """Which is the parent process, here whatever started pytest; a worker that is started again has begun later."""
+    own = resilience.running_s()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    age = float(subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getppid())]))
+    assert own < resilience.running_s() and abs(resilience.running_s() - age) < 2
+    stop = resilience.Stop(stop_after_s=resilience.running_s() + 100)
+    assert stop.code() == 0 and stop.code(still_needed_s=101) == resilience.TIME_IS_UP
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # hangs, deaths, ranks that part
 
