@@ -230,6 +230,6 @@ def test_auto_starts_from_given_weights_the_first_time_and_resumes_after_that(zy
     args = ["--init_from=auto:weights", "--out_dir=out"]
     zygote.train([*args, "--max_iters=3"], work)
     assert column(work / "out", "loss") == column(work / "plain", "loss")
-    assert "step_00000004, step 4" in zygote.train([*args, "--max_iters=5"], work).text()
+    assert "step_00000004/ckpt.pt, step 4" in zygote.train([*args, "--max_iters=5"], work).text()
     assert sorted(column(work / "out", "loss")) == list(range(6))
     assert "possible: scratch" in zygote.train(["--init_from=auto:nowhere"], work, ok=False).text()

@@ -46,7 +46,17 @@ def one(zygote, shared_work):
     return shared_work / "one"
 
 
-SLOW = ("zero2-offload", "hsdp-4-zero2", "zero1-3", "zero2-3", "zero1-7", "zero2-every:2", "ddp-full", "zero3-full")
+SLOW = (
+    "zero3-7",
+    "zero2-offload",
+    "hsdp-4-zero2",
+    "zero1-3",
+    "zero2-3",
+    "zero1-7",
+    "zero2-every:2",
+    "ddp-full",
+    "zero3-full",
+)
 MARKED = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in WAYS]
 
 
