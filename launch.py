@@ -321,10 +321,9 @@ def tell_all(store: dist.Store, rank: int, world_size: int, what: str, value: ob
 def this_machine() -> tuple[str, str, list[int]]:
     """(name, what tells it from another of that name, the cores that this process may run on)."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     # containers may share a kernel and a name: they are machines of their own where their network is
     which = f"{boot.read_text().strip()} {os.readlink(network)}" if boot.exists() and network.is_symlink() else ""
-    return socket.gethostname(), which, cores
+    return socket.gethostname(), which, own_cores()
 
 
 def by_machine(machines: list[tuple[str, str]]) -> list[int]:
@@ -444,9 +443,14 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: and the heap does not shrink
 
 
-def cpu_count() -> int:
+def own_cores() -> list[int]:
     """Cores that this process may run on (a container or a scheduler often gives fewer than there are)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def cpu_count() -> int:
+    """How many those are."""
+    return len(own_cores())
 
 
 def leave() -> None:

@@ -94,7 +94,7 @@ class HalfAttentionOnCPU(torch.autograd.Function):
     """
 
     CHUNK = 128  # queries at once: more would spend time on pairs that the causal mask throws away
-    KEPT = 512  # tokens; of 1024 computing again takes a tenth of attention's time, and half of a block's memory less
+    KEPT = 512  # tokens; of 1024, computing again costs a tenth of attention and saves a third of a block's memory
     LONGEST = 2048  # tokens; of 4096 torch's kernel is faster. Half of it with dropout, whose factors are kept
 
     @staticmethod

@@ -6,7 +6,8 @@
 # One torchrun on each node. The job saves and stops before its time limit, when it is preempted and on scancel; after
 # the first two it goes back into the queue, and its next start goes on from there. Submit it in a folder that all nodes
 # see. What may be set in the environment: PYTHON (of a virtual environment), NPROC (processes a node; default: its
-# GPUs), HEAD (a name of the first node that all reach), SAVING (seconds kept for saving before the time limit), TRAIN (another train.py).
+# GPUs), HEAD (a name of the first node that all reach), SAVING (seconds kept for saving before the time limit), TRAIN
+# (another train.py).
 #SBATCH --job-name=isogpt
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive

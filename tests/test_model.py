@@ -811,7 +811,7 @@ def test_weights_that_are_not_there_are_not_made_up(gpt2, folder, tmp_path):
     refused(copied("partly", lambda p: hf.save_pretrained(p, state_dict=partly)), said=name)
 
 
-@pytest.mark.parametrize("T", [1, 64, 128, 200, 257])
+@pytest.mark.parametrize("T", [1, 64, 128, 200, 257, 600])
 def test_attention_in_halves_on_a_cpu_is_attention(T):
     """The kernel of our own against float32's: as near as bfloat16's rounding allows, forward and backward."""
     torch.manual_seed(0)
