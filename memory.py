@@ -56,7 +56,9 @@ def activation_bytes(model_args: dict, rows: int, dtype: str, mode: str, on_cpu:
     """
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     model_file.causal_bias.cache_clear()  # no real mask among fake tensors, nor a fake one after them
-    with FakeTensorMode(), mock.patch.object(HalfAttentionOnCPU, "LONGEST", HalfAttentionOnCPU.LONGEST * on_cpu):
+    own_attention = mock.patch.object(HalfAttentionOnCPU, "LONGEST", HalfAttentionOnCPU.LONGEST * on_cpu)
+    masks = mock.patch.object(model_file, "dropout_factors", lambda shape, p, dtype: torch.empty(shape, dtype=dtype))
+    with FakeTensorMode(), own_attention, masks:
         model = GPT(GPTConfig(**model_args), 0)
         recompute(model, mode)
         idx = torch.zeros(rows, model_args["block_size"], dtype=torch.int64)

@@ -146,6 +146,8 @@ def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
     none, full, sharded = parts(), parts("--activation_checkpointing=full"), parts("--fsdp=True")
     assert full["activations"] < 0.4 * none["activations"] and full["optimizer"] == none["optimizer"]
     assert sharded["optimizer"] == pytest.approx(none["optimizer"] / 4, abs=1e-3)
+    half, masked = parts("--dtype=bfloat16"), parts("--dtype=bfloat16", "--dropout=0.1")
+    assert half["activations"] < none["activations"] and half["activations"] * 1.1 < masked["activations"]
     run = ["--keep_last=0", "--max_iters=2", "--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1"]
     measured = {}
     for mode in ("none", "full"):
