@@ -62,20 +62,18 @@ class KVCache:
 
 def dropout_factors(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> Tensor:
     """
-    What dropout multiplies by (CPU): 0 with probability p, to the nearest 1 / 32,768, else 1 / (1 - p). Four elements
+    What dropout multiplies by (CPU): 0 with probability p, to the nearest 1 / 65,536, else 1 / (1 - p). Four elements
     share one 64-bit draw of a generator that torch's seeds, twice as fast as it, and the rest is integer arithmetic:
-    eight times as fast as drawing for each.
+    ten times as fast as drawing for each.
     """
     n, scale = math.prod(shape), 1 / (1 - p)
     generator = np.random.Generator(np.random.SFC64(int(torch.randint(2**62, ()))))
     words = generator.integers(-(2**63), 2**63 - 1, -(-n // 4), dtype=np.int64, endpoint=True)
     bits = torch.from_numpy(words).view(torch.int16)[:n].view(shape)
-    kept = (
-        bits.bitwise_and_(32767).sub_(min(round(p * 32768), 32767)).bitwise_right_shift_(15).bitwise_not_()
-    )  # -1: yes
+    kept = bits.ge_(min(round(p * 65536), 65535) - 32768)  # 1: yes
     if dtype.itemsize == 2:
-        return kept.bitwise_and_(torch.tensor(scale, dtype=dtype).view(torch.int16).item()).view(dtype)
-    return kept.to(dtype).mul_(-scale)
+        return kept.mul_(torch.tensor(scale, dtype=dtype).view(torch.int16).item()).view(dtype)
+    return kept.to(dtype).mul_(scale)
 
 
 class Dropout(nn.Dropout):
