@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import model as model_file
-from model import GPT, GPTConfig, HalfAttentionOnCPU
+from model import GPT, GPTConfig
 from parallel import recompute
 
 
@@ -56,7 +56,7 @@ def activation_bytes(model_args: dict, rows: int, dtype: str, mode: str, on_cpu:
     """
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     model_file.causal_bias.cache_clear()  # no real mask among fake tensors, nor a fake one after them
-    own_attention = mock.patch.object(HalfAttentionOnCPU, "LONGEST", HalfAttentionOnCPU.LONGEST * on_cpu)
+    own_attention = mock.patch.object(model_file, "HALF_ATTENTION_UP_TO", model_file.HALF_ATTENTION_UP_TO * on_cpu)
     masks = mock.patch.object(model_file, "dropout_factors", lambda shape, p, dtype: torch.empty(shape, dtype=dtype))
     with FakeTensorMode(), own_attention, masks:
         model = GPT(GPTConfig(**model_args), 0)

@@ -19,6 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -1  # a target that counts for nothing
+# tokens that HalfAttentionOnCPU is for; of 4096 torch's kernel is faster. An attribute of the class would end
+# torch.compile's graph where it is read
+HALF_ATTENTION_UP_TO = 2048
 
 
 @dataclass
@@ -97,7 +100,6 @@ class HalfAttentionOnCPU(torch.autograd.Function):
 
     CHUNK = 128  # queries at once: more would spend time on pairs that the causal mask throws away
     KEPT = 512  # tokens; of 1024, computing again costs a tenth of attention and saves a third of a block's memory
-    LONGEST = 2048  # tokens; of 4096 torch's kernel is faster. Half of it with dropout, whose factors are kept
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, qkv: Tensor, dropout: float) -> Tensor:
@@ -172,8 +174,8 @@ class CausalSelfAttention(nn.Module):
         # the number of heads is read off the local shape: under tensor parallelism a rank holds a part of them
         qkv = self.c_attn(x).view(B, T, 3, -1, self.head_size)
         dropout = self.dropout if self.training else 0.0
-        is_short = HalfAttentionOnCPU.LONGEST // (2 if dropout else 1) >= T
-        if cache is None and qkv.device.type == "cpu" and qkv.itemsize == 2 and is_short:
+        longest = HALF_ATTENTION_UP_TO // (2 if dropout else 1)  # with dropout its factors are kept
+        if cache is None and qkv.device.type == "cpu" and qkv.itemsize == 2 and longest >= T:
             y = HalfAttentionOnCPU.apply(qkv, dropout)
             return self.resid_dropout(self.c_proj(y))
         q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))  # each (B, H, T, head_size)

@@ -221,15 +221,19 @@ def data_parallel(model: nn.Module, ranks: Ranks, bucket_mb: float = 25) -> nn.M
     return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb, **own)
 
 
-def settle_buckets(model: nn.Module, x: Tensor, y: Tensor) -> None:
+def settle_buckets(
+    model: nn.Module, x: Tensor, y: Tensor, target_count: float, autocast: AbstractContextManager
+) -> None:
     """
-    One discarded forward and backward (all ranks), before the first step after a start.
+    One discarded forward and backward (all ranks), before the first step after a start; it is called as the step's
+    are, so that torch.compile has no second graph to make.
 
     DDP orders its buckets anew after the first backward, and with three or more ranks another order sums in another
     order. Without this a resumed run would differ in the last bits from the run that never stopped.
     """
     if isinstance(model, DistributedDataParallel):
-        _, loss = model(x, y, 1.0)
+        with autocast:
+            _, loss = model(x, y, target_count)
         loss.backward()
         model.zero_grad(set_to_none=True)
 

@@ -498,7 +498,8 @@ resilience.explain_crashes(
     out_dir, job, share.rows, ranks.rank, loader.DataError, early, explain_memory, watchdog, last_wish
 )
 watchdog.hang, watchdog.finish = last_words, last_wish
-parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device))
+targets_a_rank = tokens_a_step / ranks.world_size  # what losses are divided by: the ranks' mean is the batch's
+parallel.settle_buckets(model, *loader.nothing(share.rows, block_size, ranks.device), targets_a_rank, autocast)
 batches = batches_from(iter_num)
 profiler = metrics.start_profiler(out_dir) if profile and ranks.first else None
 if iter_num > max_iters and not eval_only:
@@ -551,7 +552,7 @@ while iter_num <= max_iters or eval_only:
         waited += time.perf_counter() - waits
         with parallel.sync_if(model, sync_at(micro_step)):
             with clock("forward"), autocast:
-                _, loss = model(x, y, tokens_a_step / ranks.world_size)
+                _, loss = model(x, y, targets_a_rank)
             with clock("backward"):
                 scaler.scale(loss).backward()
         loss_sum += loss.detach()

@@ -493,6 +493,28 @@ def test_the_model_trains_through_chunks():
         assert apart(got[name], p.grad) < 1e-4, name
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_torch_compile_finds_one_graph(dropout):
+    """On a GPU, where the meta device stands in: where a graph ends in a block, all of them silently go uncompiled."""
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(**SMALL | dict(dropout=dropout)))
+    x = torch.zeros(8, 16, dtype=torch.int64, device="meta")
+    for half in (False, True):
+        torch._dynamo.reset()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            _, loss = torch.compile(gpt, backend="eager", fullgraph=True)(x, x, 100.0)
+        loss.backward()
+
+
+def test_torch_compile_finds_one_graph_in_the_chunks_too(large):
+    inputs, expected = large
+    for half in (False, True):
+        torch._dynamo.reset()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            got = loss_and_gradients(torch.compile(summed_loss, backend="eager", fullgraph=True), *inputs)
+        assert apart(got[2], expected[2]) < (0.02 if half else 1e-6)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # generation
 
