@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import model as model_file
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, logits_at_once
 from parallel import recompute
 
 
@@ -58,7 +58,8 @@ def activation_bytes(model_args: dict, rows: int, dtype: str, mode: str, on_cpu:
     model_file.causal_bias.cache_clear()  # no real mask among fake tensors, nor a fake one after them
     own_attention = mock.patch.object(model_file, "HALF_ATTENTION_UP_TO", model_file.HALF_ATTENTION_UP_TO * on_cpu)
     masks = mock.patch.object(model_file, "dropout_factors", lambda shape, p, dtype: torch.empty(shape, dtype=dtype))
-    with FakeTensorMode(), own_attention, masks:
+    logits = mock.patch.object(model_file, "logits_at_once", lambda _, itemsize: logits_at_once(on_cpu, itemsize))
+    with FakeTensorMode(), own_attention, masks, logits:
         model = GPT(GPTConfig(**model_args), 0)
         recompute(model, mode)
         idx = torch.zeros(rows, model_args["block_size"], dtype=torch.int64)

@@ -340,7 +340,7 @@ def chunked_loss(x, weight, targets):
 
 def loss_and_gradients(loss_of, x, weight, targets, scale=0.37):
     """The loss, and its gradients times a scale (as where it is divided by the number of targets)."""
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    x, weight = x.detach().clone().requires_grad_(), weight.clone().requires_grad_()
     loss = loss_of(x, weight, targets)
     (loss * scale).backward()
     return loss, x.grad, weight.grad
@@ -476,6 +476,9 @@ def test_a_vocabulary_larger_than_a_chunk_goes_row_by_row():
     got, expected = (loss_and_gradients(f, x, weight, targets) for f in (one_by_one, plain_loss))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        alike = summed_loss(torch.zeros(1, 2, 1), torch.ones(2**24 + 1, 1), torch.zeros(1, 2, dtype=torch.int64))
+    assert alike.item() == pytest.approx(2 * math.log(2**24 + 1), rel=1e-5)
 
 
 def test_the_model_trains_through_chunks():
@@ -499,11 +502,9 @@ def test_torch_compile_finds_one_graph(dropout):
     with torch.device("meta"):
         gpt = GPT(GPTConfig(**SMALL | dict(dropout=dropout)))
     x = torch.zeros(8, 16, dtype=torch.int64, device="meta")
-    for half in (False, True):
-        torch._dynamo.reset()
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            _, loss = torch.compile(gpt, backend="eager", fullgraph=True)(x, x, 100.0)
-        loss.backward()
+    torch._dynamo.reset()
+    _, loss = torch.compile(gpt, backend="eager", fullgraph=True)(x, x, 100.0)
+    loss.backward()
 
 
 def test_torch_compile_finds_one_graph_in_the_chunks_too(large):
@@ -511,7 +512,9 @@ def test_torch_compile_finds_one_graph_in_the_chunks_too(large):
     for half in (False, True):
         torch._dynamo.reset()
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            got = loss_and_gradients(torch.compile(summed_loss, backend="eager", fullgraph=True), *inputs)
+            got = loss_and_gradients(torch.compile(summed_loss, backend="aot_eager", fullgraph=True), *inputs)
+        assert got[0].item() == pytest.approx(expected[0].item(), rel=3e-3 if half else 1e-6)
+        assert apart(got[1], expected[1]) < (0.02 if half else 1e-4)
         assert apart(got[2], expected[2]) < (0.02 if half else 1e-6)
 
 
