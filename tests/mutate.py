@@ -32,7 +32,8 @@ MUTATIONS = {
         "train.py", "total = launch.gather_rows([total], ranks.device).sum().item()",
         "total = total * ranks.world_size", PARITY),
     "share: its weight in the gradient": (
-        "train.py", "tokens_a_step / ranks.world_size)", "share.micro_steps * x.numel())", PARITY),
+        "train.py", "targets_a_rank = tokens_a_step / ranks.world_size",
+        "targets_a_rank = share.micro_steps * share.rows * block_size", PARITY),
     "share: missing rows count": (
         "loader.py", "x[missing], y[missing] = 0, -1", "x[missing], y[missing] = 0, 0", PARITY),
     "share: all ranks read the same rows": (

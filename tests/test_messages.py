@@ -427,9 +427,9 @@ def test_how_compile_fares(at):
     assert say(CPU) == "compile: left out on the CPU, where it gains nothing"
     at.set(torch, "ones", lambda *shape, device=None, **kw: torch.full(shape, 1.0, **kw))
     at.set(torch, "compile", lambda f: f)
-    at.set(torch._dynamo.config, "suppress_errors", False)
     elsewhere = SimpleNamespace(type="xpu")
-    assert say(elsewhere) == "compile: the first step takes about a minute longer"
+    with torch._dynamo.config.patch(suppress_errors=False):  # and what it was after it
+        assert say(elsewhere) == "compile: the first step takes about a minute longer"
     at.set(parallel, "gather_objects", lambda mine: [mine, "RuntimeError: no C++ compiler"])
     text = "compile: does not work here, going on without it (slower): RuntimeError: no C++ compiler"
     assert say(elsewhere) == text
