@@ -449,7 +449,7 @@ def own_cores() -> list[int]:
 
 
 def cpu_count() -> int:
-    """How many those are."""
+    """How many cores that is."""
     return len(own_cores())
 
 
