@@ -1,7 +1,7 @@
-"""Overrides a script's settings from the command line: config files and --key=value, left to right, the last one wins.
+"""Override a script's settings with config files and command-line options, applied from left to right.
 
-A script's settings are plain globals between its first section comment (`# -- run ---`) and its call
-`config = configure(globals())`; the comment behind each says what it means, and --help prints it.
+A script's settings are the plain globals between its first section comment (`# -- run ---`) and its call
+`config = configure(globals())`. The comment after each setting describes it and is printed by --help.
 """
 
 import ast
@@ -19,6 +19,7 @@ import time
 import tokenize
 import traceback
 from dataclasses import dataclass
+from tokenize import COMMENT
 from typing import Any, NoReturn
 
 Value = int | float | bool | str
@@ -32,7 +33,7 @@ WANTED = {bool: "True or False", int: "a whole number", float: "a finite number"
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a script, as its source states it."""
+    """A setting of a script: its default, its description, and the section that lists it in --help."""
 
     name: str
     default: Value
@@ -41,12 +42,11 @@ class Setting:
 
 
 def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
-    """The settings of the script at `path`, in order, read from its source: the script does not run."""
-    with tokenize.open(path) as file:
-        tree = ast.parse(file.read(), os.fspath(path))
+    """Return the settings of the script at `path`, in order. They are parsed from its source; the script is not run."""
+    with open(path, "rb") as file:
+        comments = {token.start[0]: token for token in tokenize.tokenize(file.readline) if token.type == COMMENT}
         file.seek(0)
-        tokens = list(tokenize.generate_tokens(file.readline))
-    comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
+        tree = ast.parse(file.read(), os.fspath(path))
     sections = {row: SECTION.fullmatch(token.line.rstrip()) for row, token in comments.items()}
     calls = [(ast.unparse(node.func), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     end = min((row for name, row in calls if name in ("configure", "configurator.configure")), default=math.inf)
@@ -54,59 +54,62 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
     settings = {}
     for node in tree.body:
         section = [match[1] for row, match in sections.items() if match and row < node.lineno][-1:]
-        if not section or node.lineno >= end or not isinstance(node, ast.Assign):
-            continue
-        if not all(isinstance(part, CONSTANT) for part in ast.walk(node.value)):
+        is_setting = section and node.lineno < end and isinstance(node, ast.Assign)
+        if not is_setting or not all(isinstance(part, CONSTANT) for part in ast.walk(node.value)):
             continue
         name, value = " = ".join(map(ast.unparse, node.targets)), eval(ast.unparse(node.value))
         if name.isidentifier() and not name.startswith("_") and type(value) in WANTED:
             meaning = comments[node.end_lineno].string.lstrip("# ") if node.end_lineno in comments else ""
-            assert meaning, f"{path}, line {node.lineno}: the setting {name} has no comment that says what it means"
+            assert meaning, f"{path}, line {node.lineno}: setting {name} needs a comment that describes it"
             settings[name] = Setting(name, value, meaning, section[0])
     return settings
 
 
-def configure(
-    script_globals: dict[str, Any], argv: list[str] | None = None, extra: dict[str, Setting] | None = None
-) -> dict[str, Value]:
-    """Apply `argv` (default: the command line) to the settings among `script_globals`; return all their final values.
+def configure(script_globals: dict[str, Any], argv: list[str] | None = None, extra: dict[str, Setting] | None = None,
+              renamed: dict[str, str] | None = None) -> dict[str, Value]:  # fmt: skip
+    """Apply `argv` to the settings in `script_globals` and return their final values.
 
-    `extra` are another script's settings that are taken too: they are returned where they were set, and never enter the
-    globals. If anything is wrong, all of it is reported at once, nothing is applied, and the process ends.
+    `argv` defaults to the command line. In that case, sys.argv is rewritten with --key=value throughout, the only form
+    that the code which passes it on to other processes has to understand.
+
+    `extra` holds settings of another script that are accepted too. Those that were set are returned, but never assigned
+    to the globals; their defaults are only shown by --help and read by config files. `renamed` maps old names of
+    settings to new ones; using an old name is an error that gives the new one. All errors are reported together; then
+    nothing is applied and the process exits with status 1.
     """
-    script = script_globals["__file__"]
+    script, renamed = script_globals["__file__"], renamed or {}
     own = settings_of(script)
-    known = (extra or {}) | own
-    rest = list(sys.argv[1:] if argv is None else argv)
-    if "-h" in rest or "--help" in rest:
+    known = own | (extra or {}) | own  # own settings come first in --help, and win over extra ones of the same name
+    arguments = sys.argv[1:] if argv is None else argv
+    if "-h" in arguments or "--help" in arguments:
         if _is_rank_0():
-            print(help_text(script, own | known))  # own sections first
+            print(help_text(script, known))
         sys.exit(0)
 
+    arguments = _with_equals_signs(arguments, known, renamed)
+    if argv is None:
+        sys.argv[1:] = arguments
     final = {name: script_globals.get(name, setting.default) for name, setting in own.items()}
     problems = []
-    while rest:
-        argument = rest.pop(0)
+    for argument in arguments:
         if not argument.startswith("--"):
             current = {name: setting.default for name, setting in known.items()} | final
-            final |= _from_config(argument, script_globals, current, problems)
+            final |= _from_config(argument, script_globals, current, renamed, problems)
             continue
         name, equals, text = argument[2:].partition("=")
-        if not equals and rest and not rest[0].startswith("--") and not rest[0].endswith(".py"):
-            text = rest.pop(0)  # `--key value`: one mistake, not also a config file that is missing
-        if name not in known:
-            if name not in ("local_rank", "local-rank"):  # older launchers add it
-                problems.append(f"command line: --{name}: no such setting{_did_you_mean(name, known, '--')}")
-            continue
-        kind = type(known[name].default)
-        if not equals:
-            shown = shlex.quote(text) if text else "True" if kind is bool else "VALUE"
-            problems.append(f"command line: --{name}: type --{name}={shown}")
-            continue
-        try:
-            final[name] = _parse(text, kind)
-        except (ValueError, OverflowError, SyntaxError):
-            problems.append(f"command line: --{name}={text!r}: not {WANTED[kind]}")
+        if name in renamed:
+            value = shlex.quote(text) if equals else "VALUE"
+            problems.append(f"command line: --{name} was renamed: type --{renamed[name]}={value}")
+        elif name in known and equals:
+            kind = type(known[name].default)
+            try:
+                final[name] = _parse(text, kind)
+            except (ValueError, OverflowError, SyntaxError):
+                problems.append(f"command line: --{name}={text!r}: not {WANTED[kind]}")
+        elif name in known:
+            problems.append(f"command line: --{name}: missing value; type --{name}=VALUE")
+        elif name not in ("local_rank", "local-rank"):  # added by older launchers
+            problems.append(f"command line: --{name}: no such setting{_did_you_mean(name, known, '--')}")
     if problems:
         fail("\n".join(f"{os.path.basename(script)}: {problem}" for problem in problems))
     script_globals.update({name: final[name] for name in own})
@@ -114,10 +117,10 @@ def configure(
 
 
 def fail(message: str) -> NoReturn:
-    """End the process with status 1 for a user's mistake; rank 0 prints `message` to stderr at once."""
+    """Exit with status 1 because of a user's mistake. Rank 0 prints `message` to stderr immediately."""
     if not _is_rank_0():
-        # torchrun kills all workers as soon as one of them fails, so a rank that is quicker than rank 0 would kill it
-        # before it has said the same. Whoever is still alive after a while has found what rank 0 has not.
+        # Usually every rank fails with the same message. torchrun kills all workers as soon as one fails, so another
+        # rank must not exit before rank 0 has printed. A rank that survives the wait is the only one with this problem.
         time.sleep(10)
         message = f"rank {os.environ['RANK']}: {message}"
     print(message, file=sys.stderr, flush=True)
@@ -125,17 +128,18 @@ def fail(message: str) -> NoReturn:
 
 
 def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
-    """What --help prints: the usage, the first paragraph of the script's docstring, the settings by section."""
+    """Return the text of --help: usage, first paragraph of the script's docstring, and the settings by section."""
     with tokenize.open(script) as file:
         docstring = ast.get_docstring(ast.parse(file.read())) or ""
     lines = [f"usage: python {os.path.basename(script)} [config/FILE.py ...] [--key=value ...]"]
-    lines += ["Arguments apply left to right, the last one wins.", ""]
-    lines += textwrap.wrap(re.split(r"\n\s*\n", docstring)[0], 120)
+    lines += ["Arguments apply from left to right; later values override earlier ones."]
+    lines += ["--key value also works, and --key alone sets a boolean to True.", ""]
+    lines += textwrap.wrap(docstring.partition("\n\n")[0], 120)
     options = {}
     for name, setting in settings.items():
         plain = not isinstance(setting.default, str) or re.fullmatch(r"[\w./:-]+", setting.default)
         options[name] = f"  --{name}={setting.default if plain else repr(setting.default)}  "
-    indent = min(50, max(map(len, options.values()), default=0))  # one long default does not push all meanings right
+    indent = min(50, max(map(len, options.values()), default=0))  # a long default must not shift every description
     wrapper = textwrap.TextWrapper(120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     for section in dict.fromkeys(setting.section for setting in settings.values()):
         members = [setting for setting in settings.values() if setting.section == section]
@@ -144,14 +148,36 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
     return "\n".join(lines)
 
 
-def _from_config(
-    argument: str, script_globals: dict[str, Any], current: dict[str, Value], problems: list[str]
-) -> dict[str, Value]:
-    """Run the config file that `argument` names and return the settings that it set; `current` are their values now."""
-    path = _find_config(argument, script_globals["__file__"], problems)
+def _with_equals_signs(arguments: list[str], settings: dict[str, Setting], renamed: dict[str, str]) -> list[str]:
+    """Rewrite `--key value` as `--key=value`, and `--key` alone as `--key=True` if the setting is a boolean."""
+    rest, rewritten = list(arguments), []
+    while rest:
+        argument = rest.pop(0)
+        if argument.startswith("--") and "=" not in argument:
+            name = renamed.get(argument[2:], argument[2:])
+            kind = type(settings[name].default) if name in settings else None
+            if rest and _is_value(rest[0], kind):
+                argument += f"={rest.pop(0)}"
+            elif kind is bool:
+                argument += "=True"
+        rewritten.append(argument)
+    return rewritten
+
+
+def _is_value(text: str, kind: type | None) -> bool:
+    """Whether `text`, the argument after `--key`, is its value. `kind` is the setting's type, None if it is unknown."""
+    if kind is bool:
+        return text.lower() in BOOLS
+    return not text.startswith("--") and (kind is str or not text.endswith(".py"))
+
+
+def _from_config(config: str, script_globals: dict[str, Any], current: dict[str, Value], renamed: dict[str, str],
+                 problems: list[str]) -> dict[str, Value]:  # fmt: skip
+    """Run the file `config` and return the settings it sets. `current` maps all settings to their values."""
+    path = _find_config(config, script_globals["__file__"], problems)
     if not path:
         return {}
-    namespace = {**script_globals, **current, "__file__": path}  # a copy: only checked settings reach the script
+    namespace = {**script_globals, **current, "__file__": path}  # a copy: only valid settings reach the script
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read(), path)
@@ -162,7 +188,7 @@ def _from_config(
         if isinstance(error, SyntaxError) and error.filename == path:
             rows, text = [error.lineno], error.msg
         line = f", line {rows[-1]}" if rows else ""
-        problems.append(f"{argument}{line}: {type(error).__name__}: {' '.join(text.split())}")
+        problems.append(f"{config}{line}: {type(error).__name__}: {' '.join(text.split())}")
         return {}
 
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
@@ -172,36 +198,37 @@ def _from_config(
     for name, before in current.items():
         try:
             value = _coerce(namespace.get(name), type(before))
-            if name in assigned or value != before:  # without an assignment: import *, globals()[name] = ...
+            if name in assigned or value != before:  # set without an assignment: import *, globals()[name]
                 taken[name] = value
         except (ValueError, OverflowError):
             shown = " ".join(reprlib.repr(namespace.get(name)).split())
-            problems.append(f"{argument}: {name} = {shown}: not {WANTED[type(before)]}")
-    # A plain value that nothing reads, with nearly the name of a setting: a typo, not a helper.
-    for name in sorted(namespace.keys() - current.keys() - script_globals.keys() - read):
+            problems.append(f"{config}: {name} = {shown}: not {WANTED[type(before)]}")
+    # A plain value that the file does not read is no helper: an old or almost correct name is meant as a setting.
+    plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not script_globals.get(name)}
+    for name in sorted(plain - current.keys() - read):
         nearest = _did_you_mean(name, current, cutoff=0.85)
-        if nearest and isinstance(namespace[name], int | float | str) and not name.startswith("_"):
-            problems.append(f"{argument}: {name}: no such setting{nearest}")
+        if name in renamed:
+            problems.append(f"{config}: {name} was renamed to {renamed[name]}")
+        elif nearest and not name.startswith("_"):
+            problems.append(f"{config}: {name}: no such setting{nearest}")
     return taken
 
 
-def _find_config(argument: str, script: str, problems: list[str]) -> str | None:
-    """The config file's full path, from the working folder or else from the script's, wherever we are called from."""
-    places = [os.path.abspath(argument), os.path.join(os.path.dirname(os.path.abspath(script)), argument)]
-    for place in places:
-        if os.path.isfile(place):
-            return place
-    problem = f"{argument}: no such config file; looked for {' and '.join(dict.fromkeys(places))}"
+def _find_config(config: str, script: str, problems: list[str]) -> str | None:
+    """Return the full path of a config file, which is relative to the working directory or to the script's."""
+    places = [os.path.abspath(config), os.path.join(os.path.dirname(os.path.abspath(script)), config)]
+    if found := next(filter(os.path.isfile, places), None):
+        return found
+    problem = f"{config}: no such config file; looked for {' and '.join(dict.fromkeys(places))}"
     for folder in dict.fromkeys(map(os.path.dirname, places)):
-        files = sorted(map(os.path.basename, glob.glob("*.py", root_dir=folder)))
-        near = difflib.get_close_matches(os.path.basename(argument), files)
+        near = difflib.get_close_matches(os.path.basename(config), sorted(glob.glob("*.py", root_dir=folder)))
         problem += f"; {folder} has {', '.join(near)}" if near else ""
     problems.append(problem)
     return None
 
 
 def _parse(text: str, kind: type) -> Value:
-    """The value of type `kind` that `text` on the command line stands for; an error if there is none."""
+    """Convert `text`, as typed on the command line, to a value of type `kind`; raise an error if it is not one."""
     if kind is str:
         return ast.literal_eval(text) if QUOTED.fullmatch(text) else text
     if kind is bool:
@@ -213,13 +240,13 @@ def _parse(text: str, kind: type) -> Value:
 
 
 def _coerce(value: Any, kind: type) -> Value:
-    """`value` as the builtin type `kind` if nothing is lost by it, else an error; numpy's scalars are numbers too."""
+    """Convert `value`, for example a NumPy scalar, to the builtin type `kind`. Raise ValueError if it is not exact."""
     if kind is str and isinstance(value, str | os.PathLike):
         return str(value)
     if kind is bool and isinstance(value, numbers.Integral) and value in (0, 1):
         return bool(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        if kind is int and value == value // 1:  # never true of nan and inf
+        if kind is int and value == value // 1:  # false for nan and inf
             return int(value)
         if kind is float and math.isfinite(value):
             return float(value)

@@ -1,6 +1,6 @@
-# A small character-level model of Shakespeare: best val loss about 1.47, after which it overfits.
+# A small character-level model of Shakespeare. The best validation loss is about 1.47; then the model overfits.
 # $ python data/shakespeare_char/prepare.py && python train.py config/train_shakespeare_char.py
-# On a CPU take a smaller one: README.md, "On a laptop".
+# For a CPU, use the smaller model under "Shakespeare" in README.md.
 
 out_dir = "out-shakespeare-char"
 dataset = "shakespeare_char"
@@ -8,7 +8,7 @@ dataset = "shakespeare_char"
 eval_interval = 250
 eval_iters = 200
 log_interval = 10
-always_save_checkpoint = False  # the data set is small: only what is better on val is worth keeping
+always_save_checkpoint = False  # the model overfits: save only if the validation loss has improved
 
 wandb_log = False
 wandb_project = "shakespeare-char"
@@ -23,9 +23,9 @@ n_head = 6
 n_embd = 384
 dropout = 0.2
 
-learning_rate = 1e-3  # a small model takes more than GPT-2's 6e-4
+learning_rate = 1e-3  # small models can use a higher rate than GPT-2's 6e-4
 min_lr = 1e-4
 max_iters = 5000
 lr_decay_iters = 5000
 warmup_iters = 100
-beta2 = 0.99  # few tokens a step make a noisy second moment: average over more steps
+beta2 = 0.99  # few tokens per step make the second moment noisy: average over more steps

@@ -1,5 +1,5 @@
-# The first run: a small character-level GPT on the sources of Python's own standard library.
-# About three minutes on two CPU cores, seconds on a GPU:
+# A first run: a small character-level GPT on the source code of Python's standard library. Takes about three minutes on
+# two CPU cores.
 # $ python data/stdlib_char/prepare.py && python train.py config/train_stdlib_char.py
 
 out_dir = "out-stdlib-char"

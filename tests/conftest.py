@@ -1,3 +1,9 @@
+"""Fixtures of all tests."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: several runs share the cores
+
 import sys
 from pathlib import Path
 
@@ -10,6 +16,7 @@ from runs import Zygote, tiny_data
 
 @pytest.fixture(scope="session")
 def zygote():
+    """Starts runs (see runs.py)."""
     z = Zygote()
     yield z
     z.close()
@@ -17,14 +24,14 @@ def zygote():
 
 @pytest.fixture
 def work(tmp_path):
-    """A folder to run in, with a data set called tiny."""
+    """A folder to run in, with a data set named tiny."""
     tiny_data(tmp_path)
     return tmp_path
 
 
 @pytest.fixture(scope="module")
 def shared_work(tmp_path_factory):
-    """The same for all tests of a file that only read from it."""
+    """The same for all tests of a file, which only read from it."""
     path = tmp_path_factory.mktemp("work")
     tiny_data(path)
     return path

@@ -1,12 +1,12 @@
 """
-The figures that the issues ask for and a test cannot hold, each by one command, on an idle machine.
+Measurements for the documentation that depend too much on the machine for a test. They need an idle machine.
 
-    python tests/measure.py stall         how long a step waits for an asynchronous save, against a blocking one
-    python tests/measure.py saves         what a save every 100 steps costs
-    python tests/measure.py grad_sync     memory of both values of grad_sync in each stage of ZeRO
-    python tests/measure.py activations   memory of activations with and without recompute, 12 layers x 1024 tokens
-    python tests/measure.py tax           train.py's step against a bare loop of forward, backward, clipping, optimizer
-    python tests/measure.py bare          that bare loop, on the 10.65M config (batch 8 x 256)
+    python tests/measure.py stall         how long a step waits for a checkpoint in the background, and a blocking one
+    python tests/measure.py saves         what a checkpoint every 100 steps costs
+    python tests/measure.py grad_sync     memory with grad_sync last and every, for each stage of ZeRO
+    python tests/measure.py activations   memory of activations with and without recomputation, 12 layers x 1024 tokens
+    python tests/measure.py tax           train.py's step and a bare loop of forward, backward, clipping and optimizer
+    python tests/measure.py bare          that bare loop, for the 10.65M config (batch 8 x 256)
     python tests/measure.py first         seconds from the command to the first step
 """
 
@@ -29,7 +29,7 @@ CONFIG += ["--learning_rate=1e-3", "--warmup_iters=10", "--dropout=0.0"]
 
 
 def train(work, args, nproc=1):
-    """Run train.py as a user does; returns its output."""
+    """Run train.py as a user would; returns its output."""
     launcher = [sys.executable]
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
@@ -40,6 +40,7 @@ def train(work, args, nproc=1):
 
 
 def saves_of(work):
+    """The events of completed checkpoints."""
     return [r for r in records(work / "out") if r.get("event") == "save"]
 
 
@@ -48,8 +49,8 @@ def stall(work):
         train(work, ["--out_dir=out", "--save_interval=4", "--max_iters=41", f"--zero={zero}"], nproc)
         found = saves_of(work)
         waited = statistics.median(r["stall"] for r in found[1:])
-        alone = found[-1]["seconds"]  # the last one has the machine to itself, and the run waits for it
-        print(f"zero {zero}, {nproc} processes: a step waits {waited * 1e3:.0f} ms, a blocking save takes "
+        alone = found[-1]["seconds"]  # the run waits for the last one, which has the machine to itself
+        print(f"zero {zero}, {nproc} processes: a step waits {waited * 1e3:.0f} ms, a blocking checkpoint takes "
               f"{alone * 1e3:.0f} ms: {waited / alone:.1%}")  # fmt: skip
 
 
@@ -58,10 +59,10 @@ def saves(work):
     steps, found = column(work / "out", "step_ms"), saves_of(work)[:-1]
     usual = statistics.median(steps.values())
     extra = 0.0
-    for r in found:  # steps that the writing in the background may have slowed, and the wait before them
+    for r in found:  # the steps that writing in the background may have slowed, and the wait before them
         span = range(r["iter"], r["iter"] + 2 + int(r["seconds"] * 1e3 / usual))
         extra += sum(steps[s] - usual for s in span if s in steps) + r["stall"] * 1e3
-    print(f"{len(found)} saves, steps of {usual:.0f} ms: {extra / len(found):.0f} ms each, "
+    print(f"{len(found)} checkpoints, steps of {usual:.0f} ms: {extra / len(found):.0f} ms each, "
           f"{extra / len(found) / (100 * usual):.2%} of 100 steps")  # fmt: skip
 
 
@@ -69,14 +70,15 @@ def grad_sync(work):
     shape = ["--n_embd=768", "--n_head=12", "--block_size=64", "--batch_size=1", "--gradient_accumulation_steps=8"]
     for zero in range(4):
         for value in ("last", "every"):
-            args = [*shape, f"--zero={zero}", f"--grad_sync={value}", "--max_iters=6", "--keep_last=0", "--out_dir=out"]
-            train(work, [*args, "--dtype=float32"], 2)
+            args = [*shape, f"--zero={zero}", f"--grad_sync={value}", "--max_iters=6", "--out_dir=out"]
+            train(work, [*args, "--save_checkpoint=False", "--dtype=float32"], 2)
             memory = column(work / "out", "memory_gb_max")[6]
             print(f"zero {zero}, grad_sync {value}: {memory:.3f} GB on the largest rank (42.5M parameters)", flush=True)
 
 
 def activations(work):
-    shape = ["--n_layer=12", "--batch_size=4", "--max_iters=4", "--keep_last=0", "--dtype=float32", "--out_dir=out"]
+    shape = ["--n_layer=12", "--batch_size=4", "--max_iters=4", "--dtype=float32", "--out_dir=out"]
+    shape += ["--save_checkpoint=False"]
 
     def peak(*args):
         train(work, [*shape, *args])
@@ -87,14 +89,14 @@ def activations(work):
              ("none", "selective", "every:2", "full")}  # fmt: skip
     for mode, memory in kinds.items():
         print(f"12 layers x 1024 tokens x 4 rows, {mode}: {memory:.2f} GB in all, {memory - base:.2f} above one row "
-              f"with full recompute: {1 - (memory - base) / (kinds['none'] - base):.0%} less")  # fmt: skip
+              f"with full recomputation: {1 - (memory - base) / (kinds['none'] - base):.0%} less")  # fmt: skip
 
 
 def bare(steps=60):
     import torch
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-    import launch
+    from isogpt import launch
     from model import GPT, GPTConfig
 
     launch.keep_freed_memory()
@@ -118,13 +120,14 @@ def tax(work):
     for _ in range(5):
         out = subprocess.run([sys.executable, __file__, "bare"], capture_output=True, text=True, check=True).stdout
         alone = statistics.median(float(t) for t in re.findall(r"time ([0-9.]+)ms", out)[5:])
-        train(work, ["--out_dir=out", "--max_iters=60", "--keep_last=0", "--dtype=bfloat16"])
+        train(work, ["--out_dir=out", "--max_iters=60", "--save_checkpoint=False", "--dtype=bfloat16"])
         ours = statistics.median(list(column(work / "out", "step_ms").values())[5:])
         spans = records(work / "out")[-1]["spans_ms"]
         four = sum(spans[s]["mean"] for s in ("forward", "backward", "clip", "optimizer"))
         ratios.append(ours / alone)
-        print(f"bare {alone:.1f} ms, train.py {ours:.1f} ms: {ours / alone - 1:+.1%}; in train.py itself all but the "
-              f"four take {ours - four:.2f} ms: {(ours - four) / four:.2%}", flush=True)  # fmt: skip
+        print(f"bare {alone:.1f} ms, train.py {ours:.1f} ms: {ours / alone - 1:+.1%}; in train.py, parts other than "
+              f"forward, backward, clip and optimizer take {ours - four:.2f} ms: {(ours - four) / four:.2%}",
+              flush=True)  # fmt: skip
     print(f"median {statistics.median(ratios) - 1:+.1%}")
 
 

@@ -1,8 +1,8 @@
 """
-Take one thing out of the code at a time and see that the tests notice: python tests/mutate.py [NAME ...]
+Remove one thing at a time from the code and check that tests fail: python tests/mutate.py [NAME ...]
 
-Each mutation is made in a copy of the repository in a temporary folder; a row says which tests went red. Exit status 1
-if the suite stayed green for any.
+Each mutation is made in a copy of the repository in a temporary folder. A line shows which test failed. The exit status
+is 1 if the tests passed with any of the mutations.
 """
 
 import os
@@ -15,76 +15,80 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 PARITY, RESUME, SURVIVE = "tests/test_parity.py", "tests/test_resume.py", "tests/test_survive.py"
-LAUNCH = "tests/test_launch.py"
+LAUNCH, LAUNCHERS = "tests/test_launch.py", "tests/test_launchers.py"
 KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 
-# name: (file, what is there, what takes its place, the tests that must see it)
+# name: (file, original text, its replacement, the tests that must fail)
 MUTATIONS = {
     "all-reduce: of the gradients": (
-        "parallel.py", "    if ranks.world_size == 1 or is_fsdp(model):\n        return model",
-        "    return model", PARITY),
-    "all-reduce: in the last micro-step only, dropped": (
-        "parallel.py", "and not now else nullcontext", "else nullcontext", PARITY),
+        "train.py", "if ranks.world_size > 1 and zero_stage < 2:", "if False:", PARITY),
+    "all-reduce: of the last micro-step": (
+        "train.py", 'reduce_now = reduce_every or (is_last and grad_sync != "never")', "reduce_now = reduce_every", PARITY),
     "all-reduce: of the step's loss": (
-        "launch.py", "    return rows.view(-1, len(row)).cpu()", "    return mine.expand(dist.get_world_size(), -1).cpu()",
-        PARITY),
+        "isogpt/agree.py", "return type(numbers)(*rows.view(-1, len(mine)).T.cpu())",
+        "return type(numbers)(*mine[:, None].expand(-1, dist.get_world_size()).cpu())", PARITY),
     "all-reduce: of the evaluation": (
-        "train.py", "total = launch.gather_rows([total], ranks.device).sum().item()",
-        "total = total * ranks.world_size", PARITY),
-    "share: its weight in the gradient": (
-        "train.py", "targets_a_rank = tokens_a_step / ranks.world_size",
-        "targets_a_rank = share.micro_steps * share.rows * block_size", PARITY),
-    "share: missing rows count": (
-        "loader.py", "x[missing], y[missing] = 0, -1", "x[missing], y[missing] = 0, 0", PARITY),
-    "share: all ranks read the same rows": (
-        "loader.py", "(micro_step * self.world_size + self.rank) * self.rows", "micro_step * self.world_size * self.rows",
+        "train.py", "total = agree.gather_number(total, ranks.device).sum().item()", "total = total * ranks.world_size",
         PARITY),
+    "share: its weight in the gradient": (
+        "train.py", "loss_divisor = progress.tokens_per_step / mesh.data_size",
+        "loss_divisor = share.micro_steps * share.rows * block_size", PARITY),
+    "share: padding rows count": (
+        "isogpt/loader.py", "x[padding], y[padding] = 0, -1", "x[padding], y[padding] = 0, 0", PARITY),
+    "share: all ranks read the same rows": (
+        "isogpt/loader.py", "(micro_step * self.data_size + self.data_rank) * self.rows",
+        "micro_step * self.data_size * self.rows", PARITY),
     "data: depends on the rank": (
-        "train.py", "block_size, seed, loader.TRAIN, step", "block_size, seed + ranks.rank, loader.TRAIN, step", PARITY),
+        "isogpt/loader.py", "self.seed, TRAIN, step", "self.seed + self.data_rank, TRAIN, step", PARITY),
     "evaluation: other sequences each time": (
-        "train.py", "seed, stream, 0, wanted)", "seed, stream, iter_num + ranks.world_size, wanted)", PARITY),
+        "train.py", "reader.evaluation(split,",
+        '__import__("dataclasses").replace(reader, seed=seed + progress.step + ranks.world_size).evaluation(split,',
+        PARITY),
     "init: depends on the order of parameters": (
         "model.py", 'f"{seed} {name}"', 'f"{seed} {id(p)}"', "tests/test_model.py"),
-    "random state: of a step": ("train.py", "    launch.seed_step(seed, iter_num, ranks.rank)\n", "", KILLED),
+    "random state: of a step": ("train.py", "    precision.seed_step(seed, step, mesh.data_rank)\n", "", KILLED),
     "random state: of the rank": (
-        "launch.py", "SeedSequence((seed, step, rank))", "SeedSequence((seed, step, 0))", RESUME),
+        "isogpt/precision.py", "SeedSequence((seed, step, data_rank))", "SeedSequence((seed, step, 0))", RESUME),
     "order of the reduction after a start": (
-        "parallel.py", "        loss.backward()\n        model.zero_grad", "        model.zero_grad", KILLED),
-    "resume: place in the data": ("train.py", "for s in count(step) if", "for s in count(0) if", KILLED),
+        "isogpt/parallel/data.py", "        loss.backward()\n        model.zero_grad", "        model.zero_grad", KILLED),
+    "resume: position in the data": (
+        "isogpt/loader.py", "for step in count(progress.step) if", "for step in count(0) if", KILLED),
     "resume: optimizer state": (
-        "checkpoint.py", "moments = moments_by_name(model, optimizer) if optimizer else {}", "moments = {}", KILLED),
+        "isogpt/checkpoint.py", "state = optim.state_by_name(model, optimizer) if optimizer else {}", "state = {}", KILLED),
     "resume: scaler state": (
-        "train.py", 'scaler.load_state_dict(kept["scaler"])', "pass", f"{RESUME}::test_float16_scaler_is_saved_and_restored"),
+        "isogpt/checkpoint.py", 'scaler.load_state_dict(source.run["isogpt"]["scaler"])', "pass",
+        f"{RESUME}::test_float16_scaler_is_saved_and_restored"),
     "resume: best loss so far": (
-        "train.py", 'run.get("best_val_loss", math.inf)', "math.inf",
-        f"{RESUME}::test_always_save_checkpoint_false_saves_at_an_evaluation_only_where_it_is_best"),
-    "resume: metrics cut back": (
-        "metrics.py", 'r.get("iter", 0) < resumed_step', "True", KILLED),
-    "save: checksum not compared": (
-        "checkpoint.py", 'if actual != expected["sha256"]:', "if False:", f"{RESUME}::test_damaged_saves_are_reported_and_passed_over"),
-    "save: not whole when it appears": (
-        "checkpoint.py", 'unfinished = Path(out_dir) / f"unfinished_{owner[:8]}_step_{step:08d}"',
-        'unfinished = Path(out_dir) / f"step_{step:08d}"',
-        f"{RESUME}::test_signals_do_not_tear_a_save"),
-    "save: weights that are not finite": (
-        "train.py", "    if not finite.all():", "    if False:",
-        f"{RESUME}::test_nothing_is_saved_from_weights_or_losses_that_are_not_finite"),
+        "isogpt/checkpoint.py", 'self.best_step = run.get("best_val_loss", math.inf),', "self.best_step = math.inf,",
+        f"{RESUME}::test_without_always_save_checkpoint_only_the_best_evaluation_saves"),
+    "resume: metrics are cut back": (
+        "isogpt/metrics.py", 'r.get("iter", 0) < self.progress.step', "True", KILLED),
+    "checkpoint: checksum is not compared": (
+        "isogpt/run_folder.py", 'if actual != expected["sha256"]:', "if False:",
+        f"{RESUME}::test_damaged_checkpoints_are_reported_and_skipped"),
+    "checkpoint: incomplete when it appears": (
+        "isogpt/checkpoint.py", 'unfinished = Path(self.out_dir) / f"unfinished_{self.owner[:8]}_step_{self.step:08d}"',
+        'unfinished = Path(self.out_dir) / f"step_{self.step:08d}"',
+        f"{RESUME}::test_sigint_and_sigterm_leave_valid_checkpoints"),
+    "checkpoint: weights that are not finite": (
+        "isogpt/checkpoint.py", "        if bad:\n", "        if False:\n",
+        f"{RESUME}::test_no_checkpoint_has_weights_that_are_not_finite"),
     "stop: one rank alone": (
-        "train.py", "asked = resilience.any_code(rows[:, 6])", "asked = stop.code()", SURVIVE),
-    "stop: nothing saved": ("train.py", "    if keep_last:\n        save()\n", "", SURVIVE),
-    "skip: the step is taken": ("train.py", "        not_finite(rows)\n        continue\n", "        pass\n", SURVIVE),
-    "hang: nobody is named": ("resilience.py", "before[r] == after[r] and not here[r]", "False", SURVIVE),
-    "two runs in a folder": ("checkpoint.py", "    if now != owner:\n", "    if False:\n", SURVIVE),
-    "restart: the store of the attempt before": (
-        "launch.py", "mine, deadline, pause = uuid.uuid4().hex,", 'mine, deadline, pause = f"again{rank}",', LAUNCH),
+        "train.py", "if stop.decide(numbers.stop):", "if stop.decide(torch.tensor([stop.code()])):", SURVIVE),
+    "stop: no checkpoint": ("train.py", "    if save_checkpoint:\n        save()\n", "", SURVIVE),
+    "skip: the step is taken": ("isogpt/resilience.py", "        return accepted\n", "        return True\n", SURVIVE),
+    "hang: no rank is named": (
+        "isogpt/watchdog.py", "before[r] == after[r] and not has_left[r]", "False", SURVIVE),
+    "two runs in a folder": ("isogpt/run_folder.py", "    if now != owner:\n", "    if False:\n", SURVIVE),
+    "restart: the store of the previous attempt": (
+        "isogpt/network.py", "mine, deadline, pause = uuid.uuid4().hex,", 'mine, deadline, pause = f"again{rank}",', LAUNCH),
     "ranks: not numbered by machine": (
-        "launch.py", "key=lambda r: (machines.index(machines[r]), r))", "key=lambda r: r)", "tests/test_launchers.py"),
-    "interface: the first that there is": (
-        "launch.py", "names = [name for way in ways for name in names if addresses[name] == way][:1] or names",
-        "names = names[:1]", "tests/test_launchers.py"),
-    "cores: every rank takes all": (
-        "launch.py", "len(cores) // sharing", "len(cores)", "tests/test_launchers.py"),
-    "attention: later keys are seen": ("model.py", ".triu(1 + i)", ".triu(2 + i)", "tests/test_model.py"),
+        "isogpt/network.py", "key=lambda r: (machines.index(machines[r]), r))", "key=lambda r: r)", LAUNCHERS),
+    "interface: the first one": (
+        "isogpt/network.py", "names = [name for way in ways for name in names if addresses[name] == way][:1] or names",
+        "names = names[:1]", LAUNCHERS),
+    "cores: every rank uses all": ("isogpt/network.py", "len(cores) // sharing", "len(cores)", LAUNCHERS),
+    "attention: later keys are seen": ("isogpt/kernels.py", ".triu(1 + i)", ".triu(2 + i)", "tests/test_model.py"),
 }  # fmt: skip
 
 
@@ -110,8 +114,10 @@ def main():
                 for line in run.stdout.splitlines()
                 if line.startswith(("FAILED", "ERROR"))
             ]
-            verdict = f"red: {red[0]}" if run.returncode == 1 and red else f"GREEN (exit status {run.returncode})"
-            green += [] if run.returncode == 1 and red else [name]
+            is_red = run.returncode == 1 and bool(red)
+            verdict = f"red: {red[0]}" if is_red else f"GREEN (exit status {run.returncode})"
+            if not is_red:
+                green.append(name)
             print(f"| {name} | {verdict} | {time.monotonic() - start:.0f} s |", flush=True)
     sys.exit(bool(green))
 

@@ -1,4 +1,4 @@
-"""Start train.py and its like on any number of processes, and read what they left (see zygote.py)."""
+"""Start the scripts on any number of processes and read what they wrote (see zygote.py)."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ import numpy as np
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
-# a model small enough that a run of 40 steps takes a second or two; what a test wants otherwise comes after these
+# a model small enough that a run of 40 steps takes a second or two; a test's own settings come after these
 TINY = [
     "--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32",
     "--batch_size=4", "--gradient_accumulation_steps=2", "--learning_rate=1e-3", "--warmup_iters=10", "--max_iters=29",
@@ -23,26 +23,28 @@ TINY = [
 
 
 def free_port():
+    """A port that no process listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 class Run:
-    """The processes of one run; `out` is a file for each rank's output."""
+    """The processes of one run; `outs` are the files with each rank's output."""
 
     def __init__(self, zygote, pids, outs):
         self.zygote, self.pids, self.outs = zygote, pids, outs
         self.codes = [None] * len(pids)
 
     def poll(self):
+        """Whether all processes have exited."""
         for i, pid in enumerate(self.pids):
             if self.codes[i] is None:
                 self.codes[i] = self.zygote.ask({"poll": pid})
         return all(c is not None for c in self.codes)
 
     def wait(self, timeout=120, ok=True):
-        """Wait for all processes; with `ok` they must all have left with status 0."""
+        """Wait for all processes; with `ok`, they must all exit with status 0."""
         end = time.monotonic() + timeout
         while not self.poll():
             if time.monotonic() > end:
@@ -54,22 +56,24 @@ class Run:
         return self
 
     def kill(self, ranks=None, sig=signal.SIGKILL):
+        """Send a signal to these ranks, or to all."""
         for i in range(len(self.pids)) if ranks is None else ranks:
             if self.codes[i] is None:
                 os.kill(self.pids[i], sig)
 
     def gone(self, within):
-        """Whether all processes end within so many seconds."""
+        """Whether all processes exit within this many seconds."""
         end = time.monotonic() + within
         while not self.poll() and time.monotonic() < end:
             time.sleep(0.005)
         return self.poll()
 
     def text(self):
+        """The output of all ranks."""
         return "".join(Path(out).read_text(errors="replace") for out in self.outs if Path(out).exists())
 
     def until(self, seen, timeout=60):
-        """Wait until seen(text of all ranks) is true, or the run has ended; says which: True for seen."""
+        """Wait until seen(output of all ranks) is true or the run has ended; returns whether it was seen."""
         end = time.monotonic() + timeout
         while not seen(self.text()):
             if self.poll():
@@ -80,10 +84,11 @@ class Run:
 
 
 class Zygote:
-    """One importer of torch for all the runs of a session."""
+    """A process that has imported torch and forks all runs of a session."""
 
     def __init__(self):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "RANK", "WORLD_SIZE", "LOCAL_"))}
+        env["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")  # runs share the cores
         self.process = subprocess.Popen(
             [sys.executable, str(REPO / "tests" / "zygote.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
@@ -91,12 +96,13 @@ class Zygote:
         self.number = itertools.count()
 
     def ask(self, request):
+        """Send a request and return the reply."""
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
     def start(self, args, cwd, nproc=1, script="train.py", repo=REPO, env=None, group=None):
-        """Start `script` with these arguments in folder `cwd` on nproc processes; without a group if nproc is 1."""
+        """Start `script` in folder `cwd` on nproc processes; without a launcher's variables if nproc is 1."""
         n, port = next(self.number), free_port()
         base = {"PYTHONUNBUFFERED": "1", **(env or {})}
         grouped = nproc > 1 if group is None else group
@@ -110,16 +116,17 @@ class Zygote:
         return Run(self, self.ask({"argv": argv, "cwd": str(cwd), "envs": envs, "outs": outs}), outs)
 
     def train(self, args, cwd, nproc=1, ok=True, timeout=120, **kw):
-        """Run train.py to its end."""
+        """Run train.py until it ends."""
         return self.start([*TINY, *args], cwd, nproc, **kw).wait(timeout, ok)
 
     def close(self):
+        """End the process and its children."""
         self.process.stdin.close()
         self.process.wait(20)
 
 
 def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):
-    """A data set under cwd/data: Shakespeare's characters where they are at hand, else a repetitive random text."""
+    """A data set in cwd/data: Shakespeare's characters if the file is available, else a repetitive random text."""
     folder = Path(cwd) / "data" / name
     folder.mkdir(parents=True, exist_ok=True)
     source = SHARED / "data" / "tinyshakespeare.txt"
@@ -146,12 +153,12 @@ def records(out_dir):
 
 
 def column(out_dir, key):
-    """{step: value} of a logged figure."""
+    """{step: value} of a logged number."""
     return {r["iter"]: r[key] for r in records(out_dir) if key in r and "event" not in r}
 
 
 def children(pid):
-    """The processes that pid started."""
+    """The child processes of pid."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -165,6 +172,7 @@ def children(pid):
 
 
 def wait_for(what, seconds=60):
+    """Wait until what() is true; returns its value."""
     end = time.monotonic() + seconds
     while not (value := what()):
         assert time.monotonic() < end, "not seen in time"
@@ -173,4 +181,5 @@ def wait_for(what, seconds=60):
 
 
 def steps_in(folder):
+    """The last step that a run has logged; -1 before the first."""
     return max(column(folder, "loss"), default=-1) if (folder / "metrics.jsonl").exists() else -1

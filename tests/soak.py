@@ -1,12 +1,12 @@
 """
 Kill runs at random moments, many times, and count what was lost. The test suite runs a short form of it.
 
-    python tests/soak.py saves --kills=200       SIGKILL around saves: does the run resume, from the newest whole save?
-    python tests/soak.py saves --kills=100 --nproc=2 --zero=3   the same for a save in shards, of one rank or of all
-    python tests/soak.py bits --rounds=20        kills in the middle of steps: are the final bits a straight run's?
-    python tests/soak.py signals --kills=50      SIGTERM at random moments: saved, left within 10 s, same bits?
-    python tests/soak.py elastic --kills=50      SIGKILL of random workers of torchrun's: same losses, how soon?
-    python tests/soak.py shrink                  agents of one worker each are killed, 4 -> 3 -> 2 -> 3: same losses?
+    python tests/soak.py saves --kills=200     SIGKILL around checkpoints: does the newest valid one resume?
+    python tests/soak.py saves --kills=100 --nproc=2 --zero=3   the same for shards, killing one rank or all of them
+    python tests/soak.py bits --rounds=20      kills in the middle of steps: does the run end with the same bits?
+    python tests/soak.py signals --kills=50    SIGTERM at random moments: checkpoint, exit within 10 s, same bits?
+    python tests/soak.py elastic --kills=50    SIGKILL of random torchrun workers: same losses, how long to recover?
+    python tests/soak.py shrink                agents of one worker each are killed, 4 -> 3 -> 2 -> 3: same losses?
 """
 
 import argparse
@@ -27,17 +27,17 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from runs import REPO, TINY, Zygote, children, column, free_port, records, steps_in, tiny_data, wait_for
 
-import checkpoint
+from isogpt import run_folder
 
 
 def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None, flags=()):
     """
-    SIGKILL a run that saves at every step, `kills` times, at moments spread over saving: after a random number of
-    saves, at a random moment up to the time that one takes. After each, the newest good save must be at least the last
-    one that was completed (announced by 'saved'), and the next run must go on from it.
+    SIGKILL a run that writes a checkpoint at every step, `kills` times: after a random number of checkpoints, at a
+    random moment within the time that one takes. After each kill the newest valid checkpoint must be at least as new as
+    the last one that was completed (the run has printed 'saved'), and the next run must resume from it.
     """
     rng, report = random.Random(seed), dict(kills=0, older=0, failed=0, mid_save=0)
-    big = ["--n_embd=128", "--n_layer=4"]  # a save of some milliseconds, so that kills fall into it
+    big = ["--n_embd=128", "--n_layer=4"]  # a checkpoint takes some milliseconds, so that kills hit it
     args = [*TINY, *big, "--out_dir=soak", "--init_from=auto", "--save_interval=1", "--max_iters=1000000"]
     args += ["--block_size=8", "--batch_size=1", "--gradient_accumulation_steps=2", *flags]
     out, completed = work / "soak", 0
@@ -49,7 +49,7 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None,
             say(run.text()[-2000:])
             break
         time.sleep(rng.random() * 0.06)
-        # all at once, or one rank first and the others when they have noticed
+        # all at once, or one rank first and the others when they have detected it
         run.kill(None if rng.random() < 0.5 else [rng.randrange(nproc)])
         if not run.gone(within=rng.random()):
             run.kill()
@@ -62,7 +62,7 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None,
         report["kills"] += 1
         report["mid_save"] += bool(list(out.glob("unfinished_*")))
         completed = max(completed, *(int(s) for s in re.findall(r"saved \S*step_(\d+)", text)))
-        found, reports = checkpoint.newest(str(out))
+        found, reports = run_folder.newest(str(out))
         if not found or found.step < completed or reports:
             report["older"] += 1
             say(f"found {found}, completed was {completed}, reports {reports}")
@@ -72,7 +72,7 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None,
 
 
 def kill_within_steps(zygote, work, rounds, nproc, seed=0, say=lambda *_: None):
-    """Straight runs of 40 steps against ones killed twice: how many end in the same bits."""
+    """Compare runs that are killed twice with an uninterrupted one; returns how many end with the same bits."""
     import torch
     from test_resume import DROPOUT, assert_same_bits
 
@@ -90,14 +90,14 @@ def kill_within_steps(zygote, work, rounds, nproc, seed=0, say=lambda *_: None):
         zygote.start(args, work, nproc).wait()
         assert_same_bits(straight, torch.load(work / f"killed{nproc}-{n}/ckpt.pt", weights_only=True))
         same += 1
-    say(f"{nproc} processes: {same} of {rounds} runs, killed twice each, end in the same bits")
+    say(f"{nproc} processes: {same} of {rounds} runs, killed twice each, end with the same bits")
     return same
 
 
 def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: None):
     """
-    SIGTERM to a random rank at random moments from the first step on, `kills` times in one run: is there each time a
-    save of the step it was at, does it leave within 10 s, and are the bits of a straight run there at the end?
+    SIGTERM to a random rank at random moments from the first step on, `kills` times in one run. Does it save the step
+    that it was at and exit within 10 s each time, and does it end with the bits of an uninterrupted run?
     """
     import torch
     from test_resume import DROPOUT, assert_same_bits
@@ -123,30 +123,31 @@ def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: No
     zygote.start([*args, f"--out_dir=straight{nproc}"], work, nproc).wait(timeout=600)
     states = [torch.load(work / f"{name}{nproc}" / "ckpt.pt", weights_only=True) for name in ("straight", "stop")]
     assert_same_bits(*states)
-    say(report, f"same bits as a run that was never stopped, on {nproc} processes")
+    say(report, f"same bits as an uninterrupted run, on {nproc} processes")
     return report
 
 
-AGENTS = []  # of torchrun's, each with a session of its own, which ends when this does
+AGENTS = []  # torchrun's, each in its own session
 
 
 @atexit.register
 def end_agents():
+    """Kill what is still running when this process exits."""
     for agent in AGENTS:
         if agent.poll() is None:
             os.killpg(agent.pid, signal.SIGKILL)
 
 
 def torchrun(work, args, agent_args, log):
-    """Start an agent of torchrun's."""
+    """Start a torchrun agent."""
     command = [sys.executable, "-m", "torch.distributed.run", *agent_args, str(REPO / "train.py"), *args]
-    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # README
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/launchers.md
     AGENTS.append(subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True, env=env))
     return AGENTS[-1]
 
 
 def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
-    """SIGKILL of a random worker at a random moment, `kills` times: the curve, and the times until the next step."""
+    """SIGKILL a random worker at a random moment, `kills` times; report the losses and the times to recover."""
     rng, took = random.Random(seed), []
     args = [*TINY, "--gradient_accumulation_steps=4", "--save_interval=10", "--eval_interval=100000"]
     args += ["--max_iters=2000", "--lr_decay_iters=2000"]
@@ -165,30 +166,32 @@ def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
             workers = set(children(agent.pid))
             os.kill(rng.choice(sorted(workers)), signal.SIGKILL)
             killed = time.time()
-            done = lambda: [r for r in records(work / "killed") if r.get("event") == "recovered" and stamp(r) > killed]  # noqa: B023, E731
-            wait_for(done, 120)
-            took.append(stamp(done()[-1]) - killed)
+            events = wait_for(lambda k=killed: recoveries(work / "killed", k), 120)
+            took.append(stamp(events[-1]) - killed)
             if n % 10 == 9:
                 say(f"{n + 1} kills, {before} lines; until the next step: median {statistics.median(took):.1f} s, "
-                    f"most {max(took):.1f} s")  # fmt: skip
+                    f"maximum {max(took):.1f} s")  # fmt: skip
         assert agent.wait(600) == 0
     one, other = column(work / "straight", "loss"), column(work / "killed", "loss")
     worst = max(abs(one[s] - other[s]) for s in one)
-    say(f"{kills} kills of {nproc} workers: losses of {len(other)} steps within {worst:.2g} of the undisturbed run; "
-        f"from kill to the next step: median {statistics.median(took):.1f} s, most {max(took):.1f} s")  # fmt: skip
+    say(f"{kills} kills of {nproc} workers: losses of {len(other)} steps within {worst:.2g} of the uninterrupted run; "
+        f"from a kill to the next step: median {statistics.median(took):.1f} s, maximum {max(took):.1f} s")  # fmt: skip
     return worst < 1e-5 and one.keys() == other.keys()
 
 
 def shrink(zygote, work, say=lambda *_: None):
-    """Four agents of one worker each; two are killed, one after the other; then one comes back; the run ends."""
+    """Four agents with one worker each: two are killed, one after the other; then one comes back, and the run ends."""
     args = [*TINY, "--gradient_accumulation_steps=12", "--batch_size=4", "--save_interval=10"]
-    args += ["--max_iters=2500", "--lr_decay_iters=2500", "--eval_interval=100000", "--timeout_s=60"]
+    args += ["--max_iters=2500", "--lr_decay_iters=2500", "--eval_interval=100000", "--dist_timeout_s=60"]
     zygote.start([*args, "--out_dir=straight"], work).wait(timeout=600)
     agent_args = ["--nnodes=2:4", "--nproc_per_node=1", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=shrink"]
     agent_args += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     agent_args += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
     with open(work / "log", "w") as log:
-        start = lambda: torchrun(work, [*args, "--out_dir=shrunk", "--init_from=auto"], agent_args, log)  # noqa: E731
+
+        def start():
+            return torchrun(work, [*args, "--out_dir=shrunk", "--init_from=auto"], agent_args, log)
+
         agents = [start()]
         wait_for(lambda: "rdzv" in (work / "log").read_text() or time.sleep(0.1) or True, 5)
         agents += [start() for _ in range(3)]
@@ -197,12 +200,9 @@ def shrink(zygote, work, say=lambda *_: None):
             wait_for(lambda a=at: steps_in(work / "shrunk") >= a, 180)
             agents[victim].kill()
             killed = time.time()
-            wait_for(
-                lambda: [r for r in records(work / "shrunk") if r.get("event") == "recovered" and stamp(r) > killed],
-                180,
-            )  # noqa: B023, E501
+            wait_for(lambda k=killed: recoveries(work / "shrunk", k), 180)
             took.append(time.time() - killed)
-            say(f"from the kill of an agent to the next step on fewer workers: {took[-1]:.1f} s")
+            say(f"from the kill of an agent to the next step with fewer workers: {took[-1]:.1f} s")
         agents.append(start())  # a machine comes back
         grown = time.time()
         wait_for(lambda: world_sizes(work / "shrunk")[-1] == 3, 180)
@@ -211,17 +211,22 @@ def shrink(zygote, work, say=lambda *_: None):
     sizes = world_sizes(work / "shrunk")
     one, other = column(work / "straight", "loss"), column(work / "shrunk", "loss")
     worst = max(abs(one[s] - other[s]) for s in one)
-    say(f"world sizes {sizes}, agents ended with {codes}; losses within {worst:.2g} of one undisturbed process's")
+    say(f"world sizes {sizes}, agents ended with {codes}; losses within {worst:.2g} of an uninterrupted process")
     return worst < 1e-5 and sizes[0] == 4 and 2 in sizes and sizes[-1] == 3
 
 
+def recoveries(folder, since):
+    """The events of first steps after a restart, later than the time `since`."""
+    return [r for r in records(folder) if r.get("event") == "recovered" and stamp(r) > since]
+
+
 def world_sizes(folder):
-    """Of each start of a run."""
+    """The world size of each start of a run."""
     return [r["world_size"] for r in records(folder) if r.get("event") in ("start", "resume")]
 
 
 def stamp(record):
-    """When a line was written, in seconds."""
+    """The time of a record, in seconds."""
     return datetime.fromisoformat(record["time"]).timestamp()
 
 

@@ -1,8 +1,8 @@
 """
 Bad input gives one clear message: what was found, what is possible, what to type. The exit status is not 0, nothing on
-disk is changed, and several processes say it once. The second part holds the other things that a user does to a run.
+disk changes, and several processes print the message once. The second part tests other things that users do to a run.
 
-All of the first part's launches are made at once, by the fixture `outcomes`; its tests read what came of them.
+The fixture `outcomes` makes all launches of the first part at once, and the tests read their outcomes.
 """
 
 import json
@@ -21,30 +21,34 @@ import pytest
 import torch
 from runs import REPO, TINY, free_port, tiny_data
 
+from configurator import settings_of
+from isogpt import loader, run_folder
+from isogpt.settings import RENAMED
+
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
 RESUME = ["--init_from=resume", "--max_iters=9"]
-DAMAGED = ["step_00000006 is damaged", "nothing to resume in out"]
+DAMAGED = ["step_00000006 is damaged", "no checkpoint to resume from in out"]
 POSITIVE = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
-            "prefetch")  # fmt: skip
+            "fsdp_prefetch")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "keep_last", "seed", "vocab_size", "warmup_iters", "lr_decay_iters",
                 "learning_rate", "min_lr", "weight_decay", "grad_clip", "nproc")  # fmt: skip
 MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
 
 
 class Evil:
-    """Leaves a file behind where a pickle of it is run."""
+    """Its pickle creates a file when it is loaded without restrictions."""
 
     def __reduce__(self):
         return os.system, ("touch PWNED",)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what is done to a folder before the launch: in it are data/tiny and out/, a finished run with the saves 3 and 6
+# changes to a folder before the launch: it contains data/tiny and out/, a finished run with the checkpoints 3 and 6
 
 
-def only_save(folder):
-    """The folder of the one save that is left."""
+def only_checkpoint(folder):
+    """Delete the older checkpoint; returns the folder of the newer one."""
     shutil.rmtree(folder / "out" / "step_00000003")
     return folder / "out" / "step_00000006"
 
@@ -56,14 +60,14 @@ def flip(path, place=-1):
 
 
 def bare(folder, state):
-    """`out` becomes the folder of a nanoGPT run: a ckpt.pt and nothing else."""
+    """Replace `out` by the folder of a nanoGPT run: a ckpt.pt and nothing else."""
     shutil.rmtree(folder / "out")
     (folder / "out").mkdir()
     torch.save(state, folder / "out" / "ckpt.pt")
 
 
 def state_of(folder, **changes):
-    """The run's state with changes; a name of model_args is one of those."""
+    """The run's state with changes; names of model_args apply to those."""
     state = torch.load(folder / "out" / "ckpt.pt", weights_only=True)
     args = {k: changes.pop(k, v) for k, v in state["model_args"].items()}
     return {**state, "model_args": args, **changes}
@@ -74,7 +78,7 @@ def write(folder, name, content):
 
 
 def data(**files):
-    """A change of data/tiny: `val_bin=None` deletes val.bin, bytes replace it, a function changes its bytes."""
+    """Change data/tiny: `val_bin=None` deletes val.bin, bytes replace it, a function changes its bytes."""
 
     def prepare(folder):
         for name, content in files.items():
@@ -88,7 +92,7 @@ def data(**files):
 
 
 def beyond(ids):
-    """The bytes of a bin with one id changed to 70; tiny's vocabulary has 65."""
+    """The bytes of a token file with one id changed to 70; the vocabulary size of tiny is 65."""
     tokens = np.frombuffer(ids, np.uint16).copy()
     tokens[77] = 70
     return tokens.tobytes()
@@ -105,17 +109,17 @@ def no_data(folder):
 @dataclass
 class Case:
     args: list
-    says: list  # each stands in the output
+    expected: list  # texts in the output
     nprocs: tuple = (1,)
     prepare: object = None
     script: str = "train.py"
     env: dict = field(default_factory=dict)
-    lines: int | None = 1  # of output, all ranks' together; None: any number, each line once
+    lines: int | None = 1  # of output, of all ranks; None: any number, each line once
     timeout: float = 30.0
 
 
 ONE, BOTH = (1,), (1, 2)
-OFFLINE = {"HF_HUB_OFFLINE": "1"}  # fail at once, rather than try for 24 s
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # fail at once instead of retrying for 24 s
 CASES = {
     "unknown": Case(["--batch_sise=3"], ["--batch_sise", "did you mean --batch_size?"], BOTH),
     "not-a-number": Case(["--batch_size=x"], ["batch_size='x'", "whole number"]),
@@ -143,11 +147,12 @@ CASES = {
     "beta2": Case(["--beta2=-0.5"], ["beta2 is -0.5", "[0, 1)"]),
     "dropout-1": Case(["--dropout=1.0"], ["dropout is 1", "[0, 1)"], BOTH),
     "nan_patience": Case(["--nan_patience=0"], ["nan_patience is 0", "at least 1"]),
-    "rollbacks": Case(["--max_rollbacks=-1", "--stop_after_s=-3", "--check_ranks_interval=-1"],
-                      ["max_rollbacks is -1", "stop_after_s is -3", "check_ranks_interval is -1"], lines=3),
-    "above-0": Case(["--timeout_s=0", "--bucket_mb=-1"], ["timeout_s is 0", "bucket_mb is -1", "above 0"], lines=2),
+    "rollbacks": Case(["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1"],
+                      ["max_rollbacks is -1", "time_limit_s is -3", "check_ranks_interval is -1"], lines=3),
+    "above-0": Case(["--dist_timeout_s=0", "--ddp_bucket_mb=-1"],
+                    ["dist_timeout_s is 0", "ddp_bucket_mb is -1", "above 0"], lines=2),
     "on_nan": Case(["--on_nan=ignore"], ["on_nan is 'ignore'", "stop and skip"], BOTH),
-    "never-saves": Case(["--grad_sync=never"], ["grad_sync is 'never'", "--keep_last=0"]),
+    "never-saves": Case(["--grad_sync=never"], ["grad_sync 'never'", "--save_checkpoint=False"]),
     "n_layer": Case(["--n_layer=0"], ["n_layer is 0", "at least 1"]),
     "n_head": Case(["--n_head=-1"], ["n_head is -1", "at least 1"]),
     "n_embd": Case(["--n_embd=0"], ["n_embd is 0", "at least 1"]),
@@ -161,18 +166,24 @@ CASES = {
     "grad-sync": Case(["--grad_sync=often"], ["grad_sync is 'often'", "last", "every"]),
     "recompute": Case(["--activation_checkpointing=every:0"], ["every:0", "none, full, selective", "every:K"], BOTH),
     "seed-too-large": Case([f"--seed={2**64}"], ["seed", str(2**64)]),
+    "renamed": Case([f"--{old}=1" for old in RENAMED],
+                    [f"--{old} was renamed: type --{new}=1" for old, new in RENAMED.items()], BOTH, lines=len(RENAMED)),
+    "renamed-in-config": Case(["b.py"], ["b.py: stop_after_s was renamed to time_limit_s"], ONE,
+                              lambda f: write(f, "b.py", "stop_after_s = 60")),
+    "save-bool": Case(["--save_checkpoint=2"], ["save_checkpoint='2'", "True or False"]),
+    "tensorboard-bool": Case(["--tensorboard_log=out"], ["tensorboard_log='out'", "True or False"]),
     "resume-bad-value": Case([*RESUME, "--dropout=1.0"], ["dropout is 1", "[0, 1)"]),
     # data
-    "no-data-set": Case(["--dataset=nothere"], ["no train.bin in data/nothere", "prepared ones", "tiny"], BOTH),
+    "no-data-set": Case(["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH),
     "unprepared": Case(["--dataset=new"], ["no train.bin in data/new", "run: python data/new/prepare.py"], ONE,
                        lambda f: ((f / "data/new").mkdir(), write(f, "data/new/prepare.py", ""))),
     "no-data-path": Case(["--dataset=/no/where"], ["no train.bin in /no/where"]),
-    "no-val": Case([], ["data/tiny/val.bin is not there", "prepare.py"], BOTH, data(val_bin=None)),
+    "no-val": Case([], ["data/tiny/val.bin does not exist", "prepare.py"], BOTH, data(val_bin=None)),
     "empty-val": Case([], ["data/tiny/val.bin is empty", "prepare.py"], ONE, data(val_bin=b"")),
     "empty-train": Case([], ["data/tiny/train.bin is empty", "prepare.py"], ONE, data(train_bin=b"")),
-    "odd-val": Case([], ["data/tiny/val.bin has 7999 bytes", "cut short"], ONE, data(val_bin=lambda b: b[:-1])),
-    "short-val": Case([], ["data/tiny/val.bin holds 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])),
-    "block-over-data": Case(["--block_size=20001"], ["train.bin holds 20000 tokens", "--block_size=", "20001"], BOTH),
+    "odd-val": Case([], ["data/tiny/val.bin has 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])),
+    "short-val": Case([], ["data/tiny/val.bin has 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])),
+    "block-over-data": Case(["--block_size=20001"], ["train.bin has 20000 tokens", "--block_size=", "20001"], BOTH),
     "ids": Case([], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)),
     "small-vocabulary": Case(["--vocab_size=10"], ["train.bin holds token id 64", "10", "--vocab_size=65"]),
     "meta-code": Case([], ["meta.pkl cannot be read", "system"], BOTH, data(meta_pkl=pickle.dumps(Evil()))),
@@ -183,7 +194,7 @@ CASES = {
     "json-dtype": Case([], ["meta.json", "'int8'", "uint16", "uint32"], ONE, data(meta_json=b'{"dtype": "int8"}')),
     "json-vocab": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": "many"}')),
     "json-null": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": null}')),
-    # data/README.md: "where its token counts are not the bins' sizes, a prepare was cut off"
+    # prepare.py was killed between two renames
     "json-counts": Case([], ["train.bin", "prepare.py"], ONE, data(meta_json=b'{"train_tokens": 99999}')),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
@@ -199,13 +210,15 @@ CASES = {
     "init-no-weights": Case(["--init_from=data/tiny"], ["cannot load 'data/tiny'", "model.safetensors"], env=OFFLINE),
     "gpt2-offline": Case(["--init_from=gpt2"], ["cannot load 'gpt2'"], (2,), env=OFFLINE),
     # resume
-    "nothing-there": Case([*RESUME, "--out_dir=nowhere"], ["nothing to resume in nowhere", "--out_dir="], BOTH),
-    "longer": Case([*RESUME, "--block_size=32"], ["block_size is 32", "16 positions", "--block_size=16"], BOTH),
-    "ids-over-weights": Case([*RESUME, "--vocab_size=99"], ["id 70", "65", "weights"], ONE, data(val_bin=beyond)),
-    "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_save(f) / "ckpt.pt", 5000)),
-    "flipped-json": Case(RESUME, [*DAMAGED, "json"], BOTH, lambda f: flip(only_save(f) / "manifest.json", 15)),
-    "cut": Case(RESUME, DAMAGED, ONE, lambda f: os.truncate(only_save(f) / "ckpt.pt", 1000)),
-    "code": Case(RESUME, DAMAGED, BOTH, lambda f: write(only_save(f), "ckpt.pt", pickle.dumps(Evil()))),
+    "nothing-there": Case([*RESUME, "--out_dir=nowhere"], ["no checkpoint to resume from in nowhere", "--out_dir="],
+                          BOTH),
+    "longer": Case([*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], BOTH),
+    "ids-over-weights": Case([*RESUME, "--vocab_size=99"], ["id 70", "65", "checkpoint's vocabulary"], ONE,
+                             data(val_bin=beyond)),
+    "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)),
+    "flipped-json": Case(RESUME, [*DAMAGED, "json"], BOTH, lambda f: flip(only_checkpoint(f) / "manifest.json", 15)),
+    "cut": Case(RESUME, DAMAGED, ONE, lambda f: os.truncate(only_checkpoint(f) / "ckpt.pt", 1000)),
+    "code": Case(RESUME, DAMAGED, BOTH, lambda f: write(only_checkpoint(f), "ckpt.pt", pickle.dumps(Evil()))),
     "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
     "bare-list": Case(RESUME, ["out/ckpt.pt"], ONE, lambda f: bare(f, [1]), lines=None),
     "bare-other": Case(RESUME, ["out/ckpt.pt", "model"], ONE, lambda f: bare(f, {"weights": 1}), lines=None),
@@ -213,6 +226,16 @@ CASES = {
     "bare-iter": Case(RESUME, ["ckpt.pt", "iter_num"], ONE, lambda f: bare(f, state_of(f, iter_num="9")), lines=None),
     "bare-shape": Case(RESUME, ["ckpt.pt", "transformer.h.1"], ONE, lambda f: bare(f, state_of(f, n_layer=2))),
     "bare-adamw": Case(RESUME, ["optimizer"], ONE, lambda f: bare(f, state_of(f, optimizer=[1]))),
+    "no-step": Case([*RESUME, "--resume_step=5"], ["no step 5 to resume from in out", "--out_dir="], BOTH),
+    "negative-step": Case([*RESUME, "--resume_step=-2"], ["no step -2 to resume from in out"]),
+    "damaged-step": Case([*RESUME, "--resume_step=6"], ["step_00000006 is damaged", "no step 6 to resume from in out"],
+                         BOTH, lambda f: flip(f / "out/step_00000006/ckpt.pt", 5000)),
+    "step-of-scratch": Case(["--resume_step=3"], ["resume_step", "'scratch'", "--init_from=resume"], BOTH),
+    "step-of-auto": Case(["--resume_step=3", "--init_from=auto"], ["resume_step", "'auto'", "--init_from=resume"]),
+    "init-damaged-run": Case(["--init_from=out", "--out_dir=new"], ["no valid checkpoint in out",
+                             "step_00000006 is damaged"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)),
+    "init-longer": Case(["--init_from=out", "--out_dir=new", "--block_size=32"],
+                        ["block_size 32", "context length, 16", "--block_size=16"]),
     # configs
     "config-missing": Case(["none.py"], ["none.py: no such config file"], BOTH),
     "config-raises": Case(["b.py"], ["b.py, line 2", "ZeroDivisionError"], BOTH, lambda f: write(f, "b.py", "\n1/0")),
@@ -224,8 +247,9 @@ CASES = {
     "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: write(f, "a", "")),
     "out-below-file": Case(["--out_dir=a/b"], ["out_dir", "a/b"], ONE, lambda f: write(f, "a", "")),
     "out-in-proc": Case(["--out_dir=/proc/isogpt"], ["out_dir", "/proc/isogpt"], BOTH),
-    "resume-file": Case([*RESUME, "--out_dir=a"], ["nothing to resume in a"], ONE, lambda f: write(f, "a", "")),
-    # wandb cannot start: this is found out before the earlier run is set aside
+    "resume-file": Case([*RESUME, "--out_dir=a"], ["no checkpoint to resume from in a"], ONE,
+                        lambda f: write(f, "a", "")),
+    # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # launchers
     "rank-only": Case([], ["RANK is set", "WORLD_SIZE", "torchrun"], env={"RANK": "0"}),
@@ -244,17 +268,22 @@ CASES = {
         ["max_new_tokens is -1", "num_samples is 0", "temperature is -1", "top_k is -1", "seed is -1"],
         script="sample.py", lines=5,
     ),
+    "s-top_p-0": Case(["--top_p=0"], ["top_p is 0", "(0, 1]"], script="sample.py"),
+    "s-top_p-negative": Case(["--top_p=-0.1"], ["top_p is -0.1", "(0, 1]"], script="sample.py"),
+    "s-top_p-large": Case(["--top_p=1.5"], ["top_p is 1.5", "(0, 1]"], script="sample.py"),
+    "s-top_p-nan": Case(["--top_p=nan"], ["top_p='nan'", "finite"], script="sample.py"),
     "s-seed": Case([f"--seed={2**64}"], ["seed", str(2**64)], script="sample.py"),
     "s-device": Case(["--device=tpu"], ["device is 'tpu'", "cuda"], script="sample.py"),
     "s-dtype": Case(["--dtype=tf32"], ["'tf32'", "cpu"], script="sample.py"),
     "s-init": Case(["--init_from=scratch"], ["scratch", "resume"], script="sample.py", env=OFFLINE),
-    "s-damaged": Case([], ["is damaged"], ONE, lambda f: flip(only_save(f) / "ckpt.pt", 5000), "sample.py", lines=2),
-    # what the tokens mean is not known here, and GPT-2's are too many
+    "s-damaged": Case([], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py",
+                      lines=2),
+    # the vocabulary is not available, and GPT-2's is larger than the model's
     "s-no-data": Case([], ["tiny"], ONE, no_data, "sample.py", lines=None),
 }  # fmt: skip
 LAUNCHES = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
 SLOW = ("wandb", "s-no-data", *(name for name, case in CASES.items() if case.env is OFFLINE))
-# A mistake that rank 0 does not see, because it is made on one machine only. Nobody but that rank can tell of it.
+# A mistake on one machine only, which rank 0 does not see. Only that rank can report it.
 ELSEWHERE = {
     "config": Case(["none.py"], ["none.py: no such config file"], env={**MASTER, "RANK": "1"}),
     "beyond": Case([], ["RANK", "2", "WORLD_SIZE"], env={**MASTER, "RANK": "2"}),
@@ -264,7 +293,7 @@ ELSEWHERE = {
 
 
 def listing(folder):
-    """Every file below folder with its size, time and, for a link, where it leads; not the runs' output."""
+    """All files below folder with their size, time and, for a link, its target, without the output of runs."""
     paths = [p for p in sorted(folder.rglob("*")) if not p.name.startswith("run")]
     return {str(p.relative_to(folder)): (p.lstat().st_size * (not p.is_dir()), p.lstat().st_mtime_ns * (not p.is_dir()),
                                          os.readlink(p) if p.is_symlink() else "") for p in paths}  # fmt: skip
@@ -296,7 +325,7 @@ def launch(zygote, case, folder, nproc, ports):
 
 @pytest.fixture(scope="module")
 def elsewhere(zygote, trained, tmp_path_factory):
-    """The runs of ELSEWHERE: started first and read last, because a rank other than 0 waits for rank 0 to speak."""
+    """The runs of ELSEWHERE, started first and read last: a rank other than 0 waits for rank 0's message."""
     runs = {}
     for name, case in ELSEWHERE.items():
         folder = shutil.copytree(trained, tmp_path_factory.mktemp("elsewhere") / name, symlinks=True)
@@ -306,7 +335,7 @@ def elsewhere(zygote, trained, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(zygote, trained, elsewhere, tmp_path_factory):
-    """What came of each launch, four of them running at a time, each in a folder of its own."""
+    """The outcome of each launch. Four run at a time, each in its own folder."""
     root, done, active = tmp_path_factory.mktemp("bad"), {}, {}
     waiting = sorted(LAUNCHES, key=lambda item: item[0] in SLOW)
     with socket.socket() as taken:
@@ -326,7 +355,7 @@ def outcomes(zygote, trained, elsewhere, tmp_path_factory):
                 timed_out = time.monotonic() - started > CASES[item[0]].timeout
                 if run.codes[0] is None and not timed_out:
                     continue
-                if not run.poll():  # torchrun ends the others as soon as one has failed
+                if not run.poll():  # like torchrun, which kills the others when one has failed
                     run.kill()
                     run.wait(ok=False)
                 done[item] = Outcome(run.codes, run.text(), before, listing(folder), timed_out)
@@ -338,20 +367,17 @@ def outcomes(zygote, trained, elsewhere, tmp_path_factory):
 @pytest.mark.parametrize("name, nproc", LAUNCHES)
 def test_bad_input(outcomes, name, nproc):
     case, outcome = CASES[name], outcomes[name, nproc]
-    assert not outcome.timed_out, f"hangs, having said:\n{outcome.text}"
+    assert not outcome.timed_out, f"hangs after this output:\n{outcome.text}"
     assert outcome.codes[0] == 1, outcome.text
     assert "Traceback" not in outcome.text, outcome.text[-800:]
-    for word in case.says:
-        assert word in outcome.text
-    assert outcome.after == outcome.before, f"something on disk was changed:\n{outcome.text}"
+    for text in case.expected:
+        assert text in outcome.text
+    assert outcome.after == outcome.before, f"something on disk changed:\n{outcome.text}"
     lines = outcome.text.strip().splitlines()
     assert len(set(lines)) == len(lines) == (case.lines or len(lines)), outcome.text
 
 
-def test_every_setting_with_a_range_is_tried():
-    """A setting that enters train.py as a number has a bad value above, or stands here."""
-    from configurator import settings_of
-
+def test_every_numeric_setting_has_a_bad_value_above():
     tried = {arg.lstrip("-").partition("=")[0] for case in CASES.values() for arg in case.args}
     numbers = {n for n, s in settings_of(REPO / "train.py").items() if type(s.default) in (int, float)}
     assert numbers <= tried
@@ -359,8 +385,6 @@ def test_every_setting_with_a_range_is_tried():
 
 @pytest.mark.parametrize("script", ["train.py", "sample.py"])
 def test_help_prints_every_setting(zygote, tmp_path, script):
-    from configurator import settings_of
-
     run = zygote.start(["--help"], tmp_path, 2, script).wait()
     for name, setting in settings_of(REPO / script).items():
         assert run.text().count(f"--{name}=") == 1
@@ -368,8 +392,8 @@ def test_help_prints_every_setting(zygote, tmp_path, script):
     assert not listing(tmp_path)
 
 
-def test_torchrun_says_it_once(trained, tmp_path):
-    """The real launcher: it kills the other ranks as soon as one has failed."""
+def test_under_torchrun_the_message_appears_once(trained, tmp_path):
+    """The real launcher kills the other ranks as soon as one has failed."""
     shutil.copytree(trained, tmp_path / "w", symlinks=True)
     before = listing(tmp_path / "w")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -382,17 +406,17 @@ def test_torchrun_says_it_once(trained, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what else a user does
+# other things that users do
 
 
 @pytest.fixture
 def place(trained, tmp_path):
-    """A copy of `trained` to work in."""
+    """A copy of `trained` that a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "w", symlinks=True))
 
 
-def holding(out, step, block_size=16):
-    """The files below `out` that hold a run at this step and block_size."""
+def files_at(out, step, block_size=16):
+    """The checkpoint files below `out` of this step and block_size."""
     found = []
     for path in out.rglob("*.pt"):
         state = torch.load(path, weights_only=True) if not path.is_symlink() else {"iter_num": -1}
@@ -401,8 +425,8 @@ def holding(out, step, block_size=16):
     return found
 
 
-def nanogpt_saves(out, step, shift=0.0):
-    """What nanoGPT does to save: it writes <out_dir>/ckpt.pt, where that is a link through it, in its own form."""
+def save_as_nanogpt(out, step, shift=0.0):
+    """Save as nanoGPT does: write <out_dir>/ckpt.pt, through it if it is a link, in nanoGPT's form."""
     state = torch.load(out / "ckpt.pt", weights_only=True)
     state = {k: v for k, v in state.items() if k != "isogpt"} | {"iter_num": step}
     state["model"]["transformer.ln_f.weight"] += shift
@@ -410,34 +434,36 @@ def nanogpt_saves(out, step, shift=0.0):
         torch.save(state, file)
 
 
-def test_nanogpts_checkpoint_is_kept_beside_our_first_save(zygote, place):
-    """Law 2: no save destroys the one before it, which is the file that nanoGPT left where our link goes."""
+def test_nanogpts_checkpoint_survives_our_first_one(zygote, place):
+    """The first checkpoint does not overwrite the ckpt.pt that nanoGPT wrote, whose name our link takes."""
     bare(place, {k: v for k, v in state_of(place).items() if k != "isogpt"})
     zygote.train([*TINIER, *RESUME], place)
-    assert holding(place / "out", 6), "keep_last is 2, and there was one save before this one"
+    assert files_at(place / "out", 6), "keep_last is 2, and there was one checkpoint before this one"
 
 
 def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
-    """Complaint 28, in a folder that nanoGPT left: weights with a longer context stay, however many saves follow."""
+    """In a folder that nanoGPT wrote: the checkpoint with the longer context is kept after any number of others."""
     bare(place, {k: v for k, v in state_of(place).items() if k != "isogpt"})
     zygote.train([*TINIER, *RESUME, "--block_size=8", "--save_interval=1", "--keep_last=1"], place)
-    assert holding(place / "out", 10, 8) and holding(place / "out", 6, 16)
+    assert files_at(place / "out", 10, 8) and files_at(place / "out", 6, 16)
 
 
-@pytest.mark.parametrize("step, saves", [(8, 2), (6, 2), (6, 1), (4, 2), (4, 1)])
-def test_goes_on_where_nanogpt_left_our_folder(zygote, place, step, saves):
-    """nanoGPT writes through our link: a later step, the same step (it saves at once where it evaluates), an earlier
-    one (it started from scratch). What it left is whole, and further on than anything else that is."""
-    if saves == 1:
-        only_save(place)
-    nanogpt_saves(place / "out", step)
+@pytest.mark.parametrize("step, checkpoints", [(8, 2), (6, 2), (6, 1), (4, 2), (4, 1)])
+def test_resumes_what_nanogpt_wrote_to_our_folder(zygote, place, step, checkpoints):
+    """
+    nanoGPT writes through our link: a later step, the same step (it saves when it evaluates), or an earlier one (it
+    started from scratch). What it wrote is valid and newer than all of our checkpoints.
+    """
+    if checkpoints == 1:
+        only_checkpoint(place)
+    save_as_nanogpt(place / "out", step)
     run = zygote.train([*TINIER, *RESUME], place)
     assert f"iter {step}: loss" in run.text() and f"iter {step - 1}: loss" not in run.text()
     assert run.text().count("Traceback") == 0
 
 
-def test_resume_passes_over_a_bare_file_that_would_run_code(zygote, place):
-    """ckpt.pt is a file of its own beside good saves."""
+def test_resume_skips_a_bare_file_that_would_run_code(zygote, place):
+    """ckpt.pt is a separate file beside valid checkpoints."""
     (place / "out/ckpt.pt").unlink()
     torch.save({"model": Evil()}, place / "out/ckpt.pt")
     run = zygote.train([*TINIER, *RESUME], place)
@@ -445,34 +471,32 @@ def test_resume_passes_over_a_bare_file_that_would_run_code(zygote, place):
     assert not (place / "PWNED").exists()
 
 
-def test_damaged_saves_do_not_count_as_kept(zygote, place):
-    import checkpoint
-
+def test_damaged_checkpoints_do_not_count_as_kept(zygote, place):
     flip(place / "out/step_00000006/ckpt.pt", 5000)
     zygote.train([*TINIER, *RESUME, "--save_interval=5", "--max_iters=7", "--keep_last=2"], place)
-    good = [folder.name for folder in checkpoint.step_folders(place / "out") if not checkpoint.damage(folder)]
+    good = [folder.name for folder in run_folder.step_folders(place / "out") if not run_folder.damage(folder)]
     assert good == ["step_00000008", "step_00000005"]
 
 
-def test_what_killed_saves_left_is_cleared_away(zygote, place):
-    """Each is as large as a checkpoint, and nobody would ever take it away."""
+def test_unfinished_checkpoints_are_deleted(zygote, place):
+    """Each is as large as a checkpoint, and nothing else would delete it."""
     stale = place / "out/unfinished_step_00000004"
     shutil.copytree(place / "out/step_00000003", stale)
     zygote.train([*TINIER, *RESUME], place)
     assert not stale.exists()
 
 
-def test_a_save_that_a_stale_folder_blocks(zygote, place):
-    """A save is not reported as failed because an older one could not be deleted."""
+def test_a_leftover_folder_does_not_block_a_checkpoint(zygote, place):
+    """A checkpoint is not reported as failed because an older one could not be deleted."""
     stale = place / "out/unfinished_step_00000003"
     shutil.copytree(place / "out/step_00000003", stale)
     run = zygote.train([*TINIER, *RESUME, "--keep_last=1"], place)
-    assert "could not be saved" not in run.text()
+    assert "a checkpoint failed" not in run.text() and "could not be written" not in run.text()
     assert [p.name for p in (place / "out").glob("step_*")] == ["step_00000010"]
 
 
-def test_a_run_whose_end_could_not_be_saved_has_failed(zygote, place):
-    """Files may not be larger than 15 kB here, as on a full disk. A save on the way may fail; the last one is all."""
+def test_a_run_whose_final_checkpoint_fails_has_failed(zygote, place):
+    """Files are limited to 15 kB here, which acts like a full disk. Earlier checkpoints may fail, the last may not."""
     script = ("import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (15000, 15000));"
               f"sys.path.insert(0, {str(REPO)!r}); sys.argv[0] = {str(REPO / 'train.py')!r};"
               "runpy.run_path(sys.argv[0], run_name='__main__')")  # fmt: skip
@@ -480,32 +504,33 @@ def test_a_run_whose_end_could_not_be_saved_has_failed(zygote, place):
     before = listing(place / "out/step_00000006")
     run = zygote.start([*TINY, *TINIER, *RESUME, "--save_interval=2"], place, script="limited.py", repo=place)
     run.wait(ok=False)
-    assert run.text().count("could not be saved") >= 2 and "Traceback" not in run.text()
+    assert run.text().count("a checkpoint failed") >= 2 and "Traceback" not in run.text()
+    assert run.text().count("the final checkpoint could not be written") == 1
     assert listing(place / "out/step_00000006") == before
     assert "iter 9: loss" in run.text() and run.codes == [1]
 
 
 @pytest.mark.parametrize("where, nproc", [("evaluation", 1), ("step", 2)])
-def test_ids_beyond_the_vocabulary_that_only_reading_finds(zygote, place, where, nproc):
-    """A large file is checked in places only; the rank that reads such an id says so, once, and all leave."""
+def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place, where, nproc):
+    """Only samples of a large file are checked. The rank that reads such an id reports it once, and all ranks exit."""
     n = 2**26 + 10000
     tokens = np.memmap(place / "data/tiny/train.bin", dtype=np.uint16, mode="w+", shape=(n,))
     starts = np.linspace(0, n - 4096, 1000).astype(np.int64)
-    for i in range(300, 400):  # a tenth of the text, between the places that are checked
+    for i in range(300, 400):  # a tenth of the text, between the samples that are checked
         tokens[starts[i] + 4096 : starts[i + 1]] = 70
     tokens.flush()
     del tokens
     more = ["--eval_iters=1", "--batch_size=1", "--gradient_accumulation_steps=200"]
     more = more if where == "step" else ["--eval_iters=100"]
     run = zygote.train([*TINIER, *more, "--out_dir=new"], place, nproc, ok=False)
-    assert ("step 0:" in run.text()) == (where == "step"), "the test is not about what it says"
+    assert ("step 0:" in run.text()) == (where == "step"), "the id was found elsewhere"
     (place / "data/tiny/train.bin").unlink()  # 134 MB
     assert 0 not in run.codes
     assert run.text().count("holds token id 70") == 1 and "Traceback" not in run.text()
 
 
 def test_samples_from_a_copied_file(zygote, place):
-    """Only the file was copied here, as what a link leads to."""
+    """Only the file was copied, not the step folder that the link points to."""
     alone = place / "alone"
     alone.mkdir()
     shutil.copyfile(place / "out/step_00000003/ckpt.pt", alone / "ckpt_best.pt")
@@ -517,14 +542,22 @@ def test_samples_from_a_copied_file(zygote, place):
     assert run.codes == [1] and "Traceback" not in run.text()
 
 
-def test_what_a_finished_run_advises_helps(zygote, place):
+def test_sampling_with_a_small_top_p_takes_the_most_likely_token(zygote, place):
+    args = [a for a in SAMPLE if not a.startswith("--max_new")] + ["--max_new_tokens=12"]
+    texts = {}
+    for option in ("--temperature=0", "--top_p=1e-9", "--top_p=1"):
+        texts[option] = zygote.start([*args, option], place, script="sample.py").wait().text()
+    assert texts["--top_p=1e-9"] == texts["--temperature=0"] != texts["--top_p=1"]
+
+
+def test_the_advice_of_a_finished_run_is_right(zygote, place):
     run = zygote.train([*TINIER, "--init_from=resume", "--max_iters=0"], place)
     advised = int(run.text().partition("set --max_iters=")[2].split()[0])
     assert advised > 6
 
 
 def test_advice_after_a_loss_that_is_not_finite(zygote, place):
-    """Where nothing was saved there is nothing to resume; and what is logged of it is JSON, which knows no NaN."""
+    """Without a checkpoint there is nothing to resume; and the log is valid JSON, which has no NaN."""
     args = [*TINIER, "--learning_rate=1e30", "--min_lr=1e30", "--warmup_iters=0", "--out_dir=new"]
     run = zygote.train(args, place, ok=False)
     assert run.codes == [1] and run.text().count("error:") == 1
@@ -537,15 +570,13 @@ def test_advice_after_a_loss_that_is_not_finite(zygote, place):
         json.loads(line, parse_constant=no_constant)
 
 
-def test_good_input_gives_no_warnings(zygote, place):
+def test_valid_input_gives_no_warnings(zygote, place):
     run = zygote.train([*TINIER, "--out_dir=new"], place, nproc=2)
     assert "Warning" not in run.text() and "warning" not in run.text()
 
 
-def test_neighbouring_seeds_differ_however_large():
-    """numpy makes a float of a list of ints that is beyond int64, which takes neighbours for one."""
-    import loader
-
+def test_large_adjacent_seeds_differ():
+    """numpy converts a list of ints beyond int64 to float, which makes adjacent ones equal."""
     draws = {
         loader.random_bits(seed, loader.TRAIN, 0, 1)[0] for seed in (2**63 - 1, 2**63 - 2, 2**62, 2**53 + 1, 2**53)
     }
@@ -553,9 +584,7 @@ def test_neighbouring_seeds_differ_however_large():
 
 
 def test_the_windows_of_a_step_are_drawn_once(place):
-    """Not again for each micro-step: 200 micro-steps that each read a small text once took 24 s."""
-    import loader
-
+    """Not once per micro-step: with 200 micro-steps over a small text that took 24 s."""
     drawn = []
 
     def starts_of(step):
@@ -567,8 +596,8 @@ def test_the_windows_of_a_step_are_drawn_once(place):
     assert len(list(batches)) == 12 and drawn == [5, 6]
 
 
-def test_ranks_that_were_started_with_other_settings_do_not_train(zygote, place):
-    """One of two machines was given another command line. They would train weights that drift apart, without a word."""
+def test_ranks_with_different_settings_do_not_train(zygote, place):
+    """One of two machines was given another command line: its weights would silently drift apart from the other's."""
     shared = {**MASTER, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
     runs = []
     for rank, rate in enumerate(("0.001", "0.002")):
@@ -582,9 +611,9 @@ def test_ranks_that_were_started_with_other_settings_do_not_train(zygote, place)
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_mistake_on_another_machine_is_told_there(elsewhere, name):
-    """Rank 0 does not see it and waits for the others: without a word from this rank, nobody says what is wrong."""
+def test_a_mistake_on_another_machine_is_reported_there(elsewhere, name):
+    """Rank 0 does not see it and waits for the others: only this rank can report it."""
     run = elsewhere[name].wait(40, ok=False)
     assert run.codes == [1] and "Traceback" not in run.text()
-    for word in ELSEWHERE[name].says:
-        assert word in run.text()
+    for text in ELSEWHERE[name].expected:
+        assert text in run.text()

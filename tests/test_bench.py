@@ -1,4 +1,4 @@
-"""bench.py: every report, on models small enough that a launch takes seconds. Nothing here depends on how long."""
+"""Every report of bench.py, with models so small that a launch takes seconds. No test depends on its duration."""
 
 import json
 import re
@@ -16,7 +16,7 @@ PARTS = ["data wait", "forward", "backward", "exposed comm", "optimizer", "other
 
 def bench(zygote, work, *args, ok=True):
     """(text, JSON) of a bench.py."""
-    run = zygote.start([*args, "--json=bench.json"], work, script="bench.py").wait(180, ok)
+    run = zygote.start([*args, "--json_path=bench.json"], work, script="bench.py").wait(180, ok)
     assert run.codes == [0 if ok else 1]
     assert not list(work.glob("*.tmp"))
     path = work / "bench.json"
@@ -28,7 +28,7 @@ def check_split(report, processes):
     assert run["processes"] == processes and list(parts) == PARTS
     for of in ("mean", "max"):
         assert all(p[of] >= 0 for p in parts.values() if p[of] is not None)
-    # step by step medians need not add up, but nothing is counted twice: what is left over is in `other`
+    # medians need not add up to the median step, but nothing is counted twice: the rest is in `other`
     known = sum(p["mean"] or 0 for name, p in parts.items() if name != "other")
     assert parts["other"]["mean"] == pytest.approx(max(0, run["step_ms"]["mean"] - known))
     assert run["tokens_per_s"] == pytest.approx(run["tokens_a_step"] / run["step_ms"]["mean"] * 1e3)
@@ -36,39 +36,40 @@ def check_split(report, processes):
 
 
 def test_report_of_one_work_with_its_trace(zygote, work):
-    """The split, the limits, the JSON and, however few the steps, the trace and its operators."""
+    """The split, the limits, the JSON and, however few the steps, the trace and its table of operators."""
     text, found = bench(zygote, work, *TINY, "--profile=True", "--steps=1")
     check_split(found["report"], 1)
     for name in ("tokens/s", "ms per step", "memory", "MFU", *(p for p in PARTS if p != "exposed comm")):
         assert len(re.findall(rf"^  {name} +[\d.,]+", text, re.M)) == 1, (name, text)
-    assert re.search(r"^  exposed comm +n/a +n/a$", text, re.M), "one process has nobody to talk to"
+    assert re.search(r"^  exposed comm +n/a +n/a$", text, re.M), "one process does not communicate"
     assert re.search(r"^  copy peak .*GB/s .*optimizer reaches (n\/a|[\d.]+%)", text, re.M)
     events = json.loads((work / "bench_trace.json").read_text())["traceEvents"]
     assert sum(e.get("name", "").startswith("ProfilerStep#") for e in events) >= 5
     operators = found["report"]["operators"]
-    assert 10 <= len(operators) <= 15 and any(o["name"] == "aten::mm" for o in operators)
-    assert sum(o["share"] for o in operators) <= 1 and all(o["self_ms"] >= 0 for o in operators)
+    assert operators in text and "Self CPU" in operators
+    assert len(re.findall(r"^ *\S.* [\d.]+% .* [\d.]+% ", operators, re.M)) == 15
+    assert re.search(r"^ *aten::mm ", operators, re.M)
 
 
-def test_two_processes_that_bench_starts_itself(zygote, work):
-    """Communication is what the step takes longer than with grad_sync 'never', a second launch."""
+def test_two_processes_that_bench_launches_itself(zygote, work):
+    """The exposed communication is the difference to a second launch with grad_sync 'never'."""
     text, found = bench(zygote, work, *TINY, "--nproc=2")
     check_split(found["report"], 2)
     assert found["report"]["split_ms"]["exposed comm"]["mean"] is not None and "without communication" in text
     assert f"3 steps of {2 * 2 * 16} tokens on 2 processes" in text
 
 
-def test_a_sweep_comes_with_its_bad_points_marked(zygote, work):
-    """What does not run says why in its row: no memory, no such value, no such setting."""
+def test_a_sweep_marks_launches_that_failed(zygote, work):
+    """Their rows give the reason: no memory, no such value, no such setting."""
     huge = 2**20  # weights of 17 TB
     text, found = bench(zygote, work, *TINY, f"--sweep=n_embd:16,{huge},none", "--warmup_iters=0")
     good, memory, wrong = found["sweep"]
     assert good["tokens_per_s"] > 0 and good["point"] == {"n_embd": "16"}
     assert memory["problem"] == "out of memory" and "n_embd='none': not a whole number" in wrong["problem"]
     assert re.search(r"^  +16 +32 +[\d,]+ +[\d.]+ +[\d.]+ +[\d.]+% +1\.00x$", text, re.M), text
-    assert re.search(rf"^  {huge}  failed: out of memory$", text, re.M) and "held fixed: the global batch" in text
+    assert re.search(rf"^ +{huge}  failed: out of memory$", text, re.M) and "held fixed: the global batch" in text
     text, found = bench(zygote, work, *TINY, "--sweep=batch_siz:2;nproc:0", ok=False)
-    assert "nproc is '0'" in text and "no point ran" in text and "problem" in found["sweep"][0]
+    assert "nproc is '0'" in text and "no launch succeeded" in text and "problem" in found["sweep"][0]
     text, found = bench(zygote, work, *TINY, "--sweep=batch_siz:2;learning_rate:1", ok=False)
     assert "did you mean --batch_size?" in text
     text, _ = bench(zygote, work, *TINY, "--sweep=batch_size", ok=False)
@@ -102,10 +103,10 @@ def test_collectives_on_two_processes(zygote, work):
 
 @pytest.mark.slow
 def test_tuning_ends_in_a_command_that_runs(zygote, work):
-    """It keeps the global batch, never chooses a point that failed, and forgets no setting that was typed."""
+    """It keeps the global batch, chooses settings that worked, and includes every setting that was typed."""
     _, sharded = bench(zygote, work, *TINY, "--tune=True", "--nproc=2", "--zero=3", "--batch_size=1")
-    assert {t["point"].get("prefetch") for t in sharded["tune"]["tried"]} == {1, 2, 3}
-    assert "--prefetch=" in sharded["tune"]["command"]
+    assert {t["point"].get("fsdp_prefetch") for t in sharded["tune"]["tried"]} == {1, 2, 3}
+    assert "--fsdp_prefetch=" in sharded["tune"]["command"]
     text, found = bench(zygote, work, *TINY, "--tune=True")
     tried, command = found["tune"]["tried"], found["tune"]["command"]
     assert text.rstrip().endswith(command) and {t["tokens_a_step"] for t in tried} == {2 * 16}
@@ -116,13 +117,15 @@ def test_tuning_ends_in_a_command_that_runs(zygote, work):
     assert 1.1 * chosen[0]["tokens_per_s"] > max(t["tokens_per_s"] for t in tried)
     words = shlex.split(command)
     assert words[:2] == ["python", "train.py"] and not any("tune" in w or "steps=3" in w for w in words)
-    run = zygote.start([*words[2:], "--max_iters=2", "--eval_iters=1", "--keep_last=0", "--out_dir=out"], work).wait()
+    run = zygote.start(
+        [*words[2:], "--max_iters=2", "--eval_iters=1", "--save_checkpoint=False", "--out_dir=out"], work
+    ).wait()
     assert "iter 2:" in run.text() and "32 tokens" in run.text()
 
 
 @pytest.mark.slow
 def test_sweep_under_torchrun(work):
-    """Several launches share one torchrun's store; the ranks go on together after a point that failed."""
+    """Several launches share one torchrun's store; all ranks continue after a launch that failed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(REPO / "bench.py"), *TINY, "--sweep=zero:0,5,3"]
     run = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300)
@@ -131,19 +134,19 @@ def test_sweep_under_torchrun(work):
     assert [r[0] for r in rows] == ["0", "5", "3"] and "failed" in rows[1][1], run.stdout
 
 
-def test_mistakes_are_said_in_one_line(zygote, work):
-    for args, said in (
+def test_mistakes_exit_with_one_line(zygote, work):
+    for args, message in (
         (["--nproc=-1"], "must not be negative"),
         (["--steps=0"], "at least 1"),
         (["--tune=True", "--comm=True"], "set one of them"),
-        (["--json=nowhere/x.json"], "no such folder"),
+        (["--json_path=nowhere/x.json"], "no such folder"),
         (["--device=tpu"], "possible are auto"),
     ):
         run = zygote.start(args, work, script="bench.py").wait(ok=False)
-        assert run.codes == [1] and len(run.text().splitlines()) == 1 and said in run.text(), run.text()
+        assert run.codes == [1] and len(run.text().splitlines()) == 1 and message in run.text(), run.text()
 
 
-def test_a_work_that_fails_says_why(zygote, work):
+def test_a_launch_that_fails_prints_why(zygote, work):
     text, found = bench(zygote, work, *TINY, "--n_head=3", ok=False)
     assert "n_embd is 16: it must be a multiple of n_head, 3" in text and found is None
 
@@ -166,17 +169,18 @@ def test_exposed_communication_is_what_the_silent_launch_saves():
 
     split = function("split_step")
     wanted = {"data wait": 1, "forward": 30, "backward": 35, "exposed comm": 20, "optimizer": 15, "other": 4}
-    # a slower optimizer in the second launch is no communication
+    # a slower optimizer in the second launch is not communication
     parts = split(run(105, 50, 5, 10), run(90, 35, 8, 12))
     assert parts == {name: {"mean": v, "max": v} for name, v in wanted.items()}
     assert split(run(105, 50, 5, 10), run(120, 60, 5, 10))["exposed comm"] == {"mean": 0, "max": 0}, "noise"
     assert split(run(105, 50, 5, 10), None)["exposed comm"] == {"mean": None, "max": None}
 
 
-def test_self_time_of_operators():
-    """A child's time is not its parent's; another thread's is nobody's child."""
-    event = lambda name, ts, dur, tid=1: dict(ph="X", cat="cpu_op", name=name, ts=ts, dur=dur, pid=1, tid=tid)  # noqa: E731
-    events = [event("outer", 0, 100), event("inner", 10, 30), event("leaf", 15, 5), event("inner", 50, 20)]
-    events += [event("other", 20, 10, tid=2), dict(ph="M", name="x"), dict(ph="X", cat="user_annotation", name="y")]
-    took = {o["name"]: (o["self_ms"] * 1e3, o["calls"]) for o in function("top_operators")(events)}
-    assert took == {"outer": (50.0, 1), "inner": (45.0, 2), "other": (10.0, 1), "leaf": (5.0, 1)}
+def test_help_shows_the_defaults_of_bench(zygote, work):
+    text = zygote.start(["--help"], work, script="bench.py").wait().text()
+    fixed = text[text.index("set by bench.py") :].split("\n\n")[0]
+    for option in ("out_dir", "max_iters", "log_interval", "eval_interval", "save_checkpoint", "wandb_log"):
+        assert f"  --{option}=" in fixed, option
+    assert "--gradient_accumulation_steps=0 " in text
+    for option, value in dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8).items():
+        assert re.search(rf"^  --{option}=.*\(small model: {value}\)$", text, re.M), option

@@ -1,10 +1,12 @@
-"""configurator.py: what a script's settings are, and what config files and --key=value do to them."""
+"""configurator.py: which globals are settings, and how config files and command-line options change them."""
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,6 +65,8 @@ DEFAULTS = {
     "weight_decay": 0.1,
 }
 
+RENAMED = {"rate": "learning_rate", "only": "eval_only", "device_name": "device", "json": "start", "layers": "n_layer"}
+
 
 def sleep_on(monkeypatch, sleep):
     # Not time.sleep itself: subprocess.run waits with it.
@@ -94,7 +98,7 @@ def started(script):
 
 
 def run(script, *argv, extra=None):
-    return configure(started(script), list(argv), extra)
+    return configure(started(script), list(argv), extra, RENAMED)
 
 
 def config_file(text, path="c.py"):
@@ -103,11 +107,11 @@ def config_file(text, path="c.py"):
 
 
 def problems(capsys, script, *argv, extra=None):
-    """The lines of the error that `argv` gives, which leaves the script's globals as they were."""
+    """Return the lines of the error that `argv` causes, which must not change the script's globals."""
     script_globals = started(script)
     untouched = dict(script_globals)
     with pytest.raises(SystemExit) as end:
-        configure(script_globals, list(argv), extra)
+        configure(script_globals, list(argv), extra, RENAMED)
     assert end.value.code == 1
     assert script_globals == untouched
     said = capsys.readouterr()
@@ -237,19 +241,60 @@ def test_a_value_of_another_type_is_an_error(script, capsys, argument, wanted):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "typed"),
+    ("arguments", "values"),
     [
-        (["--eval_only"], "--eval_only=True"),
-        (["--eval_only", "False"], "--eval_only=False"),
-        (["--seed"], "--seed=VALUE"),
-        (["--seed", "--eval_only=1"], "--seed=VALUE"),
-        (["--device", "cpu"], "--device=cpu"),
-        (["--top_k", "-3"], "--top_k=-3"),
-        (["--device", "two words"], "--device='two words'"),
+        ("--seed 7", {"seed": 7}),
+        ("--seed 7 --device cpu", {"seed": 7, "device": "cpu"}),
+        ("--top_k -3 --learning_rate -.5", {"top_k": -3, "learning_rate": -0.5}),
+        ("--device a=b", {"device": "a=b"}),
+        ("--device 'two words'", {"device": "two words"}),
+        ("--device ''", {"device": ""}),
+        ("--device '\"gpt2\"'", {"device": "gpt2"}),
+        ("--device true", {"device": "true"}),
+        ("--device c.py", {"device": "c.py"}),  # a config file only if the setting is not a string
+        ("--device c.py c.py", {"device": "c.py", "seed": 2}),
+        ("c.py --seed 7", {"seed": 7}),
+        ("--seed 7 c.py", {"seed": 2}),
+        ("--seed 7 --seed=8", {"seed": 8}),
+        ("--eval_only", {"eval_only": True}),
+        ("--eval_only --seed 7", {"eval_only": True, "seed": 7}),
+        ("--eval_only c.py", {"eval_only": True, "seed": 2}),
+        ("--eval_only false c.py", {"seed": 2}),
+        ("--eval_only=no --eval_only", {"eval_only": True}),
+        *((f"--eval_only {text}", {"eval_only": True}) for text in ("true", "True", "yes", "YES", "1")),
+        *((f"--eval_only --eval_only {text}", {}) for text in ("false", "False", "no", "NO", "0")),
     ],
 )
-def test_a_key_without_an_equals_sign_says_what_to_type(script, capsys, arguments, typed):
-    assert problem(capsys, script, *arguments).endswith(f"{arguments[0]}: type {typed}")
+def test_a_key_without_an_equals_sign(script, arguments, values):
+    config_file("seed = 2")
+    assert run(script, *shlex.split(arguments)) == DEFAULTS | values
+
+
+@pytest.mark.parametrize("arguments", ["--seed", "--seed --eval_only=1", "--seed --eval_only", "--device --seed=7"])
+def test_a_key_without_a_value_says_what_to_type(script, capsys, arguments):
+    key, *rest = arguments.split()
+    line = problem(capsys, script, key, *rest)
+    assert line == f"train.py: command line: {key}: missing value; type {key}=VALUE"
+
+
+def test_a_value_of_another_type_after_a_key(script, capsys):
+    assert problem(capsys, script, "--seed", "x", "--top_k=2").endswith("--seed='x': not a whole number")
+
+
+def test_a_bare_flag_takes_no_other_argument_as_its_value(script, capsys):
+    assert problem(capsys, script, "--eval_only", "maybe").startswith("train.py: maybe: no such config file")
+
+
+def test_sys_argv_is_rewritten_with_equals_signs(script, monkeypatch):
+    """The scripts pass it on to the processes that they launch."""
+    config_file("seed = 2")
+    arguments = ["--device", "a b", "--eval_only", "c.py", "--top_k=-1", "--eval_only", "no", "--local_rank", "0"]
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    assert configure(started(script)) == DEFAULTS | {"seed": 2, "device": "a b"}
+    rewritten = ["--device=a b", "--eval_only=True", "c.py", "--top_k=-1", "--eval_only=no", "--local_rank=0"]
+    assert sys.argv == [str(script), *rewritten]
+    run(script, "--seed", "3")
+    assert sys.argv == [str(script), *rewritten]
 
 
 def test_a_key_without_value_swallows_no_config_file(script, capsys):
@@ -272,6 +317,7 @@ def test_the_nearest_of_several_near_names(script, capsys):
 
 def test_an_unknown_key_like_no_other(script, capsys):
     assert problem(capsys, script, "--zzz=1") == "train.py: command line: --zzz: no such setting"
+    assert problem(capsys, script, "--zzz", "1") == "train.py: command line: --zzz: no such setting"
 
 
 @pytest.mark.parametrize("name", ["_private", "computed", "listed", "nothing", "before", "later", "math"])
@@ -281,6 +327,7 @@ def test_other_globals_are_no_settings(script, capsys, name):
 
 def test_the_local_rank_of_a_launcher_is_ignored(script):
     assert run(script, "--local_rank=1", "--local-rank=1") == DEFAULTS
+    assert run(script, "--local_rank", "0", "--local-rank", "1", "--seed=7") == DEFAULTS | {"seed": 7}
 
 
 def test_a_setting_named_local_rank_is_set(script):
@@ -466,16 +513,74 @@ def test_an_exception_in_a_config_is_one_line(script, capsys, text, said):
     assert problem(capsys, script, "c.py") == f"train.py: c.py{said}"
 
 
+# -- settings that were renamed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "old", "typed"),
+    [
+        ("--rate=1e-3", "rate", "--learning_rate=1e-3"),
+        ("--rate 1e-3", "rate", "--learning_rate=1e-3"),
+        ("--rate -1", "rate", "--learning_rate=-1"),
+        ("--rate --seed=7", "rate", "--learning_rate=VALUE"),
+        ("--rate c.py", "rate", "--learning_rate=VALUE"),
+        ("--only", "only", "--eval_only=True"),
+        ("--only no", "only", "--eval_only=no"),
+        ("--device_name c.py", "device_name", "--device=c.py"),
+        ("--json 'two words'", "json", "--start='two words'"),
+        ("--json=", "json", "--start=''"),
+    ],
+)
+def test_a_renamed_key_says_what_to_type(script, capsys, arguments, old, typed):
+    config_file("seed = 2")
+    line = problem(capsys, script, *shlex.split(arguments))
+    assert line == f"train.py: command line: --{old} was renamed: type {typed}"
+
+
+def test_a_renamed_setting_in_a_config_is_an_error(script, capsys, monkeypatch):
+    config_file("rate = 1\nonly = False\njson = 'x'\nseed = 2")
+    new = {"rate": "learning_rate", "only": "eval_only", "json": "start"}
+    expected = [f"train.py: c.py: {old} was renamed to {new[old]}" for old in sorted(new)]
+    assert problems(capsys, script, "c.py") == expected
+    script_globals = started(script) | {"json": json}  # the script itself imports a module of this name
+    with pytest.raises(SystemExit):
+        configure(script_globals, ["c.py"], renamed=RENAMED)
+    assert capsys.readouterr().err.splitlines() == expected
+    monkeypatch.syspath_prepend(os.getcwd())
+    Path("c.py").rename("configurator_test_renamed.py")
+    config_file("from configurator_test_renamed import *")
+    assert problems(capsys, script, "c.py") == expected
+
+
+def test_helpers_with_the_name_of_a_renamed_setting(script):
+    """As a config that was written for nanoGPT may have them."""
+    config_file(
+        "import json\nfrom math import floor as only\n"  # no plain values
+        "rate = 1e-3\nlearning_rate = rate * 2\n"  # read
+        "def device_name(): pass\n"
+    )
+    assert run(script, "c.py") == DEFAULTS | {"learning_rate": 2e-3}
+    config_file("seed = 2")
+    assert configure(started(script) | {"json": "the script's own"}, ["c.py"], renamed=RENAMED)["seed"] == 2
+
+
+def test_without_renamed_settings_an_old_name_is_unknown(script, capsys):
+    with pytest.raises(SystemExit):
+        configure(started(script), ["--rate=1"])
+    assert "--rate: no such setting" in capsys.readouterr().err
+
+
 # -- errors
 
 
 def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys):
     config_file("seed = 'one'\nbatch_size = 0.5\nbatchsize = 3\ndevice = 'cpu'")
     config_file("1 / 0", "d.py")
-    arguments = ["--max_iters=5", "c.py", "d.py", "nowhere.py", "--sed=1", "--top_k=x", "--eval_only", "--seed=8"]
-    lines = problems(capsys, script, *arguments)  # which sees to it that nothing is applied
+    arguments = ["--max_iters=5", "c.py", "d.py", "nowhere.py", "--sed=1", "--top_k=x", "--batch_size", "--rate", "1"]
+    lines = problems(capsys, script, *arguments, "--seed=8")  # checks that nothing is applied
     starts = ["c.py: seed = 'one'", "c.py: batch_size = 0.5", "c.py: batchsize", "d.py, line 1", "nowhere.py"]
-    starts += ["command line: --sed:", "command line: --top_k='x'", "command line: --eval_only:"]
+    starts += ["command line: --sed:", "command line: --top_k='x'", "command line: --batch_size:"]
+    starts += ["command line: --rate was renamed"]
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts):
         assert line.startswith(f"train.py: {start}")
@@ -522,7 +627,8 @@ def test_other_ranks_print_no_help(script, capsys, monkeypatch):
 def test_help_text(script):
     assert help_text(script, settings_of(script)) == (
         "usage: python train.py [config/FILE.py ...] [--key=value ...]\n"
-        "Arguments apply left to right, the last one wins.\n"
+        "Arguments apply from left to right; later values override earlier ones.\n"
+        "--key value also works, and --key alone sets a boolean to True.\n"
         "\n"
         "Train a model, on any number of processes.\n"
         "\n"
@@ -551,7 +657,7 @@ def test_help_wraps_at_120_columns(script):
     text = help_text(script, long)
     lines = text.splitlines()
     assert all(len(line) <= 120 for line in lines if "a/" not in line)
-    assert lines[3].startswith("word0 ") and lines[4].startswith("word")
+    assert lines[4].startswith("word0 ") and lines[5].startswith("word")
     at = next(number for number, line in enumerate(lines) if line.startswith("  --x=1"))
     assert lines[at].index("word0") == 50
     assert re.match(" {50}word", lines[at + 1])
@@ -560,7 +666,7 @@ def test_help_wraps_at_120_columns(script):
 
 def test_help_of_a_script_without_a_docstring(script):
     script.write_text((HEAD + TAIL).partition('"""\n\n')[2])
-    assert help_text(script, settings_of(script)).splitlines()[2:5] == ["", "", "run:"]
+    assert help_text(script, settings_of(script)).splitlines()[3:6] == ["", "", "run:"]
 
 
 # -- another script's settings
@@ -597,6 +703,24 @@ def test_extra_settings_are_checked_suggested_and_helped(script, capsys):
         run(script, "--help", extra=EXTRA)
     text = capsys.readouterr().out
     assert text.index("--seed=1337") < text.index("--weight_decay") < text.index("--dropout=0.0")
+
+
+def test_extra_settings_with_other_defaults(script, capsys):
+    """As bench.py replaces some of train.py's: --help shows them, config files read them, and they are not returned."""
+    meaning = "micro-batches per step (0: one per process)"
+    accumulated = Setting("accumulated", 0, meaning, "model")
+    extra = EXTRA | {"n_layer": replace(EXTRA["n_layer"], default=6), "accumulated": accumulated}
+    extra["dropout"] = replace(EXTRA["dropout"], section="accepted, without effect")
+    assert run(script, extra=extra) == DEFAULTS
+    assert run(script, "--n_layer", "3", "--accumulated=0", extra=extra) == DEFAULTS | {"n_layer": 3, "accumulated": 0}
+    config_file("n_layer = n_layer * 2")
+    assert run(script, "c.py", extra=extra) == DEFAULTS | {"n_layer": 12}
+    with pytest.raises(SystemExit):
+        run(script, "--help", extra=extra)
+    text = capsys.readouterr().out
+    assert re.search(r"^model:\n  --n_layer=6 +blocks\n  --accumulated=0 +micro-batches .*\(0: one per", text, re.M)
+    assert re.search(r"^accepted, without effect:\n  --dropout=0.0 +share$", text, re.M)
+    assert "--layers was renamed: type --n_layer=3" in problem(capsys, script, "--layers=3", extra=extra)
 
 
 # -- as a user runs it

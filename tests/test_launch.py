@@ -1,4 +1,4 @@
-"""Devices, dtypes, compile, what a run measures: without a launch where that can be."""
+"""Devices, dtypes, torch.compile, the numbers that a run logs, and the rendezvous of its processes."""
 
 import math
 import re
@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from runs import column, records
 
-import launch
-import metrics
-import parallel
+from isogpt import hardware, launch, metrics, network, precision
+from isogpt.agree import StepNumbers
+from isogpt.checkpoint import Progress
+from isogpt.parallel import compilation
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -31,62 +32,66 @@ def test_device_choice(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert launch.pick_device("auto", 1, 2) == torch.device("cuda:1")
-    assert launch.pick_device("cuda:0", 1, 2) == torch.device("cuda:1"), "each process its own GPU"
+    assert launch.pick_device("cuda:0", 1, 2) == torch.device("cuda:1"), "each process has its own GPU"
     assert launch.pick_device("cuda:1", 0, 1) == torch.device("cuda:1")
     with pytest.raises(ValueError, match="at most 2 processes"):
         launch.pick_device("cuda", 2, 3)
 
 
 def test_dtype_choice(monkeypatch):
-    monkeypatch.setattr(launch, "cpu_has", lambda feature: feature == "avx512_bf16")
-    assert launch.dtype_for("auto", CPU) == "bfloat16"
-    assert launch.dtype_for("auto", CPU, before="float32") == "float32", "a resume keeps what was used"
-    assert launch.dtype_for("auto", CPU, before="tf32") == "bfloat16", "unless this device cannot"
-    assert launch.dtype_for("float16", CPU, before="float32") == "float16"
-    monkeypatch.setattr(launch, "cpu_has", lambda feature: False)
-    assert launch.dtype_for("auto", CPU) == "float32"
-    monkeypatch.setattr(launch, "gather_objects", lambda mine: [mine, "float32"])
-    assert launch.agree_on_dtype("bfloat16") == "float32"
+    monkeypatch.setattr(precision, "cpu_has", lambda feature: feature == "avx512_bf16")
+    assert precision.resolve_dtype("auto", CPU) == "bfloat16"
+    assert precision.resolve_dtype("auto", CPU, previous="float32") == "float32", "a resumed run keeps its dtype"
+    assert precision.resolve_dtype("auto", CPU, previous="tf32") == "bfloat16", "unless this device lacks it"
+    assert precision.resolve_dtype("float16", CPU, previous="float32") == "float16"
+    monkeypatch.setattr(precision, "cpu_has", lambda feature: False)
+    assert precision.resolve_dtype("auto", CPU) == "float32"
+    assert precision.common_dtype(["bfloat16", "float32"]) == "float32"
 
 
-def test_compile_that_fails_is_left_out_by_all(monkeypatch):
-    """On a CPU it is left out; elsewhere a failing trial on any rank leaves it out on all, aloud."""
+def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
+    """A CPU skips it. On other devices, a trial that fails on one rank makes all ranks skip it, with a message."""
     model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
-    assert parallel.compiled(model, launch.Ranks(0, 1, 0, 1, CPU))[0] is False
+    compiled = []
+    monkeypatch.setattr(GPT, "compile", lambda self: compiled.append(self))
+    assert "off" in compilation.compile_model(model, CPU, by_block=False) and not compiled
 
-    class Elsewhere:
+    class OtherDevice:
         type = "xpu"
 
-    ranks = launch.Ranks(0, 1, 0, 1, Elsewhere())
     monkeypatch.setattr(torch, "ones", lambda *a, device=None, **k: torch.full(a, 1.0, **k))
     monkeypatch.setattr(torch, "compile", lambda f: (_ for _ in ()).throw(RuntimeError("no compiler here")))
-    done, message = parallel.compiled(model, ranks)
-    assert not done and "no compiler here" in message and "without it" in message
+    message = compilation.compile_model(model, OtherDevice(), by_block=False)
+    assert not compiled and "no compiler here" in message and "without it" in message
     monkeypatch.setattr(torch, "compile", lambda f: f)
-    monkeypatch.setattr(parallel, "gather_objects", lambda mine: [mine, "RuntimeError: the other rank's trouble"])
-    done, message = parallel.compiled(model, ranks)
-    assert not done and "other rank's trouble" in message
+    monkeypatch.setattr(compilation, "gather_objects", lambda mine: [mine, "RuntimeError: the other rank's problem"])
+    message = compilation.compile_model(model, OtherDevice(), by_block=False)
+    assert not compiled and "other rank's problem" in message
 
 
-def test_mfu_is_against_this_device(monkeypatch):
+def test_mfu_uses_the_peak_of_this_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA H100 80GB HBM3")
-    assert metrics.peak_flops(torch.device("cuda", 0), "bfloat16") == (989e12, "data sheet")
-    assert metrics.peak_flops(torch.device("cuda", 0), "tf32")[0] == 989e12 / 2
-    measured, source = metrics.peak_flops(CPU, "float32")
+    assert hardware.peak_flops(torch.device("cuda", 0), "bfloat16") == (989e12, "data sheet")
+    assert hardware.peak_flops(torch.device("cuda", 0), "tf32")[0] == 989e12 / 2
+    measured, source = hardware.peak_flops(CPU, "float32")
     assert measured > 1e8 and "measured" in source
-    monkeypatch.setattr(metrics, "measured_matmul", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
-    assert metrics.peak_flops(CPU, "float32") == (None, "unknown")
-    rows = torch.tensor([[2.0, 1.0, 100.0, 1.0, 3.0], [4.0, 1.0, 300.0, 5.0, 1.0]], dtype=torch.float64)
-    record = metrics.step_record(7, rows, 1e-3, 640, 64, 1e9, 1e11)
+    monkeypatch.setattr(hardware, "measured_matmul", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
+    assert hardware.peak_flops(CPU, "float32") == (None, "unknown")
+    columns = dict(loss=[2, 4], grad_norm=[1, 1], step_ms=[100, 300], data_ms=[1, 5], memory_gb=[3, 1])
+    columns |= dict(forward_ms=[0, 0], stop=[0, 0])
+    numbers = StepNumbers(**{name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()})
+    progress = Progress(tokens_per_step=64, step=7, tokens=576)
+    record = metrics.step_record(progress, numbers, 1e-3, 1e9, 1e11)
+    assert record["tokens"] == 640
     assert record["loss"] == 3.0 and record["step_ms"] == 200.0 and record["step_ms_max"] == 300.0
     assert record["data_ms"] == 3.0 and record["data_ms_max"] == 5.0 and record["memory_gb_max"] == 3.0
     assert record["tokens_per_s"] == pytest.approx(320) and record["mfu"] == pytest.approx(1e9 / 0.2 / 1e11)
     assert re.match(r"iter 7: loss 3\.0000, time 200\.00ms, mfu 5\.00%", metrics.step_line(record, 61))
-    unknown = metrics.step_record(7, rows, 1e-3, 640, 64, 1e9, None)
+    unknown = metrics.step_record(progress, numbers, 1e-3, 1e9, None)
     assert unknown["mfu"] is None and "mfu n/a" in metrics.step_line(unknown, 61)
 
 
-def test_metrics_carry_what_the_design_lists(zygote, work):
+def test_fields_and_events_of_the_metrics(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=3", "--eval_interval=2"], work, 2)
     lines = records(work / "out")
     step = next(r for r in lines if "loss" in r and "event" not in r)
@@ -98,8 +103,8 @@ def test_metrics_carry_what_the_design_lists(zygote, work):
     assert set(column(work / "out", "val_loss")) == {0, 2}
 
 
-def test_warmup_that_is_as_long_as_the_decay(zygote, work):
-    """lr follows the contract's formula, also where warm-up and decay end together or lie at 0."""
+def test_warmup_as_long_as_the_decay(zygote, work):
+    """The learning rate follows nanoGPT's formula, also if warm-up and decay end at the same step or at 0."""
     common = ["--learning_rate=1e-3", "--min_lr=1e-4", "--max_iters=6"]
     cases = {(3, 3): None, (0, 0): None, (2, 6): None}
     for warmup, decay in cases:
@@ -122,12 +127,12 @@ def test_padded_ids_are_not_sampled():
         model.transformer.ln_f.bias.copy_(model.lm_head.weight[0].sign())
     idx = torch.zeros(8, 1, dtype=torch.long)
     torch.manual_seed(0)
-    assert model.generate(idx, 12).max() >= 50, "the test needs a model that would"
-    assert model.generate(idx, 12, n_tokens=50).max() < 50
+    assert model.generate(idx, 12).max() >= 50, "the test needs a model that samples them"
+    assert model.generate(idx, 12, vocab_size=50).max() < 50
 
 
 def test_a_resume_needs_no_more_memory(zygote, work):
-    """The checkpoint is read on the CPU, mapped, and let go: a resumed run's peak is a fresh one's."""
+    """The checkpoint is memory-mapped and freed: a resumed run's peak is that of a new run."""
     big = ["--n_layer=4", "--n_embd=512", "--n_head=4", "--max_iters=2", "--batch_size=1"]  # 12.6M parameters
     zygote.train([*big, "--out_dir=out"], work)
     fresh = max(column(work / "out", "memory_gb").values())
@@ -137,7 +142,7 @@ def test_a_resume_needs_no_more_memory(zygote, work):
     assert resumed < fresh + 0.75 * state, (fresh, resumed, state)
 
 
-def test_half_precision_on_the_cpu_learns(zygote, work):
+def test_half_precision_trains_on_the_cpu(zygote, work):
     for dtype in ("bfloat16", "float16"):
         zygote.train([f"--dtype={dtype}", f"--out_dir={dtype}"], work, 2)
         losses = column(work / dtype, "loss")
@@ -161,32 +166,32 @@ def test_gpu_deterministic_resume_has_the_same_bits(zygote, work):
     assert_same_bits(final(work / "straight"), final(work / "out"))
 
 
-def test_a_restart_is_not_misled_by_what_the_attempt_before_left_in_the_store():
-    """torchrun hands a restarted worker the store of the attempt before (pytorch#135712)."""
+def test_a_restart_ignores_what_the_previous_attempt_left_in_the_store():
+    """torchrun gives restarted workers the store of the previous attempt (pytorch#135712)."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     clients = [dist.TCPStore("127.0.0.1", server.port) for _ in range(3)]
     starts = []
-    for _ in range(3):  # the second and third start find what the ones before left, and a newcomer that died waiting
-        clients[0].set("hello/2", "somebody who is gone")
+    for _ in range(3):  # the second and third find keys of earlier starts, and of a process that exited while it waited
+        clients[0].set("hello/2", "a process that has exited")
         found = [None] * 3
 
-        def come(rank, found=found):
-            found[rank] = launch.meet(clients[rank], rank, 3, 20)
+        def meet(rank, found=found):
+            found[rank] = network.meet(clients[rank], rank, 3, 20)
 
-        threads = [threading.Thread(target=come, args=(r,)) for r in (2, 0, 1)]
+        threads = [threading.Thread(target=meet, args=(r,)) for r in (2, 0, 1)]
         for t in threads:
             t.start()
         for t in threads:
             t.join(30)
-        assert found[0] == found[1] == found[2] is not None, "all are in the same start"
+        assert found[0] == found[1] == found[2] is not None, "all ranks join the same start"
         starts.append(found[0])
-    assert len(set(starts)) == 3, "a start has a name of its own"
+    assert len(set(starts)) == 3, "each start has a unique name"
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_missing_ranks_are_named():
     store = dist.HashStore()
-    store.set("hello/1", "somebody who is gone")
-    with pytest.raises(ValueError, match="rank 1, 2 of 3 did not come within 0.2 s"):
-        launch.meet(store, 0, 3, 0.2)
-    with pytest.raises(ValueError, match="rank 1 found no rank 0"):
-        launch.meet(store, 1, 3, 0.2)
+    store.set("hello/1", "a process that has exited")
+    with pytest.raises(ValueError, match="rank 1, 2 of 3 did not join within 0.2 s"):
+        network.meet(store, 0, 3, 0.2)
+    with pytest.raises(ValueError, match="rank 1 did not find rank 0"):
+        network.meet(store, 1, 3, 0.2)

@@ -1,4 +1,4 @@
-"""Every launcher starts the same training; what the ranks are told by each, and how they are laid out."""
+"""Every launcher starts the same training: rank variables, the order of ranks, network interfaces and cores."""
 
 import os
 import re
@@ -13,13 +13,13 @@ import torch
 import yaml
 from runs import REPO, TINY, column, free_port, records, wait_for
 
-import launch
 from configurator import settings_of
+from isogpt import launch, network
 
 FIVE = [*TINY, "--max_iters=4"]
 TRAIN = str(REPO / "train.py")
 MODULE = [sys.executable, "-m"]
-# by name: (the program that must be here, the command before train.py)
+# by name: (the program that must be installed, the command before train.py)
 LAUNCHERS = {
     "torchrun": ("torchrun", ["torchrun", "--standalone", "--nproc_per_node=2"]),
     "torch.distributed.run": (None, [*MODULE, "torch.distributed.run", "--standalone", "--nproc_per_node=2"]),
@@ -84,90 +84,90 @@ def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
 
 
 def variables(monkeypatch, **given):
-    """An environment with these of a launcher's variables and no others."""
+    """Set these variables of a launcher, and unset all others."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in [*os.environ]:
         if name in names or name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_")):
             monkeypatch.delenv(name)
-    for name in names:  # so that what understand_launcher sets goes when the test ends
+    for name in names:  # what adopt_launcher_variables sets is undone when the test ends
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
 
 
-def test_what_each_launcher_calls_a_rank(monkeypatch):
+def test_rank_variables_of_each_launcher(monkeypatch):
     ompi = dict(RANK="3", SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="4")
     ompi = {f"OMPI_COMM_WORLD_{k}": v for k, v in ompi.items()}
     variables(monkeypatch, **ompi)
-    launch.understand_launcher()
+    launch.adopt_launcher_variables()
     assert launch.rank_variables() == (3, 4, 1, 4) and os.environ["MASTER_ADDR"] == "127.0.0.1"
     variables(monkeypatch, **ompi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    with pytest.raises(ValueError, match="nothing says where rank 0 is: start with mpirun -x MASTER_ADDR=HOST"):
-        launch.understand_launcher()
+    with pytest.raises(ValueError, match="rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST"):
+        launch.adopt_launcher_variables()
     variables(monkeypatch, PMI_RANK="5", PMI_SIZE="8", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="4", MASTER_ADDR="h1")
-    launch.understand_launcher()
+    launch.adopt_launcher_variables()
     assert launch.rank_variables() == (5, 8, 1, 4) and os.environ["MASTER_ADDR"] == "h1"
     step = dict(SLURM_JOB_ID="17", SLURM_STEP_ID="0", SLURM_PROCID="4", SLURM_STEP_NUM_TASKS="5", SLURM_LOCALID="0")
     step |= dict(SLURM_NODEID="2", SLURM_STEP_TASKS_PER_NODE="2(x2),1", SLURM_STEP_NODELIST="gpu[07-08],login")
     variables(monkeypatch, **step)
-    launch.understand_launcher()
+    launch.adopt_launcher_variables()
     assert launch.rank_variables() == (4, 5, 0, 1)
     assert os.environ["MASTER_ADDR"] == "gpu07" and 10000 <= int(os.environ["MASTER_PORT"]) < 30000
     port = os.environ["MASTER_PORT"]
     variables(monkeypatch, **step | {"SLURM_JOB_ID": "18"})
-    launch.understand_launcher()
-    assert os.environ["MASTER_PORT"] != port, "two jobs on a machine do not meet"
+    launch.adopt_launcher_variables()
+    assert os.environ["MASTER_PORT"] != port, "two jobs on a machine use different ports"
     variables(monkeypatch, **step, SLURM_PTY_PORT="1")
-    launch.understand_launcher()
-    assert "RANK" not in os.environ, "a shell of srun --pty"
-    # torchrun under srun, and a shell within a job: what torchrun says, and alone
+    launch.adopt_launcher_variables()
+    assert "RANK" not in os.environ, "the shell of srun --pty"
+    # torchrun under srun: torchrun's variables; the shell of a job: a single process
     variables(monkeypatch, **step, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="h1", MASTER_PORT="1")
-    launch.understand_launcher()
+    launch.adopt_launcher_variables()
     assert launch.rank_variables()[:2] == (0, 2)
     variables(monkeypatch, **step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
-    launch.understand_launcher()
+    launch.adopt_launcher_variables()
     assert launch.rank_variables() == (0, 1, 0, 1)
     # DeepSpeed's launcher
     deepspeed = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", MASTER_ADDR="h1", MASTER_PORT="1")
     variables(monkeypatch, **deepspeed)
-    launch.understand_launcher()
+    launch.adopt_launcher_variables()
     assert launch.rank_variables() == (3, 4, 1, 2)
 
 
-def test_a_process_runs_beside_its_gpu(monkeypatch, tmp_path):
+def test_process_is_bound_to_the_cores_near_its_gpu(monkeypatch, tmp_path):
     bound = []
-    monkeypatch.setattr(launch, "PCI", tmp_path)
+    monkeypatch.setattr(network, "PCI", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
-    launch.bind_to_gpu(gpu)  # no such file: a container, say
+    network.bind_to_gpu(gpu)  # there is no such file, for instance in a container
     (tmp_path / "0000:dc:00.0").mkdir()
     (tmp_path / "0000:dc:00.0" / "local_cpulist").write_text("0-1,5,6-31\n")
-    launch.bind_to_gpu(gpu)
+    network.bind_to_gpu(gpu)
     assert bound == [{0, 1, 5, 6, 7}]
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    launch.bind_to_gpu(gpu)
-    assert len(bound) == 1, "somebody has bound it already"
+    network.bind_to_gpu(gpu)
+    assert len(bound) == 1, "the launcher has bound it already"
 
 
-def test_slurm_lists():
+def test_slurm_node_lists():
     assert launch.slurm_nodes("n1,n2", "1(x2)") == ("n1", [1, 1])
     assert launch.slurm_nodes("gpu[03-05,9],login", "2(x3),1") == ("gpu03", [2, 2, 2, 1])
     assert launch.slurm_nodes("a100-[12]", "8") == ("a100-12", [8])
     assert launch.slurm_nodes("", "") == ("", [1])
 
 
-def test_ranks_of_one_machine_are_neighbours():
+def test_ranks_of_one_machine_are_consecutive():
     a, b = ("a", "1"), ("b", "2")
-    assert launch.by_machine([a, a, b, b]) == [0, 1, 2, 3]
-    assert launch.by_machine([a, b, a, b]) == [0, 2, 1, 3], "mpirun --map-by node"
-    assert launch.by_machine([b, ("b", "other"), b]) == [0, 2, 1], "two machines of one name"
-    ranks = launch.Ranks(0, 5, 0, 2, torch.device("cpu"), None, ("a", "a", "b", "b", "b"), "gloo")
+    assert network.order_by_machine([a, a, b, b]) == [0, 1, 2, 3]
+    assert network.order_by_machine([a, b, a, b]) == [0, 2, 1, 3], "mpirun --map-by node"
+    assert network.order_by_machine([b, ("b", "other"), b]) == [0, 2, 1], "two machines with the same name"
+    ranks = launch.Ranks(0, 5, 0, 2, torch.device("cpu"), "gloo", hosts=("a", "a", "b", "b", "b"))
     assert ranks.topology() == "5 = 2 nodes (a, b) x 2+3"
     assert ranks.names()[4] == "rank 4 (b)"
-    assert launch.Ranks(0, 2, 0, 2, torch.device("cpu"), None, ("a", "a"), "gloo").topology() == "2 = 1 node x 2"
+    assert launch.Ranks(0, 2, 0, 2, torch.device("cpu"), "gloo", hosts=("a", "a")).topology() == "2 = 1 node x 2"
 
 
 def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
@@ -175,65 +175,65 @@ def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     shared = [["a", "1", [0, 1, 2, 3]]] * 2 + [["b", "2", [0, 1, 2, 3]]]
     for rank in range(3):
-        launch.divide_cores(shared, rank, 1)
+        network.divide_cores(shared, rank, 1)
     bound = [["a", "1", [0, 1]], ["a", "1", [2, 3]]]
-    launch.divide_cores(bound, 1, 2)  # a scheduler gave each its own
+    network.divide_cores(bound, 1, 2)  # the scheduler has bound each rank to its own cores
     assert threads == [2, 2, 2]
-    launch.divide_cores([["a", "1", [0]]] * 3, 0, 3)
+    network.divide_cores([["a", "1", [0]]] * 3, 0, 3)
     assert threads[3:] == [1]
 
 
-def test_the_interface_is_chosen_or_the_choice_is_named(monkeypatch):
+def test_interface_is_chosen_or_the_candidates_are_listed(monkeypatch):
     cards = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "docker0": "172.17.0.1"}
     ways = {"10.0.0.1": "10.0.0.7", "h1": "127.0.1.1"}
-    monkeypatch.setattr(launch, "interfaces", lambda: cards)
-    monkeypatch.setattr(launch, "address_towards", lambda host: ways.get(host, ""))
-    monkeypatch.setattr(launch.socket, "gethostname", lambda: "h1")
+    monkeypatch.setattr(network, "interfaces", lambda: cards)
+    monkeypatch.setattr(network, "address_towards", lambda host: ways.get(host, ""))
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "h1")
 
     def chosen(several, master, given=None, seen=()):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given or "")
         monkeypatch.setenv("MASTER_ADDR", master)
-        return launch.choose_interface(several, [*seen])
+        return network.choose_interface(several, [*seen])
 
-    assert chosen(True, "10.0.0.1") == " over eth0 (10.0.0.7)" and os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert chosen(False, "h1") == " over lo (127.0.0.1)"
-    assert chosen(True, "h1", "docker0") == " over docker0 (172.17.0.1)"
+    assert chosen(True, "10.0.0.1") == "eth0 (10.0.0.7)" and os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert chosen(False, "h1") == "lo (127.0.0.1)"
+    assert chosen(True, "h1", "docker0") == "docker0 (172.17.0.1)"
     ways["10.0.0.7"] = "10.0.0.7"
-    assert chosen(True, "h1", seen=["127.0.1.1", "10.0.0.7"]) == " over eth0 (10.0.0.7)", "the others know its address"
+    assert chosen(True, "h1", seen=["127.0.1.1", "10.0.0.7"]) == "eth0 (10.0.0.7)", "the other ranks know its address"
     with pytest.raises(ValueError, match=r"several network interfaces, lo .*docker0 .*set GLOO_SOCKET_IFNAME=eth0"):
         chosen(True, "h1")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME is 'eth9', but h1 has lo"):
         chosen(True, "10.0.0.1", "eth9")
     del cards["docker0"]
-    assert chosen(True, "h1") == " over eth0 (10.0.0.7)", "there is no other"
+    assert chosen(True, "h1") == "eth0 (10.0.0.7)", "it is the only one"
     cards.clear()
     assert chosen(True, "h1") == "", "not Linux: gloo chooses"
     monkeypatch.undo()
     if sys.platform == "linux":
-        assert launch.interfaces().get("lo") == "127.0.0.1" and launch.address_towards("127.0.0.1") == "127.0.0.1"
+        assert network.interfaces().get("lo") == "127.0.0.1" and network.address_towards("127.0.0.1") == "127.0.0.1"
 
 
-def test_nproc_starts_torchrun_and_a_contradiction_is_a_mistake(monkeypatch):
+def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
     variables(monkeypatch)
-    monkeypatch.setenv("ISOGPT_STARTED", "")  # so that what is set goes when the test ends
+    monkeypatch.setenv("ISOGPT_STARTED", "")  # what start_workers sets is undone when the test ends
     monkeypatch.delenv("ISOGPT_STARTED")
     started = []
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3", "--batch_size=2"])
     launch.start_workers(3, "/x/train.py")
     assert started[0][-2:] == ["/x/train.py", "--batch_size=2"] and "--nproc_per_node=3" in started[0]
-    launch.start_workers(7, "/x/train.py")  # in a worker of its own: a config's number does not matter
+    launch.start_workers(7, "/x/train.py")  # in a worker of start_workers, a config may set nproc again
     monkeypatch.delenv("ISOGPT_STARTED")
     launch.start_workers(0, "/x/train.py")
     variables(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
     launch.start_workers(2, "/x/train.py")
     assert len(started) == 1
-    with pytest.raises(ValueError, match="nproc is 3, but the launcher started 2 processes here: leave --nproc out"):
+    with pytest.raises(ValueError, match="nproc is 3, but the launcher started 2 processes: omit --nproc"):
         launch.start_workers(3, "/x/train.py")
 
 
-def test_the_kubernetes_manifest_has_the_fields_that_the_operator_knows():
-    """Names as in the CRD of Kubeflow's training-operator 1.9, against which the file was checked whole."""
+def test_kubernetes_manifest_has_only_fields_of_the_operator():
+    """Names as in the CRD of Kubeflow's training-operator 1.9, against which the whole file was checked once."""
     job = yaml.safe_load((REPO / "cluster" / "pytorchjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     spec, worker = job["spec"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
@@ -251,9 +251,15 @@ def test_the_kubernetes_manifest_has_the_fields_that_the_operator_knows():
             assert argument[2:].split("=")[0] in settings_of(TRAIN), argument
 
 
+def test_slurm_script_passes_only_settings_to_train():
+    words = shlex.split((REPO / "cluster" / "slurm.sh").read_text().split('"$train" ')[1].splitlines()[0])
+    flags = [word for word in words if word.startswith("--")]
+    assert flags and all(flag[2:].split("=")[0] in settings_of(TRAIN) for flag in flags), flags
+
+
 @pytest.mark.slow
 def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
-    """The manifest's own command, twice, with the variables that the operator gives each pod."""
+    """The manifest's command, twice, with the variables that the operator sets in each pod."""
     zygote.start([*FIVE, "--out_dir=one"], work).wait()
     spec = yaml.safe_load((REPO / "cluster" / "pytorchjob.yaml").read_text())["spec"]
     policy, (container,) = (
@@ -284,7 +290,7 @@ def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
 
 @pytest.mark.slow
 def test_nproc_without_a_launcher(work):
-    """A mistake is said once; Ctrl-C saves."""
+    """An error is printed once; a signal to the launcher makes the run save."""
     command = [sys.executable, TRAIN, *TINY, "--nproc=2", "--out_dir=out"]
     run = subprocess.run([*command, "--zero=7"], cwd=work, capture_output=True, text=True, timeout=60)
     assert run.returncode == 1 and run.stderr.count("zero is 7") == 1 and run.stderr.count("\n") == 1
@@ -297,10 +303,11 @@ def test_nproc_without_a_launcher(work):
 
 
 def migration_rows():
-    """(where from, the flags) of each row of the README's tables for those who come from elsewhere."""
-    text = (REPO / "README.md").read_text()
-    for source in ("accelerate", "DeepSpeed"):
-        table = text.split(f"## Coming from {source}")[1].split("\n## ")[0]
+    """(setting of the other project, our flags) of each row of the tables for users of accelerate and DeepSpeed."""
+    sections = re.split(r"^#+ (?=.*(?:accelerate|DeepSpeed))", (REPO / "docs" / "migrating.md").read_text(), flags=re.M)
+    assert len(sections) >= 3, "a section for accelerate and one for DeepSpeed"
+    for section in sections[1:]:
+        table = re.split(r"^#+ ", section, flags=re.M)[0]
         for left, right in re.findall(r"^\| (.+) \| (.+) \|$", table, re.M):
             if flags := re.findall(r"`(--.+?)`", right):
                 yield left, flags[0].split()

@@ -1,4 +1,4 @@
-"""Which sequences a step reads, whose they are, reading them ahead; what open_dataset says to a damaged data set."""
+"""Which sequences a step reads, how they are divided over the ranks, reading ahead, and damaged data sets."""
 
 import itertools
 import json
@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-import loader
-from loader import (
+from isogpt import loader
+from isogpt.loader import (
     EVAL_TRAIN,
     EVAL_VAL,
     GPT2_VOCAB,
-    MISSING,
+    PADDING,
     SHUFFLE,
     TRAIN,
+    Reader,
     check_ids,
     highest_id,
     micro_batches,
-    nothing,
     open_dataset,
     random_windows,
     read_rows,
@@ -36,11 +36,11 @@ N, BLOCK = 1003, 8  # a text of 125 windows and a bit
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# which sequences: law 1
+# which sequences
 
 
 def drawn_by(step, seed=1337, n=6):
-    """What a step draws, in all the ways in which a step is drawn."""
+    """What a step draws, with each of the four streams."""
     return [
         random_windows(N, BLOCK, seed, TRAIN, step, n).tolist(),
         random_windows(N, BLOCK, seed, EVAL_TRAIN, step, n).tolist(),
@@ -49,7 +49,7 @@ def drawn_by(step, seed=1337, n=6):
     ]
 
 
-def test_windows_are_a_function_of_their_arguments_alone():
+def test_windows_depend_on_their_arguments_only():
     steps = [0, 1, 2, 20, 21, 500]
     there = {s: drawn_by(s) for s in steps}
     loader.epoch_order.cache_clear()
@@ -59,7 +59,7 @@ def test_windows_are_a_function_of_their_arguments_alone():
     assert there == back
     assert drawn_by(20, seed=7) != there[20]
     assert drawn_by(20) == there[20]
-    # and nothing else draws from what they drew
+    # the global generators are neither read nor advanced
     np.random.seed(5)
     torch.manual_seed(5)
     generators = np.random.get_state()[1].copy(), torch.get_rng_state()
@@ -67,8 +67,8 @@ def test_windows_are_a_function_of_their_arguments_alone():
     assert (np.random.get_state()[1] == generators[0]).all() and torch.equal(torch.get_rng_state(), generators[1])
 
 
-def test_the_stream_of_windows_stays_the_same_numbers():
-    """A change here is another curve for every seed, and a resumed run that reads something else than it did."""
+def test_windows_have_not_changed():
+    """A change would change every seed's loss curve, and a resumed run would read other data than before."""
     for (seed, stream, step), golden in {
         (1337, TRAIN, 0): [948482, 257081, 229120, 928327],
         (1337, TRAIN, 600000): [650034, 261611, 224049, 96534],
@@ -89,11 +89,11 @@ def test_seeds_streams_and_steps_draw_differently():
     kinds = list(itertools.product((0, 1, 2**40), (TRAIN, EVAL_TRAIN, EVAL_VAL), (0, 1, 2, 2**40)))
     drawn = {tuple(random_windows(10**9, BLOCK, seed, stream, step, 8).tolist()) for seed, stream, step in kinds}
     assert len(drawn) == len(kinds)
-    assert len(set().union(*drawn)) == 8 * len(kinds)  # and no stream is another one, shifted
+    assert len(set().union(*drawn)) == 8 * len(kinds)  # no stream is a shifted copy of another one
 
 
 @pytest.mark.parametrize("n_tokens", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, 30])
-def test_every_window_is_drawn_and_none_beyond_the_text(n_tokens):
+def test_every_window_is_drawn_and_none_exceeds_the_text(n_tokens):
     tokens = np.arange(n_tokens, dtype=np.uint16)
     drawn = np.unique(random_windows(n_tokens, BLOCK, 1, TRAIN, 3, 2000))
     assert drawn.dtype == np.int64
@@ -113,8 +113,8 @@ def test_random_windows_are_uniform():
     assert 50 < chi_squared < 160
 
 
-@pytest.mark.parametrize("n", [1, 6, 25, 124, 125, 126, 300])  # sequences of a step; 125 windows are an epoch
-def test_each_window_once_an_epoch(n):
+@pytest.mark.parametrize("n", [1, 6, 25, 124, 125, 126, 300])  # sequences per step; an epoch has 125 windows
+def test_each_window_appears_once_per_epoch(n):
     steps = -(-375 // n)
     stream = np.concatenate([shuffled_windows(N, BLOCK, 1, step, n) for step in range(steps)])
     assert stream.dtype == np.int64 and len(stream) == steps * n
@@ -122,64 +122,65 @@ def test_each_window_once_an_epoch(n):
     for epoch in epochs:
         assert sorted(epoch) == list(range(0, 1000, BLOCK))
     for a, b in itertools.combinations([*epochs, np.arange(0, 1000, BLOCK)], 2):
-        assert (a == b).sum() < 10  # an order of its own, and not the text's
+        assert (a == b).sum() < 10  # each epoch has its own order, which is not that of the text
 
 
 def test_epochs_do_not_depend_on_the_size_of_a_step():
-    """The windows come in one order, however many a step takes."""
+    """The order of the windows is the same for any number of windows per step."""
     by_6 = np.concatenate([shuffled_windows(N, BLOCK, 1, step, 6) for step in range(50)])
     by_50 = np.concatenate([shuffled_windows(N, BLOCK, 1, step, 50) for step in range(6)])
     assert by_6.tolist() == by_50.tolist()
 
 
-def test_a_text_of_one_window_is_read_over_and_over():
+def test_a_text_of_one_window_repeats_it():
     assert shuffled_windows(BLOCK + 1, BLOCK, 1, 5, 7).tolist() == [0] * 7
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# whose they are
+# how they are divided over the ranks
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 5, 12, 48, 97])
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 12, 200])
-def test_shares_are_even_and_make_up_the_batch(sequences, batch_size):
+def test_shares_are_even_and_add_up_to_the_batch(sequences, batch_size):
     starts = 1000 + 10 * np.random.default_rng(0).permutation(sequences)
     for world in 1, 2, 3, 4, 7, 8, 100:
         shares = [share_of(sequences, rank, world, batch_size) for rank in range(world)]
         assert len({(s.micro_steps, s.rows) for s in shares}) == 1
         micro_steps, rows = shares[0].micro_steps, shares[0].rows
         assert 1 <= rows <= batch_size
-        assert (micro_steps - 1) * batch_size * world < sequences  # one micro-step less would not do
-        assert (rows - 1) * micro_steps * world < sequences  # nor one row less
+        assert (micro_steps - 1) * batch_size * world < sequences  # one micro-step fewer would not suffice
+        assert (rows - 1) * micro_steps * world < sequences  # nor one row fewer
         picked = [share.pick(starts, step) for share in shares for step in range(micro_steps)]
         assert all(p.shape == (rows,) and p.dtype == np.int64 for p in picked)
         together = np.concatenate(picked)
-        assert sorted(together[together != MISSING]) == sorted(starts)
+        assert sorted(together[together != PADDING]) == sorted(starts)
 
 
-def test_what_the_documentation_says_of_a_share():
-    assert share_of(48, 3, 7, 12) == loader.Share(sequences=48, rank=3, world_size=7, micro_steps=1, rows=7)
-    assert share_of(480, 0, 8, 12) == loader.Share(480, 0, 8, micro_steps=5, rows=12)  # nanoGPT's, which divides
+def test_the_documented_example_of_a_share():
+    assert share_of(48, 3, 7, 12) == loader.Share(sequences=48, data_rank=3, data_size=7, micro_steps=1, rows=7)
+    assert share_of(480, 0, 8, 12) == loader.Share(480, 0, 8, micro_steps=5, rows=12)  # without padding
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # reading
 
 
-def test_rows_are_windows_and_the_tokens_after():
+def test_targets_are_the_inputs_shifted_by_one():
     tokens = np.random.default_rng(0).integers(0, 2**16, N).astype(np.uint16)
     tokens[5] = 65535
-    starts = [0, 5, MISSING, N - BLOCK - 1]
+    starts = [0, 5, PADDING, N - BLOCK - 1]
     x, y = read_rows(tokens, np.array(starts), BLOCK)
     assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (4, BLOCK)
     for row, start in enumerate(starts):
-        inside = start != MISSING
+        inside = start != PADDING
         assert x[row].tolist() == (tokens[start : start + BLOCK].tolist() if inside else [0] * BLOCK)
         assert y[row].tolist() == (tokens[start + 1 : start + BLOCK + 1].tolist() if inside else [-1] * BLOCK)
 
 
-def test_nothing_is_rows_that_do_not_count():
-    x, y = nothing(3, BLOCK, CPU)
+def test_padding_rows_are_zeros_without_targets():
+    reader = Reader(None, "random", 1, BLOCK, 3, 0, 1, micro_batch=3, vocab_size=65, device=CPU)
+    x, y = reader.padding_batch()
     assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (3, BLOCK)
     assert (x == 0).all() and (y == -1).all()
 
@@ -199,7 +200,7 @@ def loaders():
 
 @pytest.mark.parametrize("steps", [range(3, 8), [4], [9, 2, 2]])
 @pytest.mark.parametrize("rank, world", [(0, 1), (1, 3), (6, 7)])
-def test_micro_batches_are_what_is_read_directly(rank, world, steps):
+def test_micro_batches_equal_rows_read_directly(rank, world, steps):
     tokens = np.random.default_rng(0).integers(0, 2**16, N).astype(np.uint16)
     share = share_of(20, rank, world, 3)
     got = list(batches_of(tokens, share, steps))
@@ -211,7 +212,7 @@ def test_micro_batches_are_what_is_read_directly(rank, world, steps):
     assert not loaders()
 
 
-def test_no_steps_are_no_batches():
+def test_no_steps_give_no_batches():
     assert list(batches_of(np.zeros(N, dtype=np.uint16), share_of(4, 0, 1, 4), [])) == []
 
 
@@ -223,7 +224,7 @@ def test_a_thread_reads_ahead():
     while len(seen) < 4 and time.monotonic() < end:
         time.sleep(0.001)
     time.sleep(0.02)
-    assert [step for step, _ in seen] == [0, 1, 2, 3]  # in use, on its way to the device, and two more; no further
+    assert [step for step, _ in seen] == [0, 1, 2, 3]  # in use, being copied to the device, and two more
     assert all(thread.startswith("loader") for _, thread in seen)
     next(batches)
     while len(seen) < 5 and time.monotonic() < end:
@@ -235,8 +236,8 @@ def test_a_thread_reads_ahead():
     assert not loaders()
 
 
-@pytest.mark.parametrize("place", [0, 3, BLOCK])  # first of the inputs, in the middle, the last target alone
-def test_an_id_beyond_the_vocabulary_in_the_middle_reaches_the_consumer(tmp_path, place):
+@pytest.mark.parametrize("place", [0, 3, BLOCK])  # the first input, in the middle, the last target only
+def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, place):
     share = share_of(2, 0, 1, 2)
     starts = [np.array([100 * step, 100 * step + 50]) for step in range(9)]
     np.zeros(N, dtype=np.uint16).tofile(tmp_path / "train.bin")
@@ -244,11 +245,12 @@ def test_an_id_beyond_the_vocabulary_in_the_middle_reaches_the_consumer(tmp_path
     tokens[550 + place] = 65
     batches = micro_batches(tokens, starts.__getitem__, range(9), share, BLOCK, 65, CPU)
     read = 0
-    with pytest.raises(ValueError, match=r"train\.bin holds token id 65, but the vocabulary has 65: .*vocab_size=66"):
+    message = r"train\.bin holds token id 65, but the vocabulary size is 65: .*vocab_size=66"
+    with pytest.raises(ValueError, match=message):
         for x, _ in batches:
             assert x.max() < 65
             read += 1
-    assert read in (4, 5)  # of the batches before it, the last may be lost
+    assert read in (4, 5)  # the last batch before it may be lost
     assert not loaders()
     fine = micro_batches(tokens, starts.__getitem__, range(9), share, BLOCK, 66, CPU)
     assert sum(int((x == 65).sum() + (y == 65).sum()) for x, y in fine) > 0
@@ -260,9 +262,9 @@ def test_an_id_beyond_the_vocabulary_in_the_middle_reaches_the_consumer(tmp_path
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """data/text in the working folder: 100 and 50 tokens, the highest is 89, without metadata."""
+    """data/text in the working folder: 100 and 50 tokens, highest id 89, no metadata."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loader, "HERE", tmp_path / "repository")
+    monkeypatch.setattr(loader, "REPOSITORY", tmp_path / "repository")
     return write_data(tmp_path / "data" / "text")
 
 
@@ -275,12 +277,13 @@ def write_data(path, dtype=np.uint16, highest=89):
     return path
 
 
-def refused(said, name="text", block_size=BLOCK, **how):
-    with pytest.raises(ValueError, match=said):
-        open_dataset(name, block_size, **how)
+def refused(message, name="text", block_size=BLOCK, **options):
+    """open_dataset raises ValueError with this message."""
+    with pytest.raises(ValueError, match=message):
+        open_dataset(name, block_size, **options)
 
 
-def test_a_nanogpt_data_set_without_metadata_is_gpt2s(folder):
+def test_a_data_set_without_metadata_has_gpt2s_vocabulary(folder):
     data = open_dataset("text", BLOCK)
     assert data.vocab_size == GPT2_VOCAB == 50304
     assert data.train.tolist() == [i % 40 for i in range(100)] and len(data.val) == 50
@@ -289,7 +292,7 @@ def test_a_nanogpt_data_set_without_metadata_is_gpt2s(folder):
     assert data.highest == 89
 
 
-def test_uint32_by_its_metadata(tmp_path, monkeypatch):
+def test_uint32_is_read_from_the_metadata(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write_data(tmp_path / "data" / "text", np.uint32, highest=100_000)
     (path / "meta.json").write_text(json.dumps({"dtype": "uint32", "vocab_size": 128_000}))
@@ -301,17 +304,17 @@ def test_uint32_by_its_metadata(tmp_path, monkeypatch):
 
 def test_missing_files_are_named(folder, tmp_path):
     (folder / "val.bin").unlink()
-    refused(r"val\.bin is not there; run: python .*text.prepare\.py")
+    refused(r"val\.bin does not exist; run: python .*text.prepare\.py")
     (folder / "train.bin").unlink()
-    refused(r"no train\.bin in data.text or .*repository.data.text; prepared ones: none")
+    refused(r"no train\.bin in data.text or .*repository.data.text; prepared data sets: none")
     write_data(tmp_path / "data" / "other")
-    refused("prepared ones: other", name="nosuch")
+    refused("prepared data sets: other", name="nosuch")
     (folder / "prepare.py").touch()
     refused(r"no train\.bin .*; run: python data.text.prepare\.py")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_files_that_cannot_be_tokens_are_refused(folder, split):
+def test_invalid_token_files_are_refused(folder, split):
     path = folder / f"{split}.bin"
     whole = path.read_bytes()
     path.write_bytes(b"")
@@ -319,7 +322,7 @@ def test_files_that_cannot_be_tokens_are_refused(folder, split):
     path.write_bytes(whole[:-1])
     refused(rf"{split}\.bin has {len(whole) - 1} bytes, not a multiple of 2 \(uint16\)")
     path.write_bytes(bytes(2 * BLOCK))
-    refused(rf"{split}\.bin holds 8 tokens; a block_size of 8 needs 9 at least: set --block_size=7")
+    refused(rf"{split}\.bin has 8 tokens, but block_size 8 needs at least 9: set --block_size=7")
     path.write_bytes(bytes(2 * (BLOCK + 1)))
     open_dataset("text", BLOCK)
     other = "val" if split == "train" else "train"
@@ -332,19 +335,19 @@ def test_files_that_cannot_be_tokens_are_refused(folder, split):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_ids_beyond_the_vocabulary_are_refused(folder, split):
+def test_ids_outside_the_vocabulary_are_refused(folder, split):
     (folder / "meta.json").write_text('{"vocab_size": 90}')
     assert open_dataset("text", BLOCK).vocab_size == 90
     tokens = np.fromfile(folder / f"{split}.bin", dtype=np.uint16)
     tokens[-1] = 90
     tokens.tofile(folder / f"{split}.bin")
-    refused(rf"{split}\.bin holds token id 90, but the vocabulary has 90: set --vocab_size=91")
-    data = open_dataset("text", BLOCK, vocab_size=91)  # a setting beats the metadata
+    refused(rf"{split}\.bin holds token id 90, but the vocabulary size is 90: set --vocab_size=91")
+    data = open_dataset("text", BLOCK, vocab_size=91)  # the setting takes precedence over the metadata
     assert (data.vocab_size, data.highest) == (91, 90)
-    refused(r"train\.bin holds token id .*, but the vocabulary has 39", vocab_size=39)
+    refused(r"train\.bin holds token id .*, but the vocabulary size is 39", vocab_size=39)
 
 
-def test_the_highest_id_of_a_file_too_large_to_read_is_looked_for_from_end_to_end():
+def test_samples_for_the_highest_id_of_a_large_file_reach_both_ends():
     tokens = np.zeros(2**26 + 5000, dtype=np.uint8)
     assert highest_id(tokens) == 0
     for place in 0, 4095, -4096, -1:
@@ -356,14 +359,14 @@ def test_the_highest_id_of_a_file_too_large_to_read_is_looked_for_from_end_to_en
     assert highest_id(np.array([3, 70_000, 5], dtype=np.uint32)) == 70_000
 
 
-def test_check_ids_allows_the_last_id():
+def test_check_ids_accepts_the_last_id():
     check_ids(64, 65, Path("train.bin"))
     with pytest.raises(ValueError, match="token id 65"):
         check_ids(65, 65, Path("train.bin"))
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
         ('{"dtype": "int64"}', r"meta\.json: dtype is 'int64', possible are uint16 and uint32"),
         ('{"dtype": null}', r"meta\.json: dtype is None"),
@@ -372,12 +375,12 @@ def test_check_ids_allows_the_last_id():
         ("[90]", r"meta\.json cannot be read"),
         ('{"vocab_size": "many"}', r"vocab_size is 'many'"),
         ('{"vocab_size": null}', r"vocab_size is None"),
-        ('{"vocab_size": 90, "train_tokens": 99}', "100 tokens, its metadata says 99"),
+        ('{"vocab_size": 90, "train_tokens": 99}', "100 tokens, but meta.json says 99"),
     ],
 )
-def test_broken_metadata_is_refused(folder, text, said):
+def test_invalid_metadata_is_refused(folder, text, message):
     (folder / "meta.json").write_text(text)
-    refused(said)
+    refused(message)
 
 
 def test_metadata_that_is_not_text_is_refused(folder):
@@ -385,7 +388,7 @@ def test_metadata_that_is_not_text_is_refused(folder):
     refused(r"meta\.json cannot be read")
 
 
-def test_meta_json_goes_before_meta_pkl(folder):
+def test_meta_json_takes_precedence_over_meta_pkl(folder):
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 95, "stoi": {"a": 0}}))
     assert open_dataset("text", BLOCK).vocab_size == 95
     (folder / "meta.json").write_text('{"vocab_size": 96}')
@@ -394,7 +397,7 @@ def test_meta_json_goes_before_meta_pkl(folder):
 
 
 class Run:
-    """Pickled: a call."""
+    """An object whose pickle calls a function."""
 
     def __init__(self, function, *args):
         self.function, self.args = function, args
@@ -414,49 +417,49 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(folder, tmp_pa
         (folder / "meta.pkl").write_bytes(bad)
         refused(r"meta\.pkl cannot be read: .*only plain values are read")
         assert not mark.exists()
-    assert pickle.loads(pickles[0]) == 0 and mark.exists()  # they would have
+    assert pickle.loads(pickles[0]) == 0 and mark.exists()  # unpickling it does run the code
 
 
 @pytest.mark.parametrize("broken", [b"", b"no pickle", pickle.dumps({"a": 1})[:-3], pickle.dumps([90])])
-def test_a_pickle_that_is_none_is_refused(folder, broken):
+def test_a_damaged_pickle_is_refused(folder, broken):
     (folder / "meta.pkl").write_bytes(broken)
     refused(r"meta\.pkl")
 
 
 @pytest.mark.parametrize("kind", [int, np.int64, np.uint16, np.int32])
-def test_numpy_numbers_in_a_pickle_are_plain_values(folder, kind):
+def test_numpy_numbers_in_a_pickle_are_accepted(folder, kind):
     meta = {"vocab_size": kind(95), "stoi": {"a": kind(0)}, "itos": {kind(0): "a"}}
     for protocol in 3, 4, 5:
         (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
         assert open_dataset("text", BLOCK).vocab_size == 95
         assert type(open_dataset("text", BLOCK).vocab_size) is int
         assert loader.read_meta(folder) == meta
-    # what numpy 1 wrote
+    # as written by numpy 1
     old = pickle.dumps(meta, 3).replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
     assert (kind is int) == (b"numpy.core.multiarray" not in old)
     (folder / "meta.pkl").write_bytes(old)
     assert open_dataset("text", BLOCK).vocab_size == 95
 
 
-def test_where_a_data_set_is_looked_for(tmp_path, monkeypatch):
+def test_where_data_sets_are_searched(tmp_path, monkeypatch):
     here, working = tmp_path / "repository", tmp_path / "working"
     working.mkdir()
     monkeypatch.chdir(working)
-    monkeypatch.setattr(loader, "HERE", here)
+    monkeypatch.setattr(loader, "REPOSITORY", here)
     beside = write_data(here / "data" / "text")
     assert open_dataset("text", BLOCK).folder == beside
     write_data(working / "data" / "text", highest=77)
-    data = open_dataset("text", BLOCK)  # the working folder's goes first
+    data = open_dataset("text", BLOCK)  # the working folder's takes precedence
     assert data.folder.resolve() == (working / "data" / "text").resolve() and data.highest == 77
     assert loader.prepared_datasets() == ["text"]
 
     elsewhere = write_data(tmp_path / "elsewhere" / "mine", highest=66)
     assert open_dataset(str(elsewhere), BLOCK).highest == 66
     assert open_dataset("../elsewhere/mine", BLOCK).highest == 66
-    write_data(working / "data" / "mine" / "v2", highest=55)  # as nanoGPT reads it
+    write_data(working / "data" / "mine" / "v2", highest=55)  # as in nanoGPT
     assert open_dataset("mine/v2", BLOCK).highest == 55
     refused(r"no train\.bin in .*nosuch", name=str(tmp_path / "nosuch"))
 
 
-def test_beside_loader_py_is_where_loader_py_is():
-    assert Path(loader.__file__).resolve().parent == loader.HERE
+def test_the_repository_is_the_folder_that_contains_the_package():
+    assert Path(loader.__file__).resolve().parent.parent == loader.REPOSITORY

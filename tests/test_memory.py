@@ -1,4 +1,4 @@
-"""What sharding and recompute save, counted and measured; running out of memory; full disks."""
+"""What sharding and recomputation save, counted and measured; running out of memory; full disks."""
 
 import json
 import os
@@ -7,16 +7,18 @@ import shutil
 import subprocess
 
 import pytest
-from runs import REPO, column, records
+from runs import REPO, TINY, column, records
 
-# raises out of memory in every forward of more than ROWS rows, as a device would on all ranks alike
+from isogpt import run_folder
+
+# raises OutOfMemoryError in every training forward of more than ROWS rows, on all ranks alike
 INJECT = """
 import os, sys
 sys.path.insert(0, os.environ["REPO"])
 import torch, model
 forward = model.GPT.forward
 def limited(self, idx, *args, **kwargs):
-    if type(idx) is torch.Tensor and self.training and idx.size(0) > int(os.environ["ROWS"]):  # not in estimating
+    if self.training and idx.size(0) > int(os.environ["ROWS"]):
         raise torch.OutOfMemoryError("injected: tried to allocate 1 TiB")
     return forward(self, idx, *args, **kwargs)
 model.GPT.forward = limited
@@ -25,10 +27,8 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__mai
 """
 
 
-def test_out_of_memory_goes_on_with_half_the_micro_batch(zygote, work):
+def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
     (work / "limited.py").write_text(INJECT)
-    from runs import TINY
-
     args = [*TINY, "--batch_size=8", "--gradient_accumulation_steps=2", "--max_iters=9", "--out_dir=out"]
     env = {"REPO": str(REPO), "ROWS": "2"}
     start = lambda: zygote.start(args, work, 2, script="limited.py", repo=work, env=env)  # noqa: E731
@@ -51,14 +51,12 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(zygote, work):
     one, other = column(work / "roomy", "loss"), column(work / "out", "loss")
     assert len(other) == 10 and all(abs(one[s] - other[s]) < 1e-5 for s in one)
     config = next(r for r in records(work / "out") if r.get("event") == "start")["config"]
-    assert config["batch_size"] == 8, "the settings stay as they were"
+    assert config["batch_size"] == 8, "the settings do not change"
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_after_out_of_memory_by_itself(work):
+def test_torchrun_restarts_after_out_of_memory(work):
     (work / "limited.py").write_text(INJECT)
-    from runs import TINY
-
     command = ["torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=3", "limited.py", *TINY]
     command += ["--batch_size=8", "--max_iters=9", "--out_dir=out"]
     env = {**os.environ, "REPO": str(REPO), "ROWS": "2"}
@@ -68,7 +66,7 @@ def test_torchrun_restarts_after_out_of_memory_by_itself(work):
 
 
 def collectives(trace):
-    """{operation: how many of it} in one step of a torch.profiler trace of train.py."""
+    """{collective: number of calls} in one step of a torch.profiler trace of train.py."""
     events = json.loads(trace.read_text())["traceEvents"]
     steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name", "").startswith("ProfilerStep#"))
     begin, end = steps[1]
@@ -79,10 +77,11 @@ def collectives(trace):
     return count
 
 
-def test_communication_counted(zygote, shared_work):
-    """One gradient reduction a step with grad_sync 'last', one a micro-step with 'every': in each stage of ZeRO."""
-    micro_steps, units = 3, 2 + 1  # FSDP's units: two blocks and the rest; DDP: one bucket for so small a model
-    base = [f"--gradient_accumulation_steps={2 * micro_steps}", "--profile=True", "--max_iters=10", "--keep_last=0"]
+def test_number_of_collectives(zygote, shared_work):
+    """One gradient reduction per step with grad_sync 'last', one per micro-step with 'every', in each stage of ZeRO."""
+    micro_steps, units = 3, 2 + 1  # FSDP's units: two blocks and the rest; so small a model is one bucket of DDP
+    base = [f"--gradient_accumulation_steps={2 * micro_steps}", "--profile=True", "--max_iters=10"]
+    base += ["--save_checkpoint=False"]
     for zero in range(4):
         for sync in ("last", "every"):
             out = shared_work / f"count-{zero}-{sync}"
@@ -90,11 +89,11 @@ def test_communication_counted(zygote, shared_work):
             seen = collectives(out / "trace.json")
             times = micro_steps if sync == "every" else 1
             reduced = sum(n for op, n in seen.items() if re.search("allreduce|reduce_scatter", op))
-            norm = 1 if zero >= 2 else 0  # the sum over the shards of the gradient's norm
+            norm = 1 if zero >= 2 else 0  # the gradient norm is summed over the shards
             wanted = times * (1 if zero < 2 else units) + norm
             assert reduced == wanted, (zero, sync, seen)
-            gathered = sum(n for op, n in seen.items() if "allgather" in op) - 1  # less the step's own row of numbers
-            if zero == 3:  # gathered again for each backward: blocks twice, the root, which stays, once
+            gathered = sum(n for op, n in seen.items() if "allgather" in op) - 1  # less that of the step's numbers
+            if zero == 3:  # blocks twice per micro-step, for forward and backward; the root, which stays gathered, once
                 assert gathered == micro_steps * (2 * 2 + 1), seen
             elif zero < 2:
                 assert gathered == 0
@@ -105,25 +104,24 @@ def peak(out):
 
 
 def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_path):
-    """Zero 3 on 4 ranks: each holds a quarter of weights and moments, zero 1 of the moments."""
+    """On 4 ranks: with zero 3 each holds a quarter of weights and moments, with zero 1 of the moments."""
     script = tmp_path / "held.py"
     script.write_text(
-        "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nimport parallel\n"
-        "make, kept = parallel.make_optimizer, []\n"
+        "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nfrom isogpt import optim, parallel\n"
+        "make, kept = optim.make_optimizer, []\n"
         "def keep(model, *args):\n    kept.extend((model, make(model, *args)))\n    return kept[1]\n"
-        "parallel.make_optimizer = keep\n"
+        "optim.make_optimizer = keep\n"
         "sys.argv[0] = os.environ['REPO'] + '/train.py'\nrunpy.run_path(sys.argv[0], run_name='held')\n"
-        "import checkpoint\nm, o = kept\n"
-        "size = lambda t: checkpoint.local(t).numel() * 4\n"
+        "m, o = kept\n"
+        "size = lambda t: parallel.local(t).numel() * 4\n"
         "w = sum(size(p) for p in parallel.parameters_by_name(m).values())\n"
-        "s = sum(size(t) for d in parallel.moments_by_name(m, o).values() for k, t in d.items() if k != 'step')\n"
+        "s = sum(size(t) for d in optim.state_by_name(m, o).values() for k, t in d.items() if k != 'step')\n"
         "print(f'held {w} {s}', flush=True)\n"
     )
-    from runs import TINY
-
     total = None
     for zero, nproc in ((0, 1), (1, 4), (2, 4), (3, 4)):
-        args = [*TINY, f"--zero={zero}", f"--out_dir=held{zero}", "--max_iters=1", "--n_embd=64", "--keep_last=0"]
+        args = [*TINY, f"--zero={zero}", f"--out_dir=held{zero}", "--max_iters=1", "--n_embd=64"]
+        args += ["--save_checkpoint=False"]
         run = zygote.start(args, shared_work, nproc, script="held.py", repo=tmp_path, env={"REPO": str(REPO)}).wait()
         held = [tuple(map(int, h)) for h in re.findall(r"held (\d+) (\d+)", run.text())]
         assert len(held) == nproc
@@ -134,12 +132,12 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
 
 
 def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
-    """bench.py --estimate, and that recompute and sharding lower it as they should, without allocating anything."""
+    """bench.py --estimate: sharding and recomputation lower it as expected, the latter by as much as in a real run."""
     model = ["--n_layer=12", "--n_embd=256", "--n_head=4", "--block_size=1024", "--device=cpu", "--dtype=float32"]
     model += ["--vocab_size=65", "--batch_size=2", "--dataset=tiny"]
 
     def parts(*more):
-        args = [*model, "--estimate=True", "--world_size=4", "--gradient_accumulation_steps=4", *more]
+        args = [*model, "--estimate=True", "--estimate_world_size=4", "--gradient_accumulation_steps=4", *more]
         text = zygote.start(args, shared_work, script="bench.py").wait().text()
         return {name: float(size) for name, size in re.findall(r"^  (\w+) +([\d.]+)$", text, re.M)}
 
@@ -148,7 +146,8 @@ def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
     assert sharded["optimizer"] == pytest.approx(none["optimizer"] / 4, abs=1e-3)
     half, masked = parts("--dtype=bfloat16"), parts("--dtype=bfloat16", "--dropout=0.1")
     assert half["activations"] < none["activations"] and half["activations"] * 1.1 < masked["activations"]
-    run = ["--keep_last=0", "--max_iters=2", "--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1"]
+    run = ["--max_iters=2", "--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1"]
+    run += ["--save_checkpoint=False"]
     measured = {}
     for mode in ("none", "full"):
         args = [*model, *run, f"--activation_checkpointing={mode}", f"--out_dir=peak-{mode}"]
@@ -160,24 +159,22 @@ def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small file system")
 @pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])
-def test_a_full_disk_is_said_and_survived(zygote, work, flags):
-    """The save fails, training goes on, the save before it stays, and the next one works when there is room again."""
-    import checkpoint
-
+def test_a_run_survives_a_full_disk(zygote, work, flags):
+    """A checkpoint fails, training continues, the one before is kept, and the next is written when there is space."""
     out = work / "out"
     out.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", out], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        args = ["--out_dir=out", "--save_interval=10", "--n_embd=64", "--keep_last=9", *flags]  # saves of 1.3 MB
+        args = ["--out_dir=out", "--save_interval=10", "--n_embd=64", "--keep_last=9", *flags]  # checkpoints of 1.3 MB
         run = zygote.train([*args, "--max_iters=24"], work, 2, ok=False)
-        assert "warning: out: a step could not be saved" in run.text() and "saved out/step_00000010" in run.text()
-        assert run.codes == [1, 1] and run.text().count("the end of the run could not be saved") == 1
-        found, reports = checkpoint.newest(str(out))
+        assert "warning: out: a checkpoint failed (" in run.text() and "saved out/step_00000010" in run.text()
+        assert run.codes == [1, 1] and run.text().count("the final checkpoint could not be written to out") == 1
+        found, reports = run_folder.newest(str(out))
         assert found.step == 10 and not reports and not list(out.glob("unfinished*"))
         assert len(column(out, "loss")) == 25
         subprocess.run(["mount", "-o", "remount,size=64m", out], check=True)
         zygote.train([*args, "--max_iters=24", "--init_from=resume"], work, 2)
-        assert checkpoint.newest(str(out))[0].step == 25
+        assert run_folder.newest(str(out))[0].step == 25
     finally:
         subprocess.run(["umount", "-l", out], check=True)

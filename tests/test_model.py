@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_file
-from model import GPT, ChunkedLoss, Dropout, GPTConfig, HalfAttentionOnCPU, KVCache, dropout_factors, summed_loss
+from isogpt.kernels import ChunkedLoss, CPUHalfAttention, Dropout, KVCache, dropout_factors, summed_loss
+from model import GPT, GPTConfig
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
 LARGE_VOCAB = 2**18  # of logits, 64 rows of this are what summed_loss takes at once on a CPU
@@ -293,6 +294,32 @@ def test_a_sequence_longer_than_block_size_is_refused():
         gpt(ids(1, 17))
 
 
+def test_positions_can_be_given():
+    """As context parallelism does: a part of the sequence, whose tokens are not at the start of it."""
+    gpt, x = rough(), ids(2, 16)
+    assert torch.equal(gpt(x, x, positions=torch.arange(16))[0], gpt(x, x)[0])
+    shifted = gpt(x[:, :8], x[:, :8], positions=torch.arange(8, 16))[0]
+    with torch.no_grad():
+        gpt.transformer.wpe.weight[:8] = gpt.transformer.wpe.weight[8:].clone()
+    assert torch.equal(shifted, gpt(x[:, :8], x[:, :8])[0])
+
+
+def test_attention_can_be_replaced():
+    """It is the only operation that mixes positions: without it, each token's output depends on that token alone."""
+    gpt, x, shapes = rough(), ids(2, 16), []
+
+    def only_itself(q, k, v, dropout, cache):
+        shapes.append((q.shape, k.shape, v.shape))
+        return v.flatten(2)
+
+    for block in gpt.transformer.h:
+        block.attn.attention = only_itself
+    whole = gpt(x, x)[0]
+    assert shapes == [((2, 16, 2, 16),) * 3] * 2
+    alone = gpt(x[:, 5:6], x[:, 5:6], positions=torch.tensor([5]))[0]
+    torch.testing.assert_close(whole[:, 5:6], alone, atol=1e-5, rtol=1e-5)
+
+
 def test_dropout_drops_in_training_alone():
     gpt, x = rough(dropout=0.5), ids(2, 16)
     assert torch.equal(gpt(x, x)[0], gpt(x, x)[0])
@@ -522,11 +549,11 @@ def test_torch_compile_finds_one_graph_in_the_chunks_too(large):
 # generation
 
 
-def by_hand(gpt, idx, n, n_tokens=None):
+def by_hand(gpt, idx, n, vocab_size=None):
     """The likeliest continuation, the long way round."""
     for _ in range(n):
         window = idx[:, -gpt.config.block_size :]
-        following = gpt(window, window)[0][:, -1, :n_tokens].argmax(-1, keepdim=True)
+        following = gpt(window, window)[0][:, -1, :vocab_size].argmax(-1, keepdim=True)
         idx = torch.cat((idx, following), 1)
     return idx
 
@@ -540,7 +567,7 @@ def test_the_likeliest_continuation(length, use_cache):
     assert len(out[:, length:].unique()) > 5  # not one token again and again
 
 
-@pytest.mark.parametrize("how", [dict(), dict(temperature=0.7, top_k=5), dict(top_k=200, n_tokens=30)])
+@pytest.mark.parametrize("how", [dict(), dict(temperature=0.7, top_k=5), dict(top_k=200, vocab_size=30)])
 @pytest.mark.parametrize("length", [1, 9, 16])
 def test_sampling_does_not_depend_on_the_cache(length, how):
     gpt, idx = rough(std=0.15), ids(4, length)
@@ -602,22 +629,53 @@ def test_tokens_come_as_often_as_they_are_likely(temperature):
     torch.testing.assert_close(drawn.bincount(minlength=65) / 8000, expected, atol=0.02, rtol=0)
 
 
-def test_top_k_and_n_tokens_limit_what_is_drawn():
+def test_top_k_and_vocab_size_limit_what_is_drawn():
     gpt, idx = rough(std=0.1), ids(1, 5)
     logits = gpt(idx)[0][0, 0]
     torch.manual_seed(0)
     many = idx.expand(3000, 5)
     assert set(gpt.generate(many, 1, top_k=3)[:, -1].tolist()) == set(logits.topk(3).indices.tolist())
     assert set(gpt.generate(many, 1, top_k=0, temperature=9.0)[:, -1].tolist()) == set(range(65))
-    assert set(gpt.generate(many, 1, n_tokens=10, temperature=9.0)[:, -1].tolist()) == set(range(10))
-    both = set(gpt.generate(many, 1, top_k=3, n_tokens=10)[:, -1].tolist())
+    assert set(gpt.generate(many, 1, vocab_size=10, temperature=9.0)[:, -1].tolist()) == set(range(10))
+    both = set(gpt.generate(many, 1, top_k=3, vocab_size=10)[:, -1].tolist())
     assert both == set(logits[:10].topk(3).indices.tolist())
 
 
-def test_n_tokens_limits_the_likeliest_too():
+def test_vocab_size_limits_the_likeliest_too():
     gpt, idx = rough(), ids(3, 5)
     assert (by_hand(gpt, idx, 20)[:, 5:] >= 10).any()
-    assert torch.equal(gpt.generate(idx, 20, temperature=0, n_tokens=10), by_hand(gpt, idx, 20, n_tokens=10))
+    assert torch.equal(gpt.generate(idx, 20, temperature=0, vocab_size=10), by_hand(gpt, idx, 20, vocab_size=10))
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.6, 0.9])
+def test_top_p_samples_from_the_smallest_nucleus(top_p):
+    """The most likely tokens up to the one that brings their probability to top_p, and at least one token."""
+    gpt, idx = rough(std=0.1), ids(1, 5)
+    probs, order = (gpt(idx)[0][0, 0] / 0.7).softmax(0).sort(descending=True)
+    size = next(n for n in range(1, 66) if probs[:n].sum() >= top_p)
+    torch.manual_seed(0)
+    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=0.7, top_p=top_p)[:, -1]
+    expected = torch.zeros(65).scatter(0, order[:size], probs[:size] / probs[:size].sum())
+    assert set(drawn.tolist()) <= set(order[:size].tolist())
+    torch.testing.assert_close(drawn.bincount(minlength=65) / 8000, expected, atol=0.02, rtol=0)
+
+
+def test_top_p_applies_to_each_row_and_after_top_k():
+    logits = torch.tensor([[0.1, 0.5, 0.4], [0.98, 0.01, 0.01], [0.3, 0.4, 0.3]]).log().repeat(200, 1)
+    drawn = model_file.next_token(logits, 1.0, None, 0.8).view(200, 3)
+    assert [set(row.tolist()) for row in drawn.T] == [{1, 2}, {0}, {0, 1, 2}]
+    # of 0.5 and 0.4, what top_k leaves, the first alone has 0.56
+    assert set(model_file.next_token(logits[:1].repeat(200, 1), 1.0, 2, 0.55).flatten().tolist()) == {1}
+    assert set(model_file.next_token(logits[:1].repeat(200, 1), 1.0, None, 0.55).flatten().tolist()) == {1, 2}
+
+
+def test_top_p_of_one_samples_from_all():
+    gpt, idx = rough(std=0.1), ids(4, 5)
+    outs = []
+    for top_p in (None, 1.0):
+        torch.manual_seed(3)
+        outs.append(gpt.generate(idx, 20, top_p=top_p))
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("whole_model", [True, False])
@@ -850,7 +908,7 @@ def test_attention_in_halves_on_a_cpu_is_attention(T):
         return y.transpose(1, 2).reshape(2, T, 48)
 
     results = []
-    for f, dtype in ((reference, torch.float32), (lambda x: HalfAttentionOnCPU.apply(x, 0.0), torch.bfloat16)):
+    for f, dtype in ((reference, torch.float32), (lambda x: CPUHalfAttention.apply(*x.unbind(2), 0.0), torch.bfloat16)):
         x = qkv.bfloat16().to(dtype).requires_grad_()
         y = f(x)
         y.backward(grad.bfloat16().to(dtype))
@@ -864,7 +922,7 @@ def test_attention_in_halves_drops_and_has_the_gradient_of_what_it_dropped():
 
     def attention(x):
         torch.manual_seed(7)  # the same mask each time
-        return HalfAttentionOnCPU.apply(x, 0.25)
+        return CPUHalfAttention.apply(*x.unbind(2), 0.25)
 
     direction, e = torch.randn_like(qkv), 1e-6
     y = attention(qkv)
@@ -872,7 +930,7 @@ def test_attention_in_halves_drops_and_has_the_gradient_of_what_it_dropped():
     (y * weight).sum().backward()
     slope = ((attention(qkv.detach() + e * direction) - attention(qkv.detach() - e * direction)) * weight).sum() / 2 / e
     assert abs(slope - (qkv.grad * direction).sum()) < 1e-5 * abs(slope)
-    assert not torch.equal(y, HalfAttentionOnCPU.apply(qkv, 0.0))
+    assert not torch.equal(y, CPUHalfAttention.apply(*qkv.unbind(2), 0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

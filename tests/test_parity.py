@@ -1,4 +1,4 @@
-"""Law 1, one curve: the losses do not depend on processes, micro-batches or sharding."""
+"""One curve: the losses do not depend on the number of processes or the micro-batch size."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def same(a, b, absolute=0.0, relative=0.0):
         assert a[step] == pytest.approx(b[step], abs=absolute, rel=relative), f"step {step}"
 
 
-# name: (processes, accumulation, batch_size); all read 48 sequences a step
+# name: (processes, accumulation, batch_size); all read 48 sequences per step
 LAYOUTS = {
     "1": (1, 4, 12),
     "1-b24": (1, 2, 24),
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def curves(zygote, shared_work):
-    """Thirty steps in each layout, evaluations on the way."""
+    """Thirty steps on each layout, with evaluations."""
     for name, (nproc, accumulation, batch) in LAYOUTS.items():
         args = [f"--out_dir=out{name}", f"--gradient_accumulation_steps={accumulation}", f"--batch_size={batch}"]
         zygote.train([*args, "--eval_interval=10", f"--eval_iters={24 // batch or 1}"], shared_work, nproc)

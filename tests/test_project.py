@@ -1,10 +1,12 @@
-"""What holds over the whole repository: imports, shared defaults, launchers, README."""
+"""Rules for the whole repository: imports, sizes, settings and the commands in the docs; the scripts' output."""
 
 import ast
+import graphlib
 import re
 import shlex
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -12,55 +14,172 @@ from runs import REPO, TINY, column, free_port
 
 from configurator import settings_of
 
-README = (REPO / "README.md").read_text()
-# DESIGN.md: imports go downward only, and nobody imports a script
-MAY_IMPORT = {
-    **dict.fromkeys(["configurator", "launch", "model", "loader", "metrics", "resilience"], set()),
-    "parallel": {"launch"},
-    "memory": {"model", "parallel"},
-    "shards": set(),
-    "checkpoint": {"launch", "model", "parallel", "shards"},
-    **dict.fromkeys(
-        ["train", "sample", "bench"],
-        {"configurator", "launch", "model", "loader", "metrics", "resilience", "parallel", "memory", "checkpoint"},
-    ),
-}
+SCRIPTS = {"train", "sample", "bench", "export"}
+HEAVY = {"wandb", "datasets", "transformers", "matplotlib", "tiktoken", "tensorboard", "tqdm", "pyarrow"}
+BANNED = r"DESIGN\.md|CONTRACT\.md|\.\./shared|(?i:\blaws? \d|\bthe contract\b|\bthe issues? asks?\b)"
 
 
-def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def tracked_files(pattern="*"):
+    """The files of the repository outside tests/, also new ones that git does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
+    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [path for name in listed if not name.startswith("tests/") and (path := REPO / name).exists()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# imports
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def import_statements(node, inside_functions=True):
+    """The import statements of a syntax tree; those for type checkers alone do not count."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif is_type_checking(child):
+            for other in child.orelse:
+                yield from import_statements(ast.Module([other], []), inside_functions)
+        elif inside_functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from import_statements(child, inside_functions)
+
+
+def imported(path, inside_functions=True):
+    """The dotted names that a file imports; `from a import b` gives a and a.b, which may be a module or a name in a."""
+    names = set()
+    for node in import_statements(ast.parse(path.read_text()), inside_functions):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            names |= {alias.name for alias in node.names}
+        else:
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def package_graph():
+    """{module of isogpt/: the modules of isogpt/ that it imports}, also inside functions."""
+    files = {}
+    for path in (REPO / "isogpt").rglob("*.py"):
+        parts = path.relative_to(REPO).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {}
+    for module, path in files.items():
+        names = {name for name in imported(path) if name in files}
+        packages = {name.rpartition(".")[0] for name in names}  # importing a.b runs a/__init__.py first
+        graph[module] = names | {p for p in packages & files.keys() if not f"{module}.".startswith(f"{p}.")}
+    return graph
+
+
+def test_nobody_imports_a_script():
+    for path in tracked_files("*.py"):
+        found = {name.split(".")[0] for name in imported(path)} & SCRIPTS
+        assert not found, f"{path.relative_to(REPO)} imports {found}"
+
+
+def test_the_package_imports_no_top_level_file():
+    top_level = {path.stem for path in REPO.glob("*.py")}
+    assert {"model", "configurator"} | SCRIPTS <= top_level
+    for path in (REPO / "isogpt").rglob("*.py"):
+        found = {name.split(".")[0] for name in imported(path)} & top_level
+        assert not found, f"{path.relative_to(REPO)} imports {found}"
 
 
 def test_imports_go_downward_only():
-    modules = {p.stem for p in REPO.glob("*.py")}
-    assert modules <= set(MAY_IMPORT)
-    for name in modules:
-        ours = {i.split(".")[0] for i in imports(REPO / f"{name}.py")} & set(MAY_IMPORT)
-        assert ours <= MAY_IMPORT[name], f"{name} imports {ours - MAY_IMPORT[name]}"
-    assert not any(i.startswith("torch.distributed") for i in imports(REPO / "model.py"))
+    """There are no cycles, not even with imports inside functions."""
+    graph = package_graph()
+    assert "isogpt.agree" in graph["isogpt.checkpoint"] and "isogpt.parallel" in graph["isogpt.checkpoint"]
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as e:
+        pytest.fail(f"isogpt/ has an import cycle: {' <- '.join(e.args[1])}")
+
+
+def test_finding_a_checkpoint_does_not_import_what_loads_it():
+    graph, reached, waiting = package_graph(), set(), ["isogpt.run_folder"]
+    while waiting:
+        new = graph[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    assert not reached & {"isogpt.checkpoint", "isogpt.shards"}
+    assert "export" not in imported(REPO / "sample.py")
+
+
+def test_the_model_knows_no_processes():
+    names = imported(REPO / "model.py")
+    assert not any(name.startswith("torch.distributed") for name in names)
+    assert all(name.startswith("isogpt.kernels") for name in names - {"isogpt"} if name.split(".")[0] == "isogpt")
 
 
 def test_heavy_packages_are_imported_where_they_are_used():
-    for path in REPO.glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = [n.name for n in node.names] if isinstance(node, ast.Import) else [node.module]
-                heavy = {n.split(".")[0] for n in names} & {
-                    "wandb",
-                    "datasets",
-                    "transformers",
-                    "matplotlib",
-                    "tiktoken",
-                }
-                assert not heavy, f"{path.name} imports {heavy} at its top"
+    for path in tracked_files("*.py"):
+        names = imported(path, inside_functions=False)
+        found = {part for name in names for part in name.split(".")} & HEAVY
+        assert not found, f"{path.relative_to(REPO)} imports {found} when it is imported"
 
 
-def test_a_setting_that_scripts_share_has_one_default():
-    # nanoGPT's interface makes two differ: sample.py resumes, and does not compile unless asked to
+# ---------------------------------------------------------------------------------------------------------------------
+# sizes and style
+
+
+def line_count(path):
+    return len(path.read_text().splitlines())
+
+
+def code_lines(path):
+    """The number of lines that are not blank and hold more than comments and docstrings."""
+    docstrings = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    ignored |= {tokenize.ENCODING, tokenize.ENDMARKER}
+    lines = set()
+    with open(path, "rb") as f:
+        for token in tokenize.tokenize(f.readline):
+            if token.type not in ignored:
+                lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def test_files_are_short():
+    limits = {"train.py": 350, "model.py": 400, "README.md": 200}
+    for path in [*tracked_files("*.py"), REPO / "README.md"]:
+        name = str(path.relative_to(REPO))
+        assert line_count(path) <= limits.get(name, 450), f"{name} has {line_count(path)} lines"
+
+
+def test_lines_of_code():
+    """The goal is 3,800; what is added has to make something else superfluous."""
+    counts = {str(path.relative_to(REPO)): code_lines(path) for path in tracked_files("*.py")}
+    total = sum(n for name, n in counts.items() if not name.startswith("config/"))
+    assert total <= 3920, f"{total} lines: {counts}"
+
+
+def test_no_global_statement_and_no_lambda_with_a_name():
+    for path in tracked_files("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.relative_to(REPO)}, line {getattr(node, 'lineno', 0)}"
+            assert not isinstance(node, ast.Global), where
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+                assert not isinstance(node.value, ast.Lambda), where
+
+
+def test_nothing_refers_to_what_is_not_in_the_repository():
+    for path in tracked_files():
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            assert not re.search(BANNED, line), f"{path.relative_to(REPO)}, line {number}: {line}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# settings
+
+
+def test_settings_that_scripts_share_have_one_default():
+    # two differ in nanoGPT too: sample.py resumes, and does not compile by default
     known = {("sample", "init_from"), ("sample", "compile")}
     train = settings_of(REPO / "train.py")
     for script in ("sample", "bench"):
@@ -69,7 +188,7 @@ def test_a_setting_that_scripts_share_has_one_default():
                 assert setting.default == train[name].default, f"{script}.{name}"
 
 
-def test_the_contract_settings_are_there():
+def test_settings_and_defaults_of_nanogpt():
     wanted = [
         "out_dir",
         "eval_interval",
@@ -132,38 +251,57 @@ def test_the_contract_settings_are_there():
     assert set(bench) <= set(settings_of(REPO / "bench.py"))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# docs
+
+
+def documents():
+    return [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+
+
 def commands():
-    """Every command of the README's code blocks, one a line."""
-    for block in re.findall(r"```sh\n(.*?)```", README, re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            for command in line.split("&&"):
-                if command.split("#")[0].strip():
-                    yield command.split("#")[0].strip()
+    """(file, command) of every command in the shell blocks of README.md and docs/."""
+    for path in documents():
+        for block in re.findall(r"^```sh\n(.*?)^```", path.read_text(), re.S | re.M):
+            for line in block.replace("\\\n", " ").splitlines():
+                for command in line.split("&&"):
+                    if command.split("#")[0].strip():
+                        yield path.name, command.split("#")[0].strip()
 
 
-def test_every_command_in_the_readme_has_real_files_and_settings():
+def options_of(script):
+    """The names that may follow -- after a script."""
+    train = set(settings_of(REPO / "train.py"))
+    own = {"list", "to"} if script == "export.py" else set(settings_of(REPO / script))
+    return own | {"help"} | (train if script == "bench.py" else set())
+
+
+def test_every_command_in_the_docs_has_real_files_and_settings():
     seen = 0
-    for command in commands():
+    for where, command in commands():
         words = shlex.split(command)
-        script = next((w for w in words if w in ("train.py", "sample.py", "bench.py")), None)
+        script = next((w for w in words if w in ("train.py", "sample.py", "bench.py", "export.py")), None)
         for word in words:
             if word.endswith((".py", ".txt")) and "FILE" not in word and not word.startswith("--"):
-                assert (REPO / word).exists(), command
+                assert (REPO / word).exists(), f"{where}: {command}"
         if script:
-            known = set(settings_of(REPO / script)) | (
-                set(settings_of(REPO / "train.py")) if script == "bench.py" else set()
-            )
             for word in words[words.index(script) + 1 :]:
                 if word.startswith("--"):
-                    assert word[2:].split("=")[0] in known | {"help"}, command
+                    assert word[2:].split("=")[0] in options_of(script), f"{where}: {command}"
             seen += 1
     assert seen >= 10
 
 
-def test_each_of_the_32_complaints_is_answered_in_the_readme():
-    """Each line names a test that is there, or says what to do."""
+def test_links_in_the_docs_lead_somewhere():
+    for path in documents():
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+            assert "://" in target or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_each_of_the_32_complaints_about_nanogpt_is_answered():
+    """Each row of the table names a test that exists, or says what to do."""
     tests = "".join(p.read_text() for p in (REPO / "tests").glob("test_*.py"))
-    rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \|$", README, re.M)
+    rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \|$", (REPO / "docs" / "migrating.md").read_text(), re.M)
     assert [int(n) for n, _, _ in rows] == list(range(1, 33))
     for number, _, answer in rows:
         for name in re.findall(r"`(test_\w+)`", answer):
@@ -171,8 +309,12 @@ def test_each_of_the_32_complaints_is_answered_in_the_readme():
         assert "`test_" in answer or len(answer) > 60, number
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the scripts
+
+
 def test_torchrun_on_one_node_and_on_two_gives_one_curve(zygote, work):
-    """The contract's two torchrun commands, for real: --standalone, and two launches with a master's address."""
+    """nanoGPT's two torchrun commands: --standalone, and two launches with a master's address."""
     args = [*TINY, "--max_iters=9"]
     run = [sys.executable, "-m", "torch.distributed.run"]
     zygote.train([*args, "--out_dir=one"], work)
@@ -186,7 +328,7 @@ def test_torchrun_on_one_node_and_on_two_gives_one_curve(zygote, work):
     ]  # fmt: skip
     outputs = [n.communicate(timeout=120)[0] for n in nodes]
     assert [n.returncode for n in nodes] == [0, 0], outputs
-    assert "iter 9:" in outputs[0] and "iter" not in outputs[1], "rank 0 alone speaks"
+    assert "iter 9:" in outputs[0] and "iter" not in outputs[1], "only rank 0 prints"
     standalone = subprocess.run(
         [*run, "--standalone", "--nproc_per_node=2", str(REPO / "train.py"), *args, "--out_dir=standalone"],
         cwd=work, capture_output=True, text=True, timeout=120,
@@ -200,7 +342,7 @@ def test_torchrun_on_one_node_and_on_two_gives_one_curve(zygote, work):
 
 
 def test_bench_alone_and_under_torchrun(zygote, work):
-    """bench.py runs train.py's own step and reads what it recorded, with random data too."""
+    """bench.py runs train.py and reads what it recorded, with random data too."""
     small = [
         "--n_layer=1",
         "--n_head=2",
@@ -233,7 +375,7 @@ def test_sample_from_a_run(zygote, work):
 
 
 def test_works_from_any_folder_and_on_nanogpt_configs(zygote, work):
-    """A config looked up beside train.py, one that computes, imports and reads what it overrides."""
+    """A config that is found beside train.py, and one that computes, imports and reads what it overrides."""
     (work / "mine.py").write_text(
         "import time\nbatch_size = 4 * 2\nmax_iters = min(max_iters, 3)\nwandb_run_name = 'x' + str(time.time())\n"
         "dataset = 'tiny'\nn_layer, n_head, n_embd, block_size = 1, 2, 16, 16\neval_iters = 1\ndevice = 'cpu'\n"
@@ -250,7 +392,7 @@ def test_console_lines_that_tools_parse(zygote, work):
     assert [int(i[0]) for i in iters] == [0, 1, 2, 3, 4]
     steps = re.findall(r"^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})$", text, re.M)
     assert [int(s[0]) for s in steps] == [0, 2, 4]
-    assert text.count("parameters") == 1, "one banner, not one a rank"
+    assert text.count("parameters") == 1, "one banner, not one per rank"
 
 
 def test_wandb_offline_and_resumed_under_the_same_id(zygote, work):
@@ -266,7 +408,7 @@ def test_wandb_offline_and_resumed_under_the_same_id(zygote, work):
     assert len(list(Path(work).glob(f"wandb/offline-run-*-{first}"))) >= 1
 
 
-def test_shuffle_reads_each_window_once_an_epoch(zygote, work):
+def test_shuffle_has_the_same_curve_on_two_processes(zygote, work):
     args = ["--data_order=shuffle", "--out_dir=out", "--max_iters=5"]
     zygote.train(args, work)
     zygote.train([*args, "--out_dir=out2"], work, 2)
@@ -276,9 +418,10 @@ def test_shuffle_reads_each_window_once_an_epoch(zygote, work):
     assert one != column(work / "random", "loss")
 
 
-def test_what_the_mutations_take_out_is_there():
+def test_mutations_match_the_code_and_the_tests():
     from mutate import MUTATIONS
 
     for name, (file, old, _, tests) in MUTATIONS.items():
         assert (REPO / file).read_text().count(old) == 1, f"{name}: {old!r} in {file}"
-        assert (REPO / tests.split("::")[0]).exists()
+        path, _, test = tests.partition("::")
+        assert f"def {test}" in (REPO / path).read_text(), f"{name}: {tests}"

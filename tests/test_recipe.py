@@ -1,4 +1,4 @@
-"""The contract's CPU recipe, whole: minutes, so it runs in .ci/run only."""
+"""nanoGPT's CPU recipe, completely. It takes minutes."""
 
 import shutil
 
@@ -7,13 +7,12 @@ import pytest
 import torch
 from runs import REPO, SHARED
 
-import checkpoint
-import loader
+from isogpt import loader, run_folder
 from model import GPT, GPTConfig
 
 
 def whole_split_loss(model, tokens, block_size):
-    """Mean loss over every target of the split, in windows side by side."""
+    """Mean loss over all targets of the split, in adjacent windows."""
     starts = np.arange(0, len(tokens) - block_size, block_size)
     total, count = 0.0, 0
     with torch.no_grad():
@@ -28,7 +27,7 @@ def whole_split_loss(model, tokens, block_size):
 def test_shakespeare_on_a_cpu_reaches_its_known_loss(zygote, tmp_path):
     text = SHARED / "data" / "tinyshakespeare.txt"
     if not text.exists():
-        pytest.skip(f"{text} is not there")
+        pytest.skip(f"{text} does not exist")
     folder = tmp_path / "data" / "shakespeare_char"
     folder.mkdir(parents=True)
     shutil.copy(text, folder / "input.txt")
@@ -51,7 +50,7 @@ def test_shakespeare_on_a_cpu_reaches_its_known_loss(zygote, tmp_path):
     ]
     args = ["config/train_shakespeare_char.py", *recipe]
     run = zygote.start(args, tmp_path).wait(600)
-    state = checkpoint.load(tmp_path / "out-shakespeare-char" / "ckpt_best.pt")
+    state = run_folder.read_file(tmp_path / "out-shakespeare-char" / "ckpt_best.pt")
     model = GPT.from_state(GPTConfig(**state["model_args"]), state["model"]).eval()
     loss = whole_split_loss(model, loader.open_dataset(str(folder), 64).val, 64)
     print(f"\nval loss over the whole split: {loss:.4f} ({run.text().splitlines()[-2]})")

@@ -1,4 +1,4 @@
-"""Law 2, nothing lost: a killed run that is resumed ends in the very bits of the run that was never stopped."""
+"""Nothing is lost: a run that was killed and resumed ends bit for bit as an uninterrupted run does."""
 
 import json
 import random
@@ -8,7 +8,11 @@ import time
 
 import pytest
 import torch
-from runs import column, records
+from runs import TINY, column, records
+
+from isogpt import metrics, precision, run_folder
+from isogpt.checkpoint import Progress
+from isogpt.launch import Ranks
 
 DROPOUT = ["--dropout=0.1", "--max_iters=39", "--save_interval=7", "--gradient_accumulation_steps=4", "--batch_size=3"]
 
@@ -37,37 +41,34 @@ def start_until_step(zygote, work, args, nproc, step):
 
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
-    from runs import TINY
-
     zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
     rng = random.Random(nproc)
     args = [*TINY, *DROPOUT, "--out_dir=killed", "--init_from=auto"]
     for step in (rng.randint(7, 15), rng.randint(16, 36)):
         run = start_until_step(zygote, work, args, nproc, step)
-        time.sleep(rng.random() * 0.01)  # a moment inside the next step: among its micro-steps, its update, its save
+        run.until(lambda text: any((work / "killed").glob("step_*")))  # on a busy machine a checkpoint takes some steps
+        time.sleep(rng.random() * 0.01)  # during the next step: its micro-steps, its update or a checkpoint
         run.kill()
         run.wait(ok=False)
     zygote.start(args, work, nproc).wait()
     assert_same_bits(final(work / "straight"), final(work / "killed"))
     assert column(work / "straight", "loss") == column(work / "killed", "loss")
     steps = [r["iter"] for r in records(work / "killed") if "loss" in r and "event" not in r]
-    assert steps == list(range(40)), "each step stands once in metrics.jsonl"
+    assert steps == list(range(40)), "each step appears once in metrics.jsonl"
     assert [r["event"] for r in records(work / "killed") if "event" in r].count("resume") == 2
 
 
 def test_dropout_masks_differ_by_step_and_rank(zygote, work):
-    """Otherwise the test above could pass on masks that never change."""
-    import launch
-
+    """Otherwise the test above would pass with masks that never change."""
     masks = set()
     for step in range(3):
         for rank in range(2):
-            launch.seed_step(1, step, rank)
+            precision.seed_step(1, step, rank)
             masks.add(tuple((torch.rand(64) < 0.5).tolist()))
     assert len(masks) == 6
 
 
-def test_resume_on_other_layouts_goes_on_with_the_same_curve(zygote, work):
+def test_resume_on_other_layouts_continues_the_same_curve(zygote, work):
     args = ["--max_iters=29", "--save_interval=10"]
     zygote.train([*args, "--out_dir=straight"], work)
     zygote.train([*args, "--out_dir=a", "--max_iters=9"], work, 2)
@@ -80,7 +81,7 @@ def test_resume_on_other_layouts_goes_on_with_the_same_curve(zygote, work):
         assert all(abs(one[s] - other[s]) < 1e-5 for s in range(30)), layout
 
 
-def test_save_keeps_the_last_and_the_best(zygote, work):
+def test_the_last_and_the_best_checkpoints_are_kept(zygote, work):
     zygote.train(["--out_dir=out", "--save_interval=3", "--eval_interval=8", "--keep_last=2"], work)
     evals = column(work / "out", "val_loss")
     best = min((s for s in evals if s), key=evals.get)
@@ -92,17 +93,131 @@ def test_save_keeps_the_last_and_the_best(zygote, work):
     assert (work / "out" / "loss.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_always_save_checkpoint_false_saves_at_an_evaluation_only_where_it_is_best(zygote, work):
+def test_keep_last_0_keeps_all_checkpoints(zygote, work):
+    zygote.train(["--out_dir=out", "--save_interval=5", "--eval_interval=12", "--keep_last=0"], work)
+    assert steps_saved(work / "out") == [5, 10, 12, 15, 20, 24, 25, 30]
+    zygote.train(["--out_dir=out", "--save_interval=5", "--keep_last=0", "--init_from=resume", "--max_iters=35"], work)
+    assert steps_saved(work / "out") == [5, 10, 12, 15, 20, 24, 25, 30, 35, 36]
+
+
+@pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])
+def test_save_checkpoint_false_writes_none(zygote, work, flags):
+    """The log and the plot are written, also if the command is repeated."""
+    args = ["--out_dir=out", "--save_interval=5", "--eval_interval=12", "--save_checkpoint=False", *flags]
+    for _ in range(2):
+        zygote.train([*args, "--max_iters=14"], work)
+        assert len(column(work / "out", "loss")) == 15 and len(column(work / "out", "val_loss")) == 2
+        assert (work / "out" / "loss.png").exists()
+        assert not [r for r in records(work / "out") if r.get("event") in ("save", "save_failed")]
+        assert not list((work / "out").rglob("*.pt")) and not list((work / "out").glob("*step_*"))
+
+
+def steps_saved(out):
+    return sorted(int(p.name[5:]) for p in out.glob("step_*"))
+
+
+def test_resume_from_a_chosen_step(zygote, work):
+    """Later checkpoints are renamed, the log is cut back, and the curve from there on is the same, bit for bit."""
+    args = ["--dropout=0.1", "--save_interval=5", "--keep_last=0"]
+    zygote.train([*args, "--out_dir=straight", "--max_iters=19"], work)
+    zygote.train([*args, "--out_dir=out", "--max_iters=19"], work)
+    out = work / "out"
+    for number, last in enumerate((12, 19)):
+        chosen = ["--init_from=resume", "--resume_step=5", f"--max_iters={last}"]
+        run = zygote.train([*args, "--out_dir=out", *chosen], work)
+        assert "step_00000005/ckpt.pt, step 5" in run.text() and "iter 5: loss" in run.text()
+        steps = [r["iter"] for r in records(out) if "loss" in r and "event" not in r]
+        assert steps == list(range(last + 1)), "metrics.jsonl is cut back to the step, and each step appears once"
+        names = {f"abandoned_step_{step:08d}" for step in (10, 15, 20)}
+        names |= {f"abandoned_step_{step:08d}" for step in (13,)} | {"abandoned_step_00000010_1"} if number else set()
+        assert {p.name for p in out.glob("*abandoned*")} == names
+    assert steps_saved(out) == [5, 10, 15, 20]
+    assert column(out, "loss") == column(work / "straight", "loss")
+    assert_same_bits(final(work / "straight"), final(out))
+    assert_same_bits(final(work / "straight"), torch.load(out / "abandoned_step_00000020/ckpt.pt", weights_only=True))
+    for folder in ("step_00000005", "step_00000020"):
+        assert not run_folder.damage(out / folder)
+    found, reports = run_folder.newest(str(out))
+    assert found.step == 20 and not reports, "abandoned checkpoints do not count"
+
+
+def fresh_run(out, folder):
+    """
+    A folder to resume from at step 0 with the weights of `out` and without optimizer state: a reference for
+    --init_from=FOLDER.
+    """
+    state = {k: v for k, v in final(out).items() if k not in ("optimizer", "isogpt", "best_val_loss")}
+    folder.mkdir()
+    torch.save({**state, "iter_num": 0}, folder / "ckpt.pt")
+
+
+def files_in(folder):
+    return {str(p.relative_to(folder)): p.lstat().st_mtime_ns for p in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_new_run_from_the_weights_of_another(zygote, work, nproc):
+    """Step 0, a new optimizer, a log of its own; the folder of the other run does not change."""
+    zygote.train(["--out_dir=source", "--max_iters=9", "--learning_rate=1e-2"], work)
+    before = files_in(work / "source")
+    fresh_run(work / "source", work / "reference")
+    args = ["--max_iters=6", "--block_size=16", "--dropout=0.1", "--seed=7"]
+    zygote.train([*args, "--init_from=resume", "--out_dir=reference"], work, nproc)
+    run = zygote.train([*args, "--init_from=source", "--out_dir=new"], work, nproc)
+    assert "from source/step_00000010/ckpt.pt, step 10" in run.text()
+    assert column(work / "new", "loss") == column(work / "reference", "loss")
+    assert column(work / "new", "lr") == column(work / "reference", "lr") and len(column(work / "new", "loss")) == 7
+    assert_same_bits(final(work / "reference"), final(work / "new"))
+    assert {v["step"].item() for v in final(work / "new")["optimizer"]["state"].values()} == {7}
+    assert next(r for r in records(work / "new") if "event" in r)["event"] == "start"
+    assert files_in(work / "source") == before
+    # auto: uses the weights once and resumes after that
+    run = zygote.train([*args, "--init_from=auto:source", "--out_dir=new", "--max_iters=8"], work, nproc)
+    assert "from new/step_00000007/ckpt.pt, step 7" in run.text()
+    assert sorted(column(work / "new", "loss")) == list(range(9))
+    # in the folder of the other run itself, that run is moved aside
+    zygote.train([*args, "--init_from=source", "--out_dir=source"], work, nproc)
+    assert column(work / "source", "loss") == column(work / "reference", "loss")
+    assert (work / "source/previous_1/step_00000010/ckpt.pt").exists()
+
+
+def test_a_new_run_takes_the_best_weights(zygote, work):
+    args = ["--out_dir=source", "--eval_interval=5", "--keep_last=1"]
+    zygote.train([*args, "--max_iters=10"], work)
+    ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
+    zygote.train([*args, *ruin, "--max_iters=16"], work)
+    evals = column(work / "source", "val_loss")
+    assert evals[10] == min(evals.values()), "the test needs a checkpoint that is better than the newest"
+    run = zygote.train(["--init_from=source", "--out_dir=new", "--max_iters=1"], work)
+    assert "from source/step_00000010/ckpt.pt, step 10" in run.text()
+
+
+def test_tensorboard_has_each_step_once(zygote, work):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = ["--tensorboard_log=True", "--out_dir=out", "--save_interval=5", "--eval_interval=4", "--keep_last=0"]
+    zygote.train([*args, "--max_iters=12"], work, nproc=2)
+    zygote.train([*args, "--init_from=resume", "--resume_step=5", "--max_iters=17"], work)
+    events = EventAccumulator(str(work / "out" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    loss = column(work / "out", "loss")
+    assert [e.step for e in events.Scalars("loss")] == list(range(18))
+    for name, logged in (("loss", loss), ("val/loss", column(work / "out", "val_loss"))):
+        assert {e.step: e.value for e in events.Scalars(name)} == pytest.approx(logged, rel=1e-6)
+        assert len(events.Scalars(name)) == len(logged)
+    assert {"lr", "mfu", "train/loss", "grad_norm"} <= set(events.Tags()["scalars"])
+
+
+def test_without_always_save_checkpoint_only_the_best_evaluation_saves(zygote, work):
     args = ["--out_dir=out", "--eval_interval=5", "--always_save_checkpoint=False", "--keep_last=99"]
     zygote.train([*args, "--max_iters=10"], work)
     ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
     zygote.train([*args, *ruin, "--max_iters=22"], work)
     evals = column(work / "out", "val_loss")
-    assert evals[5] > evals[10] < min(evals[15], evals[20]), "the test needs evaluations that are no better"
+    assert evals[5] > evals[10] < min(evals[15], evals[20]), "the test needs evaluations that are not better"
     assert sorted(int(p.name[5:]) for p in (work / "out").glob("step_*")) == [5, 10, 11, 23]
 
 
-def test_a_scratch_run_sets_an_earlier_one_aside(zygote, work):
+def test_a_run_from_scratch_moves_an_earlier_run_aside(zygote, work):
     for seed in (1, 2):
         zygote.train(["--out_dir=out", "--max_iters=4", f"--seed={seed}"], work)
     assert (work / "out" / "previous_1" / "step_00000005" / "ckpt.pt").exists()
@@ -110,10 +225,16 @@ def test_a_scratch_run_sets_an_earlier_one_aside(zygote, work):
     assert final(work / "out" / "previous_1")["config"]["seed"] == 1
 
 
-def test_damaged_saves_are_reported_and_passed_over(zygote, work):
-    """A flipped byte in any file, at many places; a cut file; a missing one."""
-    import checkpoint
+def test_scratch_means_scratch_in_a_folder_of_that_name(zygote, work):
+    """--init_from=scratch is never the name of a run folder."""
+    for _ in range(2):
+        run = zygote.train(["--out_dir=scratch", "--max_iters=2"], work)
+        assert "parameters, from scratch\n" in run.text()
+    assert column(work / "scratch", "loss") == column(work / "scratch" / "previous_1", "loss")
 
+
+def test_damaged_checkpoints_are_reported_and_skipped(zygote, work):
+    """A flipped byte in any file, at many places; a truncated file; a missing one."""
     zygote.train(["--out_dir=out", "--save_interval=10", "--keep_last=3", "--max_iters=20"], work)
     out, step = work / "out", work / "out" / "step_00000021"
     rng = random.Random(0)
@@ -122,15 +243,15 @@ def test_damaged_saves_are_reported_and_passed_over(zygote, work):
         places = {0, len(good) - 1, *(rng.randrange(len(good)) for _ in range(40))}
         for place in places:
             (step / name).write_bytes(good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :])
-            problem = checkpoint.damage(step)
+            problem = run_folder.damage(step)
             assert problem, (name, place, good[max(0, place - 20) : place + 20])
         for cut in (0, 1, len(good) // 2, len(good) - 1):
             (step / name).write_bytes(good[:cut])
-            assert checkpoint.damage(step), (name, cut)
+            assert run_folder.damage(step), (name, cut)
         (step / name).unlink()
-        assert checkpoint.damage(step)
+        assert run_folder.damage(step)
         (step / name).write_bytes(good)
-    assert not checkpoint.damage(step)
+    assert not run_folder.damage(step)
 
     data = (step / "ckpt.pt").read_bytes()
     (step / "ckpt.pt").write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
@@ -139,7 +260,7 @@ def test_damaged_saves_are_reported_and_passed_over(zygote, work):
     assert set(column(out, "loss")) == set(range(23))
 
 
-def test_nothing_is_saved_from_weights_or_losses_that_are_not_finite(zygote, work):
+def test_no_checkpoint_has_weights_that_are_not_finite(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=4"], work)
     before = final(work / "out")
     args = ["--out_dir=out", "--init_from=resume", "--learning_rate=1e30", "--min_lr=1e30", "--warmup_iters=0",
@@ -159,12 +280,12 @@ def test_float16_scaler_is_saved_and_restored(zygote, work):
     scaler = final(work / "out")["isogpt"]["scaler"]
     assert scaler["_growth_tracker"] == 5
     run = zygote.train([*args, "--dtype=auto", "--out_dir=out", "--init_from=resume"], work)
-    assert "float16" in run.text(), "dtype auto keeps on a resume what the run used"
+    assert "float16" in run.text(), "on a resume, dtype auto is the dtype of the run"
     assert_same_bits(final(work / "straight"), final(work / "out"))
     assert final(work / "out")["isogpt"]["scaler"]["_growth_tracker"] == 12
 
 
-def test_smaller_block_size_on_resume_crops_and_keeps_the_longer_saves(zygote, work):
+def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=5"], work)
     zygote.train(["--out_dir=out", "--init_from=resume", "--block_size=16", "--max_iters=20", "--save_interval=3",
                   "--keep_last=1"], work)  # fmt: skip
@@ -174,7 +295,7 @@ def test_smaller_block_size_on_resume_crops_and_keeps_the_longer_saves(zygote, w
     assert len(list((work / "out").glob("step_*"))) == 2
 
 
-def test_finished_run_and_eval_only(zygote, work):
+def test_eval_only_and_a_finished_run(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=4"], work)
     before = (work / "out" / "metrics.jsonl").read_text()
     run = zygote.train(["--out_dir=out", "--init_from=resume", "--eval_only=True", "--max_iters=4"], work, nproc=2)
@@ -183,33 +304,28 @@ def test_finished_run_and_eval_only(zygote, work):
     assert "--max_iters=" in run.text()
 
 
-def test_signals_do_not_tear_a_save(zygote, work):
-    """The short form of soak.py: kills around saves; what is found is never older than the last completed save."""
+def test_kills_do_not_damage_checkpoints(zygote, work):
+    """The short form of soak.py: the newest checkpoint is never older than the last complete one."""
     from soak import kill_around_saves
 
     report = kill_around_saves(zygote, work, kills=12, seed=3)
     assert report["kills"] == 12 and report["older"] == 0 and report["failed"] == 0
 
 
-def test_metrics_of_a_torn_file(tmp_path):
-    import metrics
-
+def test_a_torn_metrics_file_is_cut_back(tmp_path):
     lines = [{"iter": i, "loss": 1.0 * i} for i in range(8)] + [{"event": "save", "iter": 7}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in lines) + '{"iter": 8, "lo')
-    log = metrics.open_log(str(tmp_path), 5)
-    log.event("resume", 5)
-    log.close()
+    logger = metrics.Logger(tmp_path, Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo"), Progress(256, step=5))
+    logger.open(tensorboard_log=False)
+    logger.event("resume")
+    logger.file.close()
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if "event" not in r] == [0, 1, 2, 3, 4]
     assert [r["event"] for r in kept if "event" in r] == ["save", "resume"]
 
 
-def test_sigint_and_sigterm_leave_the_saves_whole(zygote, work):
-    from runs import TINY
-
-    import checkpoint
-
+def test_sigint_and_sigterm_leave_valid_checkpoints(zygote, work):
     for sig in (signal.SIGINT, signal.SIGTERM):
         args = [*TINY, "--out_dir=out", "--init_from=auto", "--save_interval=2", "--max_iters=100000"]
         run = zygote.start(args, work)
@@ -217,12 +333,12 @@ def test_sigint_and_sigterm_leave_the_saves_whole(zygote, work):
         run.kill(sig=sig)
         run.wait(ok=False)
         assert run.codes[0] != 0
-        found, reports = checkpoint.newest(str(work / "out"))
+        found, reports = run_folder.newest(str(work / "out"))
         assert found and not reports
 
 
 @pytest.mark.slow
-def test_auto_starts_from_given_weights_the_first_time_and_resumes_after_that(zygote, work):
+def test_auto_starts_from_the_given_weights_once_and_resumes_after_that(zygote, work):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=32, vocab_size=65)
     transformers.GPT2LMHeadModel(config).save_pretrained(work / "weights")

@@ -1,4 +1,4 @@
-"""A real Slurm (Debian's slurm-wlm and munge) of two nodes on this machine: srun, preemption, a time limit, scancel."""
+"""Slurm (Debian's slurm-wlm and munge) with two nodes on this machine: srun, preemption, time limit, scancel."""
 
 import os
 import shutil
@@ -13,8 +13,8 @@ PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 MISSING = [part for part in PARTS if not shutil.which(part)]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"not here: {', '.join(MISSING)} (apt-get install slurm-wlm munge)"),
-    pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="wants Linux and root"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (apt-get install slurm-wlm munge)"),
+    pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux and root"),
 ]
 CONF = """
 ClusterName=iso
@@ -56,7 +56,7 @@ class Slurm:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        for parent in [folder, *folder.parents][:-2]:  # munged trusts no folder that others may write to or not enter
+        for parent in [folder, *folder.parents][:-2]:  # munged requires these permissions
             parent.chmod(0o755)
         files = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munge.pid"}
         files |= {"log-file": folder / "munge.log", "seed-file": folder / "munge.seed"}
@@ -78,7 +78,7 @@ class Slurm:
         return subprocess.run(command, env=self.env, capture_output=True, text=True).stdout.strip()
 
     def submit(self, work, out, *args, steps=1500, **env):
-        """cluster/slurm.sh on both nodes, its workers of TINY; returns the job's number."""
+        """Submit cluster/slurm.sh on both nodes with TINY; returns the job's number."""
         here = {"PYTHON": sys.executable, "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1", **env}
         command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, str(REPO / "cluster" / "slurm.sh")]
         job = subprocess.run(
@@ -119,7 +119,7 @@ def assert_same_curve(folder, reference):
     assert one.keys() == other.keys() and max(abs(one[s] - other[s]) for s in one) < 1e-5
 
 
-def test_a_preempted_job_is_requeued_and_ends_with_the_undisturbed_losses(slurm, zygote, work):
+def test_a_preempted_job_is_requeued_and_ends_with_the_losses_of_an_uninterrupted_run(slurm, zygote, work):
     zygote.start([*TINY, "--max_iters=1500", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
     job, out = slurm.submit(work, "out"), work / "out"
     wait_for(lambda: steps_in(out) > 100, 120)
@@ -134,10 +134,10 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_undisturbed_losses(slurm,
 
 
 @pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
-def test_srun_alone_a_time_limit_and_scancel(slurm, zygote, work):
+def test_srun_time_limit_and_scancel(slurm, zygote, work):
     five = [*TINY, "--max_iters=4"]
     zygote.start([*five, "--out_dir=five"], work).wait()
-    env = slurm.env | {"MASTER_ADDR": "127.0.0.1"}  # n1 and n2 are names that only Slurm knows
+    env = slurm.env | {"MASTER_ADDR": "127.0.0.1"}  # only Slurm knows the names n1 and n2
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, str(REPO / "train.py")]
     run = subprocess.run(
         [*srun, *five, "--out_dir=srun"], env=env, cwd=work, capture_output=True, text=True, timeout=90
@@ -146,12 +146,12 @@ def test_srun_alone_a_time_limit_and_scancel(slurm, zygote, work):
     assert "ranks:   2 = " in run.stdout and run.stdout.count("iter 4:") == 1
     assert_same_curve(work / "srun", work / "five")
 
-    # a minute, of which 45 seconds are for saving: it stops itself, and goes back into the queue until it is done
+    # a minute, of which 45 seconds are for saving: the job stops itself and is requeued until it is done
     job, out = slurm.submit(work, "limit", "--time=1", steps=100000, SAVING="45"), work / "limit"
     wait_for(lambda: (out / "PREEMPTED").exists(), 120)
     assert "resume" not in events(out)
     wait_for(lambda: "resume" in events(out), 120)
-    # scancel: saved, and not started again
+    # scancel: the job saves and is not requeued
     at = steps_in(out)
     wait_for(lambda: steps_in(out) > at + 5, 60)
     slurm.ask("scancel", job)

@@ -1,4 +1,4 @@
-"""What a run survives, and what it says when it cannot: signals, NaN, hangs, deaths, restarts."""
+"""Fault tolerance: signals, NaN, hangs, killed processes, restarts, and the messages if a run cannot continue."""
 
 import json
 import os
@@ -12,20 +12,20 @@ import pytest
 import torch
 from runs import REPO, TINY, children, column, free_port, records, steps_in, wait_for
 
-import launch
-import resilience
+from isogpt import launch, resilience
 
-# train.py with a fault in it: NaN at [step, rank] pairs, in the loss or in the gradient; weights that part; a wait
+# train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that differ; a wait
 FAULTY = """
 import json, os, sys, time
 sys.path.insert(0, os.environ["REPO"])
-import torch, launch, model
+import torch, model
+from isogpt import precision
 now = {"step": -1, "rank": 0}
-seed_step, forward = launch.seed_step, model.GPT.forward
+seed_step, forward = precision.seed_step, model.GPT.forward
 def noted(seed, step, rank):
     now.update(step=step, rank=rank)
     seed_step(seed, step, rank)
-    if [step, rank] == json.loads(os.environ.get("PART", "0")):
+    if [step, rank] == json.loads(os.environ.get("DIFFER", "0")):
         weight = now["model"].transformer.h[1].mlp.c_fc.weight.data
         getattr(weight, "_local_tensor", weight)[3, 4] += 1e-3
 def faulty(self, idx, *args, **kwargs):
@@ -41,7 +41,7 @@ def faulty(self, idx, *args, **kwargs):
         while not os.path.exists("go"):
             time.sleep(0.01)
     return logits, loss
-launch.seed_step, model.GPT.forward = noted, faulty
+precision.seed_step, model.GPT.forward = noted, faulty
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -49,7 +49,7 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__mai
 
 @pytest.fixture
 def faulty(zygote, work):
-    """Start train.py with a fault; `env` says which."""
+    """Start train.py with the fault that `env` describes."""
     (work / "faulty.py").write_text(FAULTY)
 
     def start(args, nproc=1, **env):
@@ -75,7 +75,7 @@ def events(folder, name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# asked to stop
+# stopping on request
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(zygote
     args = [*TINY, *args, "--dropout=0.1", "--max_iters=60", "--out_dir=out", "--init_from=auto"]
     run = zygote.start(args, work, nproc)
     assert run.until(lambda text: "iter 20:" in text)
-    run.kill([nproc - 1], getattr(signal, name))  # one rank only: all stop together
+    run.kill([nproc - 1], getattr(signal, name))  # only one rank: all stop together
     run.wait(timeout=20, ok=False)
     number = getattr(signal, name)
     assert run.codes == ([0] * nproc if nproc > 1 else [128 + number]), run.text()
@@ -101,10 +101,10 @@ def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(zygote
         assert_same(weights(work / "out"), weights(work / "straight"))
 
 
-def test_a_signal_during_an_evaluation_and_during_a_save(zygote, work):
+def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     long = [*TINY, "--out_dir=out", "--eval_iters=1000000", "--eval_interval=10", "--init_from=auto"]
     run = zygote.start([*long, "--eval_interval=1000", "--eval_iters=1", "--max_iters=14"], work, 2).wait()
-    run = zygote.start([*long, "--max_iters=25"], work, 2)  # resumes at 15; evaluates, without an end in sight, at 20
+    run = zygote.start([*long, "--max_iters=25"], work, 2)  # resumes at 15; at 20 it evaluates, which would take hours
     assert run.until(lambda text: "iter 19:" in text)
     run.kill([0], signal.SIGTERM)
     run.wait(timeout=20)
@@ -119,7 +119,7 @@ def test_a_signal_during_an_evaluation_and_during_a_save(zygote, work):
     assert run.codes == [143] and (work / "saving" / f"step_{mark['iter']:08d}").is_dir()
 
 
-def test_a_second_sigint_stops_at_once_and_harms_nothing(faulty, zygote, work):
+def test_a_second_sigint_exits_at_once_and_keeps_the_checkpoints(faulty, zygote, work):
     args = ["--out_dir=out", "--save_interval=5", "--init_from=auto", "--max_iters=20"]
     run = faulty(args, WAIT=[12, 0])
     assert run.until(lambda text: "waiting" in text and "step_00000010" in text)
@@ -131,12 +131,12 @@ def test_a_second_sigint_stops_at_once_and_harms_nothing(faulty, zygote, work):
     assert "step 10" in zygote.start([*TINY, *args], work).wait().text()
 
 
-def test_stop_after_s(zygote, work):
+def test_time_limit(zygote, work):
     started = time.monotonic()
-    run = zygote.start([*TINY, "--out_dir=out", "--max_iters=1000000", "--stop_after_s=6"], work, 2).wait()
-    assert time.monotonic() - started < 30 and "stopped as asked" in run.text()
+    run = zygote.start([*TINY, "--out_dir=out", "--max_iters=1000000", "--time_limit_s=6"], work, 2).wait()
+    assert time.monotonic() - started < 30 and "stopped on request" in run.text()
     mark = json.loads((work / "out" / "PREEMPTED").read_text())
-    assert mark["reason"] == "stop_after_s" and (work / "out" / f"step_{mark['iter']:08d}").is_dir()
+    assert mark["reason"] == "time_limit_s" and (work / "out" / f"step_{mark['iter']:08d}").is_dir()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,19 +144,19 @@ def test_stop_after_s(zygote, work):
 
 
 @pytest.mark.parametrize("kind", ["NAN", pytest.param("NAN_GRADIENT", marks=pytest.mark.slow)])
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(faulty, zygote, work, kind):
-    """The weights are those of a run without that step, bit for bit."""
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, zygote, work, kind):
+    """The weights are bit for bit those of a run without that step."""
     for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
         out = work / f"out{nproc}{zero}"
         common = ["--max_iters=12", f"--zero={zero}"]
         run = faulty([*common, f"--out_dir={out}", "--on_nan=skip"], nproc, **{kind: [[5, nproc - 1], [8, 0]]}).wait()
-        assert run.text().count("this step is left out") == 2
+        assert run.text().count("the step is skipped") == 2
         found = events(out, "not_finite")
         assert [e["iter"] for e in found] == [5, 8]
         if kind == "NAN":
             assert found[0]["ranks"] == [nproc - 1] and found[1]["ranks"] == [0]
         assert sorted(column(out, "loss")) == [s for s in range(13) if s not in (5, 8)]
-        # a run that never does those steps, since its save says so
+        # a run without those steps, since its checkpoint excludes them
         without = work / f"without{nproc}{zero}"
         zygote.train([*common[1:], "--max_iters=4", f"--out_dir={without}"], work, nproc)
         if zero == 0:
@@ -175,35 +175,35 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(faulty, zygote,
             assert all(abs(reference[s] - loss) < 1e-5 for s, loss in column(out, "loss").items())
 
 
-def test_stop_names_rank_step_rows_and_layers(faulty, work):
+def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
     run = faulty(["--out_dir=out", "--save_interval=4"], 2, NAN=[[6, 1]]).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
     assert re.search(r"step 6: not finite on rank 1: .*largest gradients transformer\..*\(rank 1\)", run.text())
     found = events(work / "out", "not_finite")[0]
     starts = found["windows"]["1"]
-    import loader
+    from isogpt import loader
 
     whole = loader.random_windows(20000, 32, 1337, loader.TRAIN, 6, 8)
     assert starts == [int(s) for s in loader.share_of(8, 1, 2, 4).pick(whole, 0)]
     assert (work / "out" / "step_00000004").is_dir()
 
 
-def test_several_in_a_row_go_back_to_the_last_save_and_leave_those_batches_out(faulty, zygote, work):
+def test_consecutive_steps_roll_back_to_the_last_checkpoint_and_are_excluded(faulty, zygote, work):
     args = ["--save_interval=5", "--max_iters=14", "--on_nan=skip", "--keep_last=9"]
     run = faulty([*args, "--out_dir=out"], 2, NAN=[[s, 1] for s in (7, 8, 9)]).wait()
-    assert "back to step 5, leaving [7, 8, 9] out" in run.text()
+    assert "rolled back to step 5, excluding [7, 8, 9]" in run.text()
     assert [e["to"] for e in events(work / "out", "rollback")] == [5]
-    assert len(events(work / "out", "not_finite")) == 3, "the second time they are not even tried"
+    assert len(events(work / "out", "not_finite")) == 3, "they are not repeated after the rollback"
     assert sorted(column(work / "out", "loss")) == [s for s in range(15) if s not in (7, 8, 9)]
     resumed = torch.load(work / "out" / "step_00000010" / "ckpt.pt", weights_only=True)
     assert resumed["isogpt"]["left_out"] == [7, 8, 9]
     run = faulty([*args, "--out_dir=hopeless"], 2, NAN=[[s, 0] for s in range(6, 40)]).wait(ok=False)
     assert set(run.codes) == {1} and len(events(work / "hopeless", "rollback")) == 2
-    assert "nothing that was saved is lost" in run.text()
+    assert "no checkpoint was lost" in run.text()
 
 
 def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
-    """An overflow is the scaler's to skip, 16 of them in a row at a scale of 1 are not."""
+    """The scaler handles overflows, until 16 consecutive ones have reduced its scale to 1."""
     args = ["--out_dir=out", "--dtype=float16", "--max_iters=60"]
     run = faulty(args, NAN_GRADIENT=[[s, 0] for s in range(60)]).wait(ok=False)
     assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
@@ -212,21 +212,21 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
-    """Which is the parent process, here whatever started pytest; a worker that is started again has begun later."""
+    """torchrun is the parent process, here the one that started pytest; a restarted worker has begun later."""
     own = resilience.running_s()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     age = float(subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getppid())]))
     assert own < resilience.running_s() and abs(resilience.running_s() - age) < 2
-    stop = resilience.Stop(stop_after_s=resilience.running_s() + 100)
-    assert stop.code() == 0 and stop.code(still_needed_s=101) == resilience.TIME_IS_UP
+    stop = resilience.Stop(time_limit_s=resilience.running_s() + 100)
+    assert stop.code() == 0 and stop.code(step_s=50) == resilience.TIME_IS_UP
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# hangs, deaths, ranks that part
+# hangs, killed processes, ranks that differ
 
 
-def test_a_rank_that_stands_still_is_named_by_all_others(zygote, work):
-    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out", "--timeout_s=3"], work, 3)
+def test_a_hung_rank_is_named_by_all_others(zygote, work):
+    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out", "--dist_timeout_s=3"], work, 3)
     assert run.until(lambda text: "iter 30:" in text)
     stopped = time.monotonic()
     run.kill([1], signal.SIGSTOP)
@@ -239,35 +239,37 @@ def test_a_rank_that_stands_still_is_named_by_all_others(zygote, work):
     run.wait(ok=False)
     assert run.codes[0] == run.codes[2] == 1 and took < 3 + 10, f"{run.codes} after {took:.1f} s:\n{run.text()[-2000:]}"
     for rank in (0, 2):
-        assert re.search(rf"error: rank {rank} at step \d+, .*rank 1 is silent, it was last at step \d+", run.text())
+        assert re.search(
+            rf"error: rank {rank} at step \d+, .*rank 1 does not respond, its last position was step \d+", run.text()
+        )
     assert events(work / "out", "failed")
 
 
-def test_a_rank_that_dies_is_named_by_all_others(zygote, work):
+def test_a_killed_rank_is_named_by_all_others(zygote, work):
     run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out", "--zero=3"], work, 3)
     assert run.until(lambda text: "iter 30:" in text)
     run.kill([2])
     run.wait(timeout=20, ok=False)
     assert run.codes[:2] == [1, 1]
     for rank in (0, 1):
-        assert re.search(rf"error: rank {rank} at step \d+, .*lost the connection.*rank 2 is silent", run.text())
+        assert re.search(rf"error: rank {rank} at step \d+, .*lost the connection.*rank 2 does not respond", run.text())
 
 
-def test_ranks_whose_weights_part_are_found(faulty, work):
+def test_weights_that_differ_across_ranks_are_detected(faulty, work):
     hsdp = ["--zero=3", "--dp_replicate=2"]
     for nproc, args, guilty in ((3, [], 1), (4, hsdp, 3), (4, hsdp, None)):
         args = [*args, f"--out_dir=out{nproc}", "--check_ranks_interval=5", "--batch_size=2", "--max_iters=12"]
-        part = {} if guilty is None else {"PART": [7, guilty]}
-        run = faulty([*args, "--gradient_accumulation_steps=4"], nproc, **part).wait(ok=guilty is None)
+        fault = {} if guilty is None else {"DIFFER": [7, guilty]}
+        run = faulty([*args, "--gradient_accumulation_steps=4"], nproc, **fault).wait(ok=guilty is None)
         if guilty is None:
             continue
         assert set(run.codes) == {1} and run.text().count("error:") == 1, run.text()
-        assert "step 10: the ranks' weights have parted: transformer." in run.text()
+        assert "step 10: weights differ across ranks: transformer." in run.text()
         suspects = [r for r in range(nproc) if f"differs on rank {r}" in run.text()]
-        assert suspects == [guilty] or (nproc == 4 and suspects == [1]), "of two it cannot say which one is right"
+        assert suspects == [guilty] or (nproc == 4 and suspects == [1]), "of two ranks, either one may be right"
 
 
-def test_what_must_be_alike_at_the_start():
+def test_ranks_must_start_with_the_same_settings_code_and_data():
     facts = [launch.start_facts({"seed": 1, "out_dir": str(r)}) | {"the data's digest": "a"} for r in range(3)]
     launch.check_alike(facts)
     facts[2] |= {"host": "node-b", "torch": "2.11.0"}
@@ -278,11 +280,11 @@ def test_what_must_be_alike_at_the_start():
             launch.check_alike([facts[0], facts[0] | {key: value}])
 
 
-def test_slow_ranks_and_spikes_are_noticed():
+def test_slow_ranks_and_spikes_are_detected():
     slow = resilience.SlowRanks(patience=3)
     assert not slow.seen({"forward ms": [10.0, 40.0]}) and not slow.seen({"forward ms": [10.0, 40.0]})
     assert slow.seen({"forward ms": [10.0, 40.0]}) == ["rank 1: forward ms 40.0, others 10.0"]
-    assert not slow.seen({"forward ms": [10.0, 40.0]}), "named once"
+    assert not slow.seen({"forward ms": [10.0, 40.0]}), "reported once"
     for _ in range(10):
         assert not slow.seen({"forward ms": [10.0, 11.0, 12.0], "memory GB": [1.0, 1.1, 1.2]})
     assert slow.seen({}) == []
@@ -301,7 +303,7 @@ def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):
     assert next(t for t in told if t["event"] == "not_finite")["ranks"] == [1]
 
 
-def test_a_run_whose_folder_another_one_took_stops_and_harms_nothing(faulty, zygote, work):
+def test_a_run_stops_when_another_run_has_claimed_its_folder(faulty, zygote, work):
     args = ["--out_dir=out", "--save_interval=5", "--max_iters=20", "--init_from=auto"]
     first = faulty(args, WAIT=[12, 0])
     assert first.until(lambda text: "waiting" in text and "saved out/step_00000010" in text)
@@ -309,7 +311,7 @@ def test_a_run_whose_folder_another_one_took_stops_and_harms_nothing(faulty, zyg
     before = weights(work / "out")
     (work / "go").touch()
     first.wait(ok=False)
-    assert first.codes == [1] and "another run has been started in out" in first.text()
+    assert first.codes == [1] and "another run was started in out" in first.text()
     assert_same(before, weights(work / "out"))
     assert sorted(column(work / "out", "loss")) == list(range(21))
 
@@ -320,7 +322,7 @@ def test_a_run_whose_folder_another_one_took_stops_and_harms_nothing(faulty, zyg
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_torchrun_goes_on_after_a_worker_was_killed_and_its_orphans_leave(zygote, work):
+def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
     args = [*TINY, "--save_interval=10", "--max_iters=60"]
     zygote.start([*args, "--out_dir=straight"], work, 2).wait()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=3"]
@@ -333,7 +335,7 @@ def test_torchrun_goes_on_after_a_worker_was_killed_and_its_orphans_leave(zygote
         assert agent.wait(90) == 0, (work / "log").read_text()[-3000:]
     assert column(work / "out", "loss") == column(work / "straight", "loss"), "the same bits on the same layout"
     assert events(work / "out", "recovered")[0]["seconds"] > 0
-    # an agent that is killed leaves no orphans
+    # a killed agent leaves no orphans
     endless = [a for a in command if not a.startswith(("--max_iters", "--out_dir"))] + ["--max_iters=1000000"]
     with open(work / "log", "w") as log:
         agent = subprocess.Popen([*endless, "--out_dir=orphans"], cwd=work, stdout=log, stderr=log)

@@ -1,5 +1,7 @@
-"""Sharding and recompute change the memory, not the curve; a save on any layout resumes on any other."""
+"""Sharding and recomputation change memory, not the curve. A checkpoint of any layout resumes on any other."""
 
+import os
+import pickle
 import shutil
 
 import pytest
@@ -7,8 +9,11 @@ import torch
 from runs import column
 from test_parity import same
 
+from isogpt import checkpoint, optim, parallel, run_folder
+from model import GPT, GPTConfig
+
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3"]
-# name: (processes, flags); all read 48 sequences a step and are compared with one process
+# name: (processes, flags); all read 48 sequences per step and are compared with one process
 WAYS = {
     "zero1": (2, ["--zero=1"]),
     "zero2": (2, ["--zero=2"]),
@@ -26,7 +31,7 @@ WAYS = {
     "zero1-3": (3, ["--zero=1"]),
     "zero2-3": (3, ["--zero=2"]),
     "zero3-3": (3, ["--zero=3"]),
-    "zero3-4": (4, ["--zero=3", "--prefetch=2"]),
+    "zero3-4": (4, ["--zero=3", "--fsdp_prefetch=2"]),
     "zero1-7": (7, ["--zero=1"]),
     "zero3-7": (7, ["--zero=3"]),
     "full": (1, ["--activation_checkpointing=full"]),
@@ -61,7 +66,7 @@ MARKED = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in W
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_the_curve_of_one_process(zygote, shared_work, one, name):
+def test_every_layout_has_the_curve_of_one_process(zygote, shared_work, one, name):
     nproc, flags = WAYS[name]
     out = shared_work / name.replace(":", "-")
     zygote.train([*ONE, "--eval_interval=15", *flags, f"--out_dir={out}"], shared_work, nproc)
@@ -73,7 +78,7 @@ def test_the_curve_of_one_process(zygote, shared_work, one, name):
 
 
 SHORT = ["--save_interval=10", "--max_iters=19"]
-# where a save comes from, where it goes: (processes, flags)
+# layouts to save on and to resume on: (processes, flags)
 LAYOUTS = {
     "one": (1, []),
     "ddp2": (2, []),
@@ -96,14 +101,14 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def saves(zygote, shared_work):
-    """The straight run, and a run of ten steps on each layout."""
+    """An uninterrupted run, and a run of ten steps on each layout."""
     zygote.train([*SHORT, "--out_dir=straight"], shared_work)
     for name, (nproc, flags) in LAYOUTS.items():
         zygote.train([*SHORT, "--max_iters=9", *flags, f"--out_dir=from-{name}"], shared_work, nproc)
     return shared_work
 
 
-# twelve pairs always, the rest in .ci/run
+# twelve pairs always, the others with the slow tests
 FIRST = [("one", "zero1"), ("one", "zero3"), ("ddp2", "zero3-4"), ("zero1", "one"), ("zero1-3", "zero3"),
          ("zero2", "ddp3"), ("zero2", "zero1"), ("zero3", "one"), ("zero3", "zero1"), ("zero3-4", "zero3"),
          ("hsdp", "zero2"), ("offload", "zero3")]  # fmt: skip
@@ -111,7 +116,7 @@ MARKED_PAIRS = [p if p in FIRST else pytest.param(*p, marks=pytest.mark.slow) fo
 
 
 @pytest.mark.parametrize(("before", "after"), MARKED_PAIRS)
-def test_a_save_resumes_on_another_layout(zygote, saves, before, after):
+def test_a_checkpoint_resumes_on_another_layout(zygote, saves, before, after):
     out = saves / f"{before}-to-{after}"
     shutil.copytree(saves / f"from-{before}", out, symlinks=True)
     nproc, flags = LAYOUTS[after]
@@ -121,26 +126,30 @@ def test_a_save_resumes_on_another_layout(zygote, saves, before, after):
     same({s: straight[s] for s in range(10, 20)}, {s: resumed[s] for s in range(10, 20)}, absolute=1e-5)
 
 
+def empty_model(source):
+    """A model of the checkpoint's shape, with undefined values."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**source.run["model_args"]))
+    parallel.materialize(model, torch.device("cpu"))
+    return model
+
+
 def tensors_of(out):
-    """Weights and moments of the newest save, whole."""
-    import checkpoint
-
-    found, reports = checkpoint.newest(str(out))
+    """Full weights and moments of the newest checkpoint."""
+    found, reports = run_folder.newest(str(out))
     assert found and not reports
-    source = checkpoint.open_save(found)
-    model = checkpoint.read_model(source)
+    source = checkpoint.open_checkpoint(found)
+    model = empty_model(source)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
-    checkpoint.fill(source, model, optimizer)
-    from parallel import moments_by_name
-
-    moments = {f"{n}.{k}": v for n, m in moments_by_name(model, optimizer).items() for k, v in m.items()}
+    checkpoint.restore(source, model, optimizer)
+    moments = {f"{n}.{k}": v for n, m in optim.state_by_name(model, optimizer).items() for k, v in m.items()}
     return {**{n: p.detach() for n, p in model.named_parameters()}, **moments}
 
 
 @pytest.mark.parametrize(
     "name", ["zero1-3", "zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero2", "hsdp"))]
 )
-def test_the_same_layout_resumes_to_the_same_bits(zygote, saves, name):
+def test_a_resume_on_the_same_layout_has_the_same_bits(zygote, saves, name):
     nproc, flags = LAYOUTS[name]
     args = [*SHORT, *flags, "--dropout=0.1", "--gradient_accumulation_steps=4"]
     zygote.train([*args, f"--out_dir=bits-straight-{name}"], saves, nproc)
@@ -154,17 +163,17 @@ def test_the_same_layout_resumes_to_the_same_bits(zygote, saves, name):
 
 
 def test_no_rank_saves_more_than_its_part(saves):
-    """The shards of two ranks hold half of weights and moments each."""
+    """The shards of two ranks hold half of the weights and moments each."""
     sizes = [p.stat().st_size for p in (saves / "from-zero3" / "step_00000010").glob("*.distcp")]
     assert len(sizes) == 2 and max(sizes) < 0.6 * sum(sizes)
 
 
 def test_convert_and_list(zygote, saves, tmp_path):
-    """checkpoint.py: shards to nanoGPT's one file and back; what is there."""
+    """export.py: shards to nanoGPT's single file and back, and the list."""
     shutil.copytree(saves / "from-zero3", tmp_path / "out", symlinks=True)
-    run = zygote.start(["out", "--list"], tmp_path, script="checkpoint.py").wait()
-    assert "shards" in run.text() and "whole" in run.text() and " 10 " in run.text()
-    zygote.start(["out", "--to=ckpt.pt"], tmp_path, script="checkpoint.py").wait()
+    run = zygote.start(["out", "--list"], tmp_path, script="export.py").wait()
+    assert "shards" in run.text() and "valid" in run.text() and " 10 " in run.text()
+    zygote.start(["out", "--to=ckpt.pt"], tmp_path, script="export.py").wait()
     theirs = torch.load(tmp_path / "out" / "ckpt.pt", weights_only=True)
     assert (
         theirs["iter_num"] == 10
@@ -175,17 +184,38 @@ def test_convert_and_list(zygote, saves, tmp_path):
     assert all(torch.equal(theirs["model"][k], v) for k, v in ours.items() if k in theirs["model"])
     (tmp_path / "bare").mkdir()
     shutil.copy(tmp_path / "out" / "ckpt.pt", tmp_path / "bare" / "ckpt.pt")
-    again = zygote.start(["bare", "--to=shards"], tmp_path, script="checkpoint.py").wait()
+    again = zygote.start(["bare", "--to=shards"], tmp_path, script="export.py").wait()
     assert "step_00000010" in again.text()
     back = tensors_of(tmp_path / "bare")
     assert back.keys() == ours.keys() and all(torch.equal(back[k], ours[k]) for k in ours)
     assert not list((tmp_path / "bare").glob("unfinished*"))
 
 
-def test_damage_to_any_file_of_a_sharded_save(zygote, saves, tmp_path):
-    """Each file in turn: a byte flipped, cut short, gone. Reported, and the save before it is used; nothing is lost."""
-    import checkpoint
+def test_a_new_run_from_the_weights_of_a_sharded_run(zygote, saves, tmp_path):
+    """Step 0 and a new optimizer, on any layout; the folder of the other run does not change."""
+    shutil.copytree(saves / "from-zero3", tmp_path / "source", symlinks=True)
+    shutil.copytree(saves / "data", tmp_path / "data")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "source").rglob("*")}
+    # the reference: the same weights at step 0 without optimizer state
+    shutil.copytree(saves / "from-zero3", tmp_path / "converted", symlinks=True)
+    zygote.start(["converted", "--to=ckpt.pt"], tmp_path, script="export.py").wait()
+    state = torch.load(tmp_path / "converted" / "ckpt.pt", weights_only=True)
+    state = {k: v for k, v in state.items() if k not in ("optimizer", "isogpt", "best_val_loss")}
+    (tmp_path / "reference").mkdir()
+    torch.save({**state, "iter_num": 0}, tmp_path / "reference" / "ckpt.pt")
+    args = ["--max_iters=9", "--block_size=16"]
+    zygote.train([*args, "--init_from=resume", "--out_dir=reference"], tmp_path)
+    reference = column(tmp_path / "reference", "loss")
+    assert set(reference) == set(range(10))
+    for name, tolerance in (("one", 0.0), ("ddp2", 1e-5), ("zero1", 1e-5), ("zero3", 1e-5)):
+        nproc, flags = LAYOUTS[name]
+        zygote.train([*args, *flags, "--init_from=source", f"--out_dir={name}"], tmp_path, nproc)
+        same(reference, column(tmp_path / name, "loss"), absolute=tolerance)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "source").rglob("*")} == before
 
+
+def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, saves, tmp_path):
+    """Each file in turn: a byte flipped, truncated, missing. It is reported, and the previous checkpoint is used."""
     shutil.copytree(saves / "from-zero3", tmp_path / "out", symlinks=True)
     shutil.copytree(saves / "data", tmp_path / "data")
     args = [*SHORT, "--zero=3", "--init_from=resume", "--out_dir=out"]
@@ -195,22 +225,18 @@ def test_damage_to_any_file_of_a_sharded_save(zygote, saves, tmp_path):
         good = path.read_bytes()
         for bad in (good[:100] + bytes([good[100] ^ 4]) + good[101:], good[:-1], good[: len(good) // 2], b"", None):
             path.unlink() if bad is None else path.write_bytes(bad)
-            found, reports = checkpoint.newest(str(tmp_path / "out"))
+            found, reports = run_folder.newest(str(tmp_path / "out"))
             assert found.step == 10 and len(reports) == 1 and "step_00000013" in reports[0], path
         path.write_bytes(good)
-    assert checkpoint.newest(str(tmp_path / "out"))[0].step == 13
+    assert run_folder.newest(str(tmp_path / "out"))[0].step == 13
     (step / "__0_0.distcp").write_bytes(b"x")
     run = zygote.train([*args, "--max_iters=14"], tmp_path, 2)
     assert "step_00000013 is damaged" in run.text() and set(column(tmp_path / "out", "loss")) == set(range(15))
-    assert checkpoint.newest(str(tmp_path / "out"))[0].step == 15
+    assert run_folder.newest(str(tmp_path / "out"))[0].step == 15
 
 
 def test_metadata_that_would_run_code_does_not(saves, tmp_path):
-    """Also where whoever forged it wrote fitting checksums."""
-    import os
-    import pickle
-
-    import checkpoint
+    """Even if its checksums match, as a forger would make them."""
 
     class Evil:
         def __reduce__(self):
@@ -221,14 +247,15 @@ def test_metadata_that_would_run_code_does_not(saves, tmp_path):
         out = tmp_path / target.strip(".") / "step_00000010"
         shutil.copytree(source, out)
         (out / target).write_bytes(pickle.dumps(Evil()))
-        manifest = checkpoint.read_manifest(out)
-        manifest["files"] = checkpoint.hash_files(out)
+        manifest = run_folder.read_manifest(out)
+        manifest["files"] = run_folder.hash_files(out)
         del manifest["files"]["manifest.json"]
-        (out / "manifest.json").write_text(checkpoint.sealed(manifest))
-        found, reports = checkpoint.newest(str(out.parent))
+        (out / "manifest.json").write_text(run_folder.sealed(manifest))
+        found, reports = run_folder.newest(str(out.parent))
         assert found and not reports
         with pytest.raises(ValueError, match="run|load"):
-            checkpoint.read_model(checkpoint.open_save(found))
+            source = checkpoint.open_checkpoint(found)
+            checkpoint.restore(source, empty_model(source))
         assert not (tmp_path / "ran").exists()
 
 
@@ -244,7 +271,7 @@ def test_smaller_block_size_on_a_sharded_resume(zygote, saves, tmp_path):
 
 
 def test_scaler_agrees_under_sharding(zygote, saves):
-    """float16: an overflow in one rank's shard skips the step on all; the curve is one process's."""
+    """float16: an overflow in one rank's shard skips the step on all ranks; the curve is that of one process."""
     args = ["--dtype=float16", "--max_iters=12"]
     for name in ("one", "zero1", "zero2", "zero3"):
         zygote.train([*args, *LAYOUTS[name][1], f"--out_dir=fp16-{name}"], saves, LAYOUTS[name][0])

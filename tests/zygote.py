@@ -1,8 +1,8 @@
 """
-Starts runs without paying seconds for `import torch` each time: imports it once, then forks. Started by runs.py, which
-writes one JSON request a line and reads one JSON reply a line; at the end of the input every child is killed.
+Start runs without the seconds that `import torch` takes: import it once, then fork. runs.py starts this process, writes
+one JSON request per line and reads one JSON reply per line. At the end of the input all children are killed.
 
-A child that forks from here has run no torch operation, so there is no thread pool that a fork would break.
+No torch operation has run before a fork, so there is no thread pool that a fork would break.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import torch
-import torch._dynamo  # noqa: F401  (AdamW's first step imports it)
+import torch._dynamo  # noqa: F401  (imported by the first step of AdamW)
 import torch._subclasses.fake_tensor  # noqa: F401
 import torch.distributed  # noqa: F401
 import torch.distributed.checkpoint  # noqa: F401
@@ -24,7 +24,7 @@ import torch.nn.parallel  # noqa: F401
 
 
 def child(job, out):
-    """Become one process of a run: never returns."""
+    """Become one process of a run; does not return."""
     fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -39,7 +39,7 @@ def child(job, out):
         torch.set_num_threads(job["threads"])
     code = 0
     try:
-        # not runpy, which empties the script's globals before its excepthook could use them
+        # not runpy, which clears the script's globals before its excepthook can use them
         with open(script) as f:
             exec(compile(f.read(), script, "exec"), {"__name__": "__main__", "__file__": script})
     except SystemExit as e:

@@ -1,0 +1,96 @@
+"""
+List a run's checkpoints, or convert the newest one between layouts. Neither needs the devices of the run.
+
+    python export.py OUT_DIR --list          step, form, val loss, size and state of each checkpoint
+    python export.py OUT_DIR --to=ckpt.pt    one file in nanoGPT's form: OUT_DIR/ckpt.pt
+    python export.py OUT_DIR --to=shards     a checkpoint in shards, as zero 1, 2 and 3 write them
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from isogpt import checkpoint, optim, parallel, run_folder
+from model import GPT, GPTConfig
+
+
+def convert(out_dir: str, form: str) -> Path:
+    """
+    Write the newest valid checkpoint of a run in another form, 'ckpt.pt' or 'shards'; returns what was written.
+
+    Raises:
+        ValueError: there is no checkpoint, or it has this form already.
+    """
+    found, damaged = run_folder.newest(out_dir)
+    for report in damaged:
+        print(f"warning: {report}", file=sys.stderr)
+    if not found:
+        raise ValueError(f"no valid checkpoint in {out_dir}")
+    if form == "shards" and found.path.is_dir():
+        raise ValueError(f"{found.path} is in shards already")
+    source = checkpoint.open_checkpoint(found)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**source.run["model_args"]))
+    parallel.materialize(model, torch.device("cpu"))
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    checkpoint.restore(source, model, optimizer)
+    out, unfinished = Path(out_dir), Path(out_dir) / f"unfinished_step_{found.step:08d}"
+    run_folder.clean_up(out_dir)
+    if form == "ckpt.pt":
+        checkpoint.write_file(unfinished / "ckpt.pt", checkpoint.nanogpt_state(source.run, model, optimizer))
+        (unfinished / "ckpt.pt").replace(out / "ckpt.pt")
+        unfinished.rmdir()
+        return out / "ckpt.pt"
+    from isogpt import shards
+
+    shards.write(unfinished, parallel.parameters_by_name(model), optim.state_by_name(model, optimizer))
+    best_step, val_loss = source.run["isogpt"].get("best_step", 0), found.manifest.get("val_loss")
+    manifest = run_folder.make_manifest(source.run, 1, 3, best_step, val_loss) | {"run": source.run}
+    return run_folder.commit(unfinished, manifest, keep_last=0, replace=True)
+
+
+def list_checkpoints(out_dir: str) -> str:
+    """A table of the checkpoints in a run's folder."""
+    lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"]
+    for folder in run_folder.step_folders(Path(out_dir)):
+        manifest, state = run_folder.read_manifest(folder), run_folder.damage(folder) or "valid"
+        if manifest and manifest["best_step"] == manifest["step"]:
+            state += " (best)"
+        form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
+        lines.append(row(run_folder.step_of(folder), form, manifest.get("val_loss"), folder.iterdir(), state))
+    bare = Path(out_dir) / "ckpt.pt"
+    if bare.exists() and not bare.is_symlink():
+        problem = run_folder.damaged_zip(bare)
+        step = "?" if problem else run_folder.read_file(bare)["iter_num"]
+        lines.append(row(step, "bare", None, [bare], f"{problem or 'valid'}: {bare}"))
+    return "\n".join(lines)
+
+
+def row(step: int | str, form: str, val_loss: float | None, files: list[Path], state: str) -> str:
+    """A line of the table."""
+    loss = "-" if val_loss is None else f"{val_loss:.4f}"
+    return f"{step:>10}  {form:8}  {loss:>8}  {sum(p.stat().st_size for p in files) / 1e9:7.3f}  {state}"
+
+
+def main() -> None:
+    """The command line: see the first lines of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dir", help="the run's folder")
+    parser.add_argument("--list", action="store_true", help="list the checkpoints (the default)")
+    parser.add_argument("--to", choices=["ckpt.pt", "shards"], help="convert the newest valid checkpoint")
+    options = parser.parse_args()
+    try:
+        if not Path(options.out_dir).is_dir():
+            raise ValueError(f"{options.out_dir} is not a folder")
+        if options.to:
+            print(f"wrote {convert(options.out_dir, options.to)}")
+        if options.list or not options.to:
+            print(list_checkpoints(options.out_dir))
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main()

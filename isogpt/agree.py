@@ -1,0 +1,107 @@
+"""How ranks decide together: gather, broadcast, and leaving together if one of them found an error."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Numbers = TypeVar("Numbers", bound=NamedTuple)
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def gather_objects(value: object) -> list:
+    """`value` of every rank, by rank (all ranks)."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast(value: object) -> object:
+    """Rank 0's `value` (all ranks)."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def gather_numbers(numbers: Numbers, device: torch.device) -> Numbers:
+    """
+    Gather a NamedTuple of scalars from every rank (all ranks): the same NamedTuple with float64 CPU tensors
+    (world_size,), by rank. This is the one small collective of a step, and it waits for the device.
+    """
+    kept = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    mine = torch.stack([torch.as_tensor(v, dtype=kept, device=device) for v in numbers])  # (fields,)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return type(numbers)(*mine[:, None].cpu().double())
+    rows = mine.new_empty(dist.get_world_size() * len(mine))
+    # the name since torch 2.13, which warns about the old one; 2.11 has only the old one
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, mine)
+    return type(numbers)(*rows.view(-1, len(mine)).T.cpu())
+
+
+class StepNumbers(NamedTuple):
+    """What each rank contributes to a step's decisions and to the log."""
+
+    loss: Tensor | float  # this rank's share: the mean over the ranks is the global batch's mean loss
+    grad_norm: Tensor | float  # of the reduced gradient, the same on all ranks
+    step_ms: Tensor | float
+    data_ms: Tensor | float  # waiting for data
+    memory_gb: Tensor | float  # peak
+    forward_ms: Tensor | float
+    stop: Tensor | float  # Stop.code
+
+
+class Number(NamedTuple):
+    """A single number."""
+
+    value: Tensor | float
+
+
+def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
+    """One number from every rank (all ranks): (world_size,) float64 on the CPU."""
+    return gather_numbers(Number(value), device).value
+
+
+@contextmanager
+def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[None]:
+    """
+    Run a block that can fail on any rank (all ranks; no collectives inside). If it raised ValueError or OSError on any
+    of them, rank 0 prints each distinct message once and all ranks exit with status 1.
+
+    Args:
+        on_error: called with the messages before the exit, for instance to log them.
+    """
+    problem = None
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        problem = str(e)
+    problems = gather_objects(problem)
+    messages = list(dict.fromkeys(p for p in problems if p))
+    if not messages:
+        return
+    if on_error:
+        on_error("; ".join(messages))
+    if is_main():
+        for message in messages:
+            ranks = ", ".join(str(r) for r, p in enumerate(problems) if p == message)
+            source = "" if problems[0] == message else f"rank {ranks}: "
+            print(f"error: {source}{message}", file=sys.stderr, flush=True)
+    if not dist.is_initialized():
+        sys.exit(1)
+    with suppress(RuntimeError):  # other ranks may have left already
+        dist.barrier()  # a rank that leaves early makes the launcher kill rank 0 before it prints
+    # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
+    sys.stdout.flush()
+    os._exit(1)

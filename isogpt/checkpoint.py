@@ -1,0 +1,308 @@
+"""
+Saving and restoring a run on any layout: what is in a checkpoint, and writing it in the background. Where checkpoints
+are on disk, which of them are valid, and which are deleted: run_folder.py.
+"""
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from isogpt import optim, run_folder
+from isogpt.agree import broadcast, exit_together, is_main
+from isogpt.parallel import local, parameters_by_name, put, reshard
+from isogpt.run_folder import Found
+
+MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
+WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
+
+
+@dataclass
+class Progress:
+    """How far a run has come. `step` is the next step; `skipped` are steps excluded because they were not finite."""
+
+    tokens_per_step: int
+    step: int = 0
+    tokens: int = 0
+    best_val_loss: float = math.inf
+    best_step: int = 0
+    skipped: set[int] = field(default_factory=set)
+    wandb_id: str | None = None
+
+    def load(self, run: dict) -> None:
+        """Continue a checkpoint's run (see Source.run)."""
+        ours = run.get("isogpt", {})  # missing in nanoGPT's checkpoints
+        self.rewind(run)
+        self.best_val_loss, self.best_step = run.get("best_val_loss", math.inf), ours.get("best_step", 0)
+        self.skipped, self.wandb_id = set(ours.get("left_out", [])), ours.get("wandb_id")
+
+    def rewind(self, run: dict) -> None:
+        """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
+        self.step = run["iter_num"]
+        self.tokens = run.get("isogpt", {}).get("tokens", self.step * self.tokens_per_step)
+
+    def advance(self) -> None:
+        """A step has been taken."""
+        self.step += 1
+        self.tokens += self.tokens_per_step
+
+    def describe(self) -> dict:
+        """What a checkpoint stores of it besides iter_num and best_val_loss."""
+        facts = {"best_step": self.best_step, "tokens": self.tokens, "left_out": sorted(self.skipped)}
+        return facts | {"wandb_id": self.wandb_id}
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    An open checkpoint. `run` is everything that is not a tensor: model_args, iter_num, best_val_loss, config, isogpt.
+    `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if they are in shards.
+    """
+
+    found: Found
+    run: dict
+    weights: dict[str, Tensor] | None = None
+    optimizer: dict[str, dict[str, Tensor]] | None = None
+
+    @property
+    def dtype(self) -> str | None:
+        """The dtype that the run computed in; None in nanoGPT's checkpoints."""
+        return self.run["isogpt"].get("dtype")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# restoring
+
+
+def find_start(init_from: str, out_dir: str, resume_step: int) -> tuple[Source | None, bool]:
+    """
+    Find and open the checkpoint that `init_from` asks for (all ranks; rank 0 looks). Exits with a message if there is
+    none but one is needed.
+
+    Returns:
+        (the checkpoint or None, whether the run resumes from it rather than starting with its weights)
+    """
+    answer = None
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted a run that may be further on
+        resume_step = -1
+    with exit_together():
+        if is_main():
+            answer = run_folder.find_start(init_from, out_dir, resume_step)
+            for report in answer[2]:
+                print(f"warning: {report}", flush=True)
+    found, is_resume, _ = broadcast(answer)
+    with exit_together():
+        return open_checkpoint(found) if found else None, is_resume
+
+
+def open_checkpoint(found: Found) -> Source:
+    """
+    Read everything but the tensors.
+
+    Raises:
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint.
+    """
+    if found.path.is_dir():
+        return Source(found, found.manifest["run"])
+    path, state = found.path, run_folder.read_file(found.path)
+    if not isinstance(state["model"], dict) or not all(torch.is_tensor(w) for w in state["model"].values()):
+        raise ValueError(f"{path}: its model is not a dict of tensors")
+    args = state["model_args"]
+    absent = [k for k in MODEL_ARGS if not isinstance(args, dict) or not isinstance(args.get(k), int)]
+    if absent:
+        raise ValueError(f"{path}: its model_args have no {', '.join(absent)}")
+    saved = state.get("optimizer", {"state": {}})
+    if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
+        raise ValueError(f"{path}: its optimizer has no AdamW state")
+    # nanoGPT stores torch.compile's prefix and, without flash attention, the causal mask of each block
+    weights = {name.removeprefix("_orig_mod."): w for name, w in state["model"].items()}
+    weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
+    run = {"isogpt": {}, "config": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
+    run["model_args"] = {**args, "gelu": run["isogpt"].get("gelu", "none")}
+    run["best_val_loss"] = float(run.get("best_val_loss", math.inf))  # a tensor in nanoGPT's
+    return Source(found, run, weights, optim.numbered_by_name(weights, saved["state"]))
+
+
+def restore(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+            scaler: torch.amp.GradScaler | None = None, progress: Progress | None = None) -> None:  # fmt: skip
+    """
+    Copy a checkpoint into a model, and into its optimizer, scaler and progress if given, on any layout: each rank reads
+    what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer of them.
+
+    Raises:
+        ValueError: they do not fit, or a file cannot be read or would run code.
+    """
+    reshard(model)
+    state = optim.state_by_name(model, optimizer) if optimizer else {}
+    if source.weights is None:
+        restore_shards(source, parameters_by_name(model), state)
+    else:
+        try:
+            load_weights(model, source.weights)
+            for name, saved in source.optimizer.items():
+                for key, target in state.get(name, {}).items():
+                    put(target, cut(torch.as_tensor(saved[key], dtype=torch.float32), target, name))
+        except (KeyError, RuntimeError) as e:
+            raise ValueError(f"{source.found.path} does not fit the model: {' '.join(str(e).split())[:200]}") from e
+    if progress:
+        progress.rewind(source.run)
+    if scaler and source.run["isogpt"].get("scaler"):
+        scaler.load_state_dict(source.run["isogpt"]["scaler"])
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy full tensors by parameter name into a model on any layout; position embeddings may be longer than its."""
+    for name, target in parameters_by_name(model).items():
+        put(target, cut(weights[name], target, name))
+
+
+def cut(saved: Tensor, target: Tensor, name: str) -> Tensor:
+    """The saved tensor, shortened to the target's length if it is one of the position embeddings."""
+    return saved[: len(target)] if name == WPE and target.dim() else saved
+
+
+def restore_shards(source: Source, weights: dict, state: dict) -> None:
+    """`restore` for shards: torch.distributed.checkpoint reads the parts that overlap with this rank's."""
+    from isogpt import shards
+
+    wanted = {"model": dict(weights), "optim": {name: dict(tensors) for name, tensors in state.items()}}
+    length = source.run["model_args"]["block_size"]
+    shortened = []  # (this rank's tensor, a full one to read into)
+    if len(weights[WPE]) != length:
+        moments = wanted["optim"].get(WPE, {})  # with zero 1 another rank may hold them
+        for tensors, key in ((wanted["model"], WPE), (moments, "exp_avg"), (moments, "exp_avg_sq")):
+            if key in tensors:
+                shortened.append((tensors[key], torch.empty(length, *tensors[key].shape[1:])))
+                tensors[key] = shortened[-1][1]
+    try:
+        shards.read(source.found.path, wanted)
+    except shards.ERRORS as e:  # damaged files raise nearly anything
+        raise ValueError(f"{source.found.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
+    for target, whole in shortened:
+        put(target, whole[: len(target)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# saving
+
+
+@dataclass
+class Saver:
+    """
+    Writes one checkpoint at a time, in the background. Older ones are deleted only when a new one is complete.
+
+    `owner` is what run_folder.enter_folder returned. All ranks create it together.
+    """
+
+    out_dir: str
+    keep_last: int
+    owner: str
+    world_size: int
+    zero: int
+    model_args: dict
+    config: dict
+    pending: Future | None = None
+    # of the last checkpoint:
+    step: int = 0
+    folder: Path | None = None
+    stall: float = 0.0  # how long it delayed its step
+    seconds: float = 0.0  # how long it took
+    problem: str = ""  # why it failed
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.zero > 0:  # shards are written from a thread, which needs a group of its own with a CPU backend
+            self.group = dist.new_group(backend="gloo")
+
+    def check(self, model: nn.Module, step: int) -> None:
+        """Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written."""
+        bad = [name for name, p in parameters_by_name(model).items() if not local(p).isfinite().all()]
+        if bad:
+            names = ", ".join(bad[:3])
+            raise ValueError(f"weights are not finite at step {step} ({names}): no checkpoint was written")
+        if is_main():
+            run_folder.check_owner(Path(self.out_dir), self.owner)
+
+    def start(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer,
+              scaler: torch.amp.GradScaler, dtype: str, val_loss: float | None) -> None:  # fmt: skip
+        """Copy the state and start to write it (all ranks; without shards, ranks other than 0 have nothing to do)."""
+        began, self.step, self.problem = time.perf_counter(), progress.step, ""
+        extra = {"dtype": dtype, "scaler": scaler.state_dict(), **progress.describe(), "world_size": self.world_size}
+        run = {"model_args": self.model_args, "iter_num": progress.step, "best_val_loss": progress.best_val_loss}
+        run |= {"config": self.config, "isogpt": extra}
+        self.folder = run_folder.step_folder(Path(self.out_dir), self.step)
+        unfinished = Path(self.out_dir) / f"unfinished_{self.owner[:8]}_step_{self.step:08d}"
+        manifest = run_folder.make_manifest(run, self.world_size, self.zero, progress.best_step, val_loss)
+        if self.zero > 0:
+            from isogpt import shards
+
+            manifest["run"], state = run, optim.state_by_name(model, optimizer)
+            self.pending = shards.start_write(unfinished, parameters_by_name(model), state, self.group)
+            write = self.pending.result  # waits for all ranks' shards
+        elif is_main():
+            write = partial(write_file, unfinished / "ckpt.pt", nanogpt_state(run, model, optimizer))
+        if is_main():
+            background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self.pending = background.submit(self.finish, write, unfinished, manifest, began)
+        self.stall = time.perf_counter() - began
+
+    def finish(self, write: Callable[[], object], unfinished: Path, manifest: dict, began: float) -> None:
+        """Write the files and commit the checkpoint (rank 0, in the background)."""
+        try:
+            write()
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)  # makes room on a full disk
+            raise
+        run_folder.commit(unfinished, manifest, self.keep_last, self.owner)
+        self.seconds = time.perf_counter() - began
+
+    def poll(self) -> "Saver | None":
+        """`wait` if the checkpoint under way has been completed or has failed, else None."""
+        return self.wait() if self.pending and self.pending.done() else None
+
+    def wait(self) -> "Saver | None":
+        """
+        Wait for the checkpoint under way, on ranks other than 0 for their part of it. Returns None if there is none,
+        else this Saver with the outcome: folder and seconds (rank 0), or problem.
+        """
+        if not self.pending:
+            return None
+        pending, self.pending = self.pending, None
+        error = pending.exception()  # a full disk gives OSError, RuntimeError or DCP's own BaseException
+        if error:
+            self.problem = " ".join(str(error).split())[-300:] or type(error).__name__
+        return self
+
+    def writes_alone(self) -> bool:
+        """Whether this rank writes the checkpoint under way without the other ranks' help."""
+        return self.pending is not None and self.zero == 0
+
+
+def nanogpt_state(run: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """A copy of the state on the CPU in nanoGPT's form, which its train.py and sample.py load."""
+    weights = {name: p.to("cpu", copy=True) for name, p in parameters_by_name(model).items()}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    state = optim.numbered_state(model, optimizer)
+    state["state"] = {i: {k: v.to("cpu", copy=True) for k, v in old.items()} for i, old in state["state"].items()}
+    args = dict(run["model_args"])
+    extra = run["isogpt"] | {"gelu": args.pop("gelu", "none")}  # nanoGPT's model_args have no entry for it
+    return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
+
+
+def write_file(path: Path, state: dict) -> None:
+    """Write a ckpt.pt to the disk, in a new folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())

@@ -1,0 +1,194 @@
+"""What the device does and could do: timing the parts of a step, memory, matmul peaks, and the profiler."""
+
+import math
+import re
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from isogpt.agree import gather_objects
+from isogpt.precision import DTYPES
+
+# Dense bfloat16 (V100, T4: float16) matmul peaks in FLOP/s, from the manufacturers' data sheets. The first pattern that
+# matches whole words of the device's name applies. TF32 runs at half of it on the devices that support it.
+PEAKS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+         "A10G": 70e12, "A10": 125e12, "RTX A6000": 155e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+         "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12}  # fmt: skip
+
+
+def data_sheet_peak(device_name: str) -> float | None:
+    """The device's matmul peak in PEAKS: 'NVIDIA A100-SXM4-80GB' is an A100, 'NVIDIA L40' is not an L4."""
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
+
+
+def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
+    """
+    (matmul FLOP/s of this device in `dtype`, source of the figure): from its data sheet, or measured here;
+    (None, 'unknown') if neither is possible.
+    """
+    if device.type == "cuda" and dtype != "float32" and (peak := data_sheet_peak(torch.cuda.get_device_name(device))):
+        return (peak / 2 if dtype == "tf32" else peak), "data sheet"
+    with suppress(RuntimeError):
+        return measured_matmul(device, dtype), "measured matmul"
+    return None, "unknown"
+
+
+def total_peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
+    """The sum of all ranks' peak_flops (all ranks), None if one is unknown, and the source of rank 0's figure."""
+    peak, source = peak_flops(device, dtype)
+    peaks = gather_objects(peak)
+    return (sum(peaks), source) if all(peaks) else (None, "unknown")
+
+
+def measured_matmul(device: torch.device, dtype: str, seconds: float = 0.15) -> float:
+    """FLOP/s of a square matmul: the best of as many as fit into `seconds`."""
+    n = {"cpu": 1024, "cuda": 8192}.get(device.type, 2048)
+    a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in "ab")
+    best, end = math.inf, time.perf_counter() + seconds
+    while True:
+        synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+        if time.perf_counter() > end:
+            return 2 * n**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished what was queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak memory of this process in GB: on the GPU, or the resident set on a CPU (0 if the system does not tell)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory() / 1e9
+    with suppress(ImportError):  # Windows
+        import resource
+
+        bytes_per_unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / 1e9
+    return 0.0
+
+
+def utilization(device: torch.device) -> float | None:
+    """Percent of the last second in which the GPU was busy; None if it cannot be read (it needs pynvml)."""
+    with suppress(Exception):  # a missing package or a driver without support: no reason to stop a run
+        return float(torch.cuda.utilization(device)) if device.type == "cuda" else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the parts of a step
+
+
+class Clock:
+    """
+    Times the parts of a step: `with clock("forward"):`. On a GPU a part is timed by events, for which the CPU does not
+    wait; elsewhere by the CPU's clock. The profiler's trace shows the same names.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu, self.now = device.type == "cuda", {}
+        self.count, self.doing = 0, "the start"  # for the watchdog: grows with each part; the current part
+        self.cpu, self.profiler = {}, None  # ms of parts of the current step that are timed on the CPU
+        self.waiting, self.steps = deque(), deque(maxlen=1000)  # for each step {part: ms}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name):
+            start = self.mark()
+            self.count, self.doing = self.count + 1, name
+            yield
+            self.count, self.doing = self.count + 1, f"after {name}"
+            self.now.setdefault(name, []).append((start, self.mark()))
+
+    @contextmanager
+    def on_cpu(self, name: str) -> Iterator[None]:
+        """Time a part by the CPU's clock: waiting for data, which the GPU does not see."""
+        start = time.perf_counter()
+        yield
+        self.cpu[name] = self.cpu_ms(name) + (time.perf_counter() - start) * 1e3
+
+    def cpu_ms(self, name: str) -> float:
+        """The ms that a part timed by `on_cpu` has taken in this step."""
+        return self.cpu.get(name, 0.0)
+
+    def mark(self) -> object:
+        """The current time, or an event in the GPU's queue."""
+        if self.on_gpu:
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: object, end: object) -> float:
+        """Milliseconds between two marks."""
+        return start.elapsed_time(end) if self.on_gpu else (end - start) * 1e3
+
+    def step(self) -> None:
+        """End a step."""
+        self.waiting.append((self.now, self.cpu))
+        self.now, self.cpu = {}, {}
+        if len(self.waiting) > 2:  # the GPU has passed all events of the step before the last one
+            parts, cpu = self.waiting.popleft()
+            self.steps.append({name: sum(self.elapsed_ms(*m) for m in marks) for name, marks in parts.items()} | cpu)
+        if self.profiler:
+            self.profiler.step()
+
+    def last(self, name: str) -> float:
+        """A part's ms in the latest step that is known; 0 before there is one."""
+        return self.steps[-1].get(name, 0.0) if self.steps else 0.0
+
+    def medians(self) -> dict[str, float]:
+        """The median of each part in ms, over the last thousand steps."""
+        names = self.steps[-1] if self.steps else {}
+        return {name: statistics.median(s[name] for s in self.steps if name in s) for name in names}
+
+
+def over_ranks(medians: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """{part: {mean, max}} over the ranks, from every rank's Clock.medians."""
+    values = {name: [m[name] for m in medians if name in m] for name in medians[0]}
+    return {name: {"mean": statistics.mean(v), "max": max(v)} for name, v in values.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the profiler
+
+PROFILE_SKIP, PROFILE_STEPS = 5, 5  # the first steps are not typical
+
+
+def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
+    """
+    A profiler for a run of `steps` steps that skips 5, records 5, and writes to out_dir: trace.json, operators.txt (the
+    operators by their own time) and on a GPU memory.pickle, a snapshot for https://pytorch.org/memory_viz. Assign it to
+    Clock.profiler.
+    """
+    out, on_gpu, needed = Path(out_dir), torch.cuda.is_available(), PROFILE_SKIP + PROFILE_STEPS
+    if steps < needed:
+        print(
+            f"warning: --profile traces the steps after the fifth: {steps} steps give no trace, {needed} do", flush=True
+        )
+
+    def write(profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(str(out / "trace.json"))
+        key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        (out / "operators.txt").write_text(averages.table(sort_by=key, row_limit=15, max_name_column_width=50))
+        if on_gpu:
+            torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    if on_gpu:
+        torch.cuda.memory._record_memory_history()
+    schedule = torch.profiler.schedule(skip_first=PROFILE_SKIP - 1, wait=0, warmup=1, active=PROFILE_STEPS, repeat=1)
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)  # of the CPU and the GPU
+    profiler.start()
+    return profiler

@@ -1,0 +1,248 @@
+"""
+Operators that model.py uses: dropout and half-precision attention that are fast on a CPU, causal attention with a
+key/value cache, and a cross-entropy that never holds all the logits of a large vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+IGNORE = -1  # targets with this value do not contribute to the loss
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dropout
+
+
+def dropout_factors(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> Tensor:
+    """
+    The factors by which dropout multiplies on a CPU: 0 with probability p (rounded to a multiple of 1 / 65,536), else
+    1 / (1 - p). Ten times as fast as one draw per element: four elements share one 64-bit draw of NumPy's SFC64, which
+    is twice as fast as PyTorch's generator and is seeded from it, and the rest is integer arithmetic.
+    """
+    n, scale = math.prod(shape), 1 / (1 - p)
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    bits = torch.from_numpy(np.random.SFC64(seed).random_raw(-(-n // 4)).view(np.int16)[:n]).view(shape)
+    kept = bits.ge_(min(round(p * 65536), 65535) - 32768)  # int16: 1 if kept, else 0
+    if dtype.itemsize == 2:
+        return kept.mul_(torch.tensor(scale, dtype=dtype).view(torch.int16).item()).view(dtype)
+    return kept.to(dtype).mul_(scale)
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout with faster mask generation on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not 0 < self.p < 1 or x.device.type != "cpu":
+            return super().forward(x)
+        return x * dropout_factors(x.shape, self.p, x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# attention
+
+# These are module constants because reading an attribute of an autograd.Function breaks torch.compile's graph.
+HALF_ATTENTION_UP_TO = 2048  # tokens; at 4096 PyTorch's own kernel is faster than CPUHalfAttention
+HALF_ATTENTION_CHUNK = 128  # queries per matmul; larger chunks compute more scores that the causal mask discards
+# tokens up to which the probabilities are kept for the backward: at 1024, recomputing them costs a tenth of attention
+# and saves a third of a block's activation memory
+HALF_ATTENTION_KEEPS_UP_TO = 512
+
+
+@dataclass
+class KVCache:
+    """Keys and values of one block at the previous positions, in buffers that hold the longest sequence."""
+
+    k: Tensor  # (B, H, block_size, D)
+    v: Tensor  # (B, H, block_size, D)
+    length: int = 0  # positions stored so far
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v of T more positions, (B, H, T, D); return those of all positions so far, (B, H, S, D)."""
+        start, self.length = self.length, self.length + k.size(2)
+        self.k[:, :, start : self.length] = k
+        self.v[:, :, start : self.length] = v
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cache: KVCache | None = None) -> Tensor:
+    """
+    Causal self-attention: softmax(q k^T / sqrt(D)) v, where a position attends to itself and to earlier ones.
+
+    Args:
+        q, k, v: queries, keys and values (B, T, H, D); they may be views of one tensor.
+        dropout: probability of dropping an attention weight.
+        cache: keys and values of the previous positions; k and v are appended to it.
+
+    Returns:
+        (B, T, H * D)
+    """
+    T = q.size(1)
+    longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO  # dropout's factors are kept in memory too
+    if cache is None and q.device.type == "cpu" and q.itemsize == 2 and longest >= T:
+        return CPUHalfAttention.apply(q, k, v, dropout)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D) each
+    if cache is not None:
+        k, v = cache.append(k, v)
+    S, mask = k.size(2), None
+    if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
+        mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=S == T)
+    return y.transpose(1, 2).flatten(2)
+
+
+class CPUHalfAttention(torch.autograd.Function):
+    """
+    Causal self-attention on a CPU in bfloat16 or float16: q, k, v (B, T, H, D) -> (B, T, H * D).
+
+    PyTorch's kernel multiplies small blocks one at a time, but processors with bfloat16 instructions need large ones:
+    its forward and backward took 2 to 4 times as long. Here, each chunk of queries attends to all keys up to its last
+    position in one batched matmul. The probabilities, (T + HALF_ATTENTION_CHUNK) / 2 * H numbers per token, are kept
+    for the backward if the sequence is short or dropout needs them; otherwise they are recomputed.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        B, T, H, D = q.shape
+        ctx.shape, ctx.dropout = q.shape, dropout
+        ctx.chunks = [(i, min(i + HALF_ATTENTION_CHUNK, T)) for i in range(0, T, HALF_ATTENTION_CHUNK)]
+        ctx.keeps_probs = dropout > 0 or T <= HALF_ATTENTION_KEEPS_UP_TO
+        q, k, v = (t.transpose(1, 2).reshape(B * H, T, D) for t in (q, k, v))
+        outs, kept = [], []
+        for i, j in ctx.chunks:
+            p = attention_probs(q, k, i, j)
+            if ctx.keeps_probs:
+                kept.append(p)
+            if dropout:
+                kept.append(dropout_factors(p.shape, dropout, p.dtype))
+                p = p * kept[-1]
+            outs.append(torch.bmm(p, v[:, :j]))
+        ctx.save_for_backward(q, k, v, *kept)
+        y = outs[0] if len(outs) == 1 else torch.cat(outs, 1)  # (B * H, T, D)
+        return y.view(B, H, T, D).transpose(1, 2).reshape(B, T, H * D)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        B, T, H, D = ctx.shape
+        q, k, v, *kept = ctx.saved_tensors
+        grad = grad.view(B, T, H, D).transpose(1, 2).reshape(B * H, T, D)
+        beta = 0 if len(ctx.chunks) == 1 else 1  # gradients of keys and values accumulate over several chunks
+        new = grad.new_zeros if beta else grad.new_empty
+        dq, dk, dv = new(3, B * H, T, D)
+        for i, j in ctx.chunks:
+            p = kept.pop(0) if ctx.keeps_probs else attention_probs(q, k, i, j)
+            g = grad[:, i:j]
+            dp, dropped = torch.bmm(g, v[:, :j].transpose(1, 2)), p
+            if ctx.dropout:
+                factors = kept.pop(0)
+                dp, dropped = dp.mul_(factors), p * factors
+            ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)  # (B * H, j - i, j)
+            dq[:, i:j].baddbmm_(ds, k[:, :j], beta=0, alpha=D**-0.5)
+            dk[:, :j].baddbmm_(ds.transpose(1, 2), q[:, i:j], beta=beta, alpha=D**-0.5)
+            dv[:, :j].baddbmm_(dropped.transpose(1, 2), g, beta=beta)
+        dq, dk, dv = (t.view(B, H, T, D).transpose(1, 2) for t in (dq, dk, dv))
+        return dq, dk, dv, None
+
+
+def attention_probs(q: Tensor, k: Tensor, i: int, j: int) -> Tensor:
+    """Attention weights of queries i to j over keys 0 to j, (B * H, j - i, j), from q and k (B * H, T, D)."""
+    mask = causal_bias(i, j, q.dtype)  # (j - i, j)
+    return torch.baddbmm(mask, q[:, i:j], k[:, :j].transpose(1, 2), alpha=q.size(-1) ** -0.5).softmax(-1)
+
+
+@lru_cache(maxsize=32)
+def causal_bias(i: int, j: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of queries i to j over keys 0 to j, (j - i, j): -inf for later keys, else 0."""
+    return torch.full((j - i, j), -math.inf, dtype=dtype).triu(1 + i)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# loss
+
+
+def logits_at_once(on_cpu: bool, itemsize: int) -> tuple[int, int, int]:
+    """
+    The maximum number of logits held at once: (in float32 without chunks, per chunk of `itemsize`-byte logits, in
+    float32 per chunk). On a CPU that is 64, 64 and 8 MiB. The 8 MiB fit its cache: a third less time than with 64.
+    """
+    if on_cpu:
+        return 2**24, 2**26 // itemsize, 2**21
+    return 2**26, 2**26, 2**26
+
+
+def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """
+    Cross-entropy of the logits `x @ weight.T`, summed over the targets that are not -1: a float32 scalar.
+
+    Args:
+        x: final hidden states (B, T, C).
+        weight: output embeddings (V, C).
+        targets: token ids (B, T).
+    """
+    x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
+    unchunked, _, _ = logits_at_once(x.device.type == "cpu", x.itemsize)
+    rows = max(1, unchunked // weight.size(0))
+    if x.size(0) <= rows or not torch.is_grad_enabled():
+        losses = [F.cross_entropy(F.linear(xs, weight).float(), ts, reduction="sum", ignore_index=IGNORE)
+                  for xs, ts in zip(x.split(rows), targets.split(rows), strict=True)]  # fmt: skip
+        return torch.stack(losses).sum()
+    if torch.is_autocast_enabled(x.device.type):  # autocast does not apply inside an autograd.Function
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    _, per_chunk, per_chunk_float = logits_at_once(x.device.type == "cpu", x.itemsize)
+    return ChunkedLoss.apply(x, weight, targets, per_chunk, per_chunk_float)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """
+    summed_loss for a large vocabulary, one chunk of rows at a time. The logits of a whole micro-batch would be the
+    step's largest tensor, several times over. The gradient of a chunk does not depend on the other chunks, so it is
+    computed immediately and overwrites the chunk's logits. F.linear_cross_entropy has the same purpose, but was 4 to 8
+    times slower on a CPU and rounded the sum to bfloat16 (torch 2.13).
+
+    Args:
+        x: final hidden states (N, C); weight: (V, C); targets: (N,).
+        per_chunk: maximum number of logits per chunk (at least one row).
+        per_chunk_float: maximum number of logits converted to float32 at once.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, per_chunk: int,
+                per_chunk_float: int) -> Tensor:  # fmt: skip
+        V, C = weight.shape
+        rows, float_rows = max(1, per_chunk // V), max(1, per_chunk_float // V)
+        weight_rows = max(1, per_chunk_float // C)
+        loss = x.new_zeros((), dtype=torch.float32)
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        buffer = x.new_empty(min(rows, len(x)), V)
+        for xs, ts, dxs in zip(x.split(rows), targets.split(rows), dx.split(rows), strict=True):
+            logits = torch.mm(xs, weight.t(), out=buffer[: len(xs)])  # (rows, V)
+            for part, t in zip(logits.split(float_rows), ts.split(float_rows), strict=True):
+                valid, t = t[:, None] != IGNORE, t[:, None].clamp(min=0)  # (float_rows, 1) each
+                p = part.float()  # (float_rows, V)
+                p -= p.amax(-1, keepdim=True)
+                target_logit = p.gather(1, t)
+                total = p.exp_().sum(-1, keepdim=True)
+                loss += ((total.log() - target_logit) * valid).sum()
+                # d loss / d logits = softmax - one_hot, 0 if the target is ignored
+                part.copy_(p.mul_(valid / total).scatter_add_(1, t, -valid.float()))
+                del p  # so that the next part reuses its memory
+            torch.mm(logits, weight, out=dxs)
+            for dws, part in zip(dw.split(weight_rows), logits.split(weight_rows, 1), strict=True):
+                dws += part.t() @ xs
+        ctx.save_for_backward(dx, dw)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        dx, dw = ctx.saved_tensors
+        # in float32: 1 / target_count rounded to bfloat16 would scale all gradients but lm_head's by up to 0.4 %
+        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None, None

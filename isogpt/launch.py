@@ -1,0 +1,348 @@
+"""The launchers' rank variables, the device of this process, and joining the other processes."""
+
+import ctypes
+import gc
+import os
+import re
+import signal
+import socket
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from isogpt import network
+from isogpt.agree import exit_together, gather_objects
+
+# The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes before
+# Slurm, since mpirun inside a Slurm job starts its daemons with srun. DeepSpeed, accelerate and
+# torch.distributed.launch use torchrun's names.
+MPI = {"Open MPI's mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+       "MPICH's mpirun": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others. Without a launcher: world_size 1 and no store."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str  # for init_process_group
+    store: dist.Store | None = None
+    start: str = ""  # the unique name of this start of the run, the prefix of its keys in the store
+    hosts: tuple[str, ...] = ("this host",)  # host name, by rank
+    network: str = "no process group"  # the backend and gloo's network interface: 'gloo over eth0 (10.0.0.1)'
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints, logs and writes what only one process should write."""
+        return self.rank == 0
+
+    def names(self) -> list[str]:
+        """The ranks' names in messages, by rank: 'rank 3', with the host name if there are several hosts."""
+        return rank_names(self.hosts)
+
+    def topology(self) -> str:
+        """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
+        names = list(dict.fromkeys(self.hosts))
+        counts = [self.hosts.count(name) for name in names]
+        listed = ", ".join(names if len(names) <= 4 else [*names[:4], "..."])
+        nodes = f"{len(names)} nodes ({listed})" if len(names) > 1 else "1 node"
+        return f"{self.world_size} = {nodes} x {counts[0] if len(set(counts)) == 1 else '+'.join(map(str, counts))}"
+
+    def group_options(self, timeout_s: float) -> dict:
+        """The arguments of init_process_group besides the backend; without a launcher, for a group of one process."""
+        nccl = "nccl" in self.backend
+        timeout = timedelta(seconds=timeout_s + 30 if nccl else timeout_s)  # the watchdog reports before NCCL aborts
+        return dict(rank=self.rank, world_size=self.world_size, store=self.store or dist.HashStore(), timeout=timeout,
+                    device_id=self.device if nccl else None)  # fmt: skip
+
+
+def rank_names(hosts: Sequence[str]) -> list[str]:
+    """The names of ranks on these hosts: 'rank 3', with the host name if there are several hosts."""
+    return [f"rank {r} ({host})" if len(set(hosts)) > 1 else f"rank {r}" for r, host in enumerate(hosts)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# launchers
+
+
+def adopt_launcher_variables() -> None:
+    """
+    If srun or mpirun started this process, set the environment variables that torchrun would have set; the rest of the
+    code reads only those. Changes nothing if RANK is set or this process was started alone.
+
+    Raises:
+        ValueError: the processes are on several machines and rank 0's address is not known.
+    """
+    env = os.environ
+    if "RANK" in env:
+        return
+    found, address, job = mpi_variables() or slurm_variables() or (None, "", "")
+    if not found or found[1] == "1":  # a single process, perhaps the shell of a job
+        return
+    env.update(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), found, strict=True))
+    env.setdefault("MASTER_ADDR", address)
+    # below the range of ephemeral ports, and different for each job
+    env.setdefault("MASTER_PORT", str(10000 + zlib.crc32(job.encode()) % 20000))
+
+
+def mpi_variables() -> tuple[list[str], str, str] | None:
+    """([rank, world size, local rank, local world size], rank 0's address, job) from mpirun; None without it."""
+    env = os.environ
+    launcher = next((name for name in MPI if set(MPI[name]) <= env.keys()), None)
+    if not launcher:
+        return None
+    found = [env[name] for name in MPI[launcher]]
+    is_one_machine = found[1] == found[3]
+    if not is_one_machine and "MASTER_ADDR" not in env:
+        flag = "-x MASTER_ADDR=HOST" if "Open" in launcher else "-genv MASTER_ADDR HOST"
+        raise ValueError(f"{launcher} started {found[1]} processes, {found[3]} of them on {socket.gethostname()}, but "
+                         f"rank 0's address is not known: start with mpirun {flag} (HOST: first machine)")  # fmt: skip
+    parent = str(os.getppid()) if is_one_machine else "0"  # mpirun itself, the same for all its processes
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("SLURM_JOB_ID") or parent
+    return found, "127.0.0.1", job
+
+
+def slurm_variables() -> tuple[list[str], str, str] | None:
+    """The same from srun; None without it, and in the shell of `srun --pty`."""
+    env = os.environ
+    if "SLURM_PTY_PORT" in env or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
+        return None
+    address, tasks = slurm_nodes(env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    here = str(tasks[min(int(env.get("SLURM_NODEID", 0)), len(tasks) - 1)])
+    found = [env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env.get("SLURM_LOCALID", "0"), here]
+    return found, address, f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+
+
+def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
+    """The first name in Slurm's list of nodes, 'gpu[03-05,9],login', and the tasks of each node, '2(x3),1'."""
+    first = re.match(r"([^\[,]*)(?:\[(\w+))?", nodes)
+    counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in tasks.split(",")]
+    return first[1] + (first[2] or ""), [int(c[1]) for c in counts if c for _ in range(int(c[2] or 1))] or [1]
+
+
+def start_workers(nproc: int, script: str) -> None:
+    """
+    Replace this process by torchrun with `nproc` workers of `script` on this machine and the same arguments. Returns
+    if nproc is 0 or a launcher has started this process.
+
+    Raises:
+        ValueError: the launcher started another number of processes.
+    """
+    if not nproc or "ISOGPT_STARTED" in os.environ:  # a worker of this function; its config may set nproc again
+        return
+    if "RANK" in os.environ:
+        if nproc != (started := rank_variables()[3]):
+            raise ValueError(f"nproc is {nproc}, but the launcher started {started} processes: omit --nproc")
+        return
+    os.environ["ISOGPT_STARTED"] = "1"
+    sys.stdout.flush()
+    # torchrun would take --nproc as an abbreviation of its own option; configure has normalized it to --nproc=N
+    command = [*torchrun(nproc), script, *(word for word in sys.argv[1:] if not word.startswith("--nproc="))]
+    os.execv(command[0], command)
+
+
+def torchrun(nproc: int) -> list[str]:
+    """The command line of torchrun for `nproc` workers on this machine, up to the script."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+
+
+def rank_variables() -> tuple[int, int, int, int]:
+    """
+    (rank, world size, local rank, local world size) from torchrun's variables; (0, 1, 0, 1) without a launcher.
+
+    Raises:
+        ValueError: some of the variables are missing or contradict each other.
+    """
+    if "RANK" not in os.environ:
+        return 0, 1, 0, 1
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ValueError(f"RANK is set but {', '.join(missing)} is not: start with torchrun, or unset RANK")
+    local_size = os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])  # DeepSpeed's name for it
+    values = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": local_size, **os.environ}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    if wrong := [f"{name} is {values[name]!r}" for name in names if not values[name].isdigit()]:
+        raise ValueError(f"{', '.join(wrong)}: not a number; start with torchrun, or unset RANK")
+    rank, world_size, local_rank, local_world_size, port = (int(values[name]) for name in names)
+    if rank >= world_size or local_rank >= local_world_size or port > 65535:
+        text = ", ".join(f"{name} {values[name]}" for name in names)
+        raise ValueError(f"the launcher's variables contradict each other: {text}; start with torchrun, or unset RANK")
+    return rank, world_size, local_rank, local_world_size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# this process
+
+
+def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
+    """
+    The device called `name`: 'auto' is cuda, else mps (a single process only: it has no collectives), else cpu; 'cuda'
+    is the GPU with the number of the local rank.
+
+    Raises:
+        ValueError: it is not available.
+    """
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name == "auto":
+        name = "cuda" if has_cuda else "mps" if has_mps and world_size == 1 else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
+        raise ValueError(f"device is {name!r}; possible are auto, cpu, cuda, cuda:N, mps")
+    if kind == "cuda":
+        if not has_cuda:
+            raise ValueError("device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto")
+        count = torch.cuda.device_count()
+        number = int(index) if index and world_size == 1 else local_rank
+        if number >= count:
+            raise ValueError(f"GPU {number} does not exist, this machine has {count}: start at most {count} processes")
+        return torch.device("cuda", number)
+    if kind == "mps" and not has_mps:
+        raise ValueError("device is 'mps', but torch does not find one: set --device=cpu or --device=auto")
+    if kind == "mps" and world_size > 1:
+        raise ValueError("several processes cannot share device 'mps': set --device=cpu, or start one process")
+    return torch.device(kind)
+
+
+def pick_backend(name: str, device: torch.device, world_size: int) -> str:
+    """
+    The argument `backend` of init_process_group. With NCCL there is gloo too, for tensors on the CPU: checkpoints and
+    offloaded state.
+
+    Raises:
+        ValueError: the backend is unknown or does not support the device.
+    """
+    if name not in ("auto", "nccl", "gloo"):
+        raise ValueError(f"backend is {name!r}; possible are auto, nccl (GPUs) and gloo (CPU)")
+    if name == "nccl" and device.type != "cuda" and world_size > 1:
+        raise ValueError(f"backend 'nccl' needs GPUs, the device is {device.type}: set --backend=gloo")
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and name != "gloo" else "gloo"
+
+
+def keep_freed_memory() -> None:
+    """
+    Make the C library keep freed memory for the next step (glibc). By default it returns large pieces to the kernel
+    and pays for page faults to get them back: a tenth of a step with 10M parameters on a CPU.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: allocate up to 32 MiB, the maximum, from the heap
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never shrink the heap
+
+
+def connect(device: str, backend: str, timeout_s: float) -> Ranks:
+    """
+    Set up this process's device and connect to the other ranks' store, if a launcher started several. Waits for all
+    ranks and numbers them by machine. The caller calls init_process_group next.
+
+    Raises:
+        ValueError: the device or the backend is not available here, or other ranks are missing after timeout_s.
+    """
+    rank, world_size, local_rank, local_world_size = rank_variables()
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # exit when torchrun's agent is killed: a worker would otherwise keep writing where the workers of the next
+        # attempt write. On other systems run_folder.claim makes its checkpoints not count.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    chosen = pick_device(device, local_rank, world_size)
+    group_backend = pick_backend(backend, chosen, world_size)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        network.bind_to_gpu(torch.cuda.get_device_properties(chosen))
+    if chosen.type == "cpu":
+        keep_freed_memory()
+    if "RANK" not in os.environ:
+        return Ranks(rank, world_size, local_rank, local_world_size, chosen, group_backend)
+
+    try:
+        store = connect_store(timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+        start = network.meet(store, rank, world_size, timeout_s)
+        store = dist.PrefixStore(start, store)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        machines = network.exchange(store, rank, world_size, "machine", network.this_machine())
+        order = network.order_by_machine([(name, unique) for name, unique, _ in machines])
+        rank, machines = order.index(rank), [machines[r] for r in order]
+        os.environ["RANK"] = str(rank)
+        addresses = network.exchange(store, rank, world_size, "address", network.address_of(os.environ["MASTER_ADDR"]))
+        interface, problem = "", ""
+        try:
+            interface = network.choose_interface(len({(name, unique) for name, unique, _ in machines}) > 1, addresses)
+        except ValueError as e:
+            problem = str(e)
+        if problems := [p for p in network.exchange(store, rank, world_size, "problem", problem) if p]:
+            raise ValueError(problems[0])
+    except dist.DistError as e:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ValueError(f"rank {rank} cannot reach the other ranks at {where}: {str(e).splitlines()[0]}") from e
+    if chosen.type == "cpu":
+        network.divide_cores(machines, rank, local_world_size)
+    hosts = tuple(name for name, _, _ in machines)
+    used = "nccl" if "nccl" in group_backend else f"gloo over {interface}" if interface else "gloo"
+    return Ranks(rank, world_size, local_rank, local_world_size, chosen, group_backend, store, start, hosts, used)
+
+
+def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
+    """A connection to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # does not wait for the other ranks: network.meet does, and names those that are missing
+    return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def leave() -> None:
+    """Destroy the process group, if there is one. The caller has deleted its references to a wrapped model."""
+    gc.collect()  # objects of the model that reference the group can make its destruction hang
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# checks at the start
+
+
+def check_start(ranks: Ranks, config: dict) -> None:
+    """Exit with a message if the ranks were started differently or the network is faulty (all ranks)."""
+    facts = gather_objects(start_facts(config))
+    with exit_together():
+        check_alike(facts)
+    if ranks.world_size > 1:
+        check_collective(ranks)
+
+
+def start_facts(config: dict) -> dict:
+    """What should be the same on all ranks besides the data: settings, code, torch; and this machine's host name."""
+    repository = Path(__file__).resolve().parent.parent
+    sources = sorted([*repository.glob("*.py"), *repository.glob("isogpt/**/*.py")])
+    code = zlib.crc32(b"".join(path.read_bytes() for path in sources))
+    return config | {"torch": torch.__version__, "the code's digest": code, "host": socket.gethostname()}
+
+
+def check_alike(facts: list[dict]) -> None:
+    """
+    Compare the start_facts of all ranks: with different ones they would train weights that drift apart. Paths may
+    differ between machines, and a run name for wandb may contain the time.
+
+    Raises:
+        ValueError: they differ.
+    """
+    may_differ = ("out_dir", "dataset", "host", "alert_command")
+    compared = [k for k in facts[0] if k not in may_differ and not k.startswith("wandb")]
+    if differ := [k for k in compared if any(f.get(k) != facts[0][k] for f in facts)]:
+        names = rank_names([f["host"] for f in facts])
+        values = [f"{k} is " + ", ".join(f"{f.get(k)!r} on {names[r]}" for r, f in enumerate(facts)) for k in differ]
+        raise ValueError(f"the ranks were started with different settings: {'; '.join(values)}")
+
+
+def check_collective(ranks: Ranks) -> None:
+    """Exit with a message if an all-reduce does not give the right sum (all ranks)."""
+    total, n = torch.full((), ranks.rank + 1.0, device=ranks.device), ranks.world_size
+    dist.all_reduce(total)
+    with exit_together():
+        if total.item() != n * (n + 1) / 2:
+            raise ValueError(f"an all-reduce over {n} ranks returned {total.item()}: the network is faulty")

@@ -1,0 +1,353 @@
+"""
+Which sequences optimizer step s reads, and reading them ahead of the step.
+
+The sequences of a step are a pure function of (seed, data set, step), drawn by a counter-based generator, so that the
+number of processes, the micro-batch size and restarts cannot change them. Every rank gets the same number of rows; if
+they do not divide evenly, padding rows carry targets of -1, which the loss ignores.
+"""
+
+import hashlib
+import json
+import operator
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, count, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isogpt.files import load_pickle
+
+if TYPE_CHECKING:
+    from isogpt.checkpoint import Progress
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
+Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size)
+PADDING = -1  # the start of a padding row
+PICKLED = {"numpy": {"dtype"}, "numpy._core.multiarray": {"scalar"}, "numpy.core.multiarray": {"scalar"}}  # in meta.pkl
+
+# one stream of random numbers for each use, so that none depends on how much another one has drawn
+TRAIN, EVAL_TRAIN, EVAL_VAL, SHUFFLE = range(4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the data set on disk
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The two token files of `folder`, memory-mapped, and its vocabulary size, from its metadata or GPT-2's."""
+
+    folder: Path
+    train: np.ndarray  # (tokens,) uint16 or uint32
+    val: np.ndarray  # (tokens,)
+    vocab_size: int
+    highest: int  # the highest id found when the files were checked
+    digest: str  # of the files' lengths and a sample of their content, to be compared between machines
+
+
+def find_dataset(name: str) -> Path:
+    """
+    The folder of data set `name`: a path, or data/<name> in the working folder or in the repository.
+
+    Raises:
+        ValueError: there is no train.bin in any of them.
+    """
+    places = [Path("data") / name, REPOSITORY / "data" / name]
+    if os.sep in name:
+        places.append(Path(name))
+    for place in places:
+        if (place / "train.bin").exists():
+            return place
+    prepare = next((p / "prepare.py" for p in places if (p / "prepare.py").exists()), None)
+    todo = f"run: python {prepare}" if prepare else f"prepared data sets: {', '.join(prepared_datasets()) or 'none'}"
+    searched = " or ".join(dict.fromkeys(map(str, places)))  # an absolute path is the same in all of them
+    raise ValueError(f"no train.bin in {searched}; {todo}")
+
+
+def prepared_datasets() -> list[str]:
+    """Names of the data sets that have a train.bin."""
+    return sorted({p.parent.name for root in (Path("data"), REPOSITORY / "data") for p in root.glob("*/train.bin")})
+
+
+def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
+    """
+    Memory-map the files of a data set and check them.
+
+    Args:
+        block_size: each split must have at least block_size + 1 tokens.
+        vocab_size: ids must be below it; 0: the size in the metadata.
+
+    Raises:
+        ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or the metadata
+            cannot be read.
+    """
+    folder = find_dataset(name)
+    meta = {"vocab_size": GPT2_VOCAB, "dtype": "uint16", **read_meta(folder)}
+    try:
+        vocab_size = vocab_size or operator.index(meta["vocab_size"])
+    except TypeError:
+        where = " or ".join(n for n in ("meta.json", "meta.pkl") if (folder / n).exists())
+        raise ValueError(f"{folder / where}: vocab_size is {meta['vocab_size']!r}, not an integer") from None
+    if meta["dtype"] not in ("uint16", "uint32"):
+        raise ValueError(f"{folder / 'meta.json'}: dtype is {meta['dtype']!r}, possible are uint16 and uint32")
+    splits = {split: map_tokens(folder / f"{split}.bin", meta["dtype"], block_size) for split in ("train", "val")}
+    for split, tokens in splits.items():
+        recorded = meta.get(f"{split}_tokens", len(tokens))
+        if recorded != len(tokens):  # prepare.py was killed between two renames
+            problem = f"{folder / split}.bin has {len(tokens)} tokens, but meta.json says {recorded}"
+            todo = f"run: python {folder / 'prepare.py'}"
+            raise ValueError(f"{problem}: they come from different prepare.py runs; {todo}")
+    highest = {split: highest_id(tokens) for split, tokens in splits.items()}
+    for split in splits:
+        check_ids(highest[split], vocab_size, folder / f"{split}.bin")
+    digest = hashlib.sha256(b"".join(sample(tokens) for tokens in splits.values())).hexdigest()[:12]
+    return Dataset(folder, splits["train"], splits["val"], vocab_size, max(highest.values()), digest)
+
+
+def sample(tokens: np.ndarray) -> bytes:
+    """The length of a file and 64 samples of its content."""
+    starts = np.linspace(0, max(0, len(tokens) - 4096), 64).astype(np.int64)
+    return len(tokens).to_bytes(8, "little") + b"".join(tokens[s : s + 4096].tobytes() for s in starts)
+
+
+def highest_id(tokens: np.ndarray) -> int:
+    """
+    The highest id in a file: of all of it if it is small, else of a thousand samples (each batch is checked again when
+    it is read).
+    """
+    if len(tokens) <= 2**26:
+        return int(tokens.max())
+    starts = np.linspace(0, len(tokens) - 4096, 1000).astype(np.int64)
+    return max(int(tokens[s : s + 4096].max()) for s in starts)
+
+
+class DataError(ValueError):
+    """The data is not what the check at the start of the run found."""
+
+
+def check_ids(highest: int, vocab_size: int, path: Path) -> None:
+    """Raise DataError if an id is outside the vocabulary: on a GPU the embedding would fail with an opaque error."""
+    if highest >= vocab_size:
+        advice = f"set --vocab_size={highest + 1} or more, or run prepare.py again (meta.json may be wrong)"
+        raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
+
+
+def map_tokens(path: Path, dtype: str, block_size: int) -> np.ndarray:
+    """The file as a memory-mapped array. Raises ValueError if it is missing, truncated or too short."""
+    todo = f"run: python {path.parent / 'prepare.py'}"
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; {todo}")
+    size, item = path.stat().st_size, np.dtype(dtype).itemsize
+    if size == 0:
+        raise ValueError(f"{path} is empty; {todo}")
+    if size % item:
+        raise ValueError(f"{path} has {size} bytes, not a multiple of {item} ({dtype}): it is truncated; {todo}")
+    if size // item < block_size + 1:
+        problem = f"{path} has {size // item} tokens, but block_size {block_size} needs at least {block_size + 1}"
+        raise ValueError(f"{problem}: set --block_size={size // item - 1} or less, or use more text")
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def read_meta(folder: Path) -> dict:
+    """
+    A data set's metadata: meta.json (ours) merged over meta.pkl (nanoGPT's, with stoi and itos); empty if there is
+    neither. The pickle may hold plain values only: nothing in it runs.
+
+    Raises:
+        ValueError: one of them cannot be read.
+    """
+    meta = {}
+    if (folder / "meta.pkl").exists():
+        try:
+            meta = load_pickle(folder / "meta.pkl", PICKLED)
+        except Exception as e:  # a damaged pickle raises nearly anything
+            raise ValueError(f"{folder / 'meta.pkl'} cannot be read: {e}") from e
+        if not isinstance(meta, dict):
+            raise ValueError(f"{folder / 'meta.pkl'} holds a {type(meta).__name__}, not a dict")
+    if (folder / "meta.json").exists():
+        try:
+            meta |= json.loads((folder / "meta.json").read_text())
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{folder / 'meta.json'} cannot be read: {e}") from e
+    return meta
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which sequences
+
+
+def random_bits(seed: int, stream: int, step: int, n: int) -> np.ndarray:
+    """
+    n random 64-bit numbers that depend on the arguments alone: Philox (Salmon et al. 2011), with the step as the high
+    word of its counter. Raw bits, since numpy guarantees that those do not change between versions.
+    """
+    return np.random.Philox(key=[seed, stream], counter=[0, 0, 0, step]).random_raw(n)
+
+
+def random_windows(n_tokens: int, block_size: int, seed: int, stream: int, step: int, n: int) -> np.ndarray:
+    """Starts (n,) of windows at any position, with replacement, as in nanoGPT."""
+    return (random_bits(seed, stream, step, n) % np.uint64(n_tokens - block_size)).astype(np.int64)
+
+
+def shuffled_windows(n_tokens: int, block_size: int, seed: int, step: int, n: int) -> np.ndarray:
+    """Starts (n,) of the step's windows if every window is read once per epoch, in a new order each time."""
+    windows = (n_tokens - 1) // block_size
+    epochs, places = np.divmod(step * n + np.arange(n), windows)
+    orders = [epoch_order(windows, seed, int(e))[places[epochs == e]] for e in np.unique(epochs)]
+    return np.concatenate(orders) * block_size
+
+
+@lru_cache(maxsize=2)
+def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of the windows: 8 bytes per window, 70 MB for OpenWebText at block_size 1024."""
+    return np.argsort(random_bits(seed, SHUFFLE, epoch, windows), kind="stable")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# this rank's share
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a batch of `sequences` is divided: every rank runs `micro_steps` micro-batches of `rows` rows."""
+
+    sequences: int
+    data_rank: int
+    data_size: int
+    micro_steps: int
+    rows: int
+
+    def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
+        """This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond its end."""
+        first = (micro_step * self.data_size + self.data_rank) * self.rows
+        mine = starts[first : first + self.rows]
+        return np.pad(mine, (0, self.rows - len(mine)), constant_values=PADDING)
+
+    def padding(self) -> int:
+        """How many rows of the global batch are padding."""
+        return self.micro_steps * self.rows * self.data_size - self.sequences
+
+
+def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int) -> Share:
+    """
+    One rank's share: the same number of micro-steps and rows on every rank, as few micro-steps as batch_size allows and
+    then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of which is padding.
+    """
+    most = -(-sequences // data_size)
+    micro_steps = -(-most // batch_size)
+    return Share(sequences, data_rank, data_size, micro_steps, rows=-(-most // micro_steps))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def read_rows(tokens: np.ndarray, starts: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each (rows, block_size) int64 on the CPU; a padding row is zeros with targets of -1."""
+    padding = starts == PADDING
+    windows = tokens[np.where(padding, 0, starts)[:, None] + np.arange(block_size + 1)].astype(np.int64)
+    x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
+    x[padding], y[padding] = 0, -1
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+def micro_batches(tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share,
+                  block_size: int, vocab_size: int, device: torch.device) -> Batches:  # fmt: skip
+    """
+    The micro-batches (x, y), each (rows, block_size) on `device`, of the given steps in order. A thread reads two
+    ahead, so that a slow disk does not delay a step, and the next one is copied to the device while this one is used.
+
+    Args:
+        starts_of: the starts of a step's windows, for the global batch.
+
+    Raises:
+        DataError: an id is outside the vocabulary.
+    """
+    pin = device.type == "cuda"  # copies from other memory block the CPU
+    path = Path(getattr(tokens, "filename", None) or "the data")
+
+    def read(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), block_size)
+        check_ids(max(int(x.max()), int(y.max())), vocab_size, path)
+        return (x.pin_memory(), y.pin_memory()) if pin else (x, y)
+
+    starts_of = lru_cache(maxsize=1)(starts_of)  # draw once for all micro-steps of a step
+    jobs = ((step, micro_step) for step in steps for micro_step in range(share.micro_steps))
+    copied = ((x.to(device, non_blocking=True), y.to(device, non_blocking=True)) for x, y in in_thread(read, jobs))
+    for current, _ in pairwise(chain(copied, [None])):
+        yield current
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads this rank's share of the training steps and of the evaluations."""
+
+    data: Dataset
+    order: str  # random or shuffle
+    seed: int
+    block_size: int
+    sequences: int  # per step, over all ranks
+    data_rank: int
+    data_size: int
+    micro_batch: int
+    vocab_size: int  # the model's
+    device: torch.device
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of a step."""
+        return self.share_of_rank(self.data_rank)
+
+    def share_of_rank(self, data_rank: int) -> Share:
+        """A rank's share of a step."""
+        return share_of(self.sequences, data_rank, self.data_size, self.micro_batch)
+
+    def starts(self, step: int) -> np.ndarray:
+        """The windows (sequences,) of a training step, for the global batch."""
+        n_tokens = len(self.data.train)
+        if self.order == "shuffle":
+            return shuffled_windows(n_tokens, self.block_size, self.seed, step, self.sequences)
+        return random_windows(n_tokens, self.block_size, self.seed, TRAIN, step, self.sequences)
+
+    def train(self, progress: "Progress") -> Batches:
+        """This rank's micro-batches from progress.step on, without the steps in progress.skipped."""
+        steps = (step for step in count(progress.step) if step not in progress.skipped)
+        return self.read(self.data.train, self.starts, steps, self.share)
+
+    def evaluation(self, split: str, sequences: int) -> Batches:
+        """This rank's micro-batches of an evaluation, which reads the same sequences every time."""
+        tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
+        starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
+        share = share_of(sequences, self.data_rank, self.data_size, self.micro_batch)
+        return self.read(tokens, lambda _: starts, [0], share)
+
+    def read(self, tokens: np.ndarray, starts_of: Callable, steps: Iterable[int], share: Share) -> Batches:
+        """See micro_batches."""
+        return micro_batches(tokens, starts_of, steps, share, self.block_size, self.vocab_size, self.device)
+
+    def padding_batch(self) -> tuple[Tensor, Tensor]:
+        """A micro-batch of padding rows, in the shape of a training micro-batch."""
+        padding = np.full(self.share.rows, PADDING)
+        tokens = np.zeros(self.block_size + 1, np.uint16)
+        return tuple(t.to(self.device) for t in read_rows(tokens, padding, self.block_size))
+
+
+def in_thread(work: Callable, jobs: Iterable[tuple], ahead: int = 2) -> Iterator:
+    """work(*job) for each job, in order, computed by a thread up to `ahead` jobs in advance."""
+    with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
+        waiting = deque()
+        for job in jobs:
+            waiting.append(thread.submit(work, *job))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

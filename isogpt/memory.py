@@ -1,0 +1,171 @@
+"""
+Estimates of the memory that a training step needs, by formula: for `bench.py --estimate` and for the message after
+running out of memory.
+"""
+
+from math import ceil
+
+from isogpt.kernels import HALF_ATTENTION_CHUNK, HALF_ATTENTION_KEEPS_UP_TO, HALF_ATTENTION_UP_TO, logits_at_once
+from isogpt.parallel.recompute import recompute_every
+from isogpt.precision import DTYPES
+
+
+def memory_estimate(
+    model_args: dict, rows: int, dtype: str, world_size: int, zero: int, dp_replicate: int, sync_every: bool,
+    cpu_offload: bool, mode: str, on_cpu: bool, prefetch: int = 1,
+) -> dict[str, float]:  # fmt: skip
+    """
+    GB that a training step needs on each rank's device: weights, gradients, optimizer state (AdamW's two moments),
+    activations, and their total. ZeRO divides the first three by the number of shards (Rajbhandari et al. 2020,
+    arXiv:1910.02054, section 5).
+
+    Args:
+        model_args: fields of GPTConfig.
+        rows: sequences per micro-batch.
+        sync_every: gradients are reduced in every micro-step, not only in the last one.
+        mode: activation_checkpointing: none, full, selective or every:K.
+        prefetch: blocks that FSDP gathers ahead.
+
+    Raises:
+        ValueError: `mode` is unknown.
+    """
+    n, block = parameter_counts(model_args)
+    shards = world_size // dp_replicate
+    size = DTYPES[dtype].itemsize
+    weights, gradients, moments = 4 * n, 4 * n, 8 * n
+    if zero >= 1:
+        moments /= shards
+    if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in
+        gathered_blocks = min(1 + prefetch, model_args["n_layer"])
+        gathered = n - block * (model_args["n_layer"] - gathered_blocks)  # the root unit always stays gathered
+        weights = 4 * n / shards + size * (n if zero == 2 else gathered)
+        gradients = 4 * n / shards + size * (gathered if sync_every else n)
+    if cpu_offload:
+        weights, gradients, moments = weights - 4 * n / shards, gradients - 4 * n / shards, 0
+    activations = activation_bytes(model_args, rows, size, zero, mode, on_cpu)
+    parts = {"weights": weights, "gradients": gradients, "optimizer": moments, "activations": activations}
+    parts["total"] = sum(parts.values())
+    return {name: part / 1e9 for name, part in parts.items()}
+
+
+def memory_report(cost: dict) -> str:
+    """The parts of memory_estimate(**cost), and the settings that would lower the total, each with its total."""
+    parts = memory_estimate(**cost)
+    half, full, fsdp = max(1, cost["rows"] // 2), dict(mode="full"), dict(zero=3, sync_every=True)
+    options = {f"--batch_size={half}": dict(rows=half), "--activation_checkpointing=full": full}
+    if cost["zero"] < 3 and cost["world_size"] > 1:
+        options |= {"--fsdp=True": fsdp, "--fsdp=True --activation_checkpointing=full": fsdp | full}
+    if cost["zero"] >= 2:
+        options["--cpu_offload=True"] = dict(cpu_offload=True)
+    totals = {flags: memory_estimate(**cost | changes)["total"] for flags, changes in options.items()}
+    lower = [f"{flags} {total:.2f}" for flags, total in totals.items() if total < parts["total"]]
+    text = "GB on each rank, estimated: " + ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
+    return f"{text}; lower totals: {', '.join(lower)}" if lower else text
+
+
+def parameter_counts(model_args: dict) -> tuple[int, int]:
+    """Number of parameters of the whole model (wte and lm_head share theirs) and of one block."""
+    C, bias = model_args["n_embd"], model_args["bias"]
+    block = 12 * C**2 + (13 * C if bias else 2 * C)
+    embeddings = (model_args["vocab_size"] + model_args["block_size"]) * C
+    return embeddings + model_args["n_layer"] * block + (2 * C if bias else C), block
+
+
+def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: str, on_cpu: bool) -> float:
+    """
+    Peak of the activations and of the backward pass's temporary tensors in a micro-step of `rows` sequences, in bytes.
+
+    Args:
+        size: bytes per element of the dtype to compute in.
+    """
+    L, C, V = model_args["n_layer"], model_args["n_embd"], model_args["vocab_size"]
+    tokens = rows * model_args["block_size"]
+    stream = 4 if zero < 2 else size  # autocast leaves the residual stream in float32, FSDP's mixed precision does not
+    kept, selective, temporary = block_activations(model_args, size, stream, on_cpu)
+    loss_forward, loss_backward = loss_activations(tokens, V, C, size, on_cpu)
+
+    every = recompute_every(mode)
+    recomputed = ceil(L / every) if every else 0
+    checkpoint = selective if mode == "selective" else stream * C
+    blocks = tokens * ((L - recomputed) * kept + recomputed * checkpoint)
+    if model_args.get("dropout"):
+        blocks += tokens * C * (stream if on_cpu else 1)  # the mask of the embeddings' dropout
+    norm = tokens * C * (stream + size)  # input and output of the last LayerNorm
+
+    # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy twice: for
+    # the forward pass, which frees them at its end, and for their recomputation
+    block_copy, head_copy = (24 * C**2, 2 * V * C) if size == 2 and zero < 2 else (0, 0)
+    copies = (L - recomputed) * block_copy
+    head_gradient = 4 * V * C  # of lm_head; wte's is added to it at the end of the backward pass
+
+    end_of_forward = blocks + norm + L * block_copy + head_copy + loss_forward
+    start_of_backward = blocks + norm + copies + head_copy + loss_backward
+    last_block = blocks + copies + head_gradient + tokens * temporary
+    if recomputed:
+        last_block += block_copy
+    if every and (L - 1) % every == 0:  # the last block is recomputed
+        last_block += tokens * (kept - checkpoint)
+    end_of_backward = 3 * head_gradient  # of lm_head, of wte, and their sum, besides that of earlier micro-steps
+    return max(end_of_forward, start_of_backward, last_block, end_of_backward)
+
+
+def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) -> tuple[float, float, float]:
+    """
+    Activations of one block, in bytes per token, derived like those of Korthikanti et al. 2022 (arXiv:2205.05198,
+    section 4.1), but without their attention scores if the attention kernel recomputes them.
+
+    Args:
+        size: bytes per element of the dtype to compute in.
+        stream: bytes per element of the residual stream.
+
+    Returns:
+        (kept for the backward pass, kept by selective recomputation, and what the block's backward pass allocates
+        beyond what it has freed by then)
+    """
+    C, H, T, dropout = (model_args.get(name, 0) for name in ("n_embd", "n_head", "block_size", "dropout"))
+    longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO
+    if on_cpu and size == 2 and longest >= T:  # CPUHalfAttention
+        attention, attention_selective = 4 * size * C, size * C  # q, k, v and the output
+        score_gradients = 3 * size * H * min(T, HALF_ATTENTION_CHUNK)
+        if dropout or T <= HALF_ATTENTION_KEEPS_UP_TO:
+            scores = size * H * min(T, (T + HALF_ATTENTION_CHUNK) / 2)
+            attention += 2 * scores if dropout else scores  # probabilities, and dropout's factors
+    elif on_cpu and dropout:  # PyTorch's kernels for a CPU have no dropout: it composes attention in float32
+        attention, attention_selective = (12 + size) * C + 12 * H * T, 4 * C + 4 * H * T  # with three T x T matrices
+        score_gradients = 4 * H * T
+    else:  # FlashAttention (Dao et al. 2022, arXiv:2205.14135): q, k, v, the output and a logsumexp per head
+        attention, attention_selective, score_gradients = 4 * size * C + 4 * H, size * C + 4 * H, 0
+    norms = 2 * (stream + size) * C + 16  # inputs, outputs and float32 statistics
+    mlp = 8 * size * C  # the hidden layer before and after GELU
+    masks = 2 * C * (size if on_cpu else 1) if dropout else 0  # torch's own masks have 1 byte per element
+    linear = 9 * size * C  # results of the four Linear layers
+    mlp_gradients = (stream + 5 * size) * C  # of the residual stream, the block's output and the hidden layer
+    attention_gradients = (stream + 6 * size) * C + score_gradients - mlp
+    kept, selective = norms + attention + mlp + masks, stream * C + linear + attention_selective
+    return kept, selective, max(mlp_gradients, attention_gradients)
+
+
+def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> tuple[int, int]:
+    """Bytes that isogpt.kernels.summed_loss allocates in the forward and in the backward pass."""
+    unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size)
+    if tokens <= max(1, unchunked // V):
+        # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two gradients
+        return 10 * tokens * V, 12 * tokens * V
+    gradients = 4 * V * C + size * tokens * C  # of the weight, in float32, and of the hidden states
+    logits = size * V * min(tokens, max(1, per_chunk // V))
+    weight_part = size * min(per_chunk_float, V * C)
+    if size == 4:
+        return gradients + logits + weight_part, gradients + 4 * V * C
+    logits_float = 4 * V * min(tokens, max(1, per_chunk_float // V))
+    return gradients + logits + max(logits_float, weight_part), gradients + (4 + size) * V * C
+
+
+def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: int, device_type: str) -> dict:
+    """The arguments of memory_estimate, from train.py's settings."""
+    zero = 3 if config["fsdp"] else config["zero"]
+    sync_every = config["grad_sync"] == "every" or (config["grad_sync"] == "auto" and zero >= 2)
+    return dict(
+        model_args=model_args, rows=rows, dtype=dtype, world_size=world_size, zero=zero, sync_every=sync_every,
+        dp_replicate=config["dp_replicate"], cpu_offload=config["cpu_offload"], prefetch=config["fsdp_prefetch"],
+        mode=config["activation_checkpointing"], on_cpu=device_type == "cpu",
+    )  # fmt: skip

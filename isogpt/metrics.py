@@ -1,0 +1,336 @@
+"""Logging: the console, metrics.jsonl, wandb, TensorBoard, the user's alert command, and the plot of the loss curve."""
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import torch.nn as nn
+
+from isogpt import threads
+from isogpt.agree import StepNumbers
+from isogpt.checkpoint import Progress, Saver
+from isogpt.files import write_whole
+from isogpt.hardware import utilization
+from isogpt.launch import Ranks
+from isogpt.loader import Dataset, Share
+from isogpt.resilience import SlowRanks, Spikes, Stop, alert
+from isogpt.run_folder import Found
+
+FINAL_EVENTS = ("end", "preempted", "failed")  # the alert command gets time to finish
+
+
+@dataclass
+class Logger:
+    """
+    Everything that a run reports. On ranks other than 0 its methods do nothing.
+
+    metrics.jsonl gets a line for each logged step, evaluation and event. wandb and TensorBoard get the steps and the
+    evaluations, the alert command the events.
+    """
+
+    out_dir: Path
+    ranks: Ranks
+    progress: Progress
+    alert_command: str = ""
+    max_iters: int = 0
+    flops_per_step: float = 0.0
+    peak_flops: float | None = None
+    peak_source: str = "unknown"
+    file: IO[bytes] | None = None
+    wandb: Any = None
+    tensorboard: Any = None
+    is_full: bool = False  # whether a line of metrics.jsonl could not be written
+    interrupted_at: float | None = None  # when the run before a resume wrote its last line, in seconds since the epoch
+    first_step: int = 0
+    began: float = 0.0
+    spikes: Spikes = field(default_factory=Spikes)
+    slow_ranks: SlowRanks = field(default_factory=SlowRanks)
+
+    def print(self, text: str) -> None:
+        """Print a line."""
+        if self.ranks.is_main:
+            print(text, flush=True)
+
+    def open(self, tensorboard_log: bool) -> None:
+        """
+        Open metrics.jsonl and, if asked for, TensorBoard's event files (rank 0), without records of steps that a
+        resumed run is going to repeat.
+        """
+        records = self.cut_back()
+        if self.progress.step and records and "time" in records[-1]:
+            self.interrupted_at = datetime.fromisoformat(records[-1]["time"]).timestamp()
+        if tensorboard_log:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(self.out_dir / "tensorboard", purge_step=self.progress.step)
+
+    def cut_back(self) -> list[dict]:
+        """
+        Remove lines of progress.step and later, and torn lines, from metrics.jsonl (rank 0), so that each step appears
+        once. Events stay. Returns the records that were there before.
+        """
+        if not self.ranks.is_main:
+            return []
+        path = self.out_dir / "metrics.jsonl"
+        if self.file:
+            self.file.close()
+        records = read_log(path) if path.exists() else []
+        kept = [r for r in records if "event" in r or r.get("iter", 0) < self.progress.step]
+        write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
+        self.file = open(path, "ab", buffering=0)  # unbuffered: a line is in the file, or there is an error
+        return records
+
+    def start_services(self, config: dict) -> None:
+        """
+        Start a wandb run, or continue the one in progress.wandb_id, and check that TensorBoard is installed (rank 0),
+        before anything on disk is changed.
+
+        Raises:
+            ValueError: one of them is not installed or cannot start.
+        """
+        if config["tensorboard_log"]:
+            try:
+                import torch.utils.tensorboard  # noqa: F401
+            except ImportError as e:
+                raise ValueError(f"tensorboard_log: {e}; run: pip install tensorboard") from e
+        if not config["wandb_log"]:
+            return
+        project, name, run_id = config["wandb_project"], config["wandb_run_name"], self.progress.wandb_id
+        try:
+            import wandb
+
+            resume = "allow" if run_id else None
+            self.wandb = wandb.init(project=project, name=name, id=run_id, resume=resume, config=config)
+        except Exception as e:  # wandb's errors have no common base class but Exception
+            reason = " ".join(str(e).split())
+            raise ValueError(f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False") from e
+        self.progress.wandb_id = self.wandb.id
+
+    def describe_speed(self, flops_per_token: float, peak_flops: float | None, peak_source: str) -> None:
+        """What the MFU is computed from."""
+        self.flops_per_step = flops_per_token * self.progress.tokens_per_step
+        self.peak_flops, self.peak_source = peak_flops, peak_source
+
+    def banner(
+        self, data: Dataset, model: nn.Module, source: Found | str, dtype: str, zero: int, compile_note: str,
+        share: Share, micro_batch: int, batch_size: int,
+    ) -> None:  # fmt: skip
+        """Print what the run is about to do."""
+        c, r, tokens = model.config, self.ranks, self.progress.tokens_per_step
+        origin = f"{source.path}, step {source.step}" if isinstance(source, Found) else source
+        sharding = f", zero {zero}" if zero else ""
+        padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
+        peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})" if self.peak_flops else "unknown, no mfu"
+        self.print(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {c.vocab_size}")
+        self.print(f"model:   {model.get_num_params() / 1e6:.2f}M parameters, from {origin}")
+        self.print(f"ranks:   {r.topology()} on {r.device.type}, {r.network}, {dtype}{sharding}; {compile_note}")
+        self.print(f"step:    {share.sequences} sequences x {c.block_size} = {tokens:,} tokens, on each rank "
+                   f"{share.micro_steps} micro-steps x {share.rows} rows{padding}")  # fmt: skip
+        self.print(f"peak:    {peak}")
+        if micro_batch < batch_size:
+            self.print(f"memory:  micro-batches of {micro_batch} instead of {batch_size}, "
+                       "since a previous attempt ran out of memory")  # fmt: skip
+        if threads.NOTE:
+            self.print(f"threads: {threads.NOTE}")
+
+    def start(self, eval_only: bool) -> None:
+        """The first step is about to begin: the remaining time is estimated from here."""
+        self.first_step, self.began = self.progress.step, time.perf_counter()
+        if self.first_step > self.max_iters and not eval_only:
+            hint = f"to continue, set --max_iters={2 * self.first_step} or so"
+            self.print(f"{self.out_dir} is at step {self.first_step}, which is beyond max_iters: {hint}")
+
+    def event(self, name: str, **facts: object) -> None:
+        """Record an event in metrics.jsonl and pass it to the alert command."""
+        if self.ranks.is_main:
+            record = {"event": name, "iter": self.progress.step, **facts}
+            self.write(record)
+            wait_s = 10 if name in FINAL_EVENTS else 0
+            alert(self.alert_command, as_json(record | {"out_dir": str(self.out_dir)}), wait_s)
+
+    def failed(self, reason: str) -> None:
+        """Record why the run ends."""
+        self.event("failed", reason=reason)
+
+    def write(self, record: dict) -> None:
+        """Append a line to metrics.jsonl. A full disk costs lines, not the run."""
+        if not self.file:
+            return
+        record = as_json(record | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")})
+        try:
+            self.file.write(f"{json.dumps(record)}\n".encode())
+        except OSError as e:
+            if not self.is_full:
+                self.print(f"warning: {self.file.name} cannot be written ({e.strerror}); training continues")
+            self.is_full = True
+
+    def send(self, values: dict) -> None:
+        """Send numbers to wandb and TensorBoard. wandb keeps the first of two values for a step."""
+        if self.wandb:
+            self.wandb.log({"iter": self.progress.step, **values}, step=self.progress.step)
+        if self.tensorboard:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self.tensorboard.add_scalar(name, value, self.progress.step)
+
+    def evaluation(self, train_loss: float, val_loss: float, lr: float) -> None:
+        """Report an evaluation."""
+        self.print(f"step {self.progress.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
+        self.write({"iter": self.progress.step, "train_loss": train_loss, "val_loss": val_loss})
+        self.send({"train/loss": train_loss, "val/loss": val_loss, "lr": lr})
+
+    def step(self, numbers: StepNumbers, lr: float, log_interval: int) -> None:
+        """Report a step, and a loss spike or a slow rank if there is one."""
+        if not self.ranks.is_main:
+            return
+        if self.interrupted_at:
+            self.event("recovered", seconds=time.time() - self.interrupted_at)
+            self.interrupted_at = None
+        if self.progress.step % log_interval:
+            return
+        record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)
+        record["gpu_percent"] = utilization(self.ranks.device)
+        steps_done = self.progress.step - self.first_step + 1
+        left_s = (time.perf_counter() - self.began) / steps_done * (self.max_iters - self.progress.step)
+        self.print(step_line(record, left_s))
+        self.write(record)
+        mfu = None if record["mfu"] is None else record["mfu"] * 100  # in percent, as nanoGPT sends it
+        self.send(record | {"mfu": mfu})
+        if self.spikes.seen(record["loss"]):
+            self.event("spike", loss=record["loss"])
+        columns = {"forward ms": numbers.forward_ms, "data wait ms": numbers.data_ms, "memory GB": numbers.memory_gb}
+        for slow in self.slow_ranks.seen({name: values.tolist() for name, values in columns.items()}):
+            self.print(f"warning: a slow rank: {slow}")
+            self.event("slow_rank", what=slow)
+
+    def saved(self, saver: Saver | None) -> None:
+        """Report the checkpoint that a Saver has just completed, or its failure; None: nothing happened."""
+        if saver and saver.problem:
+            self.print(f"warning: {self.out_dir}: a checkpoint failed ({saver.problem}); older checkpoints are kept")
+            self.event("save_failed", reason=saver.problem)
+        elif saver:
+            self.print(f"saved {saver.folder}")
+            self.write({"event": "save", "iter": saver.step, "folder": saver.folder.name, "seconds": saver.seconds,
+                        "stall": saver.stall})  # fmt: skip
+
+    def plot(self) -> Path | None:
+        """Plot the loss curve; returns the file, or None without matplotlib."""
+        return plot_loss(self.out_dir) if self.ranks.is_main else None
+
+    def done(self) -> None:
+        """Report the end of training, and plot the loss curve."""
+        p, took, plot = self.progress, duration(time.perf_counter() - self.began), self.plot()
+        steps = p.step - self.first_step
+        self.print(f"done: {steps} steps in {took}, best val loss {p.best_val_loss:.4f} at step {p.best_step}")
+        self.print(f"the loss curve: {plot}" if plot else "no plot of the loss curve: pip install matplotlib")
+
+    def end(self, stop: Stop | None, spans_ms: dict, can_resume: bool) -> None:
+        """Record the end of the run, or the reason why it stopped before, and close the files."""
+        if stop:
+            hint = ": resume with --init_from=resume or auto" if can_resume else ""
+            self.print(f"stopped on request before step {self.progress.step}{hint}")
+            self.event("preempted", spans_ms=spans_ms, signal=stop.agreed)
+        else:
+            self.event("end", spans_ms=spans_ms)
+        if self.tensorboard:
+            self.tensorboard.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# records
+
+
+def as_json(record: dict) -> dict:
+    """The record with nan and infinity as strings, 'nan' and 'inf': JSON has neither."""
+    return json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
+
+
+def read_log(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl; lines that are not valid JSON, torn by a kill, are skipped."""
+    records = []
+    with open(path, errors="replace") as f:
+        for line in f:
+            with suppress(ValueError):
+                records.append(json.loads(line))
+    return [r for r in records if isinstance(r, dict)]
+
+
+def step_record(
+    progress: Progress, numbers: StepNumbers, lr: float, flops_per_step: float, peak_flops: float | None
+) -> dict:
+    """
+    A step's record. The loss is the mean over the ranks, which is the mean over the global batch. Since a mean hides a
+    slow rank, times and memory have the maximum over the ranks too.
+
+    Args:
+        numbers: (world_size,) each.
+    """
+    mean = StepNumbers(*(values.mean().item() for values in numbers))
+    most = StepNumbers(*(values.max().item() for values in numbers))
+    step_s = mean.step_ms / 1e3
+    return {
+        "iter": progress.step, "loss": mean.loss, "grad_norm": mean.grad_norm, "lr": lr,
+        "step_ms": mean.step_ms, "step_ms_max": most.step_ms, "data_ms": mean.data_ms, "data_ms_max": most.data_ms,
+        "memory_gb": mean.memory_gb, "memory_gb_max": most.memory_gb,
+        "tokens_per_s": progress.tokens_per_step / step_s,
+        "mfu": flops_per_step / step_s / peak_flops if peak_flops else None,
+        "tokens": progress.tokens + progress.tokens_per_step,
+    }  # fmt: skip
+
+
+def step_line(record: dict, left_s: float) -> str:
+    """A step's line on the console; nanoGPT's tools parse it up to the mfu."""
+    mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
+    return (f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
+            f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, data "
+            f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left")  # fmt: skip
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, s = divmod(int(seconds + 0.5), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the plot
+
+
+def plot_loss(out_dir: Path) -> Path | None:
+    """
+    Plot metrics.jsonl to loss.png: the loss of each logged step, and the evaluations. None without matplotlib or if the
+    file cannot be written, which is no reason to stop a run.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    import io
+
+    records = [r for r in read_log(out_dir / "metrics.jsonl") if "event" not in r]
+    axes = Figure(figsize=(8, 5), layout="constrained").add_subplot()
+    for key, label, style in (
+        ("loss", "training step", dict(color="0.75", linewidth=1)),
+        ("train_loss", "evaluation, train", dict(color="tab:blue", marker=".")),
+        ("val_loss", "evaluation, val", dict(color="tab:orange", marker=".")),
+    ):
+        points = [(r["iter"], r[key]) for r in records if isinstance(r.get(key), float)]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=out_dir.resolve().name)
+    if axes.lines:
+        axes.legend()
+    axes.grid(alpha=0.3)
+    image = io.BytesIO()
+    axes.figure.savefig(image, format="png", dpi=110)
+    with suppress(OSError):
+        write_whole(out_dir / "loss.png", image.getvalue())
+        return out_dir / "loss.png"
+    return None

@@ -1,0 +1,37 @@
+"""torch.compile: which part of the model is compiled, and whether it works on this machine at all."""
+
+import torch
+import torch.nn as nn
+
+from isogpt.agree import gather_objects
+
+
+def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str:
+    """
+    Compile the model in place (all ranks); its parameters keep their names. Not on a CPU, where compilation takes 10 s
+    and gains nothing, and not if a trial compilation fails on any rank, for instance because there is no C compiler.
+
+    Args:
+        by_block: compile each block by itself, as FSDP needs it.
+
+    Returns:
+        a sentence for the user about what was done.
+    """
+    if device.type == "cpu":
+        return "compile: off, since it gains nothing on a CPU"
+    problem = None
+    try:
+        x = torch.ones(64, device=device, requires_grad=True)
+        torch.compile(_trial)(x).backward()
+    except Exception as e:  # a broken compiler installation can raise nearly anything
+        problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+    if problems := [p for p in gather_objects(problem) if p]:
+        return f"compile: does not work on this machine, training without it (slower): {problems[0]}"
+    torch._dynamo.config.suppress_errors = True  # functions that fail to compile later run uncompiled, with a warning
+    for part in model.transformer.h if by_block else [model]:
+        part.compile()
+    return "compile: the first step takes about a minute longer"
+
+
+def _trial(t: torch.Tensor) -> torch.Tensor:
+    return (t.sin() * t).sum()

@@ -1,0 +1,82 @@
+"""
+Data parallelism: DistributedDataParallel, and the stages of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): 1 shards
+the optimizer state over the data-parallel ranks (optim.py), 2 the gradients too, 3 the parameters too (FSDP2).
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from isogpt.mesh import Mesh
+
+
+def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype, cpu_offload: bool,
+          prefetch: int) -> None:  # fmt: skip
+    """
+    ZeRO-2 and 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered when it is needed;
+    embeddings, the tied head and the last norm are another. With zero 2 the gathered parameters stay until the backward
+    is done.
+
+    Args:
+        dtype: the blocks compute in it; weights and the reduction of gradients are float32.
+        cpu_offload: keep parameters and optimizer state in CPU memory.
+        prefetch: how many blocks ahead are gathered.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+    settings = dict(mesh=mesh.device_mesh(device.type), mp_policy=policy, offload_policy=offload)
+    blocks = list(model.transformer.h)
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=zero == 3, **settings)
+    for i, block in enumerate(blocks if prefetch > 1 else []):  # 1 is FSDP2's default
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
+    # the root unit is needed at the end of the forward and right after it: resharding it would gain nothing
+    fully_shard(model, reshard_after_forward=False, **settings)
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether the module is a unit of fully_shard."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters after a forward without a backward; does nothing without FSDP."""
+    for module in model.modules():
+        if is_fsdp(module):
+            module.reshard()
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """
+    A micro-step whose backward adds to the local gradients and does not reduce them over the ranks: DDP's no_sync, or
+    FSDP2's set_requires_gradient_sync(False).
+    """
+    if is_fsdp(model):
+        model.set_requires_gradient_sync(False)
+    with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+        yield
+    if is_fsdp(model):
+        model.set_requires_gradient_sync(True)
+
+
+def settle_buckets(model: nn.Module, x: Tensor, y: Tensor, target_count: float,
+                   autocast: AbstractContextManager) -> None:  # fmt: skip
+    """
+    One discarded forward and backward before the first step (all ranks), called exactly as in a step, so that
+    torch.compile does not compile a second graph.
+
+    DDP reorders its buckets after the first backward, and with three or more ranks another order of summation gives
+    other bits. Without this a resumed run would differ in the last bits from an uninterrupted one.
+    """
+    if isinstance(model, DistributedDataParallel):
+        with autocast:
+            _, loss = model(x, y, target_count)
+        loss.backward()
+        model.zero_grad(set_to_none=True)

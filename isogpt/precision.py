@@ -1,0 +1,80 @@
+"""The dtype to compute in, TF32, determinism and random seeds."""
+
+import os
+import random
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+# tf32 is stored as float32 and multiplied by tensor cores with a 10-bit mantissa
+DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")  # if ranks differ, they all use the first of their dtypes
+
+
+def best_dtype(device: torch.device) -> str:
+    """The fastest dtype that trains reliably: bfloat16 or float16 if the device multiplies it in hardware."""
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+    if device.type == "cpu" and any(cpu_has(feature) for feature in ("avx512_bf16", "amx_bf16", "amx_tile")):
+        return "bfloat16"
+    return "float32"
+
+
+def cpu_has(feature: str) -> bool:
+    """Whether /proc/cpuinfo lists this feature. Without hardware support bfloat16 is slower than float32."""
+    with suppress(OSError), open("/proc/cpuinfo") as f:
+        return any(feature in line.split() for line in f if line.startswith("flags"))
+    return False
+
+
+def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None) -> str:
+    """
+    The dtype to compute in.
+
+    Args:
+        wanted: a key of DTYPES, or 'auto': `previous` if this device supports it, else the device's best.
+        previous: the dtype of the run that is resumed.
+
+    Raises:
+        ValueError: the dtype is unknown or not supported by this device.
+    """
+    if wanted == "auto":
+        with suppress(ValueError):  # the run was started on another kind of device
+            return resolve_dtype(previous or best_dtype(device), device)
+        return best_dtype(device)
+    if wanted not in DTYPES:
+        raise ValueError(f"dtype is {wanted!r}; possible are auto, {', '.join(DTYPES)}")
+    if wanted == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        raise ValueError(f"dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not {device.type}")
+    if wanted == "float16" and device.type == "mps":
+        raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16")
+    return wanted
+
+
+def common_dtype(dtypes: list[str]) -> str:
+    """One dtype for all ranks, from the one that each has resolved."""
+    return min(dtypes, key=BY_PRECISION.index)
+
+
+def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
+    """Process-wide switches: TF32 unless dtype is float32, and deterministic algorithms if asked for."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for cuBLAS's deterministic mode
+        torch.use_deterministic_algorithms(True)
+
+
+def seed_step(seed: int, step: int, data_rank: int) -> None:
+    """
+    Seed all generators for one step. Dropout masks become a function of (seed, step, data_rank), so that a resumed run
+    draws the same masks without any saved random state.
+    """
+    number = int(np.random.SeedSequence((seed, step, data_rank)).generate_state(1, np.uint64)[0])
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)  # also seeds every device's generator
+    else:  # the same on a machine with CPUs only; torch.manual_seed spends 0.1 ms on looking for devices
+        torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)

@@ -1,0 +1,301 @@
+"""What keeps a run alive: stopping on request, steps that are not finite, loss spikes, slow ranks, and alerts."""
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from isogpt import run_folder
+from isogpt.agree import StepNumbers, broadcast, exit_together, is_main
+from isogpt.files import write_whole
+from isogpt.loader import Reader
+from isogpt.parallel import full
+
+if TYPE_CHECKING:
+    from isogpt.checkpoint import Progress, Saver
+    from isogpt.metrics import Logger
+
+MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
+PROCESS_START = time.monotonic()  # approximately
+TIME_IS_UP = -1  # Stop.code for the time limit; signals have positive numbers
+EXIT_S = 1.0  # reserved for leaving the process group and exiting
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stopping on request
+
+
+def running_s() -> float:
+    """Seconds since the start of this process, or of torchrun's agent, which may have restarted it (Linux)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError, ValueError, IndexError):
+            ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])  # since boot
+            return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - PROCESS_START
+
+
+@dataclass
+class Stop:
+    """Whether this rank was asked to stop: by a signal, or because time_limit_s (0: none) is about to be exceeded."""
+
+    time_limit_s: float = 0
+    signal: int = 0
+    agreed: int = 0  # the code that all ranks stop by
+
+    def code(self, step_s: float = 0.0, checkpoint_s: float = 0.0) -> int:
+        """
+        0: continue; a signal's number; or TIME_IS_UP if the time left is not enough for another step, which may take
+        twice as long as the last one, and two checkpoints: one that may be under way, and the final one.
+        """
+        needed = EXIT_S + 2 * step_s + 2 * checkpoint_s
+        is_late = self.time_limit_s and running_s() + needed > self.time_limit_s
+        return self.signal or (TIME_IS_UP if is_late else 0)
+
+    def decide(self, codes: torch.Tensor) -> int:
+        """What all ranks stop by, from every rank's code: a signal takes precedence over TIME_IS_UP; 0: continue."""
+        self.agreed = int(codes.max() or codes.min())
+        return self.agreed
+
+    def reason(self) -> str:
+        """The agreed code's name."""
+        return "time_limit_s" if self.agreed == TIME_IS_UP else signal.Signals(self.agreed).name
+
+
+def watch_signals(time_limit_s: float = 0) -> Stop:
+    """
+    From now on SIGTERM, SIGUSR1 and SIGINT are recorded in the returned Stop, which all ranks check together. A second
+    SIGINT, more than a second later, ends the process at once: a single Ctrl-C often arrives twice, from the terminal
+    and from the launcher.
+    """
+    stop = Stop(time_limit_s)
+
+    def record(number: int, frame: object) -> None:
+        if not stop.signal:
+            stop.signal = number
+            os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
+
+    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), record)
+    # Python runs `record` between two bytecodes of the main thread. If that waits in C++ for a failed rank, the thread
+    # below, which reads the numbers of arriving signals, can still end the process.
+    if os.name != "posix":  # Windows cannot make a pipe non-blocking before Python 3.12
+        return stop
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def exit_at_second_sigint() -> None:
+        first = None
+        while numbers := os.read(read, 1):
+            if numbers[0] == signal.SIGINT:
+                first = first or time.monotonic()
+                if time.monotonic() - first > 1:
+                    os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=exit_at_second_sigint, daemon=True, name="signals").start()
+    return stop
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# steps that are not finite
+
+
+@dataclass
+class NanPolicy:
+    """What to do about a step whose loss or gradient is not finite; the same on all ranks."""
+
+    on_nan: str  # stop or skip
+    patience: int  # consecutive steps until a rollback
+    max_rollbacks: int
+    consecutive: list[int] = field(default_factory=list)  # the steps since the last finite one
+    rollbacks: int = 0
+
+    def decide(self, step: int) -> str:
+        """'skip' the step, 'rollback' to the last checkpoint and exclude the consecutive steps, or 'stop'."""
+        self.consecutive.append(step)
+        if self.on_nan == "stop":
+            return "stop"
+        if len(self.consecutive) < self.patience:
+            return "skip"
+        return "rollback" if self.rollbacks < self.max_rollbacks else "stop"
+
+    def accepts(self, numbers: StepNumbers, scaler: torch.amp.GradScaler) -> bool:
+        """
+        Whether the step may be taken (the same on all ranks). A float16 overflow is left to the scaler, which skips the
+        step and halves its scale; at a scale of 1 it is not the scale's fault.
+        """
+        scaler_handles = scaler.is_enabled() and scaler.get_scale() > 1
+        accepted = bool(numbers.loss.isfinite().all() and (scaler_handles or numbers.grad_norm.isfinite().all()))
+        if accepted:
+            self.consecutive.clear()
+        return accepted
+
+    def handle(self, numbers: StepNumbers, progress: "Progress", model: nn.Module, reader: Reader, saver: "Saver",
+               logger: "Logger") -> run_folder.Found | None:  # fmt: skip
+        """
+        Report a step that is not finite and move past it (all ranks).
+
+        Returns:
+            the checkpoint to roll back to; None if the step is skipped. Exits if the run cannot continue.
+        """
+        text, facts = describe_not_finite(progress.step, numbers, model, reader)
+        logger.event("not_finite", **facts)
+        action = self.decide(progress.step)
+        progress.step += 1
+        if action == "skip":
+            logger.print(f"warning: {text}: the step is skipped")
+            return None
+        logger.saved(saver.wait())
+        found = None
+        with exit_together(logger.failed):
+            if is_main() and action == "rollback":
+                found, _ = run_folder.newest(saver.out_dir)
+            if is_main() and not found:
+                raise ValueError(f"{text}; {self.advice(run_folder.is_run(saver.out_dir))}")
+        return broadcast(found)
+
+    def rolled_back(self, progress: "Progress", logger: "Logger") -> None:
+        """Exclude the consecutive steps after progress was rewound to a checkpoint (all ranks)."""
+        excluded, self.consecutive = self.consecutive, []
+        self.rollbacks += 1
+        progress.skipped.update(excluded)
+        logger.event("rollback", to=progress.step, left_out=sorted(progress.skipped), rollback=self.rollbacks)
+        logger.print(
+            f"warning: {len(excluded)} steps not finite: rolled back to step {progress.step}, excluding {excluded}"
+        )
+        logger.cut_back()
+
+    def advice(self, can_resume: bool) -> str:
+        """What a user can do when the run ends."""
+        command = "Resume with --init_from=resume" if can_resume else "Start again"
+        skip = ", or --on_nan=skip" if self.on_nan == "stop" else ""
+        return f"the step was not taken and no checkpoint was lost. {command} and a lower --learning_rate{skip}"
+
+
+def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reader: Reader) -> tuple[str, dict]:
+    """
+    Which ranks had a loss that is not finite, what they read and the largest gradients (all ranks).
+
+    Returns:
+        (a sentence for the user, the facts for metrics.jsonl)
+    """
+    everyone, starts = range(len(numbers.loss)), reader.starts(step)
+    guilty = [r for r in everyone if not numbers.loss[r].isfinite()] or list(everyone)
+    rows_read = {}  # by rank, where its rows start
+    for r in guilty:
+        share = reader.share_of_rank(r)
+        picked = [share.pick(starts, m) for m in range(share.micro_steps)]
+        rows_read[r] = np.concatenate(picked)[:64].tolist()
+    norms = {name: full(p.grad.norm()).item() for name, p in model.named_parameters() if p.grad is not None}
+    ranked = sorted(norms.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf, reverse=True)
+    facts = {"loss": numbers.loss.tolist(), "grad_norm": numbers.grad_norm[0].item(), "ranks": guilty,
+             "windows": rows_read, "largest_gradients": dict(ranked[:5])}  # fmt: skip
+    gradients = ", ".join(f"{name} {norm:.3g}" for name, norm in ranked[:5])
+    rows = "; ".join(f"{first[:8]} (rank {r})" for r, first in list(rows_read.items())[:4])
+    text = (f"step {step}: not finite on rank {', '.join(map(str, guilty))}: loss by rank {facts['loss']}, gradient "
+            f"norm {facts['grad_norm']:.3g}; largest gradients {gradients}; rows start at token {rows}")  # fmt: skip
+    return text, facts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# anomalies and alerts
+
+
+@dataclass
+class Spikes:
+    """Detects a loss far above those of the last hundred logged steps."""
+
+    losses: deque = field(default_factory=lambda: deque(maxlen=100))
+
+    def seen(self, loss: float) -> bool:
+        """Whether this loss is a spike."""
+        before = np.array(self.losses)
+        self.losses.append(loss)
+        return len(before) >= 20 and loss > before.mean() + max(6 * before.std(), 0.1 * abs(before.mean()))
+
+
+@dataclass
+class SlowRanks:
+    """Detects a rank that stays well above the others in its own forward time, in data wait or in memory."""
+
+    patience: int = 20  # consecutive logged steps
+    counts: dict = field(default_factory=dict)  # by (column, rank)
+
+    def seen(self, columns: dict[str, list[float]]) -> list[str]:
+        """
+        Args:
+            columns: what was measured -> its value by rank.
+
+        Returns:
+            a sentence for each rank that has been above the others for `patience` steps; once each time.
+        """
+        found = []
+        for what, values in columns.items():
+            typical = statistics.median_low(values)
+            margin = 0.2 if what.endswith("GB") else 5  # GB or ms: differences that do not matter
+            for rank, value in enumerate(values):
+                is_above = value > 1.5 * typical + margin
+                self.counts[what, rank] = self.counts.get((what, rank), 0) + 1 if is_above else 0
+                if self.counts[what, rank] == self.patience:
+                    found.append(f"rank {rank}: {what} {value:.1f}, others {typical:.1f}")
+        return found
+
+
+def alert(command: str, record: dict, wait_s: float = 0) -> None:
+    """Run the user's command with a line of JSON on its standard input (rank 0). Its failure does not stop the run."""
+    if not command:
+        return
+    stderr = None if wait_s else subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stderr=stderr, text=True)
+    except OSError as e:
+        print(f"warning: alert_command: {e}", file=sys.stderr, flush=True)
+        return
+    # a thread, so that a command that does not read its input cannot block the run; it also reaps the process
+    thread = threading.Thread(target=process.communicate, args=(json.dumps(record) + "\n",), daemon=True)
+    thread.start()
+    thread.join(wait_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# out of memory
+
+
+def describe_job(config: dict, world_size: int) -> dict:
+    """The settings that determine how much memory a step takes."""
+    names = ("batch_size", "block_size", "n_layer", "n_embd", "dataset")
+    sequences = config["gradient_accumulation_steps"] * config["batch_size"]
+    job = {name: config[name] for name in names} | {"sequences": sequences, "world_size": world_size}
+    return job | {"zero": 3 if config["fsdp"] else config["zero"], "recompute": config["activation_checkpointing"]}
+
+
+def recorded_micro_batch(out_dir: str, job: dict, batch_size: int) -> int:
+    """
+    The micro-batch size to use (rank 0): batch_size, or the smaller one that a previous attempt at the same job
+    recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
+    """
+    try:
+        record = json.loads((Path(out_dir) / MICRO_BATCH).read_text())
+        return min(batch_size, int(record["micro_batch"])) if record["job"] == job else batch_size
+    except (OSError, ValueError, KeyError, TypeError):
+        return batch_size
+
+
+def record_micro_batch(out_dir: str, job: dict, rows: int) -> None:
+    """Record a smaller micro-batch size for the next attempt at this job."""
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    write_whole(Path(out_dir) / MICRO_BATCH, json.dumps({"micro_batch": rows, "job": job}))

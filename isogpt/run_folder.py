@@ -1,0 +1,397 @@
+"""
+A run's folder: find, verify, claim, link and prune its checkpoints.
+
+    <out_dir>/step_00001200/ckpt.pt              the state in nanoGPT's form, if one process holds all of it (zero 0)
+    <out_dir>/step_00001200/*.distcp, .metadata  or in shards, each rank's part, by parameter name
+    <out_dir>/step_00001200/manifest.json        the layout and a checksum of each file
+    <out_dir>/ckpt.pt, ckpt_best.pt              links to the newest and the best ckpt.pt
+
+A checkpoint is written in a folder of another name and renamed when it is complete and on the disk: a folder called
+step_* is complete. The checksums detect damage that happens later.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+import zipfile
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from isogpt.files import sync_folder, write_whole
+
+MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
+GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
+STEP = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint on disk: its ckpt.pt or its folder of shards, its step, its manifest (empty for a bare ckpt.pt)."""
+
+    path: Path
+    step: int
+    manifest: dict = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# finding and verifying
+
+
+def step_folders(out: Path) -> list[Path]:
+    """The step folders, newest first."""
+    return sorted((f for f in out.glob("step_*") if STEP.fullmatch(f.name)), key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """The step in the name of a step folder."""
+    return int(STEP.fullmatch(folder.name)[1])
+
+
+def step_folder(out: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return out / f"step_{step:08d}"
+
+
+def is_run(folder: str) -> bool:
+    """Whether a folder holds checkpoints of a run: ours or nanoGPT's."""
+    return bool(folder) and (bool(step_folders(Path(folder))) or (Path(folder) / "ckpt.pt").exists())
+
+
+def make_manifest(run: dict, world_size: int, zero: int, best_step: int, val_loss: float | None) -> dict:
+    """What manifest.json holds besides the files' checksums. `run`: the state that is not tensors."""
+    layout = {"world_size": world_size, "zero": zero}
+    facts = {"step": run["iter_num"], "best_step": best_step, "val_loss": val_loss, "layout": layout}
+    return facts | {"block_size": run["model_args"]["block_size"], "torch": torch.__version__}
+
+
+def sealed(manifest: dict) -> str:
+    """The text of manifest.json, whose last entry is a checksum of all others."""
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "manifest_sha256": digest}, indent=1)
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a step folder; empty if it is missing or damaged."""
+    try:
+        text = (folder / "manifest.json").read_text()
+        manifest = {k: v for k, v in json.loads(text).items() if k != "manifest_sha256"}
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return manifest if text == sealed(manifest) else {}
+
+
+def hash_files(folder: Path) -> dict:
+    """The manifest's entries for all files in a folder: size and SHA-256."""
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as hexadecimal digits."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a step folder: '' if every file's checksum matches the manifest."""
+    manifest = read_manifest(folder)
+    if not manifest or folder.name != f"step_{manifest['step']:08d}":
+        return "its manifest.json is missing or damaged"
+    for name, expected in manifest["files"].items():
+        try:
+            actual = sha256_of(folder / name)
+        except OSError as e:
+            return f"{name} cannot be read ({e.strerror})"
+        if actual != expected["sha256"]:
+            return f"the checksum of {name} does not match"
+    return ""
+
+
+def damaged_zip(path: Path) -> str:
+    """What is wrong with a torch.save file: '' if the checksums of its zip records match."""
+    try:
+        with zipfile.ZipFile(path) as z:
+            bad = z.testzip()
+        return f"the checksum of its record {bad} does not match" if bad else ""
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as e:
+        return str(e)
+
+
+def read_file(path: Path, verify: bool = False) -> dict:
+    """
+    The dict in a ckpt.pt, memory-mapped. Nothing in it runs: weights_only accepts tensors and plain values.
+
+    Args:
+        verify: check its checksums, which reads the whole file.
+
+    Raises:
+        ValueError: it is damaged, cannot be loaded, would run code, or is not a checkpoint.
+    """
+    if verify and (problem := damaged_zip(path)):
+        raise ValueError(f"{path} is damaged: {problem}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:  # a damaged or hostile file raises nearly anything
+        raise ValueError(f"{path} cannot be loaded: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
+    missing = [k for k in ("model", "model_args", "iter_num") if not isinstance(state, dict) or k not in state]
+    if missing:
+        raise ValueError(f"{path} is not a nanoGPT or isoGPT checkpoint: it has no {', '.join(missing)}")
+    if not isinstance(state["iter_num"], int) or state["iter_num"] < 0:
+        raise ValueError(f"{path}: its iter_num is {state['iter_num']!r}")
+    return state
+
+
+def open_folder(folder: Path) -> Found:
+    """The checkpoint in a step folder that is not damaged."""
+    manifest = read_manifest(folder)
+    return Found(folder / "ckpt.pt" if "ckpt.pt" in manifest["files"] else folder, manifest["step"], manifest)
+
+
+def newest(out_dir: str, step: int = -1) -> tuple[Found | None, list[str]]:
+    """
+    The checkpoint to resume from: the newest that verifies, a step folder or a bare ckpt.pt that nanoGPT wrote.
+
+    Args:
+        step: only this step's checkpoint; -1: the newest.
+
+    Returns:
+        (the checkpoint or None, a sentence for each newer one that is damaged)
+    """
+    out, reports, found = Path(out_dir), [], None
+    for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
+        problem = damage(folder)
+        if not problem:
+            found = open_folder(folder)
+            break
+        reports.append(f"{folder} is damaged: {problem}")
+    bare = out / "ckpt.pt"
+    if not bare.exists() or step != -1:
+        return found, reports
+    # ckpt.pt is normally our link to a checkpoint that was verified above. A file that nanoGPT wrote, perhaps through
+    # the link, is newer than all of ours, since each of our checkpoints restores the link; a copy of one of ours is
+    # used if it is further on than what was found.
+    linked = STEP.fullmatch(bare.resolve().parent.name)
+    if linked and found and int(linked[1]) <= found.step and not any(linked[0] in r for r in reports):
+        return found, reports
+    try:
+        state = read_file(bare, verify=True)
+    except ValueError as e:
+        return found, reports if linked else [*reports, str(e)]
+    if "isogpt" not in state or (not linked and state["iter_num"] > (found.step if found else -1)):
+        return Found(bare, state["iter_num"]), reports
+    return found, reports
+
+
+def best(out_dir: str) -> tuple[Found | None, list[str]]:
+    """The checkpoint with the best validation loss, or the newest if that one is damaged; as `newest` returns it."""
+    found, reports = newest(out_dir)
+    alone = Path(out_dir) / "ckpt_best.pt"
+    if not found and alone.exists():  # the file was copied without its folder
+        return Found(alone, read_file(alone, verify=True)["iter_num"]), reports
+    folder = step_folder(Path(out_dir), found.manifest.get("best_step", -1) if found else -1)
+    if folder.exists() and not damage(folder):
+        return open_folder(folder), reports
+    return found, reports
+
+
+def find_start(init_from: str, out_dir: str, resume_step: int = -1) -> tuple[Found | None, bool, list[str]]:
+    """
+    What `init_from` means for a training run (rank 0).
+
+    Returns:
+        (the checkpoint to load or None, whether to resume from it rather than to load its weights alone, warnings)
+
+    Raises:
+        ValueError: there is nothing to resume from.
+    """
+    weights_from = init_from.removeprefix("auto:")
+    if init_from in ("resume", "auto") or weights_from != init_from:
+        found, reports = newest(out_dir, resume_step)
+        if found:
+            return found, True, reports
+        if reports or init_from == "resume":
+            what = "checkpoint" if resume_step == -1 else f"step {resume_step}"
+            problem = f"no {what} to resume from in {out_dir}: set --out_dir= to the run's folder"
+            raise ValueError("; ".join([problem, *reports]))
+    if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):
+        found, reports = best(weights_from)
+        if not found:
+            raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
+        return found, False, reports
+    return None, False, []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# claiming a folder for a run (rank 0)
+
+
+def prepare(out_dir: str) -> None:
+    """Create the run's folder. Raises ValueError if nothing can be written to it."""
+    try:
+        trial = Path(out_dir) / "unfinished_trial"
+        trial.mkdir(parents=True, exist_ok=True)
+        trial.rmdir()
+    except OSError as e:
+        raise ValueError(f"out_dir {out_dir} cannot be written to ({e.strerror}): set another --out_dir=") from e
+
+
+def claim(out_dir: str) -> str:
+    """
+    Make this run the owner of its folder; returns its identifier. Checkpoints that an earlier run, which is still
+    alive, writes after this do not count.
+    """
+    owner = uuid.uuid4().hex
+    write_whole(Path(out_dir) / "owner", owner)
+    return owner
+
+
+def check_owner(out: Path, owner: str) -> None:
+    """Raise ValueError if another run has claimed the folder."""
+    path = out / "owner"
+    now = path.read_text() if path.exists() else owner  # it may have been deleted
+    if now != owner:
+        raise ValueError(f"another run was started in {out}: this one stops, and its checkpoints are kept")
+
+
+def clean_up(out_dir: str) -> None:
+    """Delete what a killed run left of unfinished checkpoints and deletions (before the first checkpoint)."""
+    for path in Path(out_dir).glob("unfinished_*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def enter_folder(out_dir: str, found: Found | None) -> str:
+    """
+    Prepare the folder for this run, which resumes from `found` or starts from scratch, and claim it; returns the
+    owner's identifier.
+    """
+    prepare(out_dir)
+    owner = claim(out_dir)
+    clean_up(out_dir)
+    if found:
+        continue_from(out_dir, found)
+    elif aside := set_aside(out_dir):
+        print(f"{out_dir} contained an earlier run, which was moved to {aside}", flush=True)
+    (Path(out_dir) / MARK).unlink(missing_ok=True)
+    return owner
+
+
+def mark_preempted(out_dir: str, step: int, reason: str) -> None:
+    """Write the file that says that the run was stopped on request before its end; the next start removes it."""
+    (Path(out_dir) / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")
+
+
+def continue_from(out_dir: str, found: Found) -> None:
+    """
+    Prepare the folder for a run that resumes from `found`: rename newer step folders, which are damaged or were not
+    chosen, since they must not count as kept; and turn a bare ckpt.pt into a step folder, so that the first checkpoint
+    does not overwrite it.
+    """
+    out = Path(out_dir)
+    if not found.manifest:
+        unfinished = out / f"unfinished_step_{found.step:08d}"
+        unfinished.mkdir()
+        try:  # a second name for the file: no copy, and no moment without a name
+            os.link(found.path.resolve(), unfinished / "ckpt.pt")
+        except OSError:
+            shutil.copyfile(found.path, unfinished / "ckpt.pt")
+        run = read_file(found.path)
+        best_step = run.get("isogpt", {}).get("best_step", found.step)
+        commit(unfinished, make_manifest(run, 1, 0, best_step, val_loss=None), keep_last=0, replace=True)
+    for folder in step_folders(out):
+        if step_of(folder) > found.step:
+            kind = "damaged" if damage(folder) else "abandoned"
+            os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
+
+
+def free_name(out: Path, name: str, first: int = 0) -> Path:
+    """The first path of `out`/`name` (unless `first` is 1), name_1, name_2, ... that does not exist."""
+    return next(p for n in count(first) if not (p := out / (f"{name}_{n}" if n else name)).exists())
+
+
+def set_aside(out_dir: str) -> Path | None:
+    """
+    Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ..., so that
+    nothing is overwritten or mistaken for the new run's. Returns where to, or None.
+    """
+    if not is_run(out_dir):
+        return None
+    out = Path(out_dir)
+    previous = free_name(out, "previous", first=1)
+    previous.mkdir()
+    others = [out / name for name in ("ckpt.pt", "ckpt_best.pt", "metrics.jsonl", "loss.png", "tensorboard")]
+    for path in step_folders(out) + [path for path in others if os.path.lexists(path)]:
+        os.rename(path, previous / path.name)
+    return previous
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# adding a checkpoint (rank 0)
+
+
+def commit(unfinished: Path, manifest: dict, keep_last: int, owner: str = "", replace: bool = False) -> Path:
+    """
+    Complete a checkpoint whose files are written: checksums, rename, links; then delete those that are not kept.
+
+    Args:
+        manifest: what make_manifest returned.
+        replace: whether to replace a valid checkpoint of the same step. Without it that one is kept, since a run's
+            state at a step is always the same.
+
+    Raises:
+        ValueError: another run has claimed the folder. OSError: the disk is full, for instance.
+    """
+    out = unfinished.parent
+    folder = step_folder(out, manifest["step"])
+    try:
+        write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished)}))
+        if owner:
+            check_owner(out, owner)
+        if folder.exists() and not replace and not damage(folder):
+            shutil.rmtree(unfinished)
+        else:
+            old = out / f"unfinished_was_{folder.name}"  # renamed, not deleted, until the new one has its name
+            if folder.exists():
+                os.rename(folder, old)
+            os.rename(unfinished, folder)
+            shutil.rmtree(old, ignore_errors=True)
+        sync_folder(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    for name, target in (("ckpt.pt", folder), ("ckpt_best.pt", step_folder(out, manifest["best_step"]))):
+        if (target / "ckpt.pt").exists():  # not in shards
+            point(out / name, target / "ckpt.pt")
+    prune(out, folder, manifest["best_step"], keep_last, manifest["block_size"])
+    return folder
+
+
+def point(path: Path, target: Path) -> None:
+    """Make `path` a relative symbolic link to `target`, or a copy if the file system has no links; atomically."""
+    other = path.with_name(path.name + ".tmp")
+    other.unlink(missing_ok=True)
+    try:
+        os.symlink(target.relative_to(path.parent), other)
+    except OSError:
+        shutil.copyfile(target, other)
+    os.replace(other, path)
+
+
+def prune(out: Path, newest_folder: Path, best_step: int, keep_last: int, block_size: int) -> None:
+    """
+    Delete all checkpoints but the last `keep_last` (0: keep all), the best, and those of another block_size, which are
+    from before the context was shortened.
+    """
+    folders = [f for f in step_folders(out) if step_of(f) <= step_of(newest_folder)]
+    for folder in folders[keep_last:] if keep_last else []:
+        if step_of(folder) != best_step and read_manifest(folder).get("block_size", block_size) == block_size:
+            doomed = out / f"unfinished_{folder.name}"  # half deleted, it must not be called step_*
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+    for path in (out / "ckpt.pt", out / "ckpt_best.pt"):
+        if path.is_symlink() and not path.exists():  # it pointed to a deleted checkpoint; newer ones are in shards
+            path.unlink()

@@ -1,0 +1,101 @@
+"""Checks of settings, shared by the scripts. All problems are reported together."""
+
+import os
+import re
+from types import SimpleNamespace
+
+from isogpt.loader import Dataset
+from isogpt.run_folder import GPT2
+
+AT_LEAST_1 = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
+              "n_layer", "n_head", "n_embd", "dp_replicate", "nan_patience", "fsdp_prefetch", "num_samples",
+              "max_new_tokens", "steps")  # fmt: skip
+NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate",
+                "min_lr", "weight_decay", "grad_clip", "keep_last", "time_limit_s", "max_rollbacks", "nproc",
+                "check_ranks_interval", "temperature", "top_k")  # fmt: skip
+# names, condition on the value, and how the message states it
+RANGES = ((AT_LEAST_1, lambda v: v >= 1, "be at least 1"), (NOT_NEGATIVE, lambda v: v >= 0, "not be negative"),
+          (("dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),
+          (("beta1", "beta2", "dropout"), lambda v: 0 <= v < 1, "be in [0, 1)"),
+          (("top_p",), lambda v: 0 < v <= 1, "be in (0, 1]; 1 samples among all tokens"),
+          (("seed",), lambda v: v < 2**63, "be below 2**63"))  # fmt: skip
+CHOICES = {"data_order": ("random", "shuffle"), "on_nan": ("stop", "skip"), "zero": (0, 1, 2, 3),
+           "grad_sync": ("auto", "last", "every", "never")}  # fmt: skip
+# old name -> new name
+RENAMED = {"prefetch": "fsdp_prefetch", "bucket_mb": "ddp_bucket_mb", "timeout_s": "dist_timeout_s",
+           "stop_after_s": "time_limit_s", "json": "json_path", "world_size": "estimate_world_size"}  # fmt: skip
+
+
+def problems_of(config: dict) -> list[str]:
+    """A sentence for each setting in `config` that is out of range."""
+    rules = [(name, is_good, rule) for names, is_good, rule in RANGES for name in names if name in config]
+    found = [f"{name} is {config[name]}: it must {rule}" for name, is_good, rule in rules if not is_good(config[name])]
+    for name, (*others, last) in CHOICES.items():
+        if name in config and config[name] not in (*others, last):
+            found.append(f"{name} is {config[name]!r}; possible are {', '.join(map(str, others))} and {last}")
+    mode = config.get("activation_checkpointing", "none")
+    if not re.fullmatch(r"none|full|selective|every:0*[1-9]\d*", mode):
+        found.append(f"activation_checkpointing is {mode!r}; possible are none, full, selective and every:K (K >= 1)")
+    return found
+
+
+def report(problems: list[str]) -> None:
+    """Raise ValueError with all problems, one a line, if there are any."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def check_training(config: dict) -> None:
+    """
+    Check train.py's settings.
+
+    Raises:
+        ValueError: one line for each problem.
+    """
+    c = SimpleNamespace(**config)
+    weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
+    checks = (
+        (c.n_head > 0 and c.n_embd % c.n_head, f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}"),
+        (not c.out_dir.strip(), "out_dir is empty: set --out_dir= to a folder"),
+        (weights not in ("scratch", *GPT2) and not os.path.isdir(weights),
+         f"init_from is {c.init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run "
+         f"or of Hugging Face weights"),
+        (c.resume_step != -1 and c.init_from != "resume",
+         f"resume_step needs init_from 'resume', but it is {c.init_from!r}: set --init_from=resume"),
+        (c.fsdp and c.zero not in (0, 3), f"fsdp is short for zero=3, but zero is {c.zero}: set only one of them"),
+        (c.grad_sync == "never" and c.save_checkpoint,
+         "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
+         "--save_checkpoint=False"),
+        ((c.cpu_offload or c.dp_replicate != 1) and not c.fsdp and c.zero < 2,
+         f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {c.zero}: set --zero=3"))  # fmt: skip
+    report(problems_of(config) + [message for is_wrong, message in checks if is_wrong])
+
+
+def check_model_args(model_args: dict, block_size: int, data: Dataset) -> None:
+    """
+    Check that weights fit the run: a checkpoint's, or those of a pretrained model.
+
+    Raises:
+        ValueError: their context is shorter than block_size, or the data set has other token ids.
+    """
+    length, size = model_args["block_size"], model_args["vocab_size"]
+    if block_size > length:
+        raise ValueError(f"block_size {block_size} exceeds the checkpoint's context length, {length}: set "
+                         f"--block_size={length} or less")  # fmt: skip
+    if data.highest >= size:
+        raise ValueError(f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
+                         f"{size}: it was trained on another data set")  # fmt: skip
+
+
+def check_sampling(config: dict) -> None:
+    """
+    Check sample.py's settings.
+
+    Raises:
+        ValueError: one line for each problem.
+    """
+    problems, init_from = problems_of(config), config["init_from"]
+    if init_from not in ("resume", *GPT2) and not os.path.isdir(init_from):
+        possible = "resume, gpt2[-medium|-large|-xl], a folder of Hugging Face weights"
+        problems.append(f"init_from is {init_from!r}; possible: {possible}")
+    report(problems)

@@ -1,0 +1,221 @@
+"""
+The watchdog names the rank that failed or hung, and the crash hook turns exceptions into messages that say what to do.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+
+import torch
+import torch.distributed as dist
+
+from isogpt import resilience
+from isogpt.checkpoint import Progress, Saver
+from isogpt.hardware import Clock
+from isogpt.launch import Ranks, connect_store
+from isogpt.loader import DataError
+from isogpt.memory import memory_report
+from isogpt.metrics import Logger
+
+# parts of the error messages of gloo and NCCL, in lower case, when another rank is gone
+CONNECTION_LOST = (
+    "closed by peer", "reset by peer", "remote peer", "timed out waiting", "connection was likely closed",
+    "remote process exit", "ncclremoteerror", "ncclsystemerror", "broken pipe", "socket closed",
+)  # fmt: skip
+STORE_TIMEOUT_S = 5
+
+
+@dataclass
+class Watchdog:
+    """
+    One thread of each rank writes its position to the store four times a second; another ends the process if the main
+    thread has made no progress for timeout_s while `armed`, for instance in a hung collective.
+
+    With a single process there is nothing to watch, but the crash hook uses the same report.
+    """
+
+    ranks: Ranks
+    timeout_s: float
+    progress: Progress
+    clock: Clock
+    logger: Logger
+    saver: Saver
+    armed: bool = False  # disarmed while a step may take long: compilation at the first, a slow disk at a checkpoint
+    store: dist.Store | None = None
+    silent: list[int] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    reported: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self) -> None:
+        """Connect to the store, if there are other ranks, and start the threads."""
+        if self.ranks.world_size == 1 or not self.ranks.store:
+            return
+        # a connection of its own, since a request blocks all others on the same connection
+        self.store = dist.PrefixStore(self.ranks.start, connect_store(self.timeout_s))
+        self.store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        # two threads: if the network is cut, a request to the store may never return
+        self.threads = [threading.Thread(target=target, daemon=True) for target in (self.beat, self.watch)]
+        for thread in self.threads:
+            thread.start()
+
+    def position(self) -> tuple[int, str]:
+        """(a number that grows with each part of a step, where the main thread is)."""
+        return self.clock.count, f"step {self.progress.step}, {self.clock.doing}"
+
+    def watch(self) -> None:
+        """End the process if there is no progress for timeout_s."""
+        last, since = None, time.monotonic()
+        while not self.over.wait(0.5):
+            now = self.position()
+            if now != last:
+                last, since = now, time.monotonic()
+            if self.armed and time.monotonic() - since > self.timeout_s:
+                self.report(f"no progress for {self.timeout_s:g} s")
+                self.finish_checkpoint()
+                os._exit(1)
+
+    def beat(self) -> None:
+        """Write this rank's position to the store until the run is over."""
+        for number in count():
+            with suppress(Exception):  # the store ends with rank 0 or its agent
+                self.store.set(f"beat/{self.ranks.rank}", json.dumps([number, self.position()[1]]))
+            if self.over.wait(0.25):
+                return
+
+    def beats(self) -> list[tuple[int, str] | None]:
+        """The last position of each rank."""
+        keys = [f"beat/{rank}" for rank in range(self.ranks.world_size)]
+        return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+
+    def find_silent(self) -> str:
+        """Which ranks do not respond and where each one was: compares two looks that are some beats apart."""
+        names = self.ranks.names()
+        self.store.set(f"left/{self.ranks.rank}", "")
+        before = self.beats()
+        time.sleep(1.5)
+        after = self.beats()
+        has_left = [self.store.check([f"left/{r}"]) for r in range(len(names))]
+        positions = [beat[1] if beat else "the start" for beat in after]
+        self.silent = [r for r in range(len(names)) if before[r] == after[r] and not has_left[r]]
+        if self.silent:
+            return "; ".join(f"{names[r]} does not respond, its last position was {positions[r]}" for r in self.silent)
+        return "all ranks respond: " + ", ".join(f"{names[r]} at {positions[r]}" for r in range(len(names)))
+
+    def ask(self, question: Callable[[], str], wait_s: float) -> str:
+        """The answer to a question that needs the store, which may be unreachable: then a request may never return."""
+        answers = []
+
+        def run() -> None:
+            with suppress(Exception):
+                answers.append(question())
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(wait_s)
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return answers[0] if answers else f"the store of rank 0 or its agent at {address} does not respond"
+
+    def report(self, problem: str) -> None:
+        """Print once what is wrong and which rank is the cause."""
+        if not self.reported.acquire(blocking=False):
+            time.sleep(25)  # the other thread is reporting, and then ends the process
+            return
+        names = self.ranks.names()
+        cause = self.ask(self.find_silent, 6 + len(names) / 50) if self.store else ""
+        text = f"{names[self.ranks.rank]} at {self.position()[1]}: {problem}; {cause}"
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        self.logger.failed(text)
+        if self.store:
+            self.ask(self.let_others_finish, 5)
+
+    def let_others_finish(self) -> str:
+        """Rank 0, which may serve the store that the other ranks are asking, exits after them."""
+        self.store.set(f"reported/{self.ranks.rank}", "")
+        others = [f"reported/{r}" for r in range(self.ranks.world_size) if r not in self.silent]
+        end = time.monotonic() + 4
+        while self.ranks.is_main and not self.store.check(others) and time.monotonic() < end:
+            time.sleep(0.05)
+        return ""
+
+    def finish_checkpoint(self) -> None:
+        """Wait for a checkpoint under way if this rank can complete it alone: it is worth having."""
+        if self.saver.writes_alone():
+            self.logger.saved(self.saver.wait())
+
+    def stop(self) -> None:
+        """Stop watching, before the store is gone."""
+        self.over.set()
+        for thread in self.threads:
+            thread.join(2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# crashes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device or the CPU ran out of memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Whether a collective failed because another rank exited or did not respond in time."""
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in CONNECTION_LOST)
+
+
+def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, rows: int, cost: dict) -> None:
+    """
+    Install an excepthook that prints a message instead of a traceback if it can explain the exception.
+
+    Out of memory: rank 0 prints what the memory consists of and what would reduce it (all ranks run out alike). In the
+    first steps it also records half of `rows` as the micro-batch size, so that the same command, repeated or restarted
+    by torchrun --max-restarts, continues.
+
+    Args:
+        job: what the recorded micro-batch size applies to.
+        cost: the arguments of memory.memory_report.
+    """
+    default_hook, first_step, rank = sys.excepthook, watchdog.progress.step, watchdog.ranks.rank
+
+    def explain(kind: type, error: BaseException, trace: object) -> None:
+        if isinstance(error, DataError):
+            print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+            watchdog.logger.failed(str(error))
+        elif is_connection_lost(error):
+            reason = str(error).splitlines()[0].split(". ")[0][:200]
+            watchdog.report(f"lost the connection to another rank ({reason})")
+        elif not is_out_of_memory(error):
+            watchdog.logger.failed(f"{kind.__name__}: {error}")
+            default_hook(kind, error, trace)
+        elif rank == 0:
+            explain_out_of_memory(error, is_early=watchdog.progress.step < first_step + 3)
+
+    def explain_out_of_memory(error: BaseException, is_early: bool) -> None:
+        problem, hint = f"error: out of memory with micro-batches of {rows}: {str(error).splitlines()[0]}", ""
+        if is_early and rows > 1:
+            resilience.record_micro_batch(out_dir, job, rows // 2)
+            hint = (f"\nthe next start in {out_dir} uses micro-batches of {rows // 2} (same global batch, same curve): "
+                    "torchrun --max-restarts does so by itself, otherwise repeat the command")  # fmt: skip
+        print(f"{problem}\n{memory_report(cost)}{hint}", file=sys.stderr, flush=True)
+        watchdog.logger.failed(problem)
+
+    def hook(kind: type, error: BaseException, trace: object) -> None:
+        try:
+            explain(kind, error, trace)
+        except Exception as e:  # an explanation that fails must not keep the process from exiting
+            print(f"error: {error} (and while explaining it: {e})", file=sys.stderr, flush=True)
+        watchdog.finish_checkpoint()
+        sys.stdout.flush()
+        # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo), and a rank
+        # that hangs instead of exiting keeps its launcher from restarting it
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
