@@ -32,9 +32,9 @@ from torch.distributed import DistError
 from torch.utils.benchmark import Timer
 
 from configurator import configure, fail, settings_of
-from isogpt import hardware, launch, loader, memory, metrics, network, precision, settings
+from isogpt import hardware, launch, loader, memory, network, precision, settings
 from isogpt.collectives import measure_collectives, shown
-from isogpt.files import write_whole
+from isogpt.files import read_records, write_whole
 
 # -- what to run ------------------------------------------------------------------------------------------------------
 batch_size = 12  # sequences per micro-batch (small model: 8)
@@ -128,7 +128,7 @@ def reason_for(code: int, errors: str) -> str:
 
 def figures(out: Path, timed: int) -> dict:
     """What train.py recorded in folder `out`: medians over the timed steps of the ranks' mean and maximum."""
-    records = metrics.read_log(out / "metrics.jsonl")
+    records = read_records(out / "metrics.jsonl")
     start, steps = records[0], [r for r in records if "step_ms" in r][-timed:]
     config, mean_ms = start["config"], median(r["step_ms"] for r in steps)
     tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
@@ -260,7 +260,10 @@ def run_sweep() -> list[dict]:
     text = sweep.replace(" ", "").strip(";")
     if not re.fullmatch(r"\w+:[^;]+(;\w+:[^;]+)*", text):
         fail(f"sweep is {sweep!r}: type --sweep='nproc:1,2;batch_size:4,8' or the like")
-    axes = {name: values.split(",") for name, values in (part.split(":", 1) for part in text.split(";"))}
+    pairs = [part.split(":", 1) for part in text.split(";")]
+    axes = {name: values.split(",") for name, values in pairs}
+    if len(axes) < len(pairs):
+        fail(f"sweep is {sweep!r}: it names a setting twice; list all values of a setting after one name")
     if is_launched and "nproc" in axes:
         fail("a sweep over nproc launches the processes itself: start bench.py without torchrun")
     counts = [int(value) for value in axes.get("nproc", [str(processes)]) if value.isdecimal()]
@@ -351,6 +354,8 @@ try:
         problems.append("comm, sweep and tune are separate reports: set one of them")
     if not Path(json_path).absolute().parent.is_dir():
         problems.append(f"json_path is {json_path!r}: no such folder")
+    elif json_path and (Path(json_path).is_dir() or not os.access(Path(json_path).absolute().parent, os.W_OK)):
+        problems.append(f"json_path is {json_path!r}: it cannot be written, set another file")
     settings.report(problems)
     if is_launched:
         launch.start_workers(nproc, __file__)  # only checks nproc

@@ -7,6 +7,7 @@ List a run's checkpoints, or convert the newest one between layouts. Neither nee
 """
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -36,19 +37,24 @@ def convert(out_dir: str, form: str) -> Path:
     parallel.materialize(model, torch.device("cpu"))
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
     checkpoint.restore(source, model, optimizer)
-    out, unfinished = Path(out_dir), Path(out_dir) / f"unfinished_step_{found.step:08d}"
-    run_folder.clean_up(out_dir)
-    if form == "ckpt.pt":
-        checkpoint.write_file(unfinished / "ckpt.pt", checkpoint.nanogpt_state(source.run, model, optimizer))
-        (unfinished / "ckpt.pt").replace(out / "ckpt.pt")
-        unfinished.rmdir()
-        return out / "ckpt.pt"
-    from isogpt import shards
+    # a name of its own: neither a run that is writing the same step nor one that starts meanwhile may touch it
+    out, unfinished = Path(out_dir), Path(out_dir) / "unfinished_export"
+    try:
+        unfinished.mkdir()
+    except FileExistsError as e:
+        raise ValueError(f"{unfinished} exists: delete it, unless another conversion is running") from e
+    try:
+        if form == "ckpt.pt":
+            checkpoint.write_file(unfinished / "ckpt.pt", checkpoint.nanogpt_state(source.run, model, optimizer))
+            return (unfinished / "ckpt.pt").replace(out / "ckpt.pt")
+        from isogpt import shards
 
-    shards.write(unfinished, parallel.parameters_by_name(model), optim.state_by_name(model, optimizer))
-    best_step, val_loss = source.run["isogpt"].get("best_step", 0), found.manifest.get("val_loss")
-    manifest = run_folder.make_manifest(source.run, 1, 3, best_step, val_loss) | {"run": source.run}
-    return run_folder.commit(unfinished, manifest, keep_last=0, replace=True)
+        shards.write(unfinished, parallel.parameters_by_name(model), optim.state_by_name(model, optimizer))
+        best_step, val_loss = source.run["isogpt"].get("best_step", 0), found.manifest.get("val_loss")
+        manifest = run_folder.make_manifest(source.run, 1, 3, best_step, val_loss) | {"run": source.run}
+        return run_folder.commit(unfinished, manifest, keep_last=0, replace=True)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def list_checkpoints(out_dir: str) -> str:
@@ -80,7 +86,8 @@ def main() -> None:
     parser.add_argument("out_dir", help="the run's folder")
     parser.add_argument("--list", action="store_true", help="list the checkpoints (the default)")
     parser.add_argument("--to", choices=["ckpt.pt", "shards"], help="convert the newest valid checkpoint")
-    options = parser.parse_args()
+    # argparse takes a folder whose name begins with a dash for an option
+    options = parser.parse_args([f"./{a}" if a.startswith("-") and Path(a).is_dir() else a for a in sys.argv[1:]])
     try:
         if not Path(options.out_dir).is_dir():
             raise ValueError(f"{options.out_dir} is not a folder")

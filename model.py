@@ -341,7 +341,7 @@ def next_token(logits: Tensor, temperature: float, top_k: int | None = None, top
     Sample one token id per row of logits: (B, V) -> (B, 1). top_k is applied before top_p, which is nucleus sampling
     (Holtzman et al. 2019, arXiv:1904.09751).
     """
-    if temperature == 0:
+    if temperature < 1e-30:  # dividing by less would overflow
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
     if top_k:

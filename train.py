@@ -147,6 +147,13 @@ with agree.exit_together():
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
+saver = checkpoint.Saver(out_dir, keep_last, ranks.world_size, zero_stage, model_args, config)
+reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh.data_rank, mesh.data_size,
+                       micro_batch, model_args["vocab_size"], ranks.device)  # fmt: skip
+share, clock = reader.share, Clock(ranks.device)
+watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger, saver)
+memory_cost = memory.cost_of(config, model_args, share.rows, compute_dtype, ranks.world_size, ranks.device.type)
+explain_crashes(watchdog, out_dir, job, share.rows, memory_cost)
 # activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, activation_checkpointing,
                                     compile, cpu_offload, fsdp_prefetch)  # fmt: skip
@@ -166,27 +173,18 @@ with agree.exit_together():
 
 model = raw_model
 if ranks.world_size > 1 and zero_stage < 2:
-    # gradient_as_bucket_view: gradients are views into the buckets, not copies
-    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True)
+    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True)  # no copies of the gradients
 
-# run folder, checkpoints, reader, watchdog (rank 0 claims the folder and writes the log)
-owner = ""
+# the run folder and the log (rank 0 claims the folder and writes the log)
 with agree.exit_together():
     if ranks.is_main:
         logger.start_services(config)  # wandb, TensorBoard
     if ranks.is_main and not eval_only:
-        owner = enter_folder(out_dir, source.found if is_resume else None)
-        logger.open(tensorboard_log)
-saver = checkpoint.Saver(out_dir, keep_last, agree.broadcast(owner), ranks.world_size, zero_stage, model_args, config)
-reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh.data_rank, mesh.data_size,
-                       micro_batch, model_args["vocab_size"], ranks.device)  # fmt: skip
-share, clock = reader.share, Clock(ranks.device)
-watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger, saver)
-memory_cost = memory.cost_of(config, model_args, share.rows, compute_dtype, ranks.world_size, ranks.device.type)
-explain_crashes(watchdog, out_dir, job, share.rows, memory_cost)
+        saver.owner = enter_folder(out_dir, source.found if is_resume else None)
+        logger.open()
+saver.owner, clock.doing = agree.broadcast(saver.owner), "the first step"
 logger.describe_speed(raw_model.flops_per_token(), *total_peak_flops(ranks.device, compute_dtype))
-logger.banner(data, raw_model, source.found if source else init_from, compute_dtype, zero_stage, compile_note, share,
-              micro_batch, batch_size)  # fmt: skip
+logger.banner(config, data, raw_model, source, compute_dtype, zero_stage, compile_note, share, micro_batch)
 source = pretrained = None  # frees their memory
 logger.event("resume" if is_resume else "start", config=config, world_size=ranks.world_size, dtype=compute_dtype,
              micro_batch=micro_batch, parameters=raw_model.get_num_params(), peak_flops=logger.peak_flops)  # fmt: skip
@@ -223,7 +221,7 @@ def evaluate(split: str) -> float | None:
 def save(val_loss: float | None = None) -> None:
     """Start writing a checkpoint of the state before step progress.step, in the background (all ranks)."""
     watchdog.armed = False  # waiting for a slow disk is not a hang
-    logger.saved(saver.wait())
+    logger.saved(saver.wait_together())
     with agree.exit_together(logger.failed):
         saver.check(raw_model, progress.step)
     with clock("save"):
@@ -301,6 +299,7 @@ while progress.step <= max_iters or eval_only:
         ), ranks.device)  # fmt: skip
     if not nan_policy.accepts(numbers, scaler):  # not finite; a float16 overflow is left to the scaler
         watchdog.armed = False
+        clock.discard()
         # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop exits here
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
         optimizer.zero_grad(set_to_none=True)
@@ -330,19 +329,19 @@ while progress.step <= max_iters or eval_only:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the end: the last checkpoint, the final plot (all ranks)
-is_preempted = stop.agreed != 0 and progress.step <= max_iters and not eval_only
+is_preempted = stop.agreed != 0 and progress.step <= max_iters
 step_parts = over_ranks(agree.gather_objects(clock.medians()))
 if progress.step > first_step:
     if save_checkpoint:
         save()
-    logger.saved(saver.wait())
+    logger.saved(saver.wait_together())
     logger.done()  # the summary and the plot
 with agree.exit_together(logger.failed):
     if saver.problem:
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")
-    if is_preempted and ranks.is_main:
+    if is_preempted and ranks.is_main and not eval_only:
         mark_preempted(out_dir, progress.step, stop.reason())
-logger.end(stop if is_preempted else None, step_parts, save_checkpoint)
+logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()
 model = raw_model = optimizer = batches = parameters = None  # drop references to the process group
 launch.leave()

@@ -3,6 +3,8 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
@@ -33,6 +35,18 @@ def broadcast(value: object) -> object:
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def wait_together(future: Future | None) -> None:
+    """
+    Wait until every rank's future is done; None counts as done (all ranks). The ranks meet once a second, so that a
+    disk slower than the collectives' timeout ends no run.
+    """
+    all_done = False
+    while not all_done:
+        if future:
+            futures.wait([future], timeout=1.0)
+        all_done = all(gather_objects(not future or future.done()))
 
 
 def gather_numbers(numbers: Numbers, device: torch.device) -> Numbers:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from isogpt import optim, run_folder
-from isogpt.agree import broadcast, exit_together, is_main
+from isogpt.agree import broadcast, exit_together, is_main, wait_together
 from isogpt.parallel import local, parameters_by_name, put, reshard
 from isogpt.run_folder import Found
 
@@ -93,7 +94,7 @@ def find_start(init_from: str, out_dir: str, resume_step: int) -> tuple[Source |
         (the checkpoint or None, whether the run resumes from it rather than starting with its weights)
     """
     answer = None
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun restarted a run that may be further on
+    if run_folder.is_restart():  # the run may be further on
         resume_step = -1
     with exit_together():
         if is_main():
@@ -201,16 +202,16 @@ class Saver:
     """
     Writes one checkpoint at a time, in the background. Older ones are deleted only when a new one is complete.
 
-    `owner` is what run_folder.enter_folder returned. All ranks create it together.
+    All ranks create it together. `owner` is what run_folder.enter_folder returned, known before the first checkpoint.
     """
 
     out_dir: str
     keep_last: int
-    owner: str
     world_size: int
     zero: int
     model_args: dict
     config: dict
+    owner: str = ""
     pending: Future | None = None
     # of the last checkpoint:
     step: int = 0
@@ -222,7 +223,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         if self.zero > 0:  # shards are written from a thread, which needs a group of its own with a CPU backend
-            self.group = dist.new_group(backend="gloo")
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # a rank's disk may be slow
 
     def check(self, model: nn.Module, step: int) -> None:
         """Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written."""
@@ -270,6 +271,11 @@ class Saver:
         """`wait` if the checkpoint under way has been completed or has failed, else None."""
         return self.wait() if self.pending and self.pending.done() else None
 
+    def wait_together(self) -> "Saver | None":
+        """`wait`, all ranks until the slowest one's part is written."""
+        wait_together(self.pending)
+        return self.wait()
+
     def wait(self) -> "Saver | None":
         """
         Wait for the checkpoint under way, on ranks other than 0 for their part of it. Returns None if there is none,
@@ -303,6 +309,9 @@ def write_file(path: Path, state: dict) -> None:
     """Write a ckpt.pt to the disk, in a new folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as f:
-        torch.save(state, f)
+        try:
+            torch.save(state, f)
+        except RuntimeError as e:  # it hides an OSError, such as a full disk
+            raise e.__context__ or e from None
         f.flush()
         os.fsync(f.fileno())

@@ -1,18 +1,23 @@
-"""Writing files so that a kill cannot leave half of one, and reading pickles that cannot run code."""
+"""Writing files so that a kill cannot leave half of one, and reading files that may be damaged or hostile."""
 
+import json
 import os
 import pickle
+from contextlib import suppress
 from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a small file: after a kill or a power failure `path` holds either its old content or all of the new."""
     other = path.with_name(path.name + ".tmp")
-    with open(other, "wb") as f:
-        f.write(content.encode() if isinstance(content, str) else content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(other, path)
+    try:
+        with open(other, "wb") as f:
+            f.write(content.encode() if isinstance(content, str) else content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(other, path)
+    finally:
+        other.unlink(missing_ok=True)  # after an error, such as a full disk
     sync_folder(path.parent)
 
 
@@ -22,6 +27,16 @@ def sync_folder(folder: Path) -> None:
         descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+def read_records(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl, without lines that are not records, such as one torn by a kill; [] if missing."""
+    records = []
+    with suppress(FileNotFoundError), open(path, errors="replace") as f:
+        for line in f:
+            with suppress(ValueError):
+                records.append(json.loads(line))
+    return [r for r in records if isinstance(r, dict) and isinstance(r.get("iter", 0), int)]
 
 
 def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:

@@ -143,6 +143,10 @@ class Clock:
         if self.profiler:
             self.profiler.step()
 
+    def discard(self) -> None:
+        """Forget the parts of a step that is not taken."""
+        self.now, self.cpu = {}, {}
+
     def last(self, name: str) -> float:
         """A part's ms in the latest step that is known; 0 before there is one."""
         return self.steps[-1].get(name, 0.0) if self.steps else 0.0

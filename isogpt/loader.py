@@ -166,6 +166,9 @@ def read_meta(folder: Path) -> dict:
         ValueError: one of them cannot be read.
     """
     meta = {}
+    for path in (folder / "meta.pkl", folder / "meta.json"):
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is not a regular file")
     if (folder / "meta.pkl").exists():
         try:
             meta = load_pickle(folder / "meta.pkl", PICKLED)
@@ -276,6 +279,8 @@ def micro_batches(tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], st
     path = Path(getattr(tokens, "filename", None) or "the data")
 
     def read(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        if path.exists() and path.stat().st_size < tokens.nbytes:  # reading beyond the end of a mapped file is a SIGBUS
+            raise DataError(f"{path} has been truncated since the start of the run")
         x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), block_size)
         check_ids(max(int(x.max()), int(y.max())), vocab_size, path)
         return (x.pin_memory(), y.pin_memory()) if pin else (x, y)

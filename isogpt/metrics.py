@@ -1,8 +1,10 @@
 """Logging: the console, metrics.jsonl, wandb, TensorBoard, the user's alert command, and the plot of the loss curve."""
 
+import io
 import json
+import os
+import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,13 +14,14 @@ import torch.nn as nn
 
 from isogpt import threads
 from isogpt.agree import StepNumbers
-from isogpt.checkpoint import Progress, Saver
-from isogpt.files import write_whole
+from isogpt.checkpoint import Progress, Saver, Source
+from isogpt.files import read_records, write_whole
 from isogpt.hardware import utilization
 from isogpt.launch import Ranks
 from isogpt.loader import Dataset, Share
 from isogpt.resilience import SlowRanks, Spikes, Stop, alert
-from isogpt.run_folder import Found
+from isogpt.run_folder import is_run
+from isogpt.settings import differences
 
 FINAL_EVENTS = ("end", "preempted", "failed")  # the alert command gets time to finish
 
@@ -42,6 +45,7 @@ class Logger:
     peak_source: str = "unknown"
     file: IO[bytes] | None = None
     wandb: Any = None
+    summary_writer: type | None = None  # TensorBoard's SummaryWriter, if it is used
     tensorboard: Any = None
     is_full: bool = False  # whether a line of metrics.jsonl could not be written
     interrupted_at: float | None = None  # when the run before a resume wrote its last line, in seconds since the epoch
@@ -51,37 +55,38 @@ class Logger:
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
 
     def print(self, text: str) -> None:
-        """Print a line."""
-        if self.ranks.is_main:
-            print(text, flush=True)
+        """Print a line. A closed pipe, such as `| head`, costs lines, not the run."""
+        try:
+            if self.ranks.is_main:
+                print(text, flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print("warning: stdout was closed; training continues, see metrics.jsonl", file=sys.stderr, flush=True)
 
-    def open(self, tensorboard_log: bool) -> None:
-        """
-        Open metrics.jsonl and, if asked for, TensorBoard's event files (rank 0), without records of steps that a
-        resumed run is going to repeat.
-        """
+    def open(self) -> None:
+        """Open metrics.jsonl and TensorBoard's event files (rank 0), and note when the resumed run was interrupted."""
         records = self.cut_back()
         if self.progress.step and records and "time" in records[-1]:
             self.interrupted_at = datetime.fromisoformat(records[-1]["time"]).timestamp()
-        if tensorboard_log:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(self.out_dir / "tensorboard", purge_step=self.progress.step)
 
     def cut_back(self) -> list[dict]:
         """
-        Remove lines of progress.step and later, and torn lines, from metrics.jsonl (rank 0), so that each step appears
-        once. Events stay. Returns the records that were there before.
+        Open the logs at progress.step (rank 0): without lines of this step and later ones, which are going to be
+        repeated, and without torn lines. Events stay. Returns the records that were in metrics.jsonl.
         """
         if not self.ranks.is_main:
             return []
         path = self.out_dir / "metrics.jsonl"
         if self.file:
             self.file.close()
-        records = read_log(path) if path.exists() else []
+        records = read_records(path)
         kept = [r for r in records if "event" in r or r.get("iter", 0) < self.progress.step]
         write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
         self.file = open(path, "ab", buffering=0)  # unbuffered: a line is in the file, or there is an error
+        if self.summary_writer:
+            if self.tensorboard:
+                self.tensorboard.close()
+            self.tensorboard = self.summary_writer(self.out_dir / "tensorboard", purge_step=self.progress.step)
         return records
 
     def start_services(self, config: dict) -> None:
@@ -94,9 +99,10 @@ class Logger:
         """
         if config["tensorboard_log"]:
             try:
-                import torch.utils.tensorboard  # noqa: F401
+                from torch.utils.tensorboard import SummaryWriter
             except ImportError as e:
                 raise ValueError(f"tensorboard_log: {e}; run: pip install tensorboard") from e
+            self.summary_writer = SummaryWriter
         if not config["wandb_log"]:
             return
         project, name, run_id = config["wandb_project"], config["wandb_run_name"], self.progress.wandb_id
@@ -116,12 +122,12 @@ class Logger:
         self.peak_flops, self.peak_source = peak_flops, peak_source
 
     def banner(
-        self, data: Dataset, model: nn.Module, source: Found | str, dtype: str, zero: int, compile_note: str,
-        share: Share, micro_batch: int, batch_size: int,
+        self, config: dict, data: Dataset, model: nn.Module, source: Source | None, dtype: str, zero: int,
+        compile_note: str, share: Share, micro_batch: int,
     ) -> None:  # fmt: skip
         """Print what the run is about to do."""
         c, r, tokens = model.config, self.ranks, self.progress.tokens_per_step
-        origin = f"{source.path}, step {source.step}" if isinstance(source, Found) else source
+        origin = f"{source.found.path}, step {source.found.step}" if source else config["init_from"]
         sharding = f", zero {zero}" if zero else ""
         padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
         peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})" if self.peak_flops else "unknown, no mfu"
@@ -131,9 +137,11 @@ class Logger:
         self.print(f"step:    {share.sequences} sequences x {c.block_size} = {tokens:,} tokens, on each rank "
                    f"{share.micro_steps} micro-steps x {share.rows} rows{padding}")  # fmt: skip
         self.print(f"peak:    {peak}")
-        if micro_batch < batch_size:
-            self.print(f"memory:  micro-batches of {micro_batch} instead of {batch_size}, "
+        if micro_batch < config["batch_size"]:
+            self.print(f"memory:  micro-batches of {micro_batch} instead of {config['batch_size']}, "
                        "since a previous attempt ran out of memory")  # fmt: skip
+        for note in differences(config, source) if source else ():
+            self.print(f"note:    {note}")
         if threads.NOTE:
             self.print(f"threads: {threads.NOTE}")
 
@@ -217,22 +225,28 @@ class Logger:
             self.write({"event": "save", "iter": saver.step, "folder": saver.folder.name, "seconds": saver.seconds,
                         "stall": saver.stall})  # fmt: skip
 
-    def plot(self) -> Path | None:
-        """Plot the loss curve; returns the file, or None without matplotlib."""
-        return plot_loss(self.out_dir) if self.ranks.is_main else None
+    def plot(self) -> str:
+        """Plot the loss curve; returns a sentence about it. No error while drawing is a reason to stop a run."""
+        try:
+            return f"the loss curve: {plot_loss(self.out_dir)}" if self.ranks.is_main else ""
+        except ImportError:
+            return "no plot of the loss curve: pip install matplotlib"
+        except Exception as e:  # matplotlib raises many types
+            return f"no plot of the loss curve: {' '.join(str(e).split())}"
 
     def done(self) -> None:
         """Report the end of training, and plot the loss curve."""
         p, took, plot = self.progress, duration(time.perf_counter() - self.began), self.plot()
         steps = p.step - self.first_step
         self.print(f"done: {steps} steps in {took}, best val loss {p.best_val_loss:.4f} at step {p.best_step}")
-        self.print(f"the loss curve: {plot}" if plot else "no plot of the loss curve: pip install matplotlib")
+        self.print(plot)
 
-    def end(self, stop: Stop | None, spans_ms: dict, can_resume: bool) -> None:
+    def end(self, stop: Stop | None, spans_ms: dict) -> None:
         """Record the end of the run, or the reason why it stopped before, and close the files."""
         if stop:
-            hint = ": resume with --init_from=resume or auto" if can_resume else ""
-            self.print(f"stopped on request before step {self.progress.step}{hint}")
+            has_checkpoint = is_run(str(self.out_dir))
+            hint = "resume with --init_from=resume or auto" if has_checkpoint else "there is no checkpoint to resume"
+            self.print(f"stopped on request before step {self.progress.step}: {hint}")
             self.event("preempted", spans_ms=spans_ms, signal=stop.agreed)
         else:
             self.event("end", spans_ms=spans_ms)
@@ -249,16 +263,6 @@ class Logger:
 def as_json(record: dict) -> dict:
     """The record with nan and infinity as strings, 'nan' and 'inf': JSON has neither."""
     return json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
-
-
-def read_log(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl; lines that are not valid JSON, torn by a kill, are skipped."""
-    records = []
-    with open(path, errors="replace") as f:
-        for line in f:
-            with suppress(ValueError):
-                records.append(json.loads(line))
-    return [r for r in records if isinstance(r, dict)]
 
 
 def step_record(
@@ -303,18 +307,11 @@ def duration(seconds: float) -> str:
 # the plot
 
 
-def plot_loss(out_dir: Path) -> Path | None:
-    """
-    Plot metrics.jsonl to loss.png: the loss of each logged step, and the evaluations. None without matplotlib or if the
-    file cannot be written, which is no reason to stop a run.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    import io
+def plot_loss(out_dir: Path) -> Path:
+    """Plot metrics.jsonl to loss.png: the loss of each logged step, and the evaluations. Raises nearly anything."""
+    from matplotlib.figure import Figure
 
-    records = [r for r in read_log(out_dir / "metrics.jsonl") if "event" not in r]
+    records = [r for r in read_records(out_dir / "metrics.jsonl") if "event" not in r]
     axes = Figure(figsize=(8, 5), layout="constrained").add_subplot()
     for key, label, style in (
         ("loss", "training step", dict(color="0.75", linewidth=1)),
@@ -324,13 +321,12 @@ def plot_loss(out_dir: Path) -> Path | None:
         points = [(r["iter"], r[key]) for r in records if isinstance(r.get(key), float)]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=out_dir.resolve().name)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(os.fsencode(out_dir.resolve().name).decode(errors="replace"), parse_math=False)  # $ is no formula
     if axes.lines:
         axes.legend()
     axes.grid(alpha=0.3)
     image = io.BytesIO()
     axes.figure.savefig(image, format="png", dpi=110)
-    with suppress(OSError):
-        write_whole(out_dir / "loss.png", image.getvalue())
-        return out_dir / "loss.png"
-    return None
+    write_whole(out_dir / "loss.png", image.getvalue())
+    return out_dir / "loss.png"

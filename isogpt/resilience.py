@@ -159,7 +159,7 @@ class NanPolicy:
         if action == "skip":
             logger.print(f"warning: {text}: the step is skipped")
             return None
-        logger.saved(saver.wait())
+        logger.saved(saver.wait_together())
         found = None
         with exit_together(logger.failed):
             if is_main() and action == "rollback":

@@ -23,11 +23,13 @@ from pathlib import Path
 
 import torch
 
-from isogpt.files import sync_folder, write_whole
+from isogpt.files import read_records, sync_folder, write_whole
 
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
-STEP = re.compile(r"step_(\d{8,})")
+REPLACED = "unfinished_was_"  # a checkpoint that is being replaced by another form of it: see `commit`
+STEP = re.compile(rf"(?:{REPLACED})?step_(\d{{8,}})")
+UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")  # of a run; it has been claimed since
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,11 @@ class Found:
 
 
 def step_folders(out: Path) -> list[Path]:
-    """The step folders, newest first."""
-    return sorted((f for f in out.glob("step_*") if STEP.fullmatch(f.name)), key=step_of, reverse=True)
+    """The step folders, newest first. A replaced one stands for its step until the new one is in place."""
+    folders = {}
+    for pattern in (f"{REPLACED}step_*", "step_*"):
+        folders |= {step_of(f): f for f in out.glob(pattern) if STEP.fullmatch(f.name)}
+    return [folders[step] for step in sorted(folders, reverse=True)]
 
 
 def step_of(folder: Path) -> int:
@@ -56,6 +61,11 @@ def step_of(folder: Path) -> int:
 def step_folder(out: Path, step: int) -> Path:
     """The folder of a step's checkpoint."""
     return out / f"step_{step:08d}"
+
+
+def is_restart() -> bool:
+    """Whether torchrun has restarted this run after a failure."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def is_run(folder: str) -> bool:
@@ -100,7 +110,7 @@ def sha256_of(path: Path) -> str:
 def damage(folder: Path) -> str:
     """What is wrong with a step folder: '' if every file's checksum matches the manifest."""
     manifest = read_manifest(folder)
-    if not manifest or folder.name != f"step_{manifest['step']:08d}":
+    if not manifest or step_of(folder) != manifest["step"]:
         return "its manifest.json is missing or damaged"
     for name, expected in manifest["files"].items():
         try:
@@ -258,10 +268,18 @@ def check_owner(out: Path, owner: str) -> None:
         raise ValueError(f"another run was started in {out}: this one stops, and its checkpoints are kept")
 
 
-def clean_up(out_dir: str) -> None:
-    """Delete what a killed run left of unfinished checkpoints and deletions (before the first checkpoint)."""
-    for path in Path(out_dir).glob("unfinished_*"):
-        shutil.rmtree(path, ignore_errors=True)
+def clean_up(out: Path) -> None:
+    """
+    Remove what killed runs left of unfinished checkpoints and deletions (the owner, before its first checkpoint). A
+    checkpoint that a killed conversion was about to replace gets its name back.
+    """
+    for path in out.glob("unfinished_*"):
+        if path.name.startswith(REPLACED) and STEP.fullmatch(path.name):
+            if not step_folder(out, step_of(path)).exists():
+                os.rename(path, step_folder(out, step_of(path)))
+            shutil.rmtree(path, ignore_errors=True)
+        elif UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def enter_folder(out_dir: str, found: Found | None) -> str:
@@ -271,7 +289,7 @@ def enter_folder(out_dir: str, found: Found | None) -> str:
     """
     prepare(out_dir)
     owner = claim(out_dir)
-    clean_up(out_dir)
+    clean_up(Path(out_dir))
     if found:
         continue_from(out_dir, found)
     elif aside := set_aside(out_dir):
@@ -306,6 +324,7 @@ def continue_from(out_dir: str, found: Found) -> None:
         if step_of(folder) > found.step:
             kind = "damaged" if damage(folder) else "abandoned"
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
+    link(out, step_folder(out, found.step), found.manifest.get("best_step", found.step))
 
 
 def free_name(out: Path, name: str, first: int = 0) -> Path:
@@ -318,9 +337,10 @@ def set_aside(out_dir: str) -> Path | None:
     Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ..., so that
     nothing is overwritten or mistaken for the new run's. Returns where to, or None.
     """
-    if not is_run(out_dir):
-        return None
     out = Path(out_dir)
+    has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
+    if not is_run(out_dir) and (is_restart() or not has_logged_steps):
+        return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()
     others = [out / name for name in ("ckpt.pt", "ckpt_best.pt", "metrics.jsonl", "loss.png", "tensorboard")]
@@ -354,7 +374,7 @@ def commit(unfinished: Path, manifest: dict, keep_last: int, owner: str = "", re
         if folder.exists() and not replace and not damage(folder):
             shutil.rmtree(unfinished)
         else:
-            old = out / f"unfinished_was_{folder.name}"  # renamed, not deleted, until the new one has its name
+            old = out / f"{REPLACED}{folder.name}"  # found under this name too, until the new one is in place
             if folder.exists():
                 os.rename(folder, old)
             os.rename(unfinished, folder)
@@ -363,11 +383,18 @@ def commit(unfinished: Path, manifest: dict, keep_last: int, owner: str = "", re
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    for name, target in (("ckpt.pt", folder), ("ckpt_best.pt", step_folder(out, manifest["best_step"]))):
-        if (target / "ckpt.pt").exists():  # not in shards
-            point(out / name, target / "ckpt.pt")
+    link(out, folder, manifest["best_step"])
     prune(out, folder, manifest["best_step"], keep_last, manifest["block_size"])
     return folder
+
+
+def link(out: Path, newest_folder: Path, best_step: int) -> None:
+    """Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint, unless these are in shards."""
+    for name, target in (("ckpt.pt", newest_folder), ("ckpt_best.pt", step_folder(out, best_step))):
+        if (target / "ckpt.pt").exists():
+            point(out / name, target / "ckpt.pt")
+        elif (out / name).is_symlink() and not (out / name).exists():  # it pointed to a deleted or renamed checkpoint
+            (out / name).unlink()
 
 
 def point(path: Path, target: Path) -> None:
@@ -392,6 +419,4 @@ def prune(out: Path, newest_folder: Path, best_step: int, keep_last: int, block_
             doomed = out / f"unfinished_{folder.name}"  # half deleted, it must not be called step_*
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-    for path in (out / "ckpt.pt", out / "ckpt_best.pt"):
-        if path.is_symlink() and not path.exists():  # it pointed to a deleted checkpoint; newer ones are in shards
-            path.unlink()
+    link(out, newest_folder, best_step)  # ckpt.pt may have pointed to a deleted checkpoint

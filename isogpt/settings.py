@@ -3,9 +3,13 @@
 import os
 import re
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from isogpt.loader import Dataset
 from isogpt.run_folder import GPT2
+
+if TYPE_CHECKING:
+    from isogpt.checkpoint import Source
 
 AT_LEAST_1 = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
               "n_layer", "n_head", "n_embd", "dp_replicate", "nan_patience", "fsdp_prefetch", "num_samples",
@@ -85,6 +89,20 @@ def check_model_args(model_args: dict, block_size: int, data: Dataset) -> None:
     if data.highest >= size:
         raise ValueError(f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
                          f"{size}: it was trained on another data set")  # fmt: skip
+
+
+def differences(config: dict, source: "Source") -> list[str]:
+    """What a user should know about settings that are not what the checkpoint has."""
+    found, model = [], source.run["model_args"]
+    ignored = [name for name in ("n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]]
+    ignored += ["vocab_size"] if config["vocab_size"] not in (0, model["vocab_size"]) else []
+    if ignored:
+        used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
+        found.append(f"the checkpoint's {used} apply, not {unused}")
+    before = source.run["config"].get("dataset", config["dataset"])
+    if before != config["dataset"]:
+        found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
+    return found
 
 
 def check_sampling(config: dict) -> None:

@@ -53,8 +53,11 @@ def copy_of(value: Tensor) -> Tensor:
 
 
 def write(folder: Path, weights: dict, state: dict) -> None:
-    """Write everything from one process."""
-    dcp.save({"model": weights, "optim": state}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    """Write everything from one process. Raises OSError."""
+    try:
+        dcp.save({"model": weights, "optim": state}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    except CheckpointException as e:
+        raise OSError(str(e).strip().splitlines()[-1]) from e
 
 
 def read(folder: Path, wanted: dict) -> None:

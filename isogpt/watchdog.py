@@ -196,11 +196,13 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, rows: int, cost
             watchdog.logger.failed(f"{kind.__name__}: {error}")
             default_hook(kind, error, trace)
         elif rank == 0:
-            explain_out_of_memory(error, is_early=watchdog.progress.step < first_step + 3)
+            explain_out_of_memory(error)
 
-    def explain_out_of_memory(error: BaseException, is_early: bool) -> None:
-        problem, hint = f"error: out of memory with micro-batches of {rows}: {str(error).splitlines()[0]}", ""
-        if is_early and rows > 1:
+    def explain_out_of_memory(error: BaseException) -> None:
+        is_allocating = watchdog.clock.doing == "the start"  # the model and its optimizer
+        cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
+        problem, hint = f"error: out of memory {cause}: {str(error).splitlines()[0]}", ""
+        if watchdog.progress.step < first_step + 3 and rows > 1 and not is_allocating:
             resilience.record_micro_batch(out_dir, job, rows // 2)
             hint = (f"\nthe next start in {out_dir} uses micro-batches of {rows // 2} (same global batch, same curve): "
                     "torchrun --max-restarts does so by itself, otherwise repeat the command")  # fmt: skip
