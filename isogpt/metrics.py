@@ -196,7 +196,7 @@ class Logger:
         if not self.ranks.is_main:
             return
         if self.interrupted_at:
-            self.event("recovered", seconds=time.time() - self.interrupted_at)
+            self.event("recovered", seconds=max(0.0, time.time() - self.interrupted_at))  # clocks may differ
             self.interrupted_at = None
         if self.progress.step % log_interval:
             return

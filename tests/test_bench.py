@@ -51,6 +51,7 @@ def test_report_of_one_work_with_its_trace(zygote, work):
     assert re.search(r"^ *aten::mm ", operators, re.M)
 
 
+@pytest.mark.slow
 def test_two_processes_that_bench_launches_itself(zygote, work):
     """The exposed communication is the difference to a second launch with grad_sync 'never'."""
     text, found = bench(zygote, work, *TINY, "--nproc=2")
@@ -59,6 +60,7 @@ def test_two_processes_that_bench_launches_itself(zygote, work):
     assert f"3 steps of {2 * 2 * 16} tokens on 2 processes" in text
 
 
+@pytest.mark.slow
 def test_a_sweep_marks_launches_that_failed(zygote, work):
     """Their rows give the reason: no memory, no such value, no such setting."""
     huge = 2**20  # weights of 17 TB

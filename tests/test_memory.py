@@ -77,6 +77,7 @@ def collectives(trace):
     return count
 
 
+@pytest.mark.slow
 def test_number_of_collectives(zygote, shared_work):
     """One gradient reduction per step with grad_sync 'last', one per micro-step with 'every', in each stage of ZeRO."""
     micro_steps, units = 3, 2 + 1  # FSDP's units: two blocks and the rest; so small a model is one bucket of DDP

@@ -156,7 +156,7 @@ def weights_without(at, name):
 def not_finite():
     model = tiny_model()
     model.transformer.wpe.weight.data[0, 0] = torch.nan
-    saver = checkpoint.Saver("out", 2, "owner", world_size=1, zero=0, model_args=SHAPE, config={})
+    saver = checkpoint.Saver("out", 2, world_size=1, zero=0, model_args=SHAPE, config={}, owner="owner")
     saver.check(model, 7)
 
 

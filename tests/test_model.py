@@ -534,6 +534,7 @@ def test_torch_compile_finds_one_graph(dropout):
     loss.backward()
 
 
+@pytest.mark.slow
 def test_torch_compile_finds_one_graph_in_the_chunks_too(large):
     inputs, expected = large
     for half in (False, True):

@@ -263,10 +263,12 @@ def test_damaged_checkpoints_are_reported_and_skipped(zygote, work):
 def test_no_checkpoint_has_weights_that_are_not_finite(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=4"], work)
     before = final(work / "out")
-    args = ["--out_dir=out", "--init_from=resume", "--learning_rate=1e30", "--min_lr=1e30", "--warmup_iters=0",
-            "--save_interval=1", "--grad_clip=0", "--max_iters=30", "--keep_last=100"]  # fmt: skip
-    run = zygote.train(args, work, nproc=2, ok=False)
-    assert set(run.codes) == {1} and run.text().count("error:") == 1
+    args = ["--out_dir=out", "--init_from=resume", "--warmup_iters=0", "--save_interval=1", "--grad_clip=0",
+            "--max_iters=30", "--keep_last=100"]  # fmt: skip
+    # with the first rate, weights are not finite after a finite step; with the second, a step is not finite
+    for rate, said in (("1e39", "weights are not finite at step 6"), ("1e30", "not finite on rank")):
+        run = zygote.train([*args, f"--learning_rate={rate}", f"--min_lr={rate}"], work, nproc=2, ok=False)
+        assert set(run.codes) == {1} and run.text().count("error:") == 1 and said in run.text(), run.text()
     for path in (work / "out").glob("step_*/ckpt.pt"):
         assert all(w.isfinite().all() for w in torch.load(path, weights_only=True)["model"].values()), path
     assert torch.equal(before["model"]["transformer.wte.weight"],

@@ -270,6 +270,7 @@ def test_smaller_block_size_on_a_sharded_resume(zygote, saves, tmp_path):
     same({s: a[s] for s in range(10, 14)}, {s: b[s] for s in range(10, 14)}, absolute=1e-5)
 
 
+@pytest.mark.slow
 def test_scaler_agrees_under_sharding(zygote, saves):
     """float16: an overflow in one rank's shard skips the step on all ranks; the curve is that of one process."""
     args = ["--dtype=float16", "--max_iters=12"]

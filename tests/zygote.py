@@ -44,6 +44,8 @@ def child(job, out):
             exec(compile(f.read(), script, "exec"), {"__name__": "__main__", "__file__": script})
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+        if isinstance(e.code, str):
+            print(e.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1

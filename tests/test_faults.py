@@ -1,0 +1,301 @@
+"""Faults that were found by trying to break the scripts: each test failed before its repair."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
+
+from isogpt import checkpoint, launch, metrics, run_folder, shards
+from isogpt.files import write_whole
+
+SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
+RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
+# train.py, with checkpoints that take longer to write than dist_timeout_s
+SLOW_DISK = """
+import sys, time
+sys.path.insert(0, REPO)
+from isogpt import checkpoint
+write_file = checkpoint.write_file
+def slow(path, state):
+    time.sleep(9)
+    write_file(path, state)
+checkpoint.write_file = slow
+sys.argv[0] = REPO + "/train.py"
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(zygote, tmp_path_factory):
+    """A folder with the data and a run of 6 steps in out/, with checkpoints of steps 3 and 6."""
+    path = tmp_path_factory.mktemp("trained")
+    tiny_data(path)
+    zygote.train(SHORT, path)
+    return path
+
+
+@pytest.fixture
+def place(trained, tmp_path):
+    """A copy of it."""
+    shutil.copytree(trained, tmp_path / "place", symlinks=True)
+    return tmp_path / "place"
+
+
+def export(zygote, place, *args, ok=True):
+    return zygote.start(args, place, script="export.py").wait(ok=ok)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data lost
+
+
+def test_a_conversion_that_is_killed_between_two_renames_loses_nothing(zygote, place):
+    """The old form has been renamed, the new one has not got its name."""
+    for step in (3, 6):
+        os.rename(place / f"out/step_0000000{step}", place / f"out/unfinished_was_step_0000000{step}")
+    assert run_folder.newest(place / "out")[0].step == 6
+    assert export(zygote, place, "out", "--list").text().count("valid") == 2
+    run = zygote.train(RESUME, place)
+    assert "unfinished_was_step_00000006/ckpt.pt, step 6" in run.text() and "iter 0:" not in run.text()
+    assert [f.name for f in run_folder.step_folders(place / "out")] == ["step_00000008", "step_00000006"]
+    assert not list((place / "out").glob("unfinished*"))
+
+
+@pytest.mark.parametrize("fails", ["rename", "sync"])
+def test_a_conversion_that_fails_late_loses_nothing(zygote, place, monkeypatch, fails):
+    """On a full disk, for instance."""
+    import export
+
+    rename = os.rename
+
+    def full(*paths):
+        if "was" not in str(paths):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        rename(*paths)
+
+    with monkeypatch.context() as patch:
+        if fails == "rename":
+            patch.setattr(os, "rename", full)
+        else:
+            patch.setattr(run_folder, "sync_folder", full)
+        with pytest.raises(OSError, match="No space left"):
+            export.convert(str(place / "out"), "shards")
+    assert run_folder.newest(place / "out")[0].step == 6 and not list((place / "out").glob("unfinished_e*"))
+    assert "iter 6:" in zygote.train(RESUME, place).text()
+
+
+def test_only_the_owner_clears_a_folder_and_only_what_runs_leave(zygote, place):
+    """A conversion deletes nothing of a live run, a start nothing of a conversion or of the user."""
+    live = place / "out/unfinished_0123abcd_step_00000099"
+    live.mkdir()
+    export(zygote, place, "out", "--to=shards")
+    assert live.exists()
+    kept = [place / "out" / name for name in ("unfinished_thesis", "unfinished_was_mine", "unfinished_export")]
+    for folder in kept:
+        folder.mkdir()
+    run = export(zygote, place, "out", "--to=ckpt.pt", ok=False)
+    assert run.codes == [1] and "another conversion" in run.text()
+    zygote.train(RESUME, place)
+    assert not live.exists() and all(folder.exists() for folder in kept)
+
+
+def test_a_second_run_from_scratch_keeps_the_log_of_the_first(zygote, work):
+    args = ["--save_checkpoint=False", "--max_iters=5", "--out_dir=out"]
+    for _ in range(2):
+        zygote.train(args, work)
+    assert len(column(work / "out/previous_1", "loss")) == 6 and len(column(work / "out", "loss")) == 6
+    assert [r["event"] for r in records(work / "out") if "event" in r] == ["start", "end"]
+
+
+def test_links_do_not_dangle_after_a_resume_from_an_older_step(zygote, place):
+    args = [*SHORT, "--init_from=resume", "--resume_step=3", "--max_iters=3", "--save_checkpoint=False"]
+    zygote.train(args, place)
+    assert (place / "out/ckpt.pt").resolve().parent.name == "step_00000003"
+    best = place / "out/ckpt_best.pt"
+    assert best.exists() or not best.is_symlink()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runs that die
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_disk_that_is_slower_than_dist_timeout_s(zygote, work):
+    (work / "slow.py").write_text(SLOW_DISK.replace("REPO", repr(str(REPO))))
+    args = [*TINY, *SHORT, "--dist_timeout_s=5"]
+    run = zygote.start(args, work, 2, script="slow.py", repo=work).wait()
+    assert "saved out/step_00000003" in run.text() and "saved out/step_00000006" in run.text()
+
+
+@pytest.mark.parametrize("name", ["lr$x^$_b", os.fsdecode(b"caf\xe9"), "\U00012345"])
+def test_a_plot_is_no_reason_to_stop(zygote, work, name):
+    run = zygote.train(["--max_iters=2", "--eval_interval=2", f"--out_dir={name}"], work)
+    assert "the loss curve: " in run.text() and (work / name / "loss.png").stat().st_size > 1000
+
+
+def test_a_plot_that_cannot_be_written_says_why(zygote, work):
+    (work / "out/loss.png").mkdir(parents=True)
+    run = zygote.train(["--max_iters=2", "--eval_interval=2", "--out_dir=out"], work)
+    assert "no plot of the loss curve: [Errno 21]" in run.text() and "pip install" not in run.text()
+    assert not (work / "out/loss.png.tmp").exists()
+    ranks = launch.Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo")
+    assert "no plot" in metrics.Logger(work / "moved", ranks, checkpoint.Progress(1)).plot()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
+    run = zygote.train(["--n_embd=20000000", "--out_dir=out"], work, nproc, ok=False)
+    assert set(run.codes) == {1} and "Traceback" not in run.text()
+    assert run.text().count("out of memory while the model was allocated") == 1
+    assert "uses micro-batches of" not in run.text() and not (work / "out/micro_batch.json").exists()
+
+
+def test_data_that_is_truncated_during_a_run(zygote, work):
+    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out"], work)
+    wait_for(lambda: steps_in(work / "out") > 3)
+    os.truncate(work / "data/tiny/train.bin", 4096)
+    run.wait(ok=False)
+    assert run.codes == [1] and "train.bin has been truncated" in run.text() and "Traceback" not in run.text()
+
+
+def test_a_pipe_instead_of_metadata(zygote, work):
+    (work / "data/tiny/meta.pkl").unlink()
+    os.mkfifo(work / "data/tiny/meta.pkl")
+    run = zygote.train(["--out_dir=out"], work, ok=False, timeout=30)
+    assert run.codes == [1] and "meta.pkl is not a regular file" in run.text()
+
+
+def test_foreign_lines_in_the_log(zygote, place):
+    with open(place / "out/metrics.jsonl", "a") as f:
+        f.write('{"iter": null}\n[1]\n{"iter": "7", "loss": 1}\n{"note": "mine"}\n')
+    zygote.train(RESUME, place)
+    assert len(column(place / "out", "loss")) == 8 and {"note": "mine"} in records(place / "out")
+
+
+def test_a_closed_pipe_does_not_end_the_run(work):
+    """train.py ... | head -3"""
+    command = [sys.executable, str(REPO / "train.py"), *TINY, *SHORT]
+    run = subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(3):
+        run.stdout.readline()
+    run.stdout.close()
+    errors = run.stderr.read()
+    assert run.wait(60) == 0 and "stdout was closed" in errors and "Traceback" not in errors
+    assert (work / "out/step_00000006/ckpt.pt").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# misleading messages
+
+
+def test_a_full_disk_is_named(tmp_path):
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoint.write_file(type(tmp_path)("/dev/full"), {"w": torch.zeros(10**5)})
+    (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        shards.write(tmp_path, {"w": torch.zeros(10**5)}, {})
+    with pytest.raises(OSError, match="No space left on device"):
+        (tmp_path / "x.tmp").symlink_to("/dev/full")
+        write_whole(tmp_path / "x", "text")
+    assert not (tmp_path / "x").exists() and not (tmp_path / "x.tmp").is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["signal", "eval_only"])
+def test_a_stop_before_the_first_checkpoint_does_not_advise_to_resume(zygote, work, kind):
+    args = [*TINY, "--eval_iters=100000", "--out_dir=out", *(["--eval_only=True"] if kind == "eval_only" else [])]
+    run = zygote.start(args, work)
+    assert run.until(lambda text: "peak:" in text)
+    run.kill(sig=signal.SIGTERM)
+    run.wait(ok=False)
+    assert run.codes == [128 + signal.SIGTERM] and "no checkpoint to resume" in run.text()
+    assert "--init_from=resume" not in run.text() and "Traceback" not in run.text()
+
+
+def test_bench_checks_its_arguments_before_it_measures(zygote, work):
+    (work / "results").mkdir()
+    for args, expected in (
+        (["--json_path=results"], "it cannot be written"),
+        (["--json_path=missing/results.json"], "no such folder"),
+        (["--sweep=batch_size:1,2;nproc:1;batch_size:4"], "names a setting twice"),
+    ):
+        run = zygote.start([*args, "--steps=1"], work, script="bench.py").wait(ok=False)
+        assert run.codes == [1] and expected in run.text() and "Traceback" not in run.text()
+        assert "launch" not in run.text() and "tokens/s" not in run.text()
+
+
+def test_a_temperature_near_zero_takes_the_most_likely_token(zygote, place):
+    args = ["--out_dir=out", "--num_samples=1", "--max_new_tokens=12", "--start=a", "--device=cpu", "--dtype=float32"]
+    texts = [zygote.start([*args, f"--temperature={t}"], place, script="sample.py").wait().text()
+             for t in ("0", "1e-39", "1e-20")]  # fmt: skip
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_resume_says_which_settings_do_not_apply(zygote, place):
+    tiny_data(place, name="other")
+    run = zygote.train([*RESUME, "--n_layer=4", "--bias=True", "--vocab_size=80", "--dataset=other"], place)
+    assert "checkpoint's n_layer 2, bias False, vocab_size 65 apply, not n_layer 4, bias True" in run.text()
+    assert "was trained on data set tiny, this run reads other" in run.text()
+    quiet = zygote.train([*RESUME, "--max_iters=8", "--dataset=other"], place)
+    assert "note:" not in quiet.text()
+
+
+def test_a_folder_that_begins_with_a_dash(zygote, place):
+    os.rename(place / "out", place / "-out")
+    assert export(zygote, place, "-out", "--list").text().count("valid") == 2
+    assert "step_00000006" in export(zygote, place, "--to=shards", "-out").text()
+
+
+def test_a_second_of_tensorboards_steps_after_a_rollback(tmp_path):
+    """The reader drops what was logged before the rollback."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from torch.utils.tensorboard import SummaryWriter
+
+    ranks, progress = launch.Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo"), checkpoint.Progress(1)
+    logger = metrics.Logger(tmp_path, ranks, progress, summary_writer=SummaryWriter)
+    logger.open()
+    for first in (0, 3):  # rolled back from step 5 to step 3
+        progress.step = first
+        logger.cut_back()
+        for progress.step in range(first, 5):
+            logger.send({"loss": 1.0})
+    logger.tensorboard.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# conditions that were not tried before
+
+
+def test_the_clock_is_set_back(zygote, place):
+    """The run before ended in the future."""
+    path = place / "out/metrics.jsonl"
+    path.write_text(path.read_text().replace('"time": "20', '"time": "21'))
+    zygote.train(RESUME, place)
+    recovered = [r["seconds"] for r in records(place / "out") if r.get("event") == "recovered"]
+    assert recovered == [0] and len(column(place / "out", "loss")) == 8
+
+
+def test_ids_beyond_16_bits(zygote, work):
+    """A genuine uint32 data set, and one whose length is not a multiple of 4 bytes."""
+    folder = work / "data/wide"
+    folder.mkdir()
+    ids = np.random.default_rng(0).integers(65536, 70000, 3000).astype(np.uint32)
+    for split in ("train", "val"):
+        ids.tofile(folder / f"{split}.bin")
+    (folder / "meta.json").write_text(json.dumps({"vocab_size": 70016, "dtype": "uint32"}))
+    args = ["--dataset=wide", "--out_dir=out", "--max_iters=2"]
+    run = zygote.train(args, work)
+    assert "vocabulary size 70016" in run.text() and 11 < column(work / "out", "loss")[0] < 11.4
+    with open(folder / "train.bin", "ab") as f:
+        f.write(b"12")
+    run = zygote.train(args, work, ok=False)
+    assert run.codes == [1] and "12002 bytes, not a multiple of 4 (uint32)" in run.text()
