@@ -1,5 +1,6 @@
 """Faults that were found by trying to break the scripts: each test failed before its repair."""
 
+import contextlib
 import errno
 import json
 import os
@@ -7,13 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 import torch
 from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
 
-from isogpt import checkpoint, launch, metrics, run_folder, shards
+from isogpt import checkpoint, launch, loader, metrics, run_folder, shards
 from isogpt.files import write_whole
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
@@ -299,3 +301,36 @@ def test_ids_beyond_16_bits(zygote, work):
         f.write(b"12")
     run = zygote.train(args, work, ok=False)
     assert run.codes == [1] and "12002 bytes, not a multiple of 4 (uint32)" in run.text()
+
+
+@pytest.mark.slow
+def test_prepare_is_killed_at_random_moments(tmp_path):
+    """What is there afterwards is one data set or the other, or a message says that it is a mixture."""
+    folder, texts = tmp_path / "data/chars", {"a": "abc" * 200_000, "b": "bdfg" * 170_000}
+    shutil.copytree(REPO / "data/shakespeare_char", folder, ignore=shutil.ignore_patterns("*.bin", "meta.*"))
+    shutil.copy(REPO / "data/bins.py", tmp_path / "data")
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+
+    def prepare(name):
+        command = [sys.executable, str(folder / "prepare.py"), f"--data_files={tmp_path / name}.txt"]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    began = time.monotonic()
+    assert prepare("a").wait() == 0
+    duration, found = time.monotonic() - began, []
+    for i, moment in enumerate(np.random.default_rng(0).uniform(0.3, 1.1, 24)):
+        process = prepare("ab"[i % 2])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(moment * duration)
+        process.kill()
+        process.wait()
+        try:
+            data = loader.open_dataset(str(folder), 64)
+        except ValueError as e:
+            assert "they come from different prepare.py runs" in str(e)
+            continue
+        itos = loader.read_meta(folder)["itos"]
+        text = "".join(itos[i] for i in [*data.train.tolist(), *data.val.tolist()])
+        found.append([name for name, expected in texts.items() if text == expected])
+    assert all(found) and len({name for names in found for name in names}) == 2
