@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import count
 
 import torch
@@ -30,13 +31,15 @@ CONNECTION_LOST = (
     "remote process exit", "ncclremoteerror", "ncclsystemerror", "broken pipe", "socket closed",
 )  # fmt: skip
 STORE_TIMEOUT_S = 5
+SILENT_S = 8  # how long a rank is silent before it counts as failed, if others also wait for something
 
 
 @dataclass
 class Watchdog:
     """
-    One thread of each rank writes its position to the store four times a second; another ends the process if the main
-    thread has made no progress for timeout_s while `armed`, for instance in a hung collective.
+    One thread of each rank writes its position to the store four times a second and looks whether the next rank does.
+    Another ends the process if the main thread makes no progress: for timeout_s while `armed`, for instance in a hung
+    collective, or for a moment after another rank has failed. Gloo notices a lost connection by itself, NCCL does not.
 
     With a single process there is nothing to watch, but the crash hook uses the same report.
     """
@@ -49,6 +52,7 @@ class Watchdog:
     saver: Saver
     armed: bool = False  # disarmed while a step may take long: compilation at the first, a slow disk at a checkpoint
     store: dist.Store | None = None
+    has_failed: bool = False  # whether another rank has
     silent: list[int] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
@@ -77,16 +81,29 @@ class Watchdog:
             now = self.position()
             if now != last:
                 last, since = now, time.monotonic()
-            if self.armed and time.monotonic() - since > self.timeout_s:
-                self.report(f"no progress for {self.timeout_s:g} s")
+            patience = 3.0 if self.has_failed else self.timeout_s
+            if (self.armed or self.has_failed) and time.monotonic() - since > patience:
+                self.report("another rank has failed" if self.has_failed else f"no progress for {self.timeout_s:g} s")
                 self.finish_checkpoint()
                 os._exit(1)
 
     def beat(self) -> None:
-        """Write this rank's position to the store until the run is over."""
+        """Write this rank's position to the store and read the next rank's, until the run is over."""
+        next_rank = (self.ranks.rank + 1) % self.ranks.world_size
+        before, unchanged, reached = None, 0, time.monotonic()
         for number in count():
             with suppress(Exception):  # the store ends with rank 0 or its agent
                 self.store.set(f"beat/{self.ranks.rank}", json.dumps([number, self.position()[1]]))
+                if number % 4 == 0:
+                    now = self.store.get(f"beat/{next_rank}") if self.store.check([f"beat/{next_rank}"]) else None
+                    # counted, not timed: a job that was suspended as a whole has missed no beat
+                    before, unchanged = now, unchanged + 1 if now == before else 0
+                    if unchanged >= SILENT_S and not self.store.check([f"left/{next_rank}"]):
+                        self.store.set("failed", "")
+                    self.has_failed = self.store.check(["failed"])
+                reached = time.monotonic()
+            if time.monotonic() - reached > SILENT_S:
+                self.has_failed = True
             if self.over.wait(0.25):
                 return
 
@@ -150,8 +167,15 @@ class Watchdog:
         if self.saver.writes_alone():
             self.logger.saved(self.saver.wait())
 
+    def announce(self, key: str) -> None:
+        """Tell the other ranks that the run has "failed" here, or that this rank has "left"."""
+        if self.store:
+            name = key if key == "failed" else f"{key}/{self.ranks.rank}"
+            self.ask(partial(self.store.set, name, ""), STORE_TIMEOUT_S)
+
     def stop(self) -> None:
         """Stop watching, before the store is gone."""
+        self.announce("left")
         self.over.set()
         for thread in self.threads:
             thread.join(2)
@@ -214,6 +238,7 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, rows: int, cost
             explain(kind, error, trace)
         except Exception as e:  # an explanation that fails must not keep the process from exiting
             print(f"error: {error} (and while explaining it: {e})", file=sys.stderr, flush=True)
+        watchdog.announce("failed")
         watchdog.finish_checkpoint()
         sys.stdout.flush()
         # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo), and a rank

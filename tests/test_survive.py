@@ -36,7 +36,9 @@ def faulty(self, idx, *args, **kwargs):
     if self.training and here in json.loads(os.environ.get("NAN_GRADIENT", "[]")):
         loss.register_hook(lambda g: g * float("nan"))
     now["model"] = self
-    if self.training and here == json.loads(os.environ.get("WAIT", "0")):
+    if self.training and here == json.loads(os.environ.get("CRASH", "0")):
+        raise RuntimeError("a bug")
+    if self.training and here in json.loads(os.environ.get("WAIT", "[]")):
         print("waiting", flush=True)
         while not os.path.exists("go"):
             time.sleep(0.01)
@@ -121,7 +123,7 @@ def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
 
 def test_a_second_sigint_exits_at_once_and_keeps_the_checkpoints(faulty, zygote, work):
     args = ["--out_dir=out", "--save_interval=5", "--init_from=auto", "--max_iters=20"]
-    run = faulty(args, WAIT=[12, 0])
+    run = faulty(args, WAIT=[[12, 0]])
     assert run.until(lambda text: "waiting" in text and "step_00000010" in text)
     end = time.monotonic() + 20
     while not run.poll() and time.monotonic() < end:  # one within a second of the first counts as the same Ctrl-C
@@ -305,7 +307,7 @@ def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):
 
 def test_a_run_stops_when_another_run_has_claimed_its_folder(faulty, zygote, work):
     args = ["--out_dir=out", "--save_interval=5", "--max_iters=20", "--init_from=auto"]
-    first = faulty(args, WAIT=[12, 0])
+    first = faulty(args, WAIT=[[12, 0]])
     assert first.until(lambda text: "waiting" in text and "saved out/step_00000010" in text)
     zygote.start([*TINY, *args], work).wait()
     before = weights(work / "out")
@@ -344,3 +346,20 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
         agent.kill()
         agent.wait()
         wait_for(lambda: not any(os.path.exists(f"/proc/{w}") for w in workers), 10)
+
+
+@pytest.mark.parametrize("kind", ["killed", "crashed"])
+def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
+    """
+    NCCL does not notice that another rank has failed. Here the survivors wait outside of any collective, so that gloo
+    does not notice either, and dist_timeout_s is ten minutes.
+    """
+    env = {"WAIT": [[7, 0], [7, 2]]} | ({"CRASH": [7, 1]} if kind == "crashed" else {})
+    run = faulty(["--out_dir=out"], 3, **env)
+    assert run.until(lambda text: text.count("waiting") == 2)
+    if kind == "killed":
+        run.kill([1])
+    assert run.gone(within=15 + 5), "15 s, and 5 for a busy machine"
+    assert run.codes[0] == run.codes[2] == 1
+    for rank in (0, 2):
+        assert re.search(rf"error: rank {rank} at step 7, .*another rank has failed; rank 1 does not", run.text())
