@@ -108,7 +108,7 @@ try:
     check_degrees(launch.rank_variables()[1], dp_replicate)
     ranks = launch.connect(device, backend, dist_timeout_s)
     zero_stage = 3 if fsdp else zero
-    mesh = make_mesh(ranks.rank, ranks.world_size, zero_stage, dp_replicate)
+    mesh = make_mesh(ranks.rank, ranks.world_size, zero_stage, dp_replicate, dist_timeout_s)
     if ranks.store or zero_stage > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
 except (ValueError, dist.DistError) as e:
@@ -206,11 +206,12 @@ def get_lr(step: int) -> float:
 def evaluate(split: str) -> float | None:
     """Mean loss over the split's fixed sequences, divided among the ranks (all ranks); None if a stop was requested."""
     total = 0.0
+    watchdog.armed = False  # the first evaluation compiles a graph of its own
     raw_model.eval()
-    for x, y in reader.evaluation(split, eval_iters * batch_size):
+    for i, (x, y) in enumerate(reader.evaluation(split, eval_iters * batch_size)):
         with clock("evaluation"), autocast:
-            total += raw_model(x, y, 1.0)[1].item()  # the sum over the targets
-        if stop.decide(agree.gather_number(stop.code(checkpoint_s=saver.seconds), ranks.device)):
+            total += raw_model(x, y, 1.0)[1].to(agree.number_dtype(ranks.device))  # the sum over the targets
+        if stop.in_evaluation(i, ranks.device, saver.seconds):
             break
     raw_model.train()
     parallel.reshard(raw_model)
@@ -302,7 +303,7 @@ while progress.step <= max_iters or eval_only:
         clock.discard()
         # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop exits here
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=model is raw_model)
         if scaler.is_enabled():
             scaler.update()
         if back:
@@ -317,7 +318,7 @@ while progress.step <= max_iters or eval_only:
     with clock("optimizer"):
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
     clock.step()
 
     logger.step(numbers, lr, log_interval)

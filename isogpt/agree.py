@@ -49,13 +49,24 @@ def wait_together(future: Future | None) -> None:
         all_done = all(gather_objects(not future or future.done()))
 
 
+def number_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which numbers are added and gathered."""
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
 def gather_numbers(numbers: Numbers, device: torch.device) -> Numbers:
     """
     Gather a NamedTuple of scalars from every rank (all ranks): the same NamedTuple with float64 CPU tensors
     (world_size,), by rank. This is the one small collective of a step, and it waits for the device.
     """
-    kept = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-    mine = torch.stack([torch.as_tensor(v, dtype=kept, device=device) for v in numbers])  # (fields,)
+    # numbers of the CPU go to the device in one copy from pinned memory: each other copy would wait for the device
+    is_there = [torch.is_tensor(v) and v.device.type == device.type for v in numbers]
+    mine = torch.tensor([0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)],
+                        dtype=number_dtype(device), pin_memory=device.type == "cuda")  # fmt: skip
+    mine = mine.to(device, non_blocking=True)  # (fields,)
+    for i, v in enumerate(numbers):
+        if is_there[i]:
+            mine[i] = v
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return type(numbers)(*mine[:, None].cpu().double())
     rows = mine.new_empty(dist.get_world_size() * len(mine))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isogpt import optim, run_folder
 from isogpt.agree import broadcast, exit_together, is_main, wait_together
+from isogpt.hardware import synchronize
 from isogpt.parallel import local, parameters_by_name, put, reshard
 from isogpt.run_folder import Found
 
@@ -296,13 +297,20 @@ class Saver:
 
 def nanogpt_state(run: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """A copy of the state on the CPU in nanoGPT's form, which its train.py and sample.py load."""
-    weights = {name: p.to("cpu", copy=True) for name, p in parameters_by_name(model).items()}
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    weights = {name: copy_to_cpu(p) for name, p in parameters_by_name(model).items()}
     state = optim.numbered_state(model, optimizer)
-    state["state"] = {i: {k: v.to("cpu", copy=True) for k, v in old.items()} for i, old in state["state"].items()}
+    state["state"] = {i: {k: copy_to_cpu(v) for k, v in old.items()} for i, old in state["state"].items()}
+    synchronize(next(model.parameters()).device)
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
     args = dict(run["model_args"])
     extra = run["isogpt"] | {"gelu": args.pop("gelu", "none")}  # nanoGPT's model_args have no entry for it
     return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
+
+
+def copy_to_cpu(value: Tensor) -> Tensor:
+    """A copy on the CPU. From a GPU into pinned memory: the copies are queued, and the caller waits for all at once."""
+    on_gpu = value.device.type == "cuda"
+    return torch.empty_like(value, device="cpu", pin_memory=on_gpu).copy_(value, non_blocking=on_gpu)
 
 
 def write_file(path: Path, state: dict) -> None:

@@ -19,6 +19,7 @@ from isogpt.files import read_records, write_whole
 from isogpt.hardware import utilization
 from isogpt.launch import Ranks
 from isogpt.loader import Dataset, Share
+from isogpt.parallel.compilation import compile_report
 from isogpt.resilience import SlowRanks, Spikes, Stop, alert
 from isogpt.run_folder import is_run
 from isogpt.settings import differences
@@ -198,6 +199,8 @@ class Logger:
         if self.interrupted_at:
             self.event("recovered", seconds=max(0.0, time.time() - self.interrupted_at))  # clocks may differ
             self.interrupted_at = None
+        if self.progress.step == self.first_step and (report := compile_report()):
+            self.print(report)
         if self.progress.step % log_interval:
             return
         record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)

@@ -27,7 +27,9 @@ def make_optimizer(model: nn.Module, zero: int, weight_decay: float, learning_ra
 
         groups = [{k: group[k] for k in ("params", "weight_decay")} for group in optimizer.param_groups]
         fused = optimizer.param_groups[0]["fused"]
-        optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=learning_rate, betas=betas, fused=fused)
+        # as_bucket_view: a rank sends its share in one piece, not each parameter by itself
+        optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True,
+                                            lr=learning_rate, betas=betas, fused=fused)  # fmt: skip
     for group in optimizer.param_groups:
         group["lr_scale"] = 1.0
     return optimizer

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 
 from isogpt import run_folder
-from isogpt.agree import StepNumbers, broadcast, exit_together, is_main
+from isogpt.agree import StepNumbers, broadcast, exit_together, gather_number, is_main
 from isogpt.files import write_whole
 from isogpt.loader import Reader
 from isogpt.parallel import full
@@ -68,6 +68,15 @@ class Stop:
         """What all ranks stop by, from every rank's code: a signal takes precedence over TIME_IS_UP; 0: continue."""
         self.agreed = int(codes.max() or codes.min())
         return self.agreed
+
+    def in_evaluation(self, micro_batch: int, device: torch.device, checkpoint_s: float) -> bool:
+        """
+        Whether to stop, asked after each micro-batch of an evaluation (all ranks). A GPU is asked every eighth time,
+        since the answer waits for it.
+        """
+        if device.type != "cpu" and micro_batch % 8:
+            return False
+        return self.decide(gather_number(self.code(checkpoint_s=checkpoint_s), device)) != 0
 
     def reason(self) -> str:
         """The agreed code's name."""

@@ -34,7 +34,7 @@ METADATA = {
 
 def start_write(folder: Path, weights: dict, state: dict, group: dist.ProcessGroup | None) -> Future:
     """Start to write this rank's part into folder (all ranks of group); returns when the tensors have been copied."""
-    content, writer = {"model": weights, "optim": state}, dcp.FileSystemWriter(folder)
+    content, writer = {"model": weights, "optim": state}, writer_for(folder)
     if any(w.device.type != "cpu" for w in weights.values()):
         return dcp.async_save(content, storage_writer=writer, process_group=group)
     # on a CPU DCP's staging takes longer for each tensor than a plain copy
@@ -42,6 +42,11 @@ def start_write(folder: Path, weights: dict, state: dict, group: dist.ProcessGro
     content["optim"] = {name: {k: copy_of(v) for k, v in tensors.items()} for name, tensors in state.items()}
     background = ThreadPoolExecutor(1, thread_name_prefix="shards")
     return background.submit(dcp.save, content, storage_writer=writer, process_group=group)
+
+
+def writer_for(folder: Path) -> dcp.FileSystemWriter:
+    """DCP's writer. Without copying ahead, which the tensors' copies do not need and which uses GPU 0 on every rank."""
+    return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 
 def copy_of(value: Tensor) -> Tensor:
@@ -55,7 +60,7 @@ def copy_of(value: Tensor) -> Tensor:
 def write(folder: Path, weights: dict, state: dict) -> None:
     """Write everything from one process. Raises OSError."""
     try:
-        dcp.save({"model": weights, "optim": state}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        dcp.save({"model": weights, "optim": state}, storage_writer=writer_for(folder), no_dist=True)
     except CheckpointException as e:
         raise OSError(str(e).strip().splitlines()[-1]) from e
 

@@ -93,6 +93,8 @@ def test_number_of_collectives(zygote, shared_work):
             norm = 1 if zero >= 2 else 0  # the gradient norm is summed over the shards
             wanted = times * (1 if zero < 2 else units) + norm
             assert reduced == wanted, (zero, sync, seen)
+            if zero == 1:  # each rank sends its share of the parameters in one piece
+                assert sum(n for op, n in seen.items() if "broadcast" in op) == 2, seen
             gathered = sum(n for op, n in seen.items() if "allgather" in op) - 1  # less that of the step's numbers
             if zero == 3:  # blocks twice per micro-step, for forward and backward; the root, which stays gathered, once
                 assert gathered == micro_steps * (2 * 2 + 1), seen

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from runs import column
+from runs import REPO, TINY, column
 from test_parity import same
 
 from isogpt import checkpoint, optim, parallel, run_folder
@@ -282,3 +282,38 @@ def test_scaler_agrees_under_sharding(zygote, saves):
         tensors = tensors_of(saves / f"fp16-{name}")
         steps = {v.item() for k, v in tensors.items() if k.endswith(".step")}
         assert len(steps) == 1 and all(v.isfinite().all() for v in tensors.values())
+
+
+GROUPS = """
+import os, sys
+sys.path.insert(0, os.environ["REPO"])
+import torch
+from isogpt import launch, mesh
+init, leave, made = mesh.init_device_mesh, launch.leave, []
+def keep(*args, **kwargs):
+    made.append(init(*args, **kwargs))
+    return made[-1]
+def tell():
+    for name in made[0].mesh_dim_names:
+        options = made[0].get_group(name)._get_backend(torch.device("cpu")).options
+        print(f"{name}: {options._timeout.total_seconds():g} s")
+    leave()
+mesh.init_device_mesh, launch.leave = keep, tell
+sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+"""
+
+
+def test_the_groups_of_hsdp_have_our_timeout(zygote, work):
+    """The default of new groups is gloo's half an hour."""
+    (work / "groups.py").write_text(GROUPS)
+    args = [*TINY, "--zero=3", "--dp_replicate=2", "--max_iters=0", "--dist_timeout_s=77", "--out_dir=out"]
+    run = zygote.start(args, work, 4, script="groups.py", repo=work, env={"REPO": str(REPO)}).wait()
+    assert run.text().count("replicate: 77 s") == run.text().count("shard: 77 s") == 4
+
+
+def test_shards_are_written_without_copying_ahead(tmp_path):
+    """DCP copies ahead with a stream of GPU 0 on every rank."""
+    from isogpt import shards
+
+    assert shards.writer_for(tmp_path).per_thread_copy_ahead == 0

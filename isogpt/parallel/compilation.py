@@ -1,5 +1,7 @@
 """torch.compile: which part of the model is compiled, and whether it works on this machine at all."""
 
+import sys
+
 import torch
 import torch.nn as nn
 
@@ -28,9 +30,30 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str
     if problems := [p for p in gather_objects(problem) if p]:
         return f"compile: does not work on this machine, training without it (slower): {problems[0]}"
     torch._dynamo.config.suppress_errors = True  # functions that fail to compile later run uncompiled, with a warning
-    for part in model.transformer.h if by_block else [model]:
-        part.compile()
+    compile_parts(model, by_block)
     return "compile: the first step takes about a minute longer"
+
+
+def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
+    """Compile the model or its blocks in place. Shapes are fixed: an evaluation's are compiled by themselves."""
+    for part in model.transformer.h if by_block else [model]:
+        part.compile(dynamic=False, **options)
+
+
+def compile_report() -> str:
+    """What torch.compile has compiled so far, and what it could not; '' if it is not used."""
+    if "torch._dynamo.utils" not in sys.modules:  # importing it takes a second
+        return ""
+    from torch._dynamo.utils import counters
+
+    graphs, breaks, frames = counters["stats"]["unique_graphs"], counters["graph_break"], counters["frames"]
+    if not graphs and not frames["total"]:
+        return ""
+    text = f"compile: {graphs} graphs, {sum(breaks.values())} graph breaks"
+    if breaks:
+        text += f" ({'; '.join(' '.join(reason.split())[:100] for reason in breaks)})"
+    failed = frames["total"] - frames["ok"]
+    return f"{text}, {failed} functions failed and run uncompiled: TORCH_LOGS=dynamo shows why" if failed else text
 
 
 def _trial(t: torch.Tensor) -> torch.Tensor:

@@ -79,4 +79,4 @@ def settle_buckets(model: nn.Module, x: Tensor, y: Tensor, target_count: float,
         with autocast:
             _, loss = model(x, y, target_count)
         loss.backward()
-        model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets

@@ -1,9 +1,11 @@
 """Activation checkpointing: less memory for activations, at the cost of computing them again in the backward pass."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
@@ -25,7 +27,16 @@ def recompute(model: nn.Module, mode: str) -> None:
     every = recompute_every(mode)
     options = {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if mode == "selective" else {}
     for block in model.transformer.h[::every] if every else []:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = recomputed(block.forward, options)
+
+
+def recomputed(forward: Callable, options: dict) -> Callable:
+    """The forward of a block that is recomputed: a function, since torch.compile skips a partial of `checkpoint`."""
+
+    def recomputed_forward(*args: object) -> Tensor:
+        return checkpoint(forward, *args, use_reentrant=False, **options)
+
+    return recomputed_forward
 
 
 def recompute_every(mode: str) -> int:

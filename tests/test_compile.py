@@ -1,0 +1,78 @@
+"""torch.compile on a CPU, where train.py does not use it: graphs, recompilations, and the line about them."""
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from isogpt.parallel import recompute
+from isogpt.parallel.compilation import compile_parts, compile_report
+from model import GPT, GPTConfig
+
+
+@pytest.fixture(autouse=True)
+def dynamo():
+    """Nothing compiled yet, and an error is an error."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(suppress_errors=False):
+        yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def train_and_evaluate(model, vocab_size, times=1):
+    """As in train.py, an evaluation with fewer rows before each step; returns loss and gradients of the last step."""
+    x = torch.randint(0, vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
+    for _ in range(times):
+        model.eval()
+        with torch.no_grad():
+            model(x[:3], x[:3], 1.0)
+        model.train()
+        model.zero_grad()
+        _, loss = model(x, x, 512.0)
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def assert_compiles_once(mode, by_block, vocab_size, backend):
+    model = GPT(GPTConfig(block_size=64, vocab_size=vocab_size, n_layer=2, n_head=2, n_embd=32, bias=False), seed=1)
+    expected = train_and_evaluate(model, vocab_size)
+    recompute(model, mode)
+    compile_parts(model, by_block, backend=backend, fullgraph=True)
+    train_and_evaluate(model, vocab_size, times=2)
+    graphs = counters["stats"]["unique_graphs"]
+    # one graph for training and one for evaluation; a block that is recomputed and one that is not differ
+    assert graphs == (4 if by_block and mode == "every:2" else 2)
+    actual = train_and_evaluate(model, vocab_size, times=2)
+    assert counters["stats"]["unique_graphs"] == graphs, "recompiled after the second step"
+    assert compile_report() == f"compile: {graphs} graphs, 0 graph breaks"
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+MODES = [("none", False), ("none", True), ("full", True), ("selective", True), ("every:2", True), ("selective", False)]
+
+
+@pytest.mark.parametrize("mode, by_block", MODES)
+def test_a_graph_for_training_and_one_for_evaluation(mode, by_block):
+    assert_compiles_once(mode, by_block, 65, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, by_block, vocab_size", [*((*m, 65) for m in MODES), ("none", False, 2**17)])
+def test_inductor(mode, by_block, vocab_size):
+    """The last one's loss is computed in chunks."""
+    assert_compiles_once(mode, by_block, vocab_size, "inductor")
+
+
+def test_what_is_said_about_compilation():
+    assert compile_report() == ""
+    torch._dynamo.config.suppress_errors = True
+    torch.compile(lambda x: (torch._dynamo.graph_break(), x + 1)[1], backend="eager")(torch.ones(3))
+    assert ", 1 graph breaks (" in compile_report() and "failed" not in compile_report()
+
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler")
+
+    torch.compile(lambda x: x * 2, backend=broken)(torch.ones(3))
+    assert "1 functions failed and run uncompiled: TORCH_LOGS=dynamo" in compile_report()
