@@ -1,0 +1,370 @@
+"""
+Check and measure isoGPT on this machine's GPUs, in about ten minutes on one. No network and no data are needed.
+
+    python tests/gpu_check.py                      everything, with the GPUs that there are
+    python tests/gpu_check.py --nanogpt=FOLDER     also nanoGPT's train.py, by turns with ours, on the same data
+    python tests/gpu_check.py --json=FILE          also write the table to a file
+    python tests/gpu_check.py --device=cpu         the same checks with small sizes, as the test suite runs them
+    python tests/gpu_check.py curve resume         only these
+
+It ends in a table: what was checked, what is expected, what was found, and pass or FAIL. A line without an expectation
+is a measurement. The exit status is 1 if a line failed.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import numpy as np
+import torch
+from runs import REPO, TINY, children, column, records, steps_in, tiny_data, wait_for
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
+
+from isogpt import kernels, memory
+from model import GPT, GPTConfig
+
+
+@dataclass
+class Line:
+    """A line of the table. `passed` is None for a measurement."""
+
+    what: str
+    expected: str
+    found: str
+    passed: bool | None = None
+
+
+@dataclass
+class Place:
+    """Where the checks run: a folder with data sets tiny and random, and the devices."""
+
+    folder: Path
+    device: str  # cuda or cpu
+    processes: int  # for the checks of several processes
+    nanogpt: Path | None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether sizes are real."""
+        return self.device == "cuda"
+
+    def gpt2(self) -> list[str]:
+        """GPT-2 124M on random tokens, or a model that a CPU trains in a second."""
+        if self.on_gpu:
+            return ["--dataset=random", "--vocab_size=50304", "--block_size=1024"]
+        return ["--dataset=random", "--vocab_size=512", "--block_size=64", "--n_layer=2", "--n_head=2", "--n_embd=64"]
+
+
+def command(place: Place, script: str, args: list[str], nproc: int = 1) -> list[str]:
+    """The command line of one of our scripts."""
+    launcher = [sys.executable]
+    if nproc > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    return [*launcher, str(REPO / script), *args, f"--device={place.device}"]
+
+
+def run(place: Place, script: str, args: list[str], nproc: int = 1) -> str:
+    """Run one of our scripts to its end; returns its output."""
+    done = subprocess.run(command(place, script, args, nproc), cwd=place.folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script} {' '.join(args)}: {(done.stderr or done.stdout)[-600:]}")
+    return done.stdout
+
+
+def losses(place: Place, name: str, args: list[str], nproc: int = 1) -> dict[int, float]:
+    """Train the tiny model for 20 steps; returns its losses by step."""
+    base = [*TINY, "--max_iters=19", "--save_checkpoint=False", f"--out_dir={name}"]
+    run(place, "train.py", [*base, *args], nproc)
+    return column(place.folder / name, "loss")
+
+
+def distance(one: dict[int, float], other: dict[int, float]) -> float:
+    """The largest difference between two curves."""
+    return max(abs(one[step] - other[step]) for step in one)
+
+
+def at_most(what: str, found: float, limit: float) -> Line:
+    """A line that passes if the figure is not above the limit."""
+    return Line(what, f"<= {limit:g}", f"{found:.2g}", found <= limit)
+
+
+def milliseconds(place: Place, statement: str, **names: object) -> float:
+    """The median time of a statement."""
+    names |= {"torch": torch, "wait": torch.cuda.synchronize if place.on_gpu else int}
+    timer = Timer(f"{statement}; wait()", globals=names, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=1.0 if place.on_gpu else 0.05).median * 1e3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# exactness
+
+
+def curve(place: Place) -> Iterator[Line]:
+    """The curve of a CPU in float32, in each dtype, layout and way to recompute that one device has."""
+    reference = losses(Place(place.folder, "cpu", 1, None), "cpu", ["--dtype=float32", "--compile=False"])
+    exact = ["--dtype=float32", "--compile=False"]
+    yield at_most(
+        "float32: losses of 20 steps against the CPU's", distance(reference, losses(place, "f32", exact)), 1e-4
+    )
+    for flags in (["--zero=3"], ["--activation_checkpointing=full"], ["--zero=2", "--cpu_offload=True"]):
+        found = distance(reference, losses(place, "layout", [*exact, *flags]))
+        yield at_most(f"float32 {' '.join(flags)}", found, 1e-4)
+    for dtype in ("tf32", "bfloat16", "float16") if place.on_gpu else ("bfloat16", "float16"):
+        found = distance(reference, losses(place, dtype, [f"--dtype={dtype}", "--compile=False"]))
+        yield at_most(f"{dtype}: losses against float32's", found, 0.03)
+
+
+def compiled(place: Place) -> Iterator[Line]:
+    """What torch.compile makes of the model."""
+    plain = losses(place, "plain", ["--dtype=float32", "--compile=False"])
+    for flags in ([], ["--zero=3"], ["--zero=3", "--activation_checkpointing=full"],
+                  ["--activation_checkpointing=selective"]):  # fmt: skip
+        name = f"compile {' '.join(flags)}".strip()
+        args = [*TINY, *flags, "--max_iters=19", "--save_checkpoint=False", "--eval_interval=10", "--out_dir=compiled"]
+        text = run(place, "train.py", args)
+        said = re.findall(r"compile: [^\n]*", text)[-1]
+        if not place.on_gpu:
+            yield Line(name, "off on a CPU", said, "gains nothing on a CPU" in said)
+            return
+        yield Line(name, "0 graph breaks", said, ", 0 graph breaks" in said and "failed" not in said)
+        yield at_most(f"{name}: losses", distance(plain, column(place.folder / "compiled", "loss")), 1e-4)
+
+
+def resume(place: Place) -> Iterator[Line]:
+    """A run that is stopped and resumed has the bits of one that is not."""
+    for flags in (["--dtype=float32"], ["--dtype=bfloat16"], ["--dtype=float32", "--zero=3"]):
+        args = [*TINY, *flags, "--deterministic=True", "--dropout=0.1", "--save_interval=10"]
+        run(place, "train.py", [*args, "--max_iters=19", "--out_dir=whole"])
+        run(place, "train.py", [*args, "--max_iters=9", "--out_dir=parts"])
+        run(place, "train.py", [*args, "--max_iters=19", "--out_dir=parts", "--init_from=resume"])
+        whole, parts = (column(place.folder / name, "loss") for name in ("whole", "parts"))
+        different = sum(whole[step] != parts[step] for step in whole)
+        yield Line(f"resume {' '.join(flags)} --dropout=0.1", "the same bits", f"{different} of 20 losses differ",
+                   different == 0)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# speed and memory
+
+
+def speed(place: Place) -> Iterator[Line]:
+    """Tokens/s and MFU of GPT-2 124M by micro-batch, the split of the best one's step, and memory against estimates."""
+    sizes = "8,16,32,64" if place.on_gpu else "2,4"
+    base = [*place.gpt2(), "--gradient_accumulation_steps=1", "--steps=10"]
+    base += ["--dtype=bfloat16"] if place.on_gpu else []
+    run(place, "bench.py", [*base, f"--sweep=batch_size:{sizes}", "--json_path=sweep.json"])
+    sweep = [r for r in json.loads((place.folder / "sweep.json").read_text())["sweep"] if "problem" not in r]
+    for r in sweep:
+        mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
+        yield Line(f"GPT-2 124M, micro-batch {r['point']['batch_size']}", "",
+                   f"{r['tokens_per_s']:,.0f} tokens/s, MFU {mfu}, {r['memory_gb']['max']:.2f} GB")  # fmt: skip
+    best = max(sweep, key=lambda r: r["tokens_per_s"])
+    run(place, "bench.py", [*base, f"--batch_size={best['point']['batch_size']}", "--json_path=report.json"])
+    report = json.loads((place.folder / "report.json").read_text())["report"]
+    split = ", ".join(f"{part} {ms['mean']:.2f}" for part, ms in report["split_ms"].items() if ms["mean"] is not None)
+    yield Line("its step in ms", "", f"{report['run']['step_ms']['mean']:.2f}: {split}")
+    if place.on_gpu:
+        yield Line("MFU at the best micro-batch", ">= 45%", f"{best['mfu']:.1%}", best["mfu"] >= 0.45)
+        for r in sweep:
+            estimated, measured = estimate(r), r["memory_gb"]["max"]
+            yield Line(f"memory at micro-batch {r['point']['batch_size']}: estimated / measured", "0.85 to 1.15",
+                       f"{estimated / measured:.2f}", 0.85 <= estimated / measured <= 1.15)  # fmt: skip
+
+
+def estimate(r: dict) -> float:
+    """GB that memory.py estimates for a launch of bench.py."""
+    c = r["settings"]
+    return memory.memory_estimate(**memory.cost_of(c, c, c["batch_size"], r["dtype"], 1, "cuda"))["total"]
+
+
+def nanogpt(place: Place) -> Iterator[Line]:
+    """nanoGPT's train.py and ours by turns, with the same data, model, micro-batch, dtype and compile."""
+    if not place.nanogpt:
+        return
+    batch, steps = (16, 40) if place.on_gpu else (2, 12)
+    shape = [a for a in place.gpt2() if not a.startswith(("--dataset", "--vocab_size"))]
+    shape += [f"--batch_size={batch}", "--gradient_accumulation_steps=1", f"--max_iters={steps}", "--log_interval=1"]
+    shape += ["--eval_interval=100000", "--eval_iters=1", f"--compile={place.on_gpu}", "--bias=False", "--dropout=0.0"]
+    shape += ["--dtype=bfloat16" if place.on_gpu else "--dtype=float32", f"--device={place.device}"]
+    data = f"--dataset={place.folder}/data/random"  # without metadata nanoGPT takes 50304 token ids
+    theirs = [sys.executable, "train.py", *shape, data, f"--out_dir={place.folder}/theirs", "--wandb_log=False"]
+    ours = [sys.executable, str(REPO / "train.py"), *shape, data, "--vocab_size=50304", "--save_checkpoint=False",
+            f"--out_dir={place.folder}/ours"]  # fmt: skip
+    times, ratios = {}, []
+    for _ in range(3):
+        for name, line, folder in (("theirs", theirs, place.nanogpt), ("ours", ours, place.folder)):
+            done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
+            found = [float(t) for t in re.findall(r"time ([0-9.]+)ms", done.stdout)][steps // 3 :]
+            if not found:
+                raise RuntimeError(f"{' '.join(line)}: {done.stderr[-500:]}")
+            times[name] = statistics.median(found)
+        ratios.append(times["theirs"] / times["ours"])
+    goal = 1.3 if place.on_gpu else 0.0
+    yield Line(f"nanoGPT's step / ours, micro-batch {batch}, 3 pairs", f">= {goal:g}",
+               f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); ours {times['ours']:.1f} ms",
+               statistics.median(ratios) >= goal)  # fmt: skip
+
+
+def parts(place: Place) -> Iterator[Line]:
+    """The loss, attention by back end, and the optimizer, each alone."""
+    device, dtype = torch.device(place.device), torch.bfloat16
+    rows, vocab, width, heads = (16 * 1024, 50304, 768, 12) if place.on_gpu else (256, 512, 64, 2)
+    x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, width, device=device, dtype=dtype, requires_grad=True)
+    targets = torch.randint(vocab, (rows,), device=device)
+    loss = {"x": x, "weight": weight, "targets": targets}
+    ours = milliseconds(place, "f(x, weight, targets).backward()", f=kernels.summed_loss, **loss)
+    plain = milliseconds(place, "f(x @ weight.t(), targets).backward()", f=torch.nn.functional.cross_entropy, **loss)
+    yield Line(f"loss of {rows:,} x {vocab:,}, in chunks / plain, ms", "", f"{ours:.2f} / {plain:.2f}")
+
+    length = 1024 if place.on_gpu else 64
+    q = torch.randn(rows // length, heads, length, width // heads, device=device, dtype=dtype, requires_grad=True)
+    found = []
+    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            try:
+                ms = milliseconds(place, "f(q, q, q, is_causal=True).sum().backward()", q=q,
+                                  f=torch.nn.functional.scaled_dot_product_attention)  # fmt: skip
+                found.append(f"{name.lower().partition('_')[0]} {ms:.2f}")
+            except RuntimeError:
+                found.append(f"{name.lower().partition('_')[0]} n/a")
+    yield Line(f"attention, {rows // length} x {heads} heads x {length}, ms", "", ", ".join(found))
+
+    shape = {} if place.on_gpu else dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
+    model = GPT(GPTConfig(**shape)).to(device)
+    optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), device.type)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    ms = milliseconds(place, "optimizer.step()", optimizer=optimizer)
+    moved = 28 * sum(p.numel() for p in model.parameters()) / ms / 1e6
+    yield Line("AdamW", "", f"{ms:.2f} ms, {moved:,.0f} GB/s")
+
+    prompt = torch.zeros(8, 1, dtype=torch.long, device=device)
+    tokens, began = (256 if place.on_gpu else 16), time.perf_counter()
+    with torch.autocast(device.type, dtype):
+        model.eval().generate(prompt, tokens)
+    took = time.perf_counter() - began
+    yield Line(f"sampling 8 x {tokens} tokens", "", f"{8 * tokens / took:,.0f} tokens/s")
+
+
+def large(place: Place) -> Iterator[Line]:
+    """GPT-2 XL on one device: full recomputation, with DDP's and with FSDP's way to hold the parameters."""
+    shape = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--batch_size=4"] if place.on_gpu else ["--batch_size=2"]
+    for flags in ([], ["--zero=3"]):
+        args = [*place.gpt2(), *shape, *flags, "--gradient_accumulation_steps=1", "--max_iters=8", "--eval_iters=1",
+                "--eval_interval=100000", "--activation_checkpointing=full", "--save_checkpoint=False",
+                "--warmup_iters=5", "--out_dir=large"]  # fmt: skip
+        run(place, "train.py", args)
+        rows = [r for r in records(place.folder / "large") if "step_ms" in r][3:]
+        speed, memory_gb = statistics.median(r["tokens_per_s"] for r in rows), rows[-1]["memory_gb_max"]
+        yield Line(f"GPT-2 XL, full recomputation {' '.join(flags)}".strip(), "trains",
+                   f"{speed:,.0f} tokens/s, {memory_gb:.1f} GB", math.isfinite(rows[-1]["loss"]))  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# several processes
+
+
+def several(place: Place) -> Iterator[Line]:
+    """The curve on several devices, the collectives, and a killed rank."""
+    n = place.processes
+    if n < 2:
+        yield Line("several GPUs", "", "there is one: not tried")
+        return
+    exact = ["--dtype=float32", "--compile=False"]
+    reference = losses(place, "one", exact)
+    for flags in (
+        [],
+        ["--zero=1"],
+        ["--zero=2"],
+        ["--zero=3"],
+        ["--zero=3", "--dp_replicate=2"][: 2 if n % 2 == 0 else 1],
+    ):
+        found = distance(reference, losses(place, "several", [*exact, *flags], n))
+        yield at_most(f"float32 on {n} processes {' '.join(flags)}".strip(), found, 1e-4)
+    run(place, "bench.py", ["--comm=True", f"--nproc={n}", "--json_path=comm.json"])
+    for cell in json.loads((place.folder / "comm.json").read_text())["comm"][-5:]:
+        found = cell.get("problem") or f"{cell['gb_per_s']:.1f} GB/s of bus bandwidth"
+        yield Line(f"{cell['operation']}, {cell['bytes'] / 2**20:.0f} MiB", "", found)
+    yield from killed(place, n)
+
+
+def killed(place: Place, n: int) -> Iterator[Line]:
+    """SIGKILL to the last rank: how long until the others have said so and exited."""
+    args = [*TINY, "--max_iters=1000000", "--out_dir=killed", "--compile=False"]
+    with open(place.folder / "killed.txt", "w") as log:
+        agent = subprocess.Popen(command(place, "train.py", args, n), cwd=place.folder, stdout=log, stderr=log)
+        wait_for(lambda: steps_in(place.folder / "killed") > 20, 120)
+        workers = sorted(children(agent.pid))
+        began = time.monotonic()
+        os.kill(workers[-1], signal.SIGKILL)
+        agent.wait(60)
+    took, text = time.monotonic() - began, (place.folder / "killed.txt").read_text()
+    named = re.findall(r"rank \d+ does not respond", text)
+    yield Line("a killed rank: named, and the others exit", "within 20 s", f"{took:.1f} s, {named[:1]}",
+               took < 20 and bool(named))  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+CHECKS = (curve, compiled, resume, speed, nanogpt, parts, large, several)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(c.__name__ for c in CHECKS))
+    parser.add_argument("--nanogpt", type=Path, help="a clone of karpathy/nanoGPT")
+    parser.add_argument("--json", type=Path, help="write the table to this file")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    options = parser.parse_args()
+    if unknown := set(options.checks) - {c.__name__ for c in CHECKS}:
+        parser.error(f"no such check: {', '.join(sorted(unknown))}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch finds no GPU: --device=cpu runs the checks with small sizes")
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="isogpt-gpu-check-") as folder:
+        processes = min(8, torch.cuda.device_count()) if options.device == "cuda" else 2
+        place = Place(Path(folder), options.device, processes, options.nanogpt and options.nanogpt.resolve())
+        tiny_data(folder)
+        (place.folder / "data/random").mkdir()
+        for split in ("train", "val"):
+            ids = np.random.default_rng(0).integers(0, 512, 2**20 if place.on_gpu else 2**14, dtype=np.uint16)
+            ids.tofile(place.folder / f"data/random/{split}.bin")
+        for check in CHECKS:
+            if options.checks and check.__name__ not in options.checks:
+                continue
+            began = time.monotonic()
+            try:
+                for line in check(place):
+                    lines.append(line)
+                    print(f"{check.__name__}: {line.what}: {line.found}", flush=True)
+            except Exception as e:  # the other checks still run
+                lines.append(Line(check.__name__, "no error", f"{type(e).__name__}: {e}"[-400:], False))
+                print(f"{check.__name__}: {lines[-1].found}", flush=True)
+            print(f"({check.__name__} took {time.monotonic() - began:.0f} s)", flush=True)
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"\n{name}, torch {torch.__version__}\n\n| what | expected | found | |\n|---|---|---|---|")
+    for line in lines:
+        verdict = "" if line.passed is None else "pass" if line.passed else "FAIL"
+        print(f"| {line.what} | {line.expected} | {line.found} | {verdict} |")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    sys.exit(any(line.passed is False for line in lines))
+
+
+if __name__ == "__main__":
+    main()
