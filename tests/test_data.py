@@ -246,7 +246,7 @@ def test_ids_are_never_wrapped(tmp_path):
             bins.pack_ids(ids, size)
     text = "".join(chr(code) for code in range(70_000) if not 0xD800 <= code < 0xE000)
     text += "".join(chr(code) for code in range(100_000, 105_000)) + "\0"
-    meta = bins.write_char_dataset(tmp_path, text, {})
+    meta = bins.write_text_dataset(tmp_path, text, {})
     assert meta["dtype"] == "uint32" and meta["vocab_size"] == len(text) - 1 > 65536
     assert decode_characters(tmp_path)[1] == text
 
@@ -365,7 +365,7 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
         module.main([f"--data_files={broken}", "--num_proc=1"])
     assert contents(folder) == before
     with pytest.raises(OSError, match="No space left"):
-        bins.write_char_dataset(folder, "some text", {})
+        bins.write_text_dataset(folder, "some text", {})
     assert contents(folder) == before
 
 
@@ -373,7 +373,7 @@ def test_files_appear_in_order(tmp_path, monkeypatch):
     """The metadata is last: it marks a complete data set."""
     order, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
-    bins.write_char_dataset(tmp_path, "some text", {})
+    bins.write_text_dataset(tmp_path, "some text", {})
     assert order == ["train.bin", "val.bin", "meta.pkl", "meta.json"]
     assert sorted(order) == sorted(contents(tmp_path))
 
