@@ -222,10 +222,11 @@ def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
 
 
 def prepare_text(
-    folder: Path, description: str, argv: list[str], read: Callable[[Path], tuple[str, dict]], tokenizer: str = "char"
+    script: str, description: str, argv: list[str], read: Callable[[Path], tuple[str, dict]], tokenizer: str = "char"
 ) -> None:
-    """Parse `argv` and write one text to `folder`: that of --data_files, or what read(folder) returns, the text and its
-    source. `tokenizer` is char, or the default of --tokenizer."""
+    """Parse `argv` and write one text to the folder of `script`: that of --data_files, or what read(folder) returns,
+    the text and its source. `tokenizer` is char, or the default of --tokenizer."""
+    folder = Path(script).absolute().parent
     args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
     if args.data_files is not None:
         text, source = "\n".join(read_documents(args.data_files, args.text_key)), {"data_files": args.data_files}
@@ -262,9 +263,9 @@ def write_text_dataset(
 
 
 def prepare_documents(
-    folder: Path, description: str, argv: list[str], dataset: str, selection: dict, rows: int = 0, **options: Any
+    script: str, description: str, argv: list[str], dataset: str, selection: dict, rows: int = 0, **options: Any
 ) -> None:
-    """Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to `folder`.
+    """Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to the folder of `script`.
 
     Args:
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
@@ -273,6 +274,7 @@ def prepare_documents(
     """
     from tqdm import tqdm
 
+    folder = Path(script).absolute().parent
     parser = Parser(description, val_fraction=0.0005, tokenizer="gpt2")
     parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
     parser.add_argument("--num_proc", type=int, default=os.cpu_count() or 1, help="number of tokenizing threads")

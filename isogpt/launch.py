@@ -147,13 +147,8 @@ def start_workers(nproc: int, script: str) -> None:
     os.environ["ISOGPT_STARTED"] = "1"
     sys.stdout.flush()
     # torchrun would take --nproc as an abbreviation of its own option; configure has normalized it to --nproc=N
-    command = [*torchrun(nproc), script, *(word for word in sys.argv[1:] if not word.startswith("--nproc="))]
-    os.execv(command[0], command)
-
-
-def torchrun(nproc: int) -> list[str]:
-    """The command line of torchrun for `nproc` workers on this machine, up to the script."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    os.execv(torchrun[0], [*torchrun, script, *(word for word in sys.argv[1:] if not word.startswith("--nproc="))])
 
 
 def rank_variables() -> tuple[int, int, int, int]:

@@ -7,12 +7,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
 from bins import prepare_text, read_shakespeare, run
 
-FOLDER = Path(__file__).absolute().parent
-
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script."""
-    prepare_text(FOLDER, __doc__, argv, read_shakespeare)
+    prepare_text(__file__, __doc__, argv, read_shakespeare)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
 from bins import prepare_text, run
 
-FOLDER = Path(__file__).absolute().parent
 # Tests and bundled packages; config-* folders, skipped below, differ between builds of the same version.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "_bundled"}
 
@@ -49,7 +48,7 @@ def read_own_library(folder: Path) -> tuple[str, dict]:
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script."""
-    prepare_text(FOLDER, __doc__, argv, read_own_library)
+    prepare_text(__file__, __doc__, argv, read_own_library)
 
 
 if __name__ == "__main__":

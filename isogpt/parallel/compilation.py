@@ -22,7 +22,7 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str
     problem = None
     try:
         x = torch.ones(64, device=device, requires_grad=True)
-        torch.compile(_trial)(x).backward()
+        torch.compile(lambda t: (t.sin() * t).sum())(x).backward()
     except Exception as e:  # a broken compiler installation can raise nearly anything
         problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     if problems := [p for p in gather_objects(problem) if p]:
@@ -31,7 +31,3 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str
     for part in model.transformer.h if by_block else [model]:
         part.compile()
     return "compile: the first step takes about a minute longer"
-
-
-def _trial(t: torch.Tensor) -> torch.Tensor:
-    return (t.sin() * t).sum()
