@@ -325,7 +325,7 @@ def print_estimate(world_size: int) -> None:
     dtype, model_args = precision.resolve_dtype(work["dtype"], where), {name: work[name] for name in names}
     if not work["vocab_size"]:
         model_args["vocab_size"] = loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
-    parts = memory.memory_estimate(**memory.cost_of(work, model_args, rows, dtype, world_size, where.type))
+    parts = memory.memory_estimate(memory.cost_of(work, model_args, rows, dtype, world_size, where.type))
     say(f"estimated GB per rank, with world size {world_size} and micro-batches of {rows}:")
     for name, gb in parts.items():
         say(f"  {name:12} {gb:8.3f}")

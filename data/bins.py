@@ -18,13 +18,10 @@ from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 from urllib.request import urlopen
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import tiktoken
 
 SHAKESPEARE = {
     "url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -355,8 +352,9 @@ def load_tokenizer(name: str) -> Any:
         raise ValueError(f"{problem}; possible: {possible}; {advice}") from error
 
 
-def tokenize(documents: Iterable[str], encoding: "tiktoken.Encoding", num_proc: int) -> Iterator[bytes]:
-    """Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file."""
+def tokenize(documents: Iterable[str], encoding: Any, num_proc: int) -> Iterator[bytes]:
+    """Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file. `encoding`
+    is a tiktoken.Encoding."""
     documents = filter(None, documents)
     while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
         for ids in encoding.encode_ordinary_batch(chunk, num_threads=num_proc):
