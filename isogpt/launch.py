@@ -32,8 +32,6 @@ class Ranks:
 
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
     device: torch.device
     backend: str  # for init_process_group
     store: dist.Store | None = None
@@ -254,7 +252,7 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
     if chosen.type == "cpu":
         keep_freed_memory()
     if "RANK" not in os.environ:
-        return Ranks(rank, world_size, local_rank, local_world_size, chosen, group_backend)
+        return Ranks(rank, world_size, chosen, group_backend)
 
     try:
         store = connect_store(timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
@@ -280,7 +278,7 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
         network.divide_cores(machines, rank, local_world_size)
     hosts = tuple(name for name, _, _ in machines)
     used = "nccl" if "nccl" in group_backend else f"gloo over {interface}" if interface else "gloo"
-    return Ranks(rank, world_size, local_rank, local_world_size, chosen, group_backend, store, start, hosts, used)
+    return Ranks(rank, world_size, chosen, group_backend, store, start, hosts, used)
 
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:

@@ -83,7 +83,7 @@ def tiny_model():
 
 def one_rank(world_size=1):
     """Rank 0 on a CPU, without a process group."""
-    return Ranks(0, world_size, 0, world_size, CPU, "gloo")
+    return Ranks(0, world_size, CPU, "gloo")
 
 
 def tiny_logger(step=3):
@@ -645,7 +645,7 @@ def test_collectives_that_a_backend_does_not_support(at, capsys):
     def unknown(*args):
         raise RuntimeError("no such collective")
 
-    two_ranks = Ranks(0, 2, 0, 2, CPU, "gloo", network="gloo")
+    two_ranks = Ranks(0, 2, CPU, "gloo", network="gloo")
     at.set(launch, "connect", lambda *args: two_ranks)
     at.set(dist, "init_process_group", lambda *args, **kw: None)
     at.set(collectives, "mean_seconds", unknown)

@@ -16,11 +16,8 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "site-packages",
 def is_library_source(relative: str) -> bool:
     """Whether a path relative to the library, separated by '/', is code that every build of a version has."""
     *folders, name = relative.split("/")
-    return (
-        not name.startswith(("test_", "_sysconfigdata"))
-        and name not in ("sitecustomize.py", "usercustomize.py")
-        and not any(folder in SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
-    )
+    is_skipped = any(folder in SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
+    return not is_skipped and not name.startswith(("test_", "_sysconfigdata", "sitecustomize.", "usercustomize."))
 
 
 def read_library(library: Path) -> tuple[str, int]:
