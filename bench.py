@@ -170,8 +170,7 @@ def limits(run: dict) -> dict[str, float | None]:
         torch.set_num_threads(len(network.own_cores()))  # torchrun sets one
     precision.set_numerics(where, run["dtype"], False)
     matmul, source = hardware.measured_matmul(where, run["dtype"]), torch.ones(2**26, device=where)  # 256 MiB
-    seconds = hardware.fastest(torch.empty_like(source).copy_, source, budget=0.3)
-    copy = 2 * source.nbytes / seconds  # read and written
+    copy = 2 * source.nbytes / hardware.fastest(torch.empty_like(source).copy_, source, 0.3)  # read and written
     config, n = run["settings"], run["processes"]
     # the processes of one machine share its cores
     devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
@@ -319,10 +318,9 @@ def run_tune() -> dict:
 
 def print_estimate(world_size: int) -> None:
     """Print an estimate of the memory that each rank needs, by part."""
-    names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout", "vocab_size")
     sequences = work["batch_size"] * (work["gradient_accumulation_steps"] or world_size)
     rows = loader.share_of(sequences, 0, world_size, work["batch_size"]).rows
-    dtype, model_args = precision.resolve_dtype(work["dtype"], where), {name: work[name] for name in names}
+    dtype, model_args = precision.resolve_dtype(work["dtype"], where), dict(work)  # has GPTConfig's fields
     if not work["vocab_size"]:
         model_args["vocab_size"] = loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
     parts = memory.memory_estimate(memory.cost_of(work, model_args, rows, dtype, world_size, where.type))
