@@ -170,6 +170,8 @@ def read_meta(folder: Path) -> dict:
         if not path.exists():
             continue
         try:
+            if not path.is_file():
+                raise OSError("it is not a regular file")
             found = load_pickle(path, PICKLED) if path.suffix == ".pkl" else json.loads(path.read_text())
             if not isinstance(found, dict):
                 raise TypeError(f"it holds a {type(found).__name__}, not a dict")
