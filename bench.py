@@ -29,7 +29,6 @@ from tempfile import TemporaryDirectory, TemporaryFile
 import numpy as np
 import torch
 from torch.distributed import DistError
-from torch.utils.benchmark import Timer
 
 from configurator import configure, fail, settings_of
 from isogpt import hardware, launch, loader, memory, network, precision, settings
@@ -87,14 +86,12 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
     warm_up = hardware.PROFILE_SKIP + hardware.PROFILE_STEPS + 1 if is_traced else max(3, timed // 4)
     arguments = work | FIXED | {"profile": is_traced, "out_dir": out, "max_iters": warm_up + timed - 1}
     arguments["gradient_accumulation_steps"] = work["gradient_accumulation_steps"] or n
-    del arguments["nproc"]  # train.py is not to launch processes itself
-    env, command = dict(os.environ), [sys.executable]
+    arguments["nproc"] = 0 if is_launched or int(n) == 1 else n  # train.py launches as many processes
+    env, command = dict(os.environ), [sys.executable, str(HERE / "train.py")]
     if is_launched and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         # rank 0's train.py serves the store itself, and the previous one may still occupy the port
         env["MASTER_PORT"] = str(int(env["MASTER_PORT"]) + number)
-    if not is_launched and int(n) > 1:
-        command = launch.torchrun(int(n))
-    command += [str(HERE / "train.py"), *(f"--{name}={value}" for name, value in arguments.items())]
+    command += [f"--{name}={value}" for name, value in arguments.items()]
     with TemporaryFile("w+", errors="replace") as stderr:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process:
             for line in process.stdout:
@@ -170,12 +167,10 @@ def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | No
 def limits(run: dict) -> dict[str, float | None]:
     """The speed of matmuls and of copies on this device, measured now, and which part of it the run reached."""
     if where.type == "cpu":
-        torch.set_num_threads(network.cpu_count())  # torchrun sets one
+        torch.set_num_threads(len(network.own_cores()))  # torchrun sets one
     precision.set_numerics(where, run["dtype"], False)
     matmul, source = hardware.measured_matmul(where, run["dtype"]), torch.ones(2**26, device=where)  # 256 MiB
-    names = {"a": source, "b": torch.empty_like(source), "synchronize": hardware.synchronize, "where": where}
-    timer = Timer("b.copy_(a); synchronize(where)", globals=names, num_threads=torch.get_num_threads())
-    copy = 2 * source.nbytes / min(timer.blocked_autorange(min_run_time=0.3).times)  # read and written
+    copy = 2 * source.nbytes / hardware.fastest(torch.empty_like(source).copy_, source, 0.3)  # read and written
     config, n = run["settings"], run["processes"]
     # the processes of one machine share its cores
     devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
@@ -323,13 +318,12 @@ def run_tune() -> dict:
 
 def print_estimate(world_size: int) -> None:
     """Print an estimate of the memory that each rank needs, by part."""
-    names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "dropout", "vocab_size")
     sequences = work["batch_size"] * (work["gradient_accumulation_steps"] or world_size)
     rows = loader.share_of(sequences, 0, world_size, work["batch_size"]).rows
-    dtype, model_args = precision.resolve_dtype(work["dtype"], where), {name: work[name] for name in names}
+    dtype, model_args = precision.resolve_dtype(work["dtype"], where), dict(work)  # has GPTConfig's fields
     if not work["vocab_size"]:
         model_args["vocab_size"] = loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
-    parts = memory.memory_estimate(**memory.cost_of(work, model_args, rows, dtype, world_size, where.type))
+    parts = memory.memory_estimate(memory.cost_of(work, model_args, rows, dtype, world_size, where.type))
     say(f"estimated GB per rank, with world size {world_size} and micro-batches of {rows}:")
     for name, gb in parts.items():
         say(f"  {name:12} {gb:8.3f}")
@@ -378,8 +372,9 @@ try:
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = (re.findall(r"model name\s*: (.+)", cpuinfo) or [where.type])[0]
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else cpu
-    result = {"machine": {"device": name, "cores": network.cpu_count(), "torch": torch.__version__}}
-    say(f"{name}, {network.cpu_count()} cores, torch {torch.__version__}")
+    cores = len(network.own_cores())
+    result = {"machine": {"device": name, "cores": cores, "torch": torch.__version__}}
+    say(f"{name}, {cores} cores, torch {torch.__version__}")
     if comm:
         result["comm"] = measure_collectives(device, work["backend"], work["dist_timeout_s"])
 except (ValueError, DistError) as e:

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from isogpt.kernels import IGNORE, Dropout, KVCache, causal_attention, summed_loss
 

@@ -13,17 +13,15 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 from urllib.request import urlopen
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import tiktoken
 
 SHAKESPEARE = {
     "url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -37,12 +35,16 @@ BATCH_ROWS = 1000
 class Parser(argparse.ArgumentParser):
     """The options that all prepare.py scripts share. Unlike its base class, raises ValueError for a wrong option."""
 
-    def __init__(self, description: str, val_fraction: float) -> None:
+    def __init__(self, description: str, val_fraction: float, tokenizer: str) -> None:
         formatter = argparse.ArgumentDefaultsHelpFormatter
         super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
         self.add_argument("--data_files", help="your own .txt, .jsonl, .parquet files: comma-separated paths or globs")
         self.add_argument("--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text")
         self.add_argument("--val_fraction", type=float, default=val_fraction, help="fraction of the data for val.bin")
+        if tokenizer == "char":
+            self.set_defaults(tokenizer="char")
+        else:
+            self.add_argument("--tokenizer", default=tokenizer, help="name of a tiktoken encoding")
 
     def error(self, message: str) -> None:
         """Raise ValueError. argparse calls this method for a wrong option."""
@@ -139,21 +141,22 @@ def get_text(record: Any, text_key: str, where: str) -> str:
     return text
 
 
-def fetch_text(path: Path, url: str, sha256: str) -> str:
-    """Return the text of the file `path`. If it does not exist, download it from `url` first. ValueError if the
-    download fails or has a different SHA-256."""
+def read_shakespeare(folder: Path) -> tuple[str, dict]:
+    """Return Tiny Shakespeare and its source: the text of input.txt in `folder`, which is downloaded if it does not
+    exist. ValueError if the download fails or has a different SHA-256."""
+    path, url = folder / "input.txt", SHAKESPEARE["url"]
     if not path.exists():
         print(f"downloading {url}")
         try:
-            with urlopen(url, timeout=60) as response, atomic_files(path.parent, path.name) as files:
+            with urlopen(url, timeout=60) as response, atomic_files(folder, path.name) as files:
                 data = response.read()
-                if hashlib.sha256(data).hexdigest() != sha256:
+                if hashlib.sha256(data).hexdigest() != SHAKESPEARE["sha256"]:
                     raise OSError(f"{len(data):,} bytes that are not the expected text")
                 files[path.name].write(data)
         except (OSError, HTTPException) as error:
             advice = f"put the text at {path}, or use your own with --data_files="
             raise ValueError(f"could not download {url} ({error}); {advice}") from error
-    return read_utf8(path)
+    return read_utf8(path), {"file": path.name}
 
 
 @contextmanager
@@ -215,47 +218,51 @@ def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
     return wide.astype(dtype_for(tokenizer_size))
 
 
-def split_text(text: str, source: dict, val_fraction: float) -> tuple[str, str, dict]:
-    """Return the parts of `text` for train.bin and val.bin, and `source` extended by the length and SHA-256 of `text`.
-    ValueError if a part is empty."""
+def prepare_text(
+    script: str, description: str, argv: list[str], read: Callable[[Path], tuple[str, dict]], tokenizer: str = "char"
+) -> None:
+    """Parse `argv` and write one text to the folder of `script`: that of --data_files, or what read(folder) returns,
+    the text and its source. `tokenizer` is char, or the default of --tokenizer."""
+    folder = Path(script).absolute().parent
+    args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
+    if args.data_files is not None:
+        text, source = "\n".join(read_documents(args.data_files, args.text_key)), {"data_files": args.data_files}
+    else:
+        text, source = read(folder)
+    report(folder, write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction))
+
+
+def write_text_dataset(
+    folder: Path, text: str, source: dict, tokenizer: str = "char", val_fraction: float = 0.1
+) -> dict:
+    """Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin (the
+    rest) and meta.json, whose content is returned. With tokenizer char there is one id per character, in their sort
+    order, and meta.pkl has nanoGPT's vocab_size, itos and stoi. `source` describes the origin of the text. ValueError
+    if the text is too short."""
     cut = int(len(text) * (1 - val_fraction))
     if not 0 < cut < len(text):
         raise ValueError(f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty")
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
-    return text[:cut], text[cut:], source
-
-
-def write_char_dataset(folder: Path, text: str, source: dict, val_fraction: float = 0.1) -> dict:
-    """Write a data set with one id per character: train.bin (the first part of `text`), val.bin (the rest), meta.pkl
-    (nanoGPT's vocab_size, itos and stoi) and meta.json, whose content is returned. The ids follow the sort order of the
-    characters; `source` describes the origin of the text. ValueError if the text is too short."""
-    train, val, source = split_text(text, source, val_fraction)
-    itos = dict(enumerate(sorted(set(text))))
-    stoi = {character: number for number, character in itos.items()}
-    dtype = dtype_for(len(itos))
-    with atomic_files(folder, "train.bin", "val.bin", "meta.pkl", "meta.json") as files:
-        files["train.bin"].write(np.fromiter(map(stoi.get, train), dtype, len(train)))
-        files["val.bin"].write(np.fromiter(map(stoi.get, val), dtype, len(val)))
-        files["meta.pkl"].write(pickle.dumps({"vocab_size": len(itos), "itos": itos, "stoi": stoi}))
-        return write_meta(files, "char", len(itos), source)
-
-
-def write_bpe_text(folder: Path, text: str, source: dict, tokenizer: str, val_fraction: float) -> dict:
-    """Write a data set of BPE tokens, without end-of-text tokens: train.bin (the first part of `text`), val.bin (the
-    rest) and meta.json, whose content is returned. ValueError if the text is too short."""
-    train, val, source = split_text(text, source, val_fraction)
-    encoding = load_tokenizer(tokenizer)
-    with atomic_files(folder, "train.bin", "val.bin", "meta.json") as files:
-        files["train.bin"].write(pack_ids(encoding.encode_ordinary(train), encoding.n_vocab))
-        files["val.bin"].write(pack_ids(encoding.encode_ordinary(val), encoding.n_vocab))
-        return write_meta(files, tokenizer, encoding.n_vocab, source)
+    if tokenizer == "char":
+        itos = dict(enumerate(sorted(set(text))))
+        stoi = {character: number for number, character in itos.items()}
+        encode, size, others = partial(map, stoi.get), len(itos), ["meta.pkl", "meta.json"]
+    else:
+        encoding = load_tokenizer(tokenizer)
+        encode, size, others = encoding.encode_ordinary, encoding.n_vocab, ["meta.json"]
+    with atomic_files(folder, "train.bin", "val.bin", *others) as files:
+        files["train.bin"].write(pack_ids(list(encode(text[:cut])), size))
+        files["val.bin"].write(pack_ids(list(encode(text[cut:])), size))
+        if tokenizer == "char":
+            files["meta.pkl"].write(pickle.dumps({"vocab_size": size, "itos": itos, "stoi": stoi}))
+        return write_meta(files, tokenizer, size, source)
 
 
 def prepare_documents(
-    folder: Path, description: str, argv: list[str], dataset: str, selection: dict, rows: int = 0, **options: Any
+    script: str, description: str, argv: list[str], dataset: str, selection: dict, rows: int = 0, **options: Any
 ) -> None:
-    """Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to `folder`.
+    """Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to the folder of `script`.
 
     Args:
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
@@ -264,8 +271,8 @@ def prepare_documents(
     """
     from tqdm import tqdm
 
-    parser = Parser(description, val_fraction=0.0005)
-    parser.add_argument("--tokenizer", default="gpt2", help="name of a tiktoken encoding")
+    folder = Path(script).absolute().parent
+    parser = Parser(description, val_fraction=0.0005, tokenizer="gpt2")
     parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
     parser.add_argument("--num_proc", type=int, default=os.cpu_count() or 1, help="number of tokenizing threads")
     args = parser.parse_args(argv)
@@ -345,8 +352,9 @@ def load_tokenizer(name: str) -> Any:
         raise ValueError(f"{problem}; possible: {possible}; {advice}") from error
 
 
-def tokenize(documents: Iterable[str], encoding: "tiktoken.Encoding", num_proc: int) -> Iterator[bytes]:
-    """Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file."""
+def tokenize(documents: Iterable[str], encoding: Any, num_proc: int) -> Iterator[bytes]:
+    """Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file. `encoding`
+    is a tiktoken.Encoding."""
     documents = filter(None, documents)
     while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
         for ids in encoding.encode_ordinary_batch(chunk, num_threads=num_proc):

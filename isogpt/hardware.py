@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -46,19 +46,24 @@ def total_peak_flops(device: torch.device, dtype: str) -> tuple[float | None, st
     return (sum(peaks), source) if all(peaks) else (None, "unknown")
 
 
-def measured_matmul(device: torch.device, dtype: str, seconds: float = 0.15) -> float:
-    """FLOP/s of a square matmul: the best of as many as fit into `seconds`."""
+def measured_matmul(device: torch.device, dtype: str) -> float:
+    """FLOP/s of a square matmul."""
     n = {"cpu": 1024, "cuda": 8192}.get(device.type, 2048)
     a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in "ab")
-    best, end = math.inf, time.perf_counter() + seconds
+    return 2 * n**3 / fastest(a.matmul, b)
+
+
+def fastest(function: Callable[[torch.Tensor], object], argument: torch.Tensor, budget: float = 0.15) -> float:
+    """Seconds of the fastest call of function(argument), of as many as fit into `budget` seconds."""
+    best, end = math.inf, time.perf_counter() + budget
     while True:
-        synchronize(device)
+        synchronize(argument.device)
         start = time.perf_counter()
-        a @ b
-        synchronize(device)
+        function(argument)
+        synchronize(argument.device)
         best = min(best, time.perf_counter() - start)
         if time.perf_counter() > end:
-            return 2 * n**3 / best
+            return best
 
 
 def synchronize(device: torch.device) -> None:
@@ -177,9 +182,8 @@ def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
     """
     out, on_gpu, needed = Path(out_dir), torch.cuda.is_available(), PROFILE_SKIP + PROFILE_STEPS
     if steps < needed:
-        print(
-            f"warning: --profile traces the steps after the fifth: {steps} steps give no trace, {needed} do", flush=True
-        )
+        text = f"--profile traces the steps after the fifth: {steps} steps give no trace, {needed} do"
+        print(f"warning: {text}", flush=True)
 
     def write(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(out / "trace.json"))

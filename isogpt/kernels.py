@@ -9,9 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 IGNORE = -1  # targets with this value do not contribute to the loss

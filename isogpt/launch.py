@@ -32,8 +32,6 @@ class Ranks:
 
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
     device: torch.device
     backend: str  # for init_process_group
     store: dist.Store | None = None
@@ -147,13 +145,8 @@ def start_workers(nproc: int, script: str) -> None:
     os.environ["ISOGPT_STARTED"] = "1"
     sys.stdout.flush()
     # torchrun would take --nproc as an abbreviation of its own option; configure has normalized it to --nproc=N
-    command = [*torchrun(nproc), script, *(word for word in sys.argv[1:] if not word.startswith("--nproc="))]
-    os.execv(command[0], command)
-
-
-def torchrun(nproc: int) -> list[str]:
-    """The command line of torchrun for `nproc` workers on this machine, up to the script."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+    os.execv(torchrun[0], [*torchrun, script, *(word for word in sys.argv[1:] if not word.startswith("--nproc="))])
 
 
 def rank_variables() -> tuple[int, int, int, int]:
@@ -259,7 +252,7 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
     if chosen.type == "cpu":
         keep_freed_memory()
     if "RANK" not in os.environ:
-        return Ranks(rank, world_size, local_rank, local_world_size, chosen, group_backend)
+        return Ranks(rank, world_size, chosen, group_backend)
 
     try:
         store = connect_store(timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
@@ -285,7 +278,7 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
         network.divide_cores(machines, rank, local_world_size)
     hosts = tuple(name for name, _, _ in machines)
     used = "nccl" if "nccl" in group_backend else f"gloo over {interface}" if interface else "gloo"
-    return Ranks(rank, world_size, local_rank, local_world_size, chosen, group_backend, store, start, hosts, used)
+    return Ranks(rank, world_size, chosen, group_backend, store, start, hosts, used)
 
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:

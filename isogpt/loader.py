@@ -167,20 +167,17 @@ def read_meta(folder: Path) -> dict:
     """
     meta = {}
     for path in (folder / "meta.pkl", folder / "meta.json"):
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is not a regular file")
-    if (folder / "meta.pkl").exists():
+        if not path.exists():
+            continue
         try:
-            meta = load_pickle(folder / "meta.pkl", PICKLED)
+            if not path.is_file():
+                raise OSError("it is not a regular file")
+            found = load_pickle(path, PICKLED) if path.suffix == ".pkl" else json.loads(path.read_text())
+            if not isinstance(found, dict):
+                raise TypeError(f"it holds a {type(found).__name__}, not a dict")
         except Exception as e:  # a damaged pickle raises nearly anything
-            raise ValueError(f"{folder / 'meta.pkl'} cannot be read: {e}") from e
-        if not isinstance(meta, dict):
-            raise ValueError(f"{folder / 'meta.pkl'} holds a {type(meta).__name__}, not a dict")
-    if (folder / "meta.json").exists():
-        try:
-            meta |= json.loads((folder / "meta.json").read_text())
-        except (ValueError, TypeError) as e:
-            raise ValueError(f"{folder / 'meta.json'} cannot be read: {e}") from e
+            raise ValueError(f"{path} cannot be read: {e}") from e
+        meta |= found
     return meta
 
 

@@ -10,54 +10,49 @@ from isogpt.parallel.recompute import recompute_every
 from isogpt.precision import DTYPES
 
 
-def memory_estimate(
-    model_args: dict, rows: int, dtype: str, world_size: int, zero: int, dp_replicate: int, sync_every: bool,
-    cpu_offload: bool, mode: str, on_cpu: bool, prefetch: int = 1,
-) -> dict[str, float]:  # fmt: skip
+def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: int, device_type: str) -> dict:
+    """What a training step's memory depends on: train.py's settings, and sequences per micro-batch, dtype, ..."""
+    return config | dict(model_args=model_args, rows=rows, dtype=dtype, world_size=world_size, device_type=device_type)
+
+
+def memory_estimate(cost: dict) -> dict[str, float]:
     """
     GB that a training step needs on each rank's device: weights, gradients, optimizer state (AdamW's two moments),
-    activations, and their total. ZeRO divides the first three by the number of shards (Rajbhandari et al. 2020,
-    arXiv:1910.02054, section 5).
-
-    Args:
-        model_args: fields of GPTConfig.
-        rows: sequences per micro-batch.
-        sync_every: gradients are reduced in every micro-step, not only in the last one.
-        mode: activation_checkpointing: none, full, selective or every:K.
-        prefetch: blocks that FSDP gathers ahead.
-
-    Raises:
-        ValueError: `mode` is unknown.
+    activations, and their total, from `cost_of`. ZeRO divides the first three by the number of shards (Rajbhandari et
+    al. 2020, arXiv:1910.02054, section 5).
     """
+    model_args, zero = cost["model_args"], 3 if cost["fsdp"] else cost["zero"]
     n, block = parameter_counts(model_args)
-    shards = world_size // dp_replicate
-    size = DTYPES[dtype].itemsize
+    shards = cost["world_size"] // cost["dp_replicate"]
+    size = DTYPES[cost["dtype"]].itemsize
     weights, gradients, moments = 4 * n, 4 * n, 8 * n
     if zero >= 1:
         moments /= shards
     if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in
-        gathered_blocks = min(1 + prefetch, model_args["n_layer"])
+        gathered_blocks = min(1 + cost["fsdp_prefetch"], model_args["n_layer"])
         gathered = n - block * (model_args["n_layer"] - gathered_blocks)  # the root unit always stays gathered
+        reduces_always = cost["grad_sync"] in ("auto", "every")  # in every micro-step, not only in the last one
         weights = 4 * n / shards + size * (n if zero == 2 else gathered)
-        gradients = 4 * n / shards + size * (gathered if sync_every else n)
-    if cpu_offload:
+        gradients = 4 * n / shards + size * (gathered if reduces_always else n)
+    if cost["cpu_offload"]:
         weights, gradients, moments = weights - 4 * n / shards, gradients - 4 * n / shards, 0
-    activations = activation_bytes(model_args, rows, size, zero, mode, on_cpu)
+    mode, on_cpu = cost["activation_checkpointing"], cost["device_type"] == "cpu"
+    activations = activation_bytes(model_args, cost["rows"], size, zero, mode, on_cpu)
     parts = {"weights": weights, "gradients": gradients, "optimizer": moments, "activations": activations}
     parts["total"] = sum(parts.values())
     return {name: part / 1e9 for name, part in parts.items()}
 
 
 def memory_report(cost: dict) -> str:
-    """The parts of memory_estimate(**cost), and the settings that would lower the total, each with its total."""
-    parts = memory_estimate(**cost)
-    half, full, fsdp = max(1, cost["rows"] // 2), dict(mode="full"), dict(zero=3, sync_every=True)
-    options = {f"--batch_size={half}": dict(rows=half), "--activation_checkpointing=full": full}
-    if cost["zero"] < 3 and cost["world_size"] > 1:
+    """The parts of memory_estimate(cost), and the settings that would lower the total, each with its total."""
+    parts, half = memory_estimate(cost), max(1, cost["rows"] // 2)
+    full, fsdp = {"activation_checkpointing": "full"}, {"fsdp": True}
+    options = {f"--batch_size={half}": {"rows": half}, "--activation_checkpointing=full": full}
+    if cost["zero"] < 3 and not cost["fsdp"] and cost["world_size"] > 1:
         options |= {"--fsdp=True": fsdp, "--fsdp=True --activation_checkpointing=full": fsdp | full}
-    if cost["zero"] >= 2:
-        options["--cpu_offload=True"] = dict(cpu_offload=True)
-    totals = {flags: memory_estimate(**cost | changes)["total"] for flags, changes in options.items()}
+    if cost["zero"] >= 2 or cost["fsdp"]:
+        options["--cpu_offload=True"] = {"cpu_offload": True}
+    totals = {flags: memory_estimate(cost | changes)["total"] for flags, changes in options.items()}
     lower = [f"{flags} {total:.2f}" for flags, total in totals.items() if total < parts["total"]]
     text = "GB on each rank, estimated: " + ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
     return f"{text}; lower totals: {', '.join(lower)}" if lower else text
@@ -158,14 +153,3 @@ def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> tu
         return gradients + logits + weight_part, gradients + 4 * V * C
     logits_float = 4 * V * min(tokens, max(1, per_chunk_float // V))
     return gradients + logits + max(logits_float, weight_part), gradients + (4 + size) * V * C
-
-
-def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: int, device_type: str) -> dict:
-    """The arguments of memory_estimate, from train.py's settings."""
-    zero = 3 if config["fsdp"] else config["zero"]
-    sync_every = config["grad_sync"] == "every" or (config["grad_sync"] == "auto" and zero >= 2)
-    return dict(
-        model_args=model_args, rows=rows, dtype=dtype, world_size=world_size, zero=zero, sync_every=sync_every,
-        dp_replicate=config["dp_replicate"], cpu_offload=config["cpu_offload"], prefetch=config["fsdp_prefetch"],
-        mode=config["activation_checkpointing"], on_cpu=device_type == "cpu",
-    )  # fmt: skip

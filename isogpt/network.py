@@ -86,11 +86,6 @@ def own_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def cpu_count() -> int:
-    """The number of cores that this process may run on."""
-    return len(own_cores())
-
-
 def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None:
     """
     Limit torch's threads to this rank's share of the cores that the ranks of its machine have in common: thread pools

@@ -164,10 +164,10 @@ def test_ranks_of_one_machine_are_consecutive():
     assert network.order_by_machine([a, a, b, b]) == [0, 1, 2, 3]
     assert network.order_by_machine([a, b, a, b]) == [0, 2, 1, 3], "mpirun --map-by node"
     assert network.order_by_machine([b, ("b", "other"), b]) == [0, 2, 1], "two machines with the same name"
-    ranks = launch.Ranks(0, 5, 0, 2, torch.device("cpu"), "gloo", hosts=("a", "a", "b", "b", "b"))
+    ranks = launch.Ranks(0, 5, torch.device("cpu"), "gloo", hosts=("a", "a", "b", "b", "b"))
     assert ranks.topology() == "5 = 2 nodes (a, b) x 2+3"
     assert ranks.names()[4] == "rank 4 (b)"
-    assert launch.Ranks(0, 2, 0, 2, torch.device("cpu"), "gloo", hosts=("a", "a")).topology() == "2 = 1 node x 2"
+    assert launch.Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a")).topology() == "2 = 1 node x 2"
 
 
 def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):

@@ -45,8 +45,9 @@ def test_the_troubleshooting_page_is_short():
 # helpers
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
-COST = dict(model_args=SHAPE, rows=4, dtype="float32", world_size=2, zero=0, dp_replicate=1, sync_every=False,
-            cpu_offload=False, mode="none", on_cpu=True)  # fmt: skip
+COST = dict(model_args=SHAPE, rows=4, dtype="float32", world_size=2, device_type="cpu", zero=0, fsdp=False,
+            dp_replicate=1, grad_sync="auto", fsdp_prefetch=1, cpu_offload=False,
+            activation_checkpointing="none")  # fmt: skip
 CPU = torch.device("cpu")
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
 
@@ -83,7 +84,7 @@ def tiny_model():
 
 def one_rank(world_size=1):
     """Rank 0 on a CPU, without a process group."""
-    return Ranks(0, world_size, 0, world_size, CPU, "gloo")
+    return Ranks(0, world_size, CPU, "gloo")
 
 
 def tiny_logger(step=3):
@@ -645,7 +646,7 @@ def test_collectives_that_a_backend_does_not_support(at, capsys):
     def unknown(*args):
         raise RuntimeError("no such collective")
 
-    two_ranks = Ranks(0, 2, 0, 2, CPU, "gloo", network="gloo")
+    two_ranks = Ranks(0, 2, CPU, "gloo", network="gloo")
     at.set(launch, "connect", lambda *args: two_ranks)
     at.set(dist, "init_process_group", lambda *args, **kw: None)
     at.set(collectives, "mean_seconds", unknown)

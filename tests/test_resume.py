@@ -318,7 +318,7 @@ def test_a_torn_metrics_file_is_cut_back(tmp_path):
     lines = [{"iter": i, "loss": 1.0 * i} for i in range(8)] + [{"event": "save", "iter": 7}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in lines) + '{"iter": 8, "lo')
-    logger = metrics.Logger(tmp_path, Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo"), Progress(256, step=5))
+    logger = metrics.Logger(tmp_path, Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(256, step=5))
     logger.open(tensorboard_log=False)
     logger.event("resume")
     logger.file.close()

@@ -7,12 +7,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
 from bins import prepare_documents, run
 
-FOLDER = Path(__file__).absolute().parent
-
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script."""
-    prepare_documents(FOLDER, __doc__, argv, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"}, streaming=True)
+    prepare_documents(__file__, __doc__, argv, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"}, streaming=True)
 
 
 if __name__ == "__main__":

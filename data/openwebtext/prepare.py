@@ -7,14 +7,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
 from bins import prepare_documents, run
 
-FOLDER = Path(__file__).absolute().parent
 # The hub's own conversion to Parquet: the main revision is a loading script, which `datasets` no longer runs.
 REVISION = "refs/convert/parquet"
 
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script."""
-    prepare_documents(FOLDER, __doc__, argv, "Skylion007/openwebtext", {"revision": REVISION}, rows=8_013_769)
+    prepare_documents(__file__, __doc__, argv, "Skylion007/openwebtext", {"revision": REVISION}, rows=8_013_769)
 
 
 if __name__ == "__main__":

@@ -5,21 +5,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
-from bins import SHAKESPEARE, Parser, fetch_text, read_documents, report, run, write_bpe_text
-
-FOLDER = Path(__file__).absolute().parent
+from bins import prepare_text, read_shakespeare, run
 
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script."""
-    parser = Parser(__doc__, val_fraction=0.1)
-    parser.add_argument("--tokenizer", default="gpt2", help="name of a tiktoken encoding")
-    args = parser.parse_args(argv)
-    if args.data_files is not None:
-        text, source = "\n".join(read_documents(args.data_files, args.text_key)), {"data_files": args.data_files}
-    else:
-        text, source = fetch_text(FOLDER / "input.txt", **SHAKESPEARE), {"file": "input.txt"}
-    report(FOLDER, write_bpe_text(FOLDER, text, source, args.tokenizer, args.val_fraction))
+    prepare_text(__file__, __doc__, argv, read_shakespeare, tokenizer="gpt2")
 
 
 if __name__ == "__main__":

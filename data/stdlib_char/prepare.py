@@ -7,9 +7,8 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
-from bins import Parser, read_documents, report, run, write_char_dataset
+from bins import prepare_text, run
 
-FOLDER = Path(__file__).absolute().parent
 # Tests and bundled packages; config-* folders, skipped below, differ between builds of the same version.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "_bundled"}
 
@@ -17,11 +16,8 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "__pycache__", "site-packages",
 def is_library_source(relative: str) -> bool:
     """Whether a path relative to the library, separated by '/', is code that every build of a version has."""
     *folders, name = relative.split("/")
-    return (
-        not name.startswith(("test_", "_sysconfigdata"))
-        and name not in ("sitecustomize.py", "usercustomize.py")
-        and not any(folder in SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
-    )
+    is_skipped = any(folder in SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
+    return not is_skipped and not name.startswith(("test_", "_sysconfigdata", "sitecustomize.", "usercustomize."))
 
 
 def read_library(library: Path) -> tuple[str, int]:
@@ -37,19 +33,19 @@ def read_library(library: Path) -> tuple[str, int]:
     return "\n".join(texts).replace("\r\n", "\n").replace("\r", "\n"), len(texts)
 
 
+def read_own_library(folder: Path) -> tuple[str, dict]:
+    """Return the text of this interpreter's library and a description of its source; `folder` is unused."""
+    library = Path(sysconfig.get_path("stdlib"))
+    text, files = read_library(library)
+    implementation, version = platform.python_implementation(), platform.python_version()
+    print(f"{implementation} {version}: {files:,} files of {library}, {len(text):,} characters")
+    name = "Python standard library"
+    return text, {"name": name, "implementation": implementation, "version": version, "files": files}
+
+
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script."""
-    args = Parser(__doc__, val_fraction=0.1).parse_args(argv)
-    if args.data_files is not None:
-        text, source = "\n".join(read_documents(args.data_files, args.text_key)), {"data_files": args.data_files}
-    else:
-        library = Path(sysconfig.get_path("stdlib"))
-        text, files = read_library(library)
-        implementation, version = platform.python_implementation(), platform.python_version()
-        source = {"name": "Python standard library", "implementation": implementation, "version": version}
-        source["files"] = files
-        print(f"{implementation} {version}: {files:,} files of {library}, {len(text):,} characters")
-    report(FOLDER, write_char_dataset(FOLDER, text, source, args.val_fraction))
+    prepare_text(__file__, __doc__, argv, read_own_library)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str
     problem = None
     try:
         x = torch.ones(64, device=device, requires_grad=True)
-        torch.compile(_trial)(x).backward()
+        torch.compile(lambda t: (t.sin() * t).sum())(x).backward()
     except Exception as e:  # a broken compiler installation can raise nearly anything
         problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     if problems := [p for p in gather_objects(problem) if p]:
@@ -54,7 +54,3 @@ def compile_report() -> str:
         text += f" ({'; '.join(' '.join(reason.split())[:100] for reason in breaks)})"
     failed = frames["total"] - frames["ok"]
     return f"{text}, {failed} functions failed and run uncompiled: TORCH_LOGS=dynamo shows why" if failed else text
-
-
-def _trial(t: torch.Tensor) -> torch.Tensor:
-    return (t.sin() * t).sum()
