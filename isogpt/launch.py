@@ -274,7 +274,7 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
     except dist.DistError as e:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise ValueError(f"rank {rank} cannot reach the other ranks at {where}: {str(e).splitlines()[0]}") from e
-    if chosen.type == "cpu":
+    if chosen.type != "mps":  # GPUs too: with cpu_offload the optimizer runs on the CPU
         network.divide_cores(machines, rank, local_world_size)
     hosts = tuple(name for name, _, _ in machines)
     used = "nccl" if "nccl" in group_backend else f"gloo over {interface}" if interface else "gloo"

@@ -81,7 +81,7 @@ def run(place: Place, script: str, args: list[str], nproc: int = 1) -> str:
     """Run one of our scripts to its end; returns its output."""
     done = subprocess.run(command(place, script, args, nproc), cwd=place.folder, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{script} {' '.join(args)}: {(done.stderr or done.stdout)[-600:]}")
+        raise RuntimeError(f"{(done.stderr or done.stdout)[-400:]}: {script} {' '.join(args)}")
     return done.stdout
 
 
@@ -117,9 +117,8 @@ def curve(place: Place) -> Iterator[Line]:
     """The curve of a CPU in float32, in each dtype, layout and way to recompute that one device has."""
     reference = losses(Place(place.folder, "cpu", 1, None), "cpu", ["--dtype=float32", "--compile=False"])
     exact = ["--dtype=float32", "--compile=False"]
-    yield at_most(
-        "float32: losses of 20 steps against the CPU's", distance(reference, losses(place, "f32", exact)), 1e-4
-    )
+    found = distance(reference, losses(place, "f32", exact))
+    yield at_most("float32: losses of 20 steps against the CPU's", found, 1e-4)
     for flags in (["--zero=3"], ["--activation_checkpointing=full"], ["--zero=2", "--cpu_offload=True"]):
         found = distance(reference, losses(place, "layout", [*exact, *flags]))
         yield at_most(f"float32 {' '.join(flags)}", found, 1e-4)
@@ -188,7 +187,7 @@ def speed(place: Place) -> Iterator[Line]:
 def estimate(r: dict) -> float:
     """GB that memory.py estimates for a launch of bench.py."""
     c = r["settings"]
-    return memory.memory_estimate(**memory.cost_of(c, c, c["batch_size"], r["dtype"], 1, "cuda"))["total"]
+    return memory.memory_estimate(memory.cost_of(c, c, c["batch_size"], r["dtype"], 1, "cuda"))["total"]
 
 
 def nanogpt(place: Place) -> Iterator[Line]:
@@ -223,12 +222,14 @@ def parts(place: Place) -> Iterator[Line]:
     """The loss, attention by back end, and the optimizer, each alone."""
     device, dtype = torch.device(place.device), torch.bfloat16
     rows, vocab, width, heads = (16 * 1024, 50304, 768, 12) if place.on_gpu else (256, 512, 64, 2)
-    x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+    x = torch.randn(1, rows, width, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab, width, device=device, dtype=dtype, requires_grad=True)
-    targets = torch.randint(vocab, (rows,), device=device)
+    targets = torch.randint(vocab, (1, rows), device=device)
     loss = {"x": x, "weight": weight, "targets": targets}
     ours = milliseconds(place, "f(x, weight, targets).backward()", f=kernels.summed_loss, **loss)
-    plain = milliseconds(place, "f(x @ weight.t(), targets).backward()", f=torch.nn.functional.cross_entropy, **loss)
+    plain = milliseconds(
+        place, "f((x @ weight.t())[0], targets[0]).backward()", f=torch.nn.functional.cross_entropy, **loss
+    )
     yield Line(f"loss of {rows:,} x {vocab:,}, in chunks / plain, ms", "", f"{ours:.2f} / {plain:.2f}")
 
     length = 1024 if place.on_gpu else 64
@@ -287,13 +288,8 @@ def several(place: Place) -> Iterator[Line]:
         return
     exact = ["--dtype=float32", "--compile=False"]
     reference = losses(place, "one", exact)
-    for flags in (
-        [],
-        ["--zero=1"],
-        ["--zero=2"],
-        ["--zero=3"],
-        ["--zero=3", "--dp_replicate=2"][: 2 if n % 2 == 0 else 1],
-    ):
+    hsdp = [["--zero=3", "--dp_replicate=2"]] if n % 2 == 0 else []
+    for flags in ([], ["--zero=1"], ["--zero=2"], ["--zero=3"], *hsdp):
         found = distance(reference, losses(place, "several", [*exact, *flags], n))
         yield at_most(f"float32 on {n} processes {' '.join(flags)}".strip(), found, 1e-4)
     run(place, "bench.py", ["--comm=True", f"--nproc={n}", "--json_path=comm.json"])
@@ -353,7 +349,9 @@ def main() -> None:
                     lines.append(line)
                     print(f"{check.__name__}: {line.what}: {line.found}", flush=True)
             except Exception as e:  # the other checks still run
-                lines.append(Line(check.__name__, "no error", f"{type(e).__name__}: {e}"[-400:], False))
+                lines.append(
+                    Line(check.__name__, "no error", " ".join(f"{type(e).__name__}: {e}".split())[:400], False)
+                )
                 print(f"{check.__name__}: {lines[-1].found}", flush=True)
             print(f"({check.__name__} took {time.monotonic() - began:.0f} s)", flush=True)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"

@@ -153,10 +153,10 @@ def test_files_are_short():
 
 
 def test_lines_of_code():
-    """The goal is 3,800; what is added has to make something else superfluous."""
+    """5,500 with every way of distributing a model; what is added has to make something else superfluous."""
     counts = {str(path.relative_to(REPO)): code_lines(path) for path in tracked_files("*.py")}
     total = sum(n for name, n in counts.items() if not name.startswith("config/"))
-    assert total <= 3920, f"{total} lines: {counts}"
+    assert total <= 4060, f"{total} lines: {counts}"
 
 
 def test_no_global_statement_and_no_lambda_with_a_name():

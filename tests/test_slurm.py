@@ -146,8 +146,8 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
     assert "ranks:   2 = " in run.stdout and run.stdout.count("iter 4:") == 1
     assert_same_curve(work / "srun", work / "five")
 
-    # a minute, of which 45 seconds are for saving: the job stops itself and is requeued until it is done
-    job, out = slurm.submit(work, "limit", "--time=1", steps=100000, SAVING="45"), work / "limit"
+    # a minute, of which 30 seconds are for saving: the job stops itself and is requeued until it is done
+    job, out = slurm.submit(work, "limit", "--time=1", steps=100000, SAVING="30"), work / "limit"
     wait_for(lambda: (out / "PREEMPTED").exists(), 120)
     assert "resume" not in events(out)
     wait_for(lambda: "resume" in events(out), 120)

@@ -1,0 +1,26 @@
+"""gpu_check.py: with small sizes on a CPU, so that it does not rot; on GPUs where there are some."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from runs import REPO
+
+
+def check(tmp_path, *args):
+    command = [sys.executable, str(REPO / "tests/gpu_check.py"), "--json", str(tmp_path / "table.json"), *args]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return json.loads((tmp_path / "table.json").read_text())
+
+
+@pytest.mark.slow
+def test_every_check_runs_on_a_cpu(tmp_path):
+    lines = check(tmp_path, "--device=cpu")
+    assert len(lines) > 25 and sum(line["passed"] is True for line in lines) > 15
+
+
+@pytest.mark.gpu
+def test_every_check_passes_on_a_gpu(tmp_path):
+    check(tmp_path)
