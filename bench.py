@@ -36,7 +36,7 @@ from isogpt.collectives import measure_collectives, shown
 from isogpt.files import read_records, write_whole
 
 # -- what to run ------------------------------------------------------------------------------------------------------
-batch_size = 12  # sequences per micro-batch (small model: 8)
+batch_size = 12  # sequences per micro-batch (small model: 8; GPT-2 on a GPU, if nothing is set: as many as fit)
 block_size = 1024  # tokens per sequence (small model: 256)
 bias = False  # biases in Linear and LayerNorm
 real_data = True  # False: random tokens, which are also used if the default data set is not prepared
@@ -316,16 +316,21 @@ def run_tune() -> dict:
     return {"tried": tried, "command": command}
 
 
-def print_estimate(world_size: int) -> None:
-    """Print an estimate of the memory that each rank needs, by part."""
+def memory_cost(world_size: int) -> dict:
+    """What the memory of a step on `world_size` processes depends on."""
     sequences = work["batch_size"] * (work["gradient_accumulation_steps"] or world_size)
     rows = loader.share_of(sequences, 0, world_size, work["batch_size"]).rows
     dtype, model_args = precision.resolve_dtype(work["dtype"], where), dict(work)  # has GPTConfig's fields
     if not work["vocab_size"]:
         model_args["vocab_size"] = loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
-    parts = memory.memory_estimate(memory.cost_of(work, model_args, rows, dtype, world_size, where.type))
-    say(f"estimated GB per rank, with world size {world_size} and micro-batches of {rows}:")
-    for name, gb in parts.items():
+    return memory.cost_of(work, model_args, rows, dtype, world_size, where.type)
+
+
+def print_estimate(world_size: int) -> None:
+    """Print an estimate of the memory that each rank needs, by part."""
+    cost = memory_cost(world_size)
+    say(f"estimated GB per rank, with world size {world_size} and micro-batches of {cost['rows']}:")
+    for name, gb in memory.memory_estimate(cost).items():
         say(f"  {name:12} {gb:8.3f}")
 
 
@@ -358,13 +363,17 @@ try:
 
     # train.py's settings
     chooses_model = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")  # or a config file
-    is_small = where.type != "cuda" and not any(map(chooses_model.match, sys.argv[1:]))
+    is_default = not any(map(chooses_model.match, sys.argv[1:]))
+    is_small = is_default and where.type != "cuda"
     small = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
     work = {name: config.get(name, setting.default) for name, setting in accepted.items()}
     work |= small | {"nproc": processes}
     is_random = not real_data or ("dataset" not in config and work["dataset"] not in loader.prepared_datasets())
     if is_random:
         work["vocab_size"] = work["vocab_size"] or (65 if is_small else loader.GPT2_VOCAB)
+    if is_default and where.type == "cuda":  # GPT-2 124M, with the micro-batch that fills the GPU
+        gb = torch.cuda.mem_get_info(where)[1] / 1e9
+        work["batch_size"] = memory.largest_micro_batch(memory_cost(processes), gb)
     if estimate or estimate_world_size:
         print_estimate(estimate_world_size or processes)
     if estimate_world_size:

@@ -43,6 +43,12 @@ def memory_estimate(cost: dict) -> dict[str, float]:
     return {name: part / 1e9 for name, part in parts.items()}
 
 
+def largest_micro_batch(cost: dict, gb: float) -> int:
+    """The largest micro-batch, a power of two up to 256, that is estimated to fit into 80% of `gb`; at least 1."""
+    fits = [rows for rows in (2**k for k in range(9)) if memory_estimate(cost | {"rows": rows})["total"] <= 0.8 * gb]
+    return max(fits, default=1)
+
+
 def memory_report(cost: dict) -> str:
     """The parts of memory_estimate(cost), and the settings that would lower the total, each with its total."""
     parts, half = memory_estimate(cost), max(1, cost["rows"] // 2)

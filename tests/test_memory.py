@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from runs import REPO, TINY, column, records
 
-from isogpt import run_folder
+from isogpt import memory, run_folder
 
 # raises OutOfMemoryError in every training forward of more than ROWS rows, on all ranks alike
 INJECT = """
@@ -75,6 +75,17 @@ def collectives(trace):
         if e.get("name", "").startswith("c10d::") and begin <= e.get("ts", 0) < end:
             count[e["name"]] = count.get(e["name"], 0) + 1
     return count
+
+
+def test_the_largest_micro_batch_that_fits():
+    args = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304, bias=False, dropout=0.0)
+    config = dict(fsdp=False, zero=0, dp_replicate=1, cpu_offload=False, activation_checkpointing="none",
+                  grad_sync="auto", fsdp_prefetch=1)  # fmt: skip
+    cost = memory.cost_of(config, args, 12, "bfloat16", 1, "cuda")
+    rows = [memory.largest_micro_batch(cost, gb) for gb in (0.1, 16, 24, 80, 1e6)]
+    assert rows[0] == 1 and rows[-1] == 256 and rows == sorted(rows) and len(set(rows)) == 5
+    assert memory.memory_estimate(cost | {"rows": rows[3]})["total"] <= 64
+    assert memory.memory_estimate(cost | {"rows": 2 * rows[3]})["total"] > 64
 
 
 @pytest.mark.slow
