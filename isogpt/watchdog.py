@@ -97,7 +97,7 @@ class Watchdog:
                 if number % 4 == 0:
                     now = self.store.get(f"beat/{next_rank}") if self.store.check([f"beat/{next_rank}"]) else None
                     # counted, not timed: a job that was suspended as a whole has missed no beat
-                    before, unchanged = now, unchanged + 1 if now == before else 0
+                    before, unchanged = now, unchanged + 1 if now and now == before else 0
                     if unchanged >= SILENT_S and not self.store.check([f"left/{next_rank}"]):
                         self.store.set("failed", "")
                     self.has_failed = self.store.check(["failed"])

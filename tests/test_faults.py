@@ -172,7 +172,7 @@ def test_a_pipe_instead_of_metadata(zygote, work):
     (work / "data/tiny/meta.pkl").unlink()
     os.mkfifo(work / "data/tiny/meta.pkl")
     run = zygote.train(["--out_dir=out"], work, ok=False, timeout=30)
-    assert run.codes == [1] and "meta.pkl is not a regular file" in run.text()
+    assert run.codes == [1] and "meta.pkl cannot be read: it is not a regular file" in run.text()
 
 
 def test_foreign_lines_in_the_log(zygote, place):

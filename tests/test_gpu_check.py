@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from runs import REPO
 
 
@@ -22,5 +23,7 @@ def test_every_check_runs_on_a_cpu(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_every_check_passes_on_a_gpu(tmp_path):
     check(tmp_path)

@@ -117,6 +117,7 @@ def peak(out):
     return max(column(out, "memory_gb_max").values())
 
 
+@pytest.mark.slow
 def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_path):
     """On 4 ranks: with zero 3 each holds a quarter of weights and moments, with zero 1 of the moments."""
     script = tmp_path / "held.py"
@@ -145,6 +146,7 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
             assert moments <= total[1] * (0.27 if zero >= 2 else 0.45 if zero == 1 else 1.0), (zero, held, total)
 
 
+@pytest.mark.slow
 def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
     """bench.py --estimate: sharding and recomputation lower it as expected, the latter by as much as in a real run."""
     model = ["--n_layer=12", "--n_embd=256", "--n_head=4", "--block_size=1024", "--device=cpu", "--dtype=float32"]

@@ -341,6 +341,7 @@ def test_torchrun_on_one_node_and_on_two_gives_one_curve(zygote, work):
         assert all(losses[s] == pytest.approx(one[s], abs=1e-5) for s in one)
 
 
+@pytest.mark.slow
 def test_bench_alone_and_under_torchrun(zygote, work):
     """bench.py runs train.py and reads what it recorded, with random data too."""
     small = [

@@ -39,7 +39,7 @@ def start_until_step(zygote, work, args, nproc, step):
     return run
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("nproc", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
     zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
     rng = random.Random(nproc)
@@ -275,6 +275,7 @@ def test_no_checkpoint_has_weights_that_are_not_finite(zygote, work):
                        torch.load(work / "out/step_00000005/ckpt.pt")["model"]["transformer.wte.weight"])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_float16_scaler_is_saved_and_restored(zygote, work):
     args = ["--dtype=float16", "--save_interval=5", "--max_iters=11"]
     zygote.train([*args, "--out_dir=straight"], work)
@@ -306,6 +307,7 @@ def test_eval_only_and_a_finished_run(zygote, work):
     assert "--max_iters=" in run.text()
 
 
+@pytest.mark.slow
 def test_kills_do_not_damage_checkpoints(zygote, work):
     """The short form of soak.py: the newest checkpoint is never older than the last complete one."""
     from soak import kill_around_saves
@@ -319,7 +321,7 @@ def test_a_torn_metrics_file_is_cut_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in lines) + '{"iter": 8, "lo')
     logger = metrics.Logger(tmp_path, Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(256, step=5))
-    logger.open(tensorboard_log=False)
+    logger.open()
     logger.event("resume")
     logger.file.close()
     kept = [json.loads(line) for line in path.read_text().splitlines()]

@@ -257,6 +257,7 @@ def test_a_killed_rank_is_named_by_all_others(zygote, work):
         assert re.search(rf"error: rank {rank} at step \d+, .*lost the connection.*rank 2 does not respond", run.text())
 
 
+@pytest.mark.slow
 def test_weights_that_differ_across_ranks_are_detected(faulty, work):
     hsdp = ["--zero=3", "--dp_replicate=2"]
     for nproc, args, guilty in ((3, [], 1), (4, hsdp, 3), (4, hsdp, None)):

@@ -52,6 +52,7 @@ def one(zygote, shared_work):
 
 
 SLOW = (
+    "zero3-3",
     "zero3-7",
     "zero2-offload",
     "hsdp-4-zero2",
