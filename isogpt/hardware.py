@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -87,7 +88,13 @@ def memory_gb(device: torch.device) -> float:
 
 
 def utilization(device: torch.device) -> float | None:
-    """Percent of the last second in which the GPU was busy; None if it cannot be read (it needs pynvml)."""
+    """Percent of a second in which the GPU was busy, read every five seconds; None if it cannot be (needs pynvml)."""
+    return read_utilization(device, int(time.monotonic() / 5))
+
+
+@lru_cache(maxsize=1)
+def read_utilization(device: torch.device, period: int) -> float | None:
+    """The percentage of this period; asking the driver takes a millisecond."""
     with suppress(Exception):  # a missing package or a driver without support: no reason to stop a run
         return float(torch.cuda.utilization(device)) if device.type == "cuda" else None
 

@@ -63,6 +63,7 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
         torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for cuBLAS's deterministic mode
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no kernel is chosen by timing; read at compilation
         torch.use_deterministic_algorithms(True)
 
 

@@ -1,7 +1,13 @@
-"""The table of the devices' peaks."""
+"""Devices: their peaks and utilization, and deterministic algorithms."""
+
+import subprocess
+import sys
 
 import pytest
+import torch
+from runs import REPO
 
+from isogpt import hardware
 from isogpt.hardware import data_sheet_peak
 
 
@@ -35,3 +41,23 @@ from isogpt.hardware import data_sheet_peak
 def test_peak_of_a_device(name, tflops):
     """Names are compared as whole words: an L40 is not an L4, an A10G not an A10, an H100 NVL not an H100 SXM."""
     assert data_sheet_peak(name) == (tflops and tflops * 1e12)
+
+
+def test_the_gpus_utilization_is_read_every_five_seconds(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 50)
+    hardware.read_utilization.cache_clear()
+    for second in (100.0, 101.0, 104.9, 105.1):
+        monkeypatch.setattr(hardware.time, "monotonic", lambda now=second: now)
+        assert hardware.utilization(torch.device("cuda", 0)) == 50
+    assert len(asked) == 2
+    hardware.read_utilization.cache_clear()
+
+
+def test_deterministic_means_inductor_too():
+    """Inductor reads its switch when it is first used."""
+    code = ("import torch; from isogpt import precision; "
+            "precision.set_numerics(torch.device('cpu'), 'float32', deterministic=True); "
+            "import torch._inductor.config as c; assert c.deterministic; print('yes')")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert done.stdout == "yes\n", done.stderr
