@@ -261,7 +261,7 @@ def run_sweep() -> list[dict]:
         fail(f"sweep is {sweep!r}: it names a setting twice; list all values of a setting after one name")
     if is_launched and "nproc" in axes:
         fail("a sweep over nproc launches the processes itself: start bench.py without torchrun")
-    counts = [int(value) for value in axes.get("nproc", [str(processes)]) if value.isdecimal()]
+    counts = [int(value) for value in axes.get("nproc", [str(processes)]) if value.isdecimal() and int(value)]
     accumulation = work["gradient_accumulation_steps"] or math.lcm(*counts)  # divides evenly over the processes
     varied = [name for name in axes if name in ("batch_size", "block_size", "gradient_accumulation_steps")]
     if varied:

@@ -239,7 +239,7 @@ def write_text_dataset(
     rest) and meta.json, whose content is returned. With tokenizer char there is one id per character, in their sort
     order, and meta.pkl has nanoGPT's vocab_size, itos and stoi. `source` describes the origin of the text. ValueError
     if the text is too short."""
-    cut = int(len(text) * (1 - val_fraction))
+    cut = int(len(text) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
     if not 0 < cut < len(text):
         raise ValueError(f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty")
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

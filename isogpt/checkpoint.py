@@ -97,9 +97,12 @@ def find_start(init_from: str, out_dir: str, resume_step: int) -> tuple[Source |
     answer = None
     if run_folder.is_restart():  # the run may be further on
         resume_step = -1
+    look = partial(run_folder.find_start, init_from, out_dir, resume_step)
+    future = ThreadPoolExecutor(1).submit(look) if is_main() else None
+    wait_together(future)  # verifying a large checkpoint can take longer than the collectives' timeout
     with exit_together():
-        if is_main():
-            answer = run_folder.find_start(init_from, out_dir, resume_step)
+        if future:
+            answer = future.result()
             for report in answer[2]:
                 print(f"warning: {report}", flush=True)
     found, is_resume, _ = broadcast(answer)

@@ -123,9 +123,9 @@ def slurm_variables() -> tuple[list[str], str, str] | None:
 
 def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
     """The first name in Slurm's list of nodes, 'gpu[03-05,9],login', and the tasks of each node, '2(x3),1'."""
-    first = re.match(r"([^\[,]*)(?:\[(\w+))?", nodes)
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)[0])
     counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in tasks.split(",")]
-    return first[1] + (first[2] or ""), [int(c[1]) for c in counts if c for _ in range(int(c[2] or 1))] or [1]
+    return first, [int(c[1]) for c in counts if c for _ in range(int(c[2] or 1))] or [1]
 
 
 def start_workers(nproc: int, script: str) -> None:

@@ -20,16 +20,17 @@ from isogpt.files import write_whole
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
 RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
-# train.py, with checkpoints that take longer to write than dist_timeout_s
+# train.py, with checkpoints that take longer to write and to verify than dist_timeout_s
 SLOW_DISK = """
 import sys, time
 sys.path.insert(0, REPO)
-from isogpt import checkpoint
-write_file = checkpoint.write_file
-def slow(path, state):
-    time.sleep(9)
-    write_file(path, state)
-checkpoint.write_file = slow
+from isogpt import checkpoint, run_folder
+def slow(work):
+    def after_a_while(*args, **kwargs):
+        time.sleep(9)
+        return work(*args, **kwargs)
+    return after_a_while
+checkpoint.write_file, run_folder.find_start = slow(checkpoint.write_file), slow(run_folder.find_start)
 sys.argv[0] = REPO + "/train.py"
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -135,6 +136,9 @@ def test_ranks_wait_for_a_disk_that_is_slower_than_dist_timeout_s(zygote, work):
     args = [*TINY, *SHORT, "--dist_timeout_s=5"]
     run = zygote.start(args, work, 2, script="slow.py", repo=work).wait()
     assert "saved out/step_00000003" in run.text() and "saved out/step_00000006" in run.text()
+    args += ["--init_from=auto", "--max_iters=6", "--save_checkpoint=False"]
+    run = zygote.start(args, work, 2, script="slow.py", repo=work).wait()
+    assert "iter 6:" in run.text() and "iter 5:" not in run.text()
 
 
 @pytest.mark.parametrize("name", ["lr$x^$_b", os.fsdecode(b"caf\xe9"), "\U00012345"])
@@ -271,6 +275,14 @@ def test_a_second_of_tensorboards_steps_after_a_rollback(tmp_path):
     logger.tensorboard.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fraction", ["inf", "nan", "1.5", "-0.1"])
+def test_a_val_fraction_that_is_none(work, fraction):
+    command = [sys.executable, str(REPO / "data/shakespeare_char/prepare.py"), f"--val_fraction={fraction}"]
+    (work / "text.txt").write_text("to be or not to be")
+    done = subprocess.run([*command, f"--data_files={work}/text.txt"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: --val_fraction={float(fraction)} of 18 characters")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -156,6 +156,7 @@ def test_slurm_node_lists():
     assert launch.slurm_nodes("n1,n2", "1(x2)") == ("n1", [1, 1])
     assert launch.slurm_nodes("gpu[03-05,9],login", "2(x3),1") == ("gpu03", [2, 2, 2, 1])
     assert launch.slurm_nodes("a100-[12]", "8") == ("a100-12", [8])
+    assert launch.slurm_nodes("rack[1-2]node[03-04,7],login", "1") == ("rack1node03", [1])
     assert launch.slurm_nodes("", "") == ("", [1])
 
 
