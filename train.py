@@ -147,6 +147,7 @@ with agree.exit_together():
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
+# what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
 saver = checkpoint.Saver(out_dir, keep_last, ranks.world_size, zero_stage, model_args, config)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh.data_rank, mesh.data_size,
                        micro_batch, model_args["vocab_size"], ranks.device)  # fmt: skip
@@ -170,7 +171,6 @@ with agree.exit_together():
         checkpoint.load_weights(raw_model, pretrained.state_dict())
     else:
         raw_model.init_weights(seed, parallel.put)
-
 model = raw_model
 if ranks.world_size > 1 and zero_stage < 2:
     model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True)  # no copies of the gradients
