@@ -263,7 +263,8 @@ def run_sweep() -> list[dict]:
         fail("a sweep over nproc launches the processes itself: start bench.py without torchrun")
     counts = [int(value) for value in axes.get("nproc", [str(processes)]) if value.isdecimal() and int(value)]
     accumulation = work["gradient_accumulation_steps"] or math.lcm(*counts)  # divides evenly over the processes
-    varied = [name for name in axes if name in ("batch_size", "block_size", "gradient_accumulation_steps")]
+    varied = [name for name, values in axes.items() if len(values) > 1]
+    varied = [name for name in varied if name in ("batch_size", "block_size", "gradient_accumulation_steps")]
     if varied:
         say(f"the global batch varies with {', '.join(varied)}: compare tokens/s")
     else:

@@ -9,6 +9,7 @@ List a run's checkpoints, or convert the newest one between layouts. Neither nee
 import argparse
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -59,13 +60,16 @@ def convert(out_dir: str, form: str) -> Path:
 
 def list_checkpoints(out_dir: str) -> str:
     """A table of the checkpoints in a run's folder."""
-    lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"]
+    lines, best_step = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"], None
     for folder in run_folder.step_folders(Path(out_dir)):
         manifest, state = run_folder.read_manifest(folder), run_folder.damage(folder) or "valid"
-        if manifest and manifest["best_step"] == manifest["step"]:
+        if manifest and best_step is None:  # the newest one knows
+            best_step = manifest["best_step"]
+        if run_folder.step_of(folder) == best_step:
             state += " (best)"
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
-        lines.append(row(run_folder.step_of(folder), form, manifest.get("val_loss"), folder.iterdir(), state))
+        with suppress(FileNotFoundError):  # a live run has just deleted it
+            lines.append(row(run_folder.step_of(folder), form, manifest.get("val_loss"), folder.iterdir(), state))
     bare = Path(out_dir) / "ckpt.pt"
     if bare.exists() and not bare.is_symlink():
         problem = run_folder.damaged_zip(bare)
@@ -95,8 +99,10 @@ def main() -> None:
             print(f"wrote {convert(options.out_dir, options.to)}")
         if options.list or not options.to:
             print(list_checkpoints(options.out_dir))
-    except (ValueError, OSError) as e:
+    except ValueError as e:
         sys.exit(f"error: {e}")
+    except OSError as e:
+        sys.exit(f"error: {e}; the checkpoints in {options.out_dir} are as they were")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,8 +68,9 @@ class Logger:
     def open(self) -> None:
         """Open metrics.jsonl and TensorBoard's event files (rank 0), and note when the resumed run was interrupted."""
         records = self.cut_back()
-        if self.progress.step and records and "time" in records[-1]:
-            self.interrupted_at = datetime.fromisoformat(records[-1]["time"]).timestamp()
+        with suppress(LookupError, TypeError, ValueError):  # no records, or someone else's
+            if self.progress.step:
+                self.interrupted_at = datetime.fromisoformat(records[-1]["time"]).timestamp()
 
     def cut_back(self) -> list[dict]:
         """
@@ -171,6 +173,9 @@ class Logger:
             return
         record = as_json(record | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")})
         try:
+            if os.fstat(self.file.fileno()).st_nlink == 0:
+                self.print(f"warning: {self.file.name} was deleted: it is written anew from here on")
+                self.file = open(self.file.name, "ab", buffering=0)
             self.file.write(f"{json.dumps(record)}\n".encode())
         except OSError as e:
             if not self.is_full:

@@ -190,9 +190,9 @@ class NanPolicy:
 
     def advice(self, can_resume: bool) -> str:
         """What a user can do when the run ends."""
-        command = "Resume with --init_from=resume" if can_resume else "Start again"
+        command = "Resume with --init_from=resume and" if can_resume else "Start again with"
         skip = ", or --on_nan=skip" if self.on_nan == "stop" else ""
-        return f"the step was not taken and no checkpoint was lost. {command} and a lower --learning_rate{skip}"
+        return f"the step was not taken and no checkpoint was lost. {command} a lower --learning_rate{skip}"
 
 
 def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reader: Reader) -> tuple[str, dict]:

@@ -225,8 +225,11 @@ def find_start(init_from: str, out_dir: str, resume_step: int = -1) -> tuple[Fou
         if found:
             return found, True, reports
         if reports or init_from == "resume":
-            what = "checkpoint" if resume_step == -1 else f"step {resume_step}"
-            problem = f"no {what} to resume from in {out_dir}: set --out_dir= to the run's folder"
+            problem = f"no checkpoint to resume from in {out_dir}: set --out_dir= to the run's folder"
+            if resume_step != -1:
+                steps = ", ".join(str(step_of(folder)) for folder in step_folders(Path(out_dir)))
+                problem = f"no step {resume_step} to resume from in {out_dir}, which has {steps or 'no checkpoints'}"
+                problem += ": set --resume_step= to one of these, or --out_dir= to the run's folder"
             raise ValueError("; ".join([problem, *reports]))
     if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):
         found, reports = best(weights_from)

@@ -62,7 +62,7 @@ def write(folder: Path, weights: dict, state: dict) -> None:
     try:
         dcp.save({"model": weights, "optim": state}, storage_writer=writer_for(folder), no_dist=True)
     except CheckpointException as e:
-        raise OSError(str(e).strip().splitlines()[-1]) from e
+        raise OSError(str(e).strip().splitlines()[-1].removeprefix("OSError: ")) from e
 
 
 def read(folder: Path, wanted: dict) -> None:

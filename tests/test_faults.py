@@ -186,6 +186,23 @@ def test_foreign_lines_in_the_log(zygote, place):
     assert len(column(place / "out", "loss")) == 8 and {"note": "mine"} in records(place / "out")
 
 
+@pytest.mark.parametrize("when", ["5", "null", '"yesterday"'])
+def test_a_foreign_time_in_the_log(zygote, place, when):
+    with open(place / "out/metrics.jsonl", "a") as f:
+        f.write(f'{{"iter": 5, "loss": 2.5, "time": {when}}}\n')
+    assert "iter 7:" in zygote.train(RESUME, place).text()
+
+
+def test_a_log_that_is_deleted_during_a_run(zygote, work):
+    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out"], work)
+    wait_for(lambda: steps_in(work / "out") > 3)
+    (work / "out/metrics.jsonl").unlink()
+    wait_for(lambda: steps_in(work / "out") > 10)
+    run.kill(sig=signal.SIGTERM)
+    run.wait(ok=False)
+    assert run.text().count("metrics.jsonl was deleted") == 1 and (work / "out/PREEMPTED").exists()
+
+
 def test_a_closed_pipe_does_not_end_the_run(work):
     """train.py ... | head -3"""
     command = [sys.executable, str(REPO / "train.py"), *TINY, *SHORT]
@@ -251,6 +268,17 @@ def test_a_resume_says_which_settings_do_not_apply(zygote, place):
     assert "was trained on data set tiny, this run reads other" in run.text()
     quiet = zygote.train([*RESUME, "--max_iters=8", "--dataset=other"], place)
     assert "note:" not in quiet.text()
+
+
+def test_the_list_has_one_best_checkpoint(zygote, work):
+    zygote.train(["--out_dir=out", "--max_iters=20", "--eval_interval=10", "--keep_last=9"], work)
+    text = export(zygote, work, "out", "--list").text()
+    assert text.count("valid") == 3 and text.count("(best)") == 1
+
+
+def test_a_step_that_is_not_there(zygote, place):
+    run = zygote.train([*SHORT, "--init_from=resume", "--resume_step=4"], place, ok=False)
+    assert run.codes == [1] and "no step 4 to resume from in out, which has 6, 3" in run.text()
 
 
 def test_a_folder_that_begins_with_a_dash(zygote, place):
