@@ -36,7 +36,7 @@ from isogpt.collectives import measure_collectives, shown
 from isogpt.files import read_records, write_whole
 
 # -- what to run ------------------------------------------------------------------------------------------------------
-batch_size = 12  # sequences per micro-batch; on a GPU, if nothing is set, as many as fit (small model: 8)
+batch_size = 12  # sequences per micro-batch; on a GPU by default as many as fit (small model: 8)
 block_size = 1024  # tokens per sequence (small model: 256)
 bias = False  # biases in Linear and LayerNorm
 real_data = True  # False: random tokens, which are also used if the default data set is not prepared
