@@ -102,7 +102,7 @@ def main() -> None:
     except ValueError as e:
         sys.exit(f"error: {e}")
     except OSError as e:
-        sys.exit(f"error: {e}; the checkpoints in {options.out_dir} are as they were")
+        sys.exit(f"error: {e}; no checkpoint in {options.out_dir} was lost")
 
 
 if __name__ == "__main__":

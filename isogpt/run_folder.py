@@ -29,7 +29,7 @@ MARK = "PREEMPTED"  # this file means that the run was stopped on request and is
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
 REPLACED = "unfinished_was_"  # a checkpoint that is being replaced by another form of it: see `commit`
 STEP = re.compile(rf"(?:{REPLACED})?step_(\d{{8,}})")
-UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")  # of a run; it has been claimed since
+UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")  # a checkpoint that a run was writing or deleting
 
 
 @dataclass(frozen=True)
@@ -278,9 +278,10 @@ def clean_up(out: Path) -> None:
     """
     for path in out.glob("unfinished_*"):
         if path.name.startswith(REPLACED) and STEP.fullmatch(path.name):
-            if not step_folder(out, step_of(path)).exists():
+            if step_folder(out, step_of(path)).exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
                 os.rename(path, step_folder(out, step_of(path)))
-            shutil.rmtree(path, ignore_errors=True)
         elif UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
