@@ -1,9 +1,9 @@
 """
-GPT-2: the model, its optimizer groups, text generation, and GPT-2 weights from Hugging Face.
+The GPT family: GPT-2 as in nanoGPT, nanochat and Llama; their initial weights, optimizer groups and text generation.
 
-Parameter names and shapes are nanoGPT's, so checkpoints are interchangeable: Linear weights are (out, in), the query,
-key and value projections are stacked in `c_attn` in that order, and `transformer.wte` and `lm_head` are tied. Nothing
-here depends on torch.distributed: isogpt/parallel distributes the model from outside.
+Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable: Linear weights are (out, in),
+the query, key and value projections are stacked in `c_attn` in that order, `transformer.wte` and `lm_head` are tied.
+Nothing here depends on torch.distributed: isogpt/parallel distributes the model from outside.
 """
 
 import hashlib
@@ -15,17 +15,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isogpt.kernels import IGNORE, Dropout, KVCache, causal_attention, summed_loss
+from isogpt import huggingface
+from isogpt.kernels import IGNORE, Dropout, KVCache, RMSNorm, causal_attention, relu2, rotate, soft_cap, summed_loss
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What distinguishes the architectures. The defaults are GPT-2's."""
+
+    rms_norm: bool = False  # RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) instead of LayerNorm
+    norm_weights: bool = True  # norms have weights
+    norm_eps: float = 1e-5
+    rotation: int = 0  # direction of the rotary positions (Su et al. 2021, arXiv:2104.09864); 0: position embeddings
+    qk_norm: bool = False  # RMSNorm of the rotated queries and keys (Henry et al. 2020, arXiv:2010.04245)
+    norm_embeddings: bool = False  # a norm between the embeddings and the first block
+    activation: str = "gelu"  # or relu2 (So et al. 2021, arXiv:2109.08668), swiglu (Shazeer 2020, arXiv:2002.05202)
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118)
+    tied: bool = True  # whether wte and lm_head share their weights, if the config does not say
+
+
+ARCHS = {
+    "gpt2": Arch(),
+    "nanochat": Arch(rms_norm=True, norm_weights=False, norm_eps=1e-6, rotation=-1, qk_norm=True, norm_embeddings=True,
+                     activation="relu2", softcap=15.0, tied=False),
+    "llama": Arch(rms_norm=True, rotation=1, activation="swiglu", tied=False),
+}  # fmt: skip
 
 
 @dataclass
 class GPTConfig:
     """
-    A model's architecture.
+    A model's shape. Fields that are 0 or None take the architecture's default.
 
     Args:
-        bias: use biases in Linear and LayerNorm, as GPT-2 does; False is slightly faster.
+        bias: use biases in Linear and LayerNorm, as GPT-2 does; False is slightly faster. The other architectures have
+            none.
         gelu: 'none' (the exact GELU, as in nanoGPT) or 'tanh' (the approximation that GPT-2 was trained with).
+        arch: a key of ARCHS.
+        n_kv_head: heads of keys and values, each for n_head / n_kv_head heads of queries (Ainslie et al. 2023,
+            arXiv:2305.13245). Default: n_head.
+        n_hidden: width of the MLP's hidden layer. Default: 4 n_embd; llama: 8/3 n_embd, rounded up to a multiple of 64.
+        tied: whether wte and lm_head share their weights.
+        norm_eps: added to the variance in norms.
+        rope_theta: base of the rotary positions' frequencies.
     """
 
     block_size: int = 1024
@@ -36,8 +68,16 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True
     gelu: str = "none"
+    arch: str = "gpt2"
+    n_kv_head: int = 0
+    n_hidden: int = 0
+    tied: bool | None = None
+    norm_eps: float = 0.0
+    rope_theta: float = 10000.0
 
     def __post_init__(self) -> None:
+        if self.arch not in ARCHS:
+            raise ValueError(f"arch is {self.arch!r}; possible are {', '.join(ARCHS)}")
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
@@ -45,22 +85,55 @@ class GPTConfig:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}: it must be in [0, 1)")
+        arch = ARCHS[self.arch]
+        self.bias = self.bias and self.arch == "gpt2"
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.n_hidden = self.n_hidden or default_n_hidden(arch, self.n_embd)
+        self.tied = arch.tied if self.tied is None else self.tied
+        self.norm_eps = self.norm_eps or arch.norm_eps
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head is {self.n_kv_head}: it must divide n_head, {self.n_head}")
+        if arch.rotation and self.n_embd // self.n_head % 2:
+            raise ValueError(f"n_embd / n_head is {self.n_embd // self.n_head}: rotary positions need an even number")
+
+
+def default_n_hidden(arch: Arch, n_embd: int) -> int:
+    """4 n_embd; with SwiGLU, which has a third matrix, 8/3 n_embd, rounded up to a multiple of 64."""
+    return -(-8 * n_embd // 192) * 64 if arch.activation == "swiglu" else 4 * n_embd
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    """The architecture's norm over n_embd features."""
+    arch = ARCHS[config.arch]
+    if arch.rms_norm:
+        return RMSNorm(config.n_embd, config.norm_eps, elementwise_affine=arch.norm_weights)
+    return nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_size = config.n_embd // config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.queries_per_key = config.n_head // config.n_kv_head
+        width = (config.n_head + 2 * config.n_kv_head) * self.head_size
+        self.c_attn = nn.Linear(config.n_embd, width, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = Dropout(config.dropout)
         self.dropout = config.dropout
+        self.qk_eps = config.norm_eps if ARCHS[config.arch].qk_norm else None
         self.attention = causal_attention  # the only call that mixes positions; context parallelism replaces it
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         B, T, _ = x.shape
         # -1: the heads of this rank, because tensor parallelism splits them over ranks
-        q, k, v = self.c_attn(x).view(B, T, 3, -1, self.head_size).unbind(2)  # (B, T, H, D) each
+        qkv = self.c_attn(x).view(B, T, -1, self.head_size)  # (B, T, H + 2 K, D)
+        K = qkv.size(2) // (self.queries_per_key + 2)
+        H = K * self.queries_per_key
+        if rope is None:
+            q, k, v = qkv.split((H, K, K), dim=2)  # (B, T, H, D), (B, T, K, D) twice
+        else:
+            qk, v = qkv.split((H + K, K), dim=2)
+            q, k = rotate(qk, rope, self.qk_eps).split((H, K), dim=2)
         y = self.attention(q, k, v, self.dropout if self.training else 0.0, cache)  # (B, T, H * D)
         return self.resid_dropout(self.c_proj(y))  # (B, T, C)
 
@@ -68,31 +141,41 @@ class CausalSelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = Dropout(config.dropout)
+        self.activation = ARCHS[config.arch].activation
         self.gelu = config.gelu
+        if self.activation == "swiglu":
+            self.c_gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu)))
+        hidden = self.c_fc(x)  # (B, T, n_hidden)
+        if self.activation == "swiglu":
+            hidden = F.silu(self.c_gate(x)) * hidden
+        elif self.activation == "relu2":
+            hidden = relu2(hidden)
+        else:
+            hidden = F.gelu(hidden, approximate=self.gelu)
+        return self.dropout(self.c_proj(hidden))
 
 
 class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = make_norm(config)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache)  # (B, T, C)
+    def forward(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), rope, cache)  # (B, T, C)
         return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
     """
-    A GPT-2 language model.
+    A language model of one of the architectures in ARCHS.
 
     Args:
         config: the architecture.
@@ -103,30 +186,38 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, seed: int | None = None) -> None:
         super().__init__()
         self.config = config
+        self.arch = ARCHS[config.arch]
         # Embedding's own initialization would import torch.compile on the meta device, which takes a second or two
         wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
-        wpe = nn.Embedding.from_pretrained(torch.empty(config.block_size, config.n_embd), freeze=False)
         with torch.random.fork_rng(devices=[]):  # Linear draws initial weights, which init_weights overwrites
-            self.transformer = nn.ModuleDict(dict(
-                wte=wte, wpe=wpe, drop=Dropout(config.dropout),
-                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
-            ))  # fmt: skip
+            self.transformer = nn.ModuleDict({"wte": wte})
+            if not self.arch.rotation:
+                wpe = torch.empty(config.block_size, config.n_embd)
+                self.transformer["wpe"] = nn.Embedding.from_pretrained(wpe, freeze=False)
+            if self.arch.norm_embeddings:
+                self.transformer["ln_0"] = make_norm(config)
+            self.transformer["drop"] = Dropout(config.dropout)
+            self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.transformer["ln_f"] = make_norm(config)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
             self.init_weights(torch.initial_seed() if seed is None else seed)
 
     def tie_weights(self) -> None:
-        """Share one parameter between wte and lm_head (Press and Wolf 2017, arXiv:1608.05859); `to_empty` unties it."""
-        self.lm_head.weight = self.transformer.wte.weight
+        """
+        Share one parameter between wte and lm_head (Press and Wolf 2017, arXiv:1608.05859) if the config says so;
+        `to_empty` unties it.
+        """
+        if self.config.tied:
+            self.lm_head.weight = self.transformer.wte.weight
 
     @torch.no_grad()
     def init_weights(self, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
         """
-        GPT-2's initial weights: normal with standard deviation 0.02, or 0.02 / sqrt(2 n_layer) in residual projections;
-        biases 0, LayerNorm weights 1. Each parameter is drawn on the CPU from its own generator, seeded with
-        (seed, name), so the values depend neither on the device nor on how parameters are distributed over ranks.
+        Draw the initial weights: biases 0, weights of norms 1, the rest normal with the standard deviation of
+        `initial_std`. Each parameter is drawn on the CPU from its own generator, seeded with (seed, name), so the
+        values depend neither on the device nor on how parameters are distributed over ranks.
 
         Args:
             seed: of all parameters.
@@ -137,15 +228,29 @@ class GPT(nn.Module):
             if p.dim() < 2:
                 put(p, torch.full(p.shape, 0.0 if name.endswith("bias") else 1.0))
             else:
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith("c_proj.weight") else 0.02
                 digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-                put(p, torch.empty(p.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
+                values = torch.empty(p.shape, dtype=torch.float32)
+                put(p, values.normal_(0.0, self.initial_std(name), generator=generator))
+
+    def initial_std(self, name: str) -> float:
+        """
+        Standard deviation of a matrix's initial weights. gpt2 and llama: 0.02, in residual projections divided by
+        sqrt(2 n_layer), as in GPT-2. nanochat: projections into the residual stream start at 0, so that each block
+        starts as the identity; the head starts near 0, the embeddings, which are normalized, at 1.
+        """
+        is_projection = name.endswith("c_proj.weight")
+        if self.config.arch != "nanochat":
+            return 0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02
+        if is_projection:
+            return 0.0
+        special = {"transformer.wte.weight": 1.0, "lm_head.weight": 0.001}
+        return special.get(name, self.config.n_embd**-0.5)
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         """Number of parameters, by default without the position embeddings (wte counts, because lm_head uses it)."""
         n = sum(p.numel() for p in self.parameters())
-        return n - self.transformer.wpe.weight.numel() if non_embedding else n
+        return n - self.transformer.wpe.weight.numel() if non_embedding and "wpe" in self.transformer else n
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, target_count: float | None = None,
@@ -177,76 +282,64 @@ class GPT(nn.Module):
             raise ValueError(f"a sequence of {start + T} tokens is longer than block_size {self.config.block_size}")
         if positions is None:
             positions = torch.arange(start, start + T, device=idx.device)  # (T,)
-        x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        x, rope = self.transformer.wte(idx), None  # (B, T, C)
+        if self.arch.rotation:
+            rope = self.rotary_angles(positions)  # (2, T, 1, D / 2)
+        else:
+            x = x + self.transformer.wpe(positions)
+        if self.arch.norm_embeddings:
+            x = self.transformer.ln_0(x)
         x = self.transformer.drop(x)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, caches[i] if caches else None)
+            x = block(x, rope, caches[i] if caches else None)
         x = self.transformer.ln_f(x)
 
         if targets is None:
-            return self.lm_head(x[:, -1:]), None
+            return soft_cap(self.lm_head(x[:, -1:]), self.arch.softcap), None
         if target_count is not None:
-            return None, summed_loss(x, self.lm_head.weight, targets) / target_count
-        logits = self.lm_head(x)  # (B, T, V)
+            return None, summed_loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
+        logits = soft_cap(self.lm_head(x), self.arch.softcap)  # (B, T, V)
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+
+    def rotary_angles(self, positions: Tensor) -> Tensor:
+        """Cosine and sine of the rotary positions' angles: (T,) -> (2, T, 1, D / 2), for every head the same."""
+        D = self.config.n_embd // self.config.n_head
+        exponents = torch.arange(0, D, 2, device=positions.device) / D  # (D / 2,)
+        angles = positions[:, None, None] * (1.0 / self.config.rope_theta**exponents)  # (T, 1, D / 2)
+        return torch.stack((angles.cos(), self.arch.rotation * angles.sin()))
 
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the context: remove the position embeddings from `block_size` on."""
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"block_size {block_size} is outside 1 to {self.config.block_size}, the context length")
         self.config.block_size = block_size
-        wpe = self.transformer.wpe
-        wpe.weight = nn.Parameter(wpe.weight.detach()[:block_size].clone())
-        wpe.num_embeddings = block_size
+        if "wpe" in self.transformer:
+            wpe = self.transformer.wpe
+            wpe.weight = nn.Parameter(wpe.weight.detach()[:block_size].clone())
+            wpe.num_embeddings = block_size
 
     @classmethod
     def from_pretrained(cls, model_type: str, override_args: dict | None = None) -> "GPT":
         """
-        Load GPT-2 weights with transformers.
+        Load weights with transformers.
 
         Args:
-            model_type: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a saved GPT2LMHeadModel.
+            model_type: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a saved GPT2LMHeadModel,
+                NanoChatForCausalLM or LlamaForCausalLM.
             override_args: only `dropout` can be overridden.
 
         Raises:
-            ValueError: the weights cannot be loaded, or are not a GPT-2's.
+            ValueError: the weights cannot be loaded, or have settings that this implementation does not support.
         """
-        from transformers import GPT2LMHeadModel
-
         if set(override_args or {}) - {"dropout"}:
             raise ValueError(f"only dropout can be overridden, not {sorted(override_args)}")
-        try:
-            hf, report = GPT2LMHeadModel.from_pretrained(model_type, output_loading_info=True)
-        except Exception as e:  # transformers, safetensors and the network raise many types
-            raise ValueError(f"cannot load {model_type!r} with transformers: {(str(e).splitlines() or [e])[0]}") from e
-        if report["missing_keys"]:  # transformers initializes them randomly
-            raise ValueError(f"{model_type!r} is not a GPT-2: {min(report['missing_keys'])} is missing")
-        return cls.from_hf(hf, **override_args or {})
+        return cls.from_hf(huggingface.load(model_type), **override_args or {})
 
     @classmethod
     def from_hf(cls, hf: nn.Module, dropout: float = 0.0) -> "GPT":
-        """
-        Convert a transformers GPT2LMHeadModel; the weights are copied.
-
-        Raises:
-            ValueError: the model has settings that this implementation does not support.
-        """
-        c = hf.config
-        gelus = {"gelu": "none", "gelu_python": "none"}
-        gelus |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"), "tanh")
-        supported = {
-            "activation_function": gelus, "layer_norm_epsilon": [1e-5], "scale_attn_weights": [True],
-            "scale_attn_by_inverse_layer_idx": [False], "tie_word_embeddings": [True], "add_cross_attention": [False],
-        }  # fmt: skip
-        found = {name: getattr(c, name) for name in supported if hasattr(c, name)}
-        unsupported = [f"{name}={value}" for name, value in found.items() if value not in supported[name]]
-        if unsupported:
-            raise ValueError(f"this GPT-2 has settings that are not supported: {', '.join(unsupported)}")
-        config = GPTConfig(c.n_positions, c.vocab_size, c.n_layer, c.n_head, c.n_embd, dropout,
-                           gelu=gelus[c.activation_function])  # fmt: skip
-        # transformers implements attention and MLP with Conv1D, whose weights are (in, out)
-        conv1d = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-        return cls.from_state(config, {n: w.t() if n.endswith(conv1d) else w for n, w in hf.state_dict().items()})
+        """Convert a model of transformers; the weights are copied. Raises ValueError if it is not supported."""
+        return cls.from_state(GPTConfig(**huggingface.model_args(hf.config), dropout=dropout),
+                              huggingface.our_weights(hf))  # fmt: skip
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
@@ -283,9 +376,13 @@ class GPT(nn.Module):
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=device_type in ("cuda", "cpu", "mps"))
 
     def flops_per_token(self) -> float:
-        """FLOPs of one token's forward and backward: 6 N + 12 L H Q T (PaLM, appendix B, arXiv:2204.02311)."""
+        """
+        FLOPs of one token's forward and backward: 6 N + 12 L H Q T (PaLM, appendix B, arXiv:2204.02311), N without
+        embeddings, which are looked up and not multiplied, unless the head shares them.
+        """
         c = self.config
-        return 6 * self.get_num_params() + 12 * c.n_layer * c.n_embd * c.block_size
+        looked_up = 0 if c.tied else self.transformer.wte.weight.numel()
+        return 6 * (self.get_num_params() - looked_up) + 12 * c.n_layer * c.n_embd * c.block_size
 
     def estimate_mfu(self, fwdbwd_per_iter: float, dt: float, peak_flops: float = 312e12) -> float:
         """
@@ -331,7 +428,7 @@ class GPT(nn.Module):
         """One empty key/value cache per block, with room for block_size positions, in the dtype of the forward pass."""
         c, w = self.config, self.transformer.wte.weight
         dtype = torch.get_autocast_dtype(w.device.type) if torch.is_autocast_enabled(w.device.type) else w.dtype
-        shape = (c.n_layer, 2, batch_size, c.n_head, c.block_size, c.n_embd // c.n_head)
+        shape = (c.n_layer, 2, batch_size, c.n_kv_head, c.block_size, c.n_embd // c.n_head)
         return [KVCache(k, v) for k, v in torch.empty(shape, dtype=dtype, device=w.device)]
 
 

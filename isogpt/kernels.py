@@ -45,6 +45,38 @@ class Dropout(nn.Dropout):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# norm, rotary positions, activation, cap
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm."""
+
+
+def rotate(x: Tensor, rope: Tensor, eps: float | None = None) -> Tensor:
+    """
+    Rotate pairs of features by their position's angles (rotary positions): feature i is paired with i + D / 2.
+
+    Args:
+        x: queries or keys (B, T, H, D).
+        rope: cosine and sine of the angles (2, T, 1, D / 2).
+        eps: if not None, normalize each head: RMSNorm without weights.
+    """
+    (a, b), (cos, sin) = x.chunk(2, dim=-1), rope.to(x.dtype)  # (B, T, H, D / 2), (T, 1, D / 2)
+    y = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return y if eps is None else F.rms_norm(y, y.shape[-1:], eps=eps)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """relu(x) squared."""
+    return F.relu(x).square()
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), between -cap and cap; with cap 0 the logits."""
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # attention
 
 # These are module constants because reading an attribute of an autograd.Function breaks torch.compile's graph.
@@ -76,14 +108,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cach
     Causal self-attention: softmax(q k^T / sqrt(D)) v, where a position attends to itself and to earlier ones.
 
     Args:
-        q, k, v: queries, keys and values (B, T, H, D); they may be views of one tensor.
+        q, k, v: queries (B, T, H, D), keys and values (B, T, K, D); they may be views of one tensor. Each head of keys
+            serves H / K heads of queries.
         dropout: probability of dropping an attention weight.
         cache: keys and values of the previous positions; k and v are appended to it.
 
     Returns:
         (B, T, H * D)
     """
-    T = q.size(1)
+    T, groups = q.size(1), q.size(2) // k.size(2)
+    if groups > 1 and cache is None:
+        k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
     longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO  # dropout's factors are kept in memory too
     if cache is None and q.device.type == "cpu" and q.itemsize == 2 and longest >= T:
         return CPUHalfAttention.apply(q, k, v, dropout)
@@ -93,7 +128,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cach
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=S == T)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=S == T,
+                                       enable_gqa=k.size(1) < q.size(1))  # fmt: skip
     return y.transpose(1, 2).flatten(2)
 
 
@@ -176,7 +212,7 @@ def logits_at_once(on_cpu: bool, itemsize: int) -> tuple[int, int, int]:
     return 2**26, 2**26, 2**26
 
 
-def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
     """
     Cross-entropy of the logits `x @ weight.T`, summed over the targets that are not -1: a float32 scalar.
 
@@ -184,12 +220,13 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         x: final hidden states (B, T, C).
         weight: output embeddings (V, C).
         targets: token ids (B, T).
+        cap: of the logits, see `soft_cap`.
     """
     x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
     unchunked, _, _ = logits_at_once(x.device.type == "cpu", x.itemsize)
     rows = max(1, unchunked // weight.size(0))
     if x.size(0) <= rows or not torch.is_grad_enabled():
-        losses = [F.cross_entropy(F.linear(xs, weight).float(), ts, reduction="sum", ignore_index=IGNORE)
+        losses = [F.cross_entropy(soft_cap(F.linear(xs, weight), cap).float(), ts, reduction="sum", ignore_index=IGNORE)
                   for xs, ts in zip(x.split(rows), targets.split(rows), strict=True)]  # fmt: skip
         return torch.stack(losses).sum()
     if torch.is_autocast_enabled(x.device.type):  # autocast does not apply inside an autograd.Function

@@ -1,0 +1,112 @@
+"""
+Weights and configurations from and for transformers: GPT2LMHeadModel, NanoChatForCausalLM and LlamaForCausalLM. Our
+names are nanoGPT's; the tables below say what they are there.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+CLASSES = {"gpt2": "GPT2LMHeadModel", "nanochat": "NanoChatForCausalLM", "llama": "LlamaForCausalLM"}
+# our GELU for each of transformers' names of it
+GELUS = {"gelu": "none", "gelu_python": "none"}
+GELUS |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"), "tanh")
+# the values of settings that have an equivalent here
+SUPPORTED = {
+    "gpt2": {"activation_function": GELUS, "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False],
+             "tie_word_embeddings": [True], "add_cross_attention": [False]},
+    "nanochat": {"hidden_act": ["relu2"], "attention_bias": [False], "final_logit_softcapping": [15.0]},
+    "llama": {"hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False]},
+}  # fmt: skip
+# our names of a config's fields for theirs
+GPT2_FIELDS = {"n_positions": "block_size", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
+               "n_embd": "n_embd", "n_inner": "n_hidden", "layer_norm_epsilon": "norm_eps"}  # fmt: skip
+FIELDS = {"max_position_embeddings": "block_size", "vocab_size": "vocab_size", "num_hidden_layers": "n_layer",
+          "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head", "hidden_size": "n_embd",
+          "intermediate_size": "n_hidden", "tie_word_embeddings": "tied", "rms_norm_eps": "norm_eps"}  # fmt: skip
+# our names of parameters for theirs; c_attn is stacked from several
+NAMES = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
+BLOCK = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj"}
+MLPS = {"nanochat": {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
+        "llama": {"mlp.c_gate": "mlp.gate_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}}  # fmt: skip
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# transformers implements GPT-2's attention and MLP with Conv1D, whose weights are (in, out)
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def load(name: str) -> "PreTrainedModel":
+    """
+    Load a model with transformers, from a folder or by its name on the Hub.
+
+    Raises:
+        ValueError: it cannot be loaded, lacks weights, or is of another architecture.
+    """
+    import transformers
+
+    try:
+        kind = transformers.AutoConfig.from_pretrained(name).model_type
+        if kind not in CLASSES:
+            raise ValueError(f"its model_type is {kind!r}; possible are {', '.join(CLASSES)}")
+        cls = getattr(transformers, CLASSES[kind])
+        hf, report = cls.from_pretrained(name, dtype="auto", output_loading_info=True)
+    except Exception as e:  # transformers, safetensors and the network raise many types
+        raise ValueError(f"cannot load {name!r} with transformers: {(str(e).splitlines() or [e])[0]}") from e
+    if report["missing_keys"]:  # transformers initializes them randomly
+        raise ValueError(f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing")
+    return hf
+
+
+def model_args(config: "PretrainedConfig") -> dict:
+    """
+    The fields of GPTConfig for a configuration of transformers.
+
+    Raises:
+        ValueError: it has settings that have no equivalent here.
+    """
+    arch = config.model_type
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = {name: getattr(config, name) for name in SUPPORTED[arch] if hasattr(config, name)}
+    unsupported = [f"{name}={value}" for name, value in found.items() if value not in SUPPORTED[arch][name]]
+    if rope.get("rope_type", "default") != "default":
+        unsupported.append(f"rope_type={rope['rope_type']}")
+    if arch == "llama" and config.head_dim * config.num_attention_heads != config.hidden_size:
+        unsupported.append(f"head_dim={config.head_dim}")
+    if unsupported:
+        raise ValueError(f"this {arch} has settings that are not supported: {', '.join(unsupported)}")
+    if arch == "gpt2":
+        args = {ours: getattr(config, theirs) or 0 for theirs, ours in GPT2_FIELDS.items()}
+        return args | {"gelu": GELUS[config.activation_function], "bias": getattr(config, "bias", True)}
+    args = {ours: getattr(config, theirs) for theirs, ours in FIELDS.items()}
+    return args | {"arch": arch, "bias": False, "rope_theta": float(rope.get("rope_theta", 10000.0))}
+
+
+def our_weights(hf: nn.Module) -> dict[str, Tensor]:
+    """A transformers model's weights under our names."""
+    arch, theirs = hf.config.model_type, hf.state_dict()
+    if arch == "gpt2":
+        has_bias = getattr(hf.config, "bias", True)
+        return {name: w.t() if name.endswith(CONV1D) else w for name, w in theirs.items()
+                if has_bias or not name.endswith(".bias")}  # fmt: skip
+    ours = {}
+    for name, sources in names(arch, hf.config.num_hidden_layers):
+        if all(source in theirs for source in sources):  # nanochat's norms have no weights
+            ours[name] = torch.cat([theirs[source] for source in sources])
+    return ours
+
+
+def names(arch: str, n_layer: int) -> Iterator[tuple[str, list[str]]]:
+    """(our name, their names) of each weight of nanochat and llama; ours is the concatenation of theirs."""
+    for ours, theirs in NAMES.items():
+        yield f"{ours}.weight", [f"{theirs}.weight"]
+    for i in range(n_layer):
+        ours, theirs = f"transformer.h.{i}.", f"model.layers.{i}."
+        yield f"{ours}attn.c_attn.weight", [f"{theirs}{name}.weight" for name in QKV]
+        for mine, other in (BLOCK | MLPS[arch]).items():
+            yield f"{ours}{mine}.weight", [f"{theirs}{other}.weight"]
