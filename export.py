@@ -36,8 +36,9 @@ def convert(out_dir: str, form: str) -> Path:
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
     parallel.materialize(model, torch.device("cpu"))
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
-    checkpoint.restore(source, model, optimizer)
+    kind = source.run["config"].get("optimizer", "adamw")
+    optimizers = optim.make_optimizers(model, kind, 0, 0.1, 1e-3, (0.9, 0.95))
+    checkpoint.restore(source, model, optimizers)
     # a name of its own: neither a run that is writing the same step nor one that starts meanwhile may touch it
     out, unfinished = Path(out_dir), Path(out_dir) / "unfinished_export"
     try:
@@ -46,11 +47,11 @@ def convert(out_dir: str, form: str) -> Path:
         raise ValueError(f"{unfinished} exists: delete it, unless another conversion is running") from e
     try:
         if form == "ckpt.pt":
-            checkpoint.write_file(unfinished / "ckpt.pt", checkpoint.nanogpt_state(source.run, model, optimizer))
+            checkpoint.write_file(unfinished / "ckpt.pt", checkpoint.nanogpt_state(source.run, model, optimizers))
             return (unfinished / "ckpt.pt").replace(out / "ckpt.pt")
         from isogpt import shards
 
-        shards.write(unfinished, parallel.parameters_by_name(model), optim.state_by_name(model, optimizer))
+        shards.write(unfinished, parallel.parameters_by_name(model), optim.state_by_name(model, optimizers))
         best_step, val_loss = source.run["isogpt"].get("best_step", 0), found.manifest.get("val_loss")
         manifest = run_folder.make_manifest(source.run, 1, 3, best_step, val_loss) | {"run": source.run}
         return run_folder.commit(unfinished, manifest, keep_last=0, replace=True)

@@ -82,21 +82,30 @@ dist_timeout_s = 600.0  # how long ranks wait for each other before they report 
 check_ranks_interval = 0  # compare the weights of ranks that should be equal every this many steps (0: never)
 alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, preemption, hang, end, ...
 # -- model ------------------------------------------------------------------------------------------------------------
+arch = "gpt2"  # gpt2, nanochat (rotary positions, RMSNorm, QK-norm, ReLU squared) or llama (rotary, RMSNorm, SwiGLU)
 n_layer = 12  # number of blocks
 n_head = 12  # attention heads per block
+n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head)
 n_embd = 768  # width
+n_hidden = 0  # width of the MLP's hidden layer (0: 4 * n_embd; llama: 8/3 * n_embd, rounded up to a multiple of 64)
+head = "auto"  # the output layer: tied to the token embedding, untied, or auto (gpt2: tied, nanochat, llama: untied)
 dropout = 0.0  # 0 for pretraining; 0.1 or more for fine-tuning
-bias = False  # biases in Linear and LayerNorm, as in GPT-2; False is slightly better and faster
+bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better and faster
 # -- optimizer --------------------------------------------------------------------------------------------------------
+optimizer = "adamw"  # adamw, or muon (for the matrices of the blocks, AdamW for the rest)
 learning_rate = 6e-4  # the maximum, after warm-up
+muon_lr = 0.02  # Muon's maximum; it follows the same schedule
+muon_momentum = 0.95  # reached after warming up from 0.85 over 300 steps
 max_iters = 600000  # number of the last step, counted from 0: max_iters + 1 steps are trained, as in nanoGPT
 weight_decay = 1e-1  # for parameters of two or more dimensions
 beta1 = 0.9  # AdamW's decay of the first moment
 beta2 = 0.95  # AdamW's decay of the second moment
 grad_clip = 1.0  # maximum norm of the gradient (0: no clipping)
 decay_lr = True  # warm up, then decay; False: learning_rate throughout
+lr_schedule = "cosine"  # cosine, linear, or wsd (constant, then linear over the last cooldown_iters)
 warmup_iters = 2000  # steps of linear warm-up
-lr_decay_iters = 600000  # the step at which the cosine reaches min_lr, usually max_iters
+lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters
+cooldown_iters = 0  # steps of wsd's decay to min_lr
 min_lr = 6e-5  # usually learning_rate / 10
 # ---------------------------------------------------------------------------------------------------------------------
 # settings, processes, process group
@@ -135,7 +144,8 @@ with agree.exit_together():
         model_args = dict(source.run["model_args"])
     elif init_from.removeprefix("auto:") in ("scratch", "auto"):
         model_args = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, bias=bias)
-        model_args["vocab_size"] = data.vocab_size
+        model_args |= dict(vocab_size=data.vocab_size, arch=arch, n_kv_head=n_kv_head, n_hidden=n_hidden)
+        model_args["tied"] = {"auto": None, "tied": True, "untied": False}[head]
     else:
         pretrained = GPT.from_pretrained(init_from.removeprefix("auto:"))
         model_args = pretrained.describe()
@@ -143,6 +153,7 @@ with agree.exit_together():
     model_args |= {"dropout": dropout, "block_size": block_size}  # position embeddings are cropped to block_size
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
+    model_args = raw_model.describe()
     compute_dtype = precision.resolve_dtype(dtype, ranks.device, previous=source.dtype if is_resume else None)
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
@@ -158,13 +169,14 @@ explain_crashes(watchdog, out_dir, job, share.rows, memory_cost)
 # activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, activation_checkpointing,
                                     compile, cpu_offload, fsdp_prefetch)  # fmt: skip
-optimizer = optim.make_optimizer(raw_model, zero_stage, weight_decay, learning_rate, (beta1, beta2))
+optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_decay, learning_rate, (beta1, beta2),
+                                   muon_lr, torch_dtype)  # fmt: skip
 scaler = torch.amp.GradScaler(ranks.device.type, enabled=compute_dtype == "float16")
 # FSDP computes in torch_dtype by its own mixed-precision policy
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
 with agree.exit_together():
     if is_resume:
-        checkpoint.restore(source, raw_model, optimizer, scaler, progress)
+        checkpoint.restore(source, raw_model, optimizers, scaler, progress)
     elif source:  # a new run from another run's weights
         checkpoint.restore(source, raw_model)
     elif pretrained:
@@ -191,15 +203,22 @@ logger.event("resume" if is_resume else "start", config=config, world_size=ranks
 
 
 def get_lr(step: int) -> float:
-    """Linear warm-up, cosine decay to min_lr, then min_lr."""
+    """Linear warm-up, decay to min_lr by lr_schedule, then min_lr."""
     if not decay_lr:
         return learning_rate
     if step < warmup_iters:
         return learning_rate * (step + 1) / (warmup_iters + 1)
     if step >= lr_decay_iters:
         return min_lr
-    decayed = (step - warmup_iters) / (lr_decay_iters - warmup_iters)  # 0 to 1
-    return min_lr + 0.5 * (1 + math.cos(math.pi * decayed)) * (learning_rate - min_lr)
+    start = max(warmup_iters, lr_decay_iters - cooldown_iters) if lr_schedule == "wsd" else warmup_iters
+    decayed = max(0, step - start) / (lr_decay_iters - start)  # 0 to 1
+    factor = 0.5 * (1 + math.cos(math.pi * decayed)) if lr_schedule == "cosine" else 1 - decayed  # 1 to 0
+    return min_lr + factor * (learning_rate - min_lr)
+
+
+def get_momentum(step: int) -> float:
+    """Muon's momentum: linear warm-up from 0.85 to muon_momentum over 300 steps, as nanochat and modded-nanogpt do."""
+    return 0.85 + min(1.0, step / 300) * (muon_momentum - 0.85)
 
 
 @torch.no_grad()
@@ -226,7 +245,7 @@ def save(val_loss: float | None = None) -> None:
     with agree.exit_together(logger.failed):
         saver.check(raw_model, progress.step)
     with clock("save"):
-        saver.start(progress, raw_model, optimizer, scaler, compute_dtype, val_loss)
+        saver.start(progress, raw_model, optimizers, scaler, compute_dtype, val_loss)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +266,7 @@ while progress.step <= max_iters or eval_only:
     step, val_loss = progress.step, None
     precision.seed_step(seed, step, mesh.data_rank)
     lr = get_lr(step)
-    optim.set_lr(optimizer, lr)
+    optim.set_rates(optimizers, lr, get_momentum(step))
 
     # evaluate and save the state before this step
     pause_began = time.perf_counter()
@@ -288,7 +307,8 @@ while progress.step <= max_iters or eval_only:
         loss_sum += loss.detach()
 
     with clock("clip"):
-        scaler.unscale_(optimizer)
+        for part in optimizers:
+            scaler.unscale_(part)
         grad_norm = parallel.full(get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
     # all ranks decide from the same numbers: the one small collective of a step, which also waits for the device
@@ -303,12 +323,12 @@ while progress.step <= max_iters or eval_only:
         clock.discard()
         # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop exits here
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
-        optimizer.zero_grad(set_to_none=model is raw_model)
+        model.zero_grad(set_to_none=model is raw_model)
         if scaler.is_enabled():
             scaler.update()
         if back:
             with agree.exit_together(logger.failed):
-                checkpoint.restore(checkpoint.open_checkpoint(back), raw_model, optimizer, scaler, progress)
+                checkpoint.restore(checkpoint.open_checkpoint(back), raw_model, optimizers, scaler, progress)
             nan_policy.rolled_back(progress, logger)
             batches = reader.train(progress)
         continue
@@ -316,9 +336,10 @@ while progress.step <= max_iters or eval_only:
         if grad_clip > 0:
             clip_grads_with_norm_(parameters, grad_clip, grad_norm)
     with clock("optimizer"):
-        scaler.step(optimizer)
+        for part in optimizers:
+            scaler.step(part)
         scaler.update()
-        optimizer.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
+        model.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
     clock.step()
 
     logger.step(numbers, lr, log_interval)
@@ -344,7 +365,7 @@ with agree.exit_together(logger.failed):
         mark_preempted(out_dir, progress.step, stop.reason())
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()
-model = raw_model = optimizer = batches = parameters = None  # drop references to the process group
+model = raw_model = optimizers = batches = parameters = None  # drop references to the process group
 launch.leave()
 if is_preempted and stop.agreed > 0 and "RANK" not in os.environ:  # a launcher would restart a run that failed
     raise SystemExit(128 + stop.agreed)

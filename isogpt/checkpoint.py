@@ -133,22 +133,22 @@ def open_checkpoint(found: Found) -> Source:
     weights = {name.removeprefix("_orig_mod."): w for name, w in state["model"].items()}
     weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
     run = {"isogpt": {}, "config": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
-    run["model_args"] = {**args, "gelu": run["isogpt"].get("gelu", "none")}
+    run["model_args"] = {**args, **run["isogpt"].get("model_args", {"gelu": run["isogpt"].get("gelu", "none")})}
     run["best_val_loss"] = float(run.get("best_val_loss", math.inf))  # a tensor in nanoGPT's
-    return Source(found, run, weights, optim.numbered_by_name(weights, saved["state"]))
+    return Source(found, run, weights, optim.by_name(weights, saved["state"]))
 
 
-def restore(source: Source, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None,
             scaler: torch.amp.GradScaler | None = None, progress: Progress | None = None) -> None:  # fmt: skip
     """
-    Copy a checkpoint into a model, and into its optimizer, scaler and progress if given, on any layout: each rank reads
+    Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout: each rank reads
     what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer of them.
 
     Raises:
         ValueError: they do not fit, or a file cannot be read or would run code.
     """
     reshard(model)
-    state = optim.state_by_name(model, optimizer) if optimizer else {}
+    state = optim.state_by_name(model, optimizers) if optimizers else {}
     if source.weights is None:
         restore_shards(source, parameters_by_name(model), state)
     else:
@@ -183,7 +183,7 @@ def restore_shards(source: Source, weights: dict, state: dict) -> None:
     wanted = {"model": dict(weights), "optim": {name: dict(tensors) for name, tensors in state.items()}}
     length = source.run["model_args"]["block_size"]
     shortened = []  # (this rank's tensor, a full one to read into)
-    if len(weights[WPE]) != length:
+    if WPE in weights and len(weights[WPE]) != length:
         moments = wanted["optim"].get(WPE, {})  # with zero 1 another rank may hold them
         for tensors, key in ((wanted["model"], WPE), (moments, "exp_avg"), (moments, "exp_avg_sq")):
             if key in tensors:
@@ -238,7 +238,7 @@ class Saver:
         if is_main():
             run_folder.check_owner(Path(self.out_dir), self.owner)
 
-    def start(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer,
+    def start(self, progress: Progress, model: nn.Module, optimizers: list[torch.optim.Optimizer],
               scaler: torch.amp.GradScaler, dtype: str, val_loss: float | None) -> None:  # fmt: skip
         """Copy the state and start to write it (all ranks; without shards, ranks other than 0 have nothing to do)."""
         began, self.step, self.problem = time.perf_counter(), progress.step, ""
@@ -251,11 +251,11 @@ class Saver:
         if self.zero > 0:
             from isogpt import shards
 
-            manifest["run"], state = run, optim.state_by_name(model, optimizer)
+            manifest["run"], state = run, optim.state_by_name(model, optimizers)
             self.pending = shards.start_write(unfinished, parameters_by_name(model), state, self.group)
             write = self.pending.result  # waits for all ranks' shards
         elif is_main():
-            write = partial(write_file, unfinished / "ckpt.pt", nanogpt_state(run, model, optimizer))
+            write = partial(write_file, unfinished / "ckpt.pt", nanogpt_state(run, model, optimizers))
         if is_main():
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.finish, write, unfinished, manifest, began)
@@ -298,16 +298,18 @@ class Saver:
         return self.pending is not None and self.zero == 0
 
 
-def nanogpt_state(run: dict, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """A copy of the state on the CPU in nanoGPT's form, which its train.py and sample.py load."""
+def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """A copy of the state on the CPU in nanoGPT's form, which its train.py and sample.py load if it is a GPT-2."""
     weights = {name: copy_to_cpu(p) for name, p in parameters_by_name(model).items()}
-    state = optim.numbered_state(model, optimizer)
+    state = optim.saved_state(model, optimizers)
     state["state"] = {i: {k: copy_to_cpu(v) for k, v in old.items()} for i, old in state["state"].items()}
     synchronize(next(model.parameters()).device)
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    args = dict(run["model_args"])
-    extra = run["isogpt"] | {"gelu": args.pop("gelu", "none")}  # nanoGPT's model_args have no entry for it
-    return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
+    if model.config.tied:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    args = {name: run["model_args"][name] for name in (*MODEL_ARGS, "dropout")}
+    others = {name: value for name, value in run["model_args"].items() if name not in args}  # unknown to nanoGPT
+    return {"model": weights, "optimizer": state, **run, "model_args": args,
+            "isogpt": run["isogpt"] | {"model_args": others}}  # fmt: skip
 
 
 def copy_to_cpu(value: Tensor) -> Tensor:

@@ -1,17 +1,29 @@
-"""The optimizer for each layout, and its state by parameter name. Nothing else knows an optimizer's groups or state."""
+"""The optimizers for each layout, and their state by parameter name. Nothing else knows their groups or their state."""
 
 import inspect
+import math
+import re
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from isogpt.parallel import full, put
 
-def make_optimizer(model: nn.Module, zero: int, weight_decay: float, learning_rate: float,
-                   betas: tuple[float, float]) -> torch.optim.Optimizer:  # fmt: skip
+HIDDEN_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.\w+\.weight")
+
+
+def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: float, learning_rate: float,
+                    betas: tuple[float, float], muon_lr: float = 0.0,
+                    muon_dtype: torch.dtype = torch.float32) -> list[torch.optim.Optimizer]:  # fmt: skip
     """
-    The model's optimizer (`model.configure_optimizers`). With zero 1 each rank keeps the state of its share of the
-    parameters, updates them and sends them to the other ranks. Every group has an `lr_scale`, see `set_lr`.
+    The model's optimizers: AdamW as `model.configure_optimizers` makes it; with optimizer "muon" a Muon takes the
+    matrices of the blocks from it. With zero 1 each rank keeps the state of its share of the parameters, updates them
+    and sends them to the other ranks. Every group has an `lr_scale`, see `set_rates`.
+
+    Args:
+        muon_lr: Muon's learning rate when AdamW's is `learning_rate`.
+        muon_dtype: the dtype in which Muon orthogonalizes.
     """
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
     if device_type == "cpu":
@@ -19,56 +31,143 @@ def make_optimizer(model: nn.Module, zero: int, weight_decay: float, learning_ra
         # themselves from it. That takes 1 of the 3.4 s to the first step on a CPU, where nothing is compiled.
         for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
             inspect.unwrap(method).__dict__.setdefault("__dynamo_disable", inspect.unwrap(method))
-    optimizer = model.configure_optimizers(weight_decay, learning_rate, betas, device_type)
-    if device_type == "cpu":
-        optimizer.step = partial(torch.no_grad()(inspect.unwrap(type(optimizer).step)), optimizer)
+    adamw = model.configure_optimizers(weight_decay, learning_rate, betas, device_type)
+    adamw_groups = [{k: group[k] for k in ("params", "weight_decay")} | {"lr_scale": 1.0} for group in adamw.param_groups]
+    adamw_options = {"lr": learning_rate, "betas": betas, "fused": adamw.param_groups[0]["fused"]}
+    made = [(torch.optim.AdamW, adamw_groups, adamw_options)]
+    if optimizer == "muon":
+        muon_groups = take_matrices(model, adamw_groups, muon_lr / learning_rate)
+        made.append((Muon, muon_groups, {"lr": muon_lr, "weight_decay": weight_decay, "dtype": muon_dtype}))
     if zero == 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        groups = [{k: group[k] for k in ("params", "weight_decay")} for group in optimizer.param_groups]
-        fused = optimizer.param_groups[0]["fused"]
         # as_bucket_view: a rank sends its share in one piece, not each parameter by itself
-        optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True,
-                                            lr=learning_rate, betas=betas, fused=fused)  # fmt: skip
-    for group in optimizer.param_groups:
-        group["lr_scale"] = 1.0
-    return optimizer
+        return [ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
+                for cls, groups, options in made]  # fmt: skip
+    optimizers = [cls(groups, **options) for cls, groups, options in made]
+    if device_type == "cpu":
+        for o in optimizers:
+            o.step = partial(torch.no_grad()(inspect.unwrap(type(o).step)), o)
+    return optimizers
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set each group's learning rate to `lr` times its own lr_scale."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
-
-
-def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -> list[dict]:
     """
-    {parameter name: the optimizer's tensors for it} of what this rank holds: with ZeRO-1 some of the parameters, with
+    Move the matrices of the blocks from AdamW's groups into groups for Muon, one for each shape: biases, norms,
+    embeddings and the head stay with AdamW. `rows` are the heights of the matrices that are stacked in a parameter.
+    """
+    c, groups = model.config, {}
+    stacked = tuple(n * c.n_embd // c.n_head for n in (c.n_head, c.n_kv_head, c.n_kv_head))  # q, k, v
+    for name, p in model.named_parameters():
+        if HIDDEN_MATRIX.fullmatch(name):
+            rows = stacked if name.endswith("c_attn.weight") else (p.size(0),)
+            groups.setdefault((p.shape, rows), []).append(p)
+    taken = {p for params in groups.values() for p in params}
+    for group in adamw_groups:
+        group["params"] = [p for p in group["params"] if p not in taken]
+    return [{"params": params, "rows": rows, "lr_scale": lr_scale} for (_, rows), params in groups.items()]
+
+
+class Muon(torch.optim.Muon):
+    """
+    torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with these differences: matrices
+    that are stacked in a parameter, q, k and v, are orthogonalized each by itself; matrices of equal shape are
+    orthogonalized together; a matrix that is sharded over ranks is gathered first; and it is done in `dtype`, since
+    torch's bfloat16 would make the result depend on the layout.
+    """
+
+    def __init__(self, groups: list[dict], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
+        super().__init__(groups, lr, weight_decay)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            params, grads, buffers = [], [], []
+            self._init_group(group, params, grads, buffers)
+            if not params:
+                continue
+            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov momentum
+            wholes = torch.stack([full(u) for u in updates])  # (matrices, rows, columns)
+            for part in wholes.split(group["rows"], dim=1):
+                scale = math.sqrt(max(1, part.size(1) / part.size(2)))
+                part.copy_(orthogonalize(part.to(self.dtype), group["ns_coefficients"], group["ns_steps"])).mul_(scale)
+            for update, whole in zip(updates, wholes, strict=True):
+                put(update, whole)
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+def orthogonalize(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """
+    Bring the singular values of each matrix close to 1 (about 0.7 to 1.2) by Newton-Schulz iterations.
+
+    Args:
+        x: (matrices, rows, columns).
+        coefficients: a, b, c of the polynomial a s + b s^3 + c s^5 that is applied to each singular value s.
+    """
+    if x.size(1) > x.size(2):
+        return orthogonalize(x.mT, coefficients, steps).mT
+    a, b, c = coefficients
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], lr: float, momentum: float) -> None:
+    """Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+            if "momentum" in group:
+                group["momentum"] = momentum
+
+
+def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
+    """
+    {parameter name: its optimizer's tensors for it} of what this rank holds: with ZeRO-1 some of the parameters, with
     ZeRO-2 and 3 a shard of each. State that does not exist before the first step is created as the optimizer would.
     """
-    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
-    names = {p: name for name, p in model.named_parameters()}
-    for group in inner.param_groups:
-        for p in group["params"]:
-            if not inner.state[p]:
-                step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
-                inner.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return {names[p]: inner.state[p] for group in inner.param_groups for p in group["params"]}
+    names, found = {p: name for name, p in model.named_parameters()}, {}
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
+        for group in inner.param_groups:
+            for p in group["params"]:
+                if not inner.state[p]:
+                    inner.state[p] = new_state(p, group)
+                found[names[p]] = inner.state[p]
+    return found
 
 
-def numbered_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """The optimizer's state_dict as nanoGPT stores it: by number, in two groups."""
-    state_by_name(model, optimizer)  # creates the state before the first step
-    state = optimizer.state_dict()
+def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
+    """An optimizer's state for a parameter before its first step: Muon's, whose groups have a momentum, or AdamW's."""
+    if "momentum" in group:
+        return {"momentum_buffer": torch.zeros_like(p)}
+    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """The state for ckpt.pt: of AdamW alone as nanoGPT stores it, by number, in two groups; else by parameter name."""
+    state = state_by_name(model, optimizers)  # creates the state before the first step
+    if len(optimizers) > 1 or model.config.arch != "gpt2":
+        return {"state": state}
+    state = optimizers[0].state_dict()
     for group in state["param_groups"]:
         group.pop("lr_scale", None)
     return state
 
 
-def numbered_by_name(weights: dict[str, Tensor], state: dict[int, dict]) -> dict[str, dict]:
+def by_name(weights: dict[str, Tensor], state: dict[int | str, dict]) -> dict[str, dict]:
     """
-    nanoGPT's optimizer state, which is by number, by parameter name: the parameters of two or more dimensions come
+    The state of `saved_state` by parameter name. nanoGPT's numbers count the parameters of two or more dimensions
     first, then the rest, both in the order of `weights`.
     """
+    if all(isinstance(key, str) for key in state):
+        return state
     names = sorted((n for n in weights if n != "lm_head.weight"), key=lambda n: weights[n].dim() < 2)
     return {name: state[i] for i, name in enumerate(names) if i in state}

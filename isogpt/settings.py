@@ -24,7 +24,9 @@ RANGES = ((AT_LEAST_1, lambda v: v >= 1, "be at least 1"), (NOT_NEGATIVE, lambda
           (("top_p",), lambda v: 0 < v <= 1, "be in (0, 1]; 1 samples among all tokens"),
           (("seed",), lambda v: v < 2**63, "be below 2**63"))  # fmt: skip
 CHOICES = {"data_order": ("random", "shuffle"), "on_nan": ("stop", "skip"), "zero": (0, 1, 2, 3),
-           "grad_sync": ("auto", "last", "every", "never")}  # fmt: skip
+           "grad_sync": ("auto", "last", "every", "never"), "arch": ("gpt2", "nanochat", "llama"),
+           "head": ("auto", "tied", "untied"), "optimizer": ("adamw", "muon"),
+           "lr_schedule": ("cosine", "linear", "wsd")}  # fmt: skip
 # old name -> new name
 RENAMED = {"prefetch": "fsdp_prefetch", "bucket_mb": "ddp_bucket_mb", "timeout_s": "dist_timeout_s",
            "stop_after_s": "time_limit_s", "json": "json_path", "world_size": "estimate_world_size"}  # fmt: skip
