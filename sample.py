@@ -9,14 +9,12 @@ Generate text with a trained model.
 import isogpt.threads  # noqa: F401  (before torch, which reads the variable that this may set)
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from configurator import configure, fail
-from isogpt import checkpoint, launch, loader, parallel, precision, run_folder, settings
+from isogpt import checkpoint, launch, parallel, precision, run_folder, settings, tokenizer
 from model import GPT, GPTConfig
 
 # -- model ------------------------------------------------------------------------------------------------------------
@@ -57,41 +55,14 @@ def load_model() -> tuple[GPT, str]:
     return model, source.run["config"].get("dataset", "")
 
 
-def tokenizer(name: str, vocab_size: int) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], int]:
-    """(encode, decode, number of ids) of data set `name`, or GPT-2's if its metadata names no tokenizer."""
-    try:
-        meta = loader.read_meta(loader.find_dataset(name)) if name else {}
-    except ValueError as e:  # the run's data set is not on this machine
-        if vocab_size < 50257:
-            raise ValueError(f"the run's data set {name} is needed for its vocabulary: {e}") from e
-        meta = {}  # most likely it has GPT-2's tokens
-    if "stoi" in meta:
-        stoi, itos = meta["stoi"], meta["itos"]
-
-        def encode(text: str) -> list[int]:
-            unknown = " ".join(map(repr, sorted(set(text) - set(stoi))))
-            if unknown:
-                raise ValueError(f"--start has characters that data set {name} does not have: {unknown}")
-            return [stoi[c] for c in text]
-
-        return encode, lambda ids: "".join(itos[i] for i in ids), len(itos)
-    import tiktoken
-
-    try:
-        bpe = tiktoken.get_encoding(meta.get("tokenizer", "gpt2"))
-    except (OSError, ValueError) as e:
-        advice = "go online or set TIKTOKEN_CACHE_DIR"
-        raise ValueError(f"tiktoken cannot load its tokenizer ({str(e)[:80]}): {advice}") from e
-    return partial(bpe.encode, allowed_special="all"), bpe.decode, bpe.n_vocab
-
-
 try:
     settings.check_sampling(config)
     where = launch.pick_device(device, local_rank=0, world_size=1)
     compute_dtype = precision.resolve_dtype(dtype, where)
     precision.set_numerics(where, compute_dtype, deterministic=False)
     model, dataset = load_model()
-    encode, decode, n_ids = tokenizer(dataset, model.config.vocab_size)
+    meta = tokenizer.find_meta(dataset, model.config.vocab_size)
+    encode, decode, n_ids = tokenizer.load_tokenizer(meta, dataset)
     try:
         text = Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start
     except (OSError, UnicodeDecodeError) as e:
