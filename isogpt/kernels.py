@@ -236,6 +236,25 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) ->
     return ChunkedLoss.apply(x, weight, targets, per_chunk, per_chunk_float)
 
 
+# Softmax gradients in float16 are stored times this factor. Without it, numbers below 6e-8 become 0, and GradScaler's
+# factor is only known in the backward pass. As a power of two it adds no rounding. The gradient of x stays within
+# float16's range for weights up to 31: the absolute values of a row's softmax gradient add up to 2 at most.
+FLOAT16_SCALE = 1024.0
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """
+    Add the matrix product a @ b to `total`, in place. The product of float16 matrices is computed in float32, because a
+    sum over many rows can exceed float16's range.
+    """
+    if a.dtype != torch.float16:
+        total += a @ b
+    elif a.device.type == "cuda":
+        total += torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        total += a.float() @ b.float()
+
+
 class ChunkedLoss(torch.autograd.Function):
     """
     summed_loss for a large vocabulary, one chunk of rows at a time. The logits of a whole micro-batch would be the
@@ -255,6 +274,7 @@ class ChunkedLoss(torch.autograd.Function):
         V, C = weight.shape
         rows, float_rows = max(1, per_chunk // V), max(1, per_chunk_float // V)
         weight_rows = max(1, per_chunk_float // C)
+        ctx.scale = FLOAT16_SCALE if x.dtype == torch.float16 else 1.0
         loss = x.new_zeros((), dtype=torch.float32)
         dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         buffer = x.new_empty(min(rows, len(x)), V)
@@ -268,11 +288,12 @@ class ChunkedLoss(torch.autograd.Function):
                 total = p.exp_().sum(-1, keepdim=True)
                 loss += ((total.log() - target_logit) * valid).sum()
                 # d loss / d logits = softmax - one_hot, 0 if the target is ignored
-                part.copy_(p.mul_(valid / total).scatter_add_(1, t, -valid.float()))
+                factor = valid * ctx.scale  # (float_rows, 1)
+                part.copy_(p.mul_(factor / total).scatter_add_(1, t, -factor))
                 del p  # so that the next part reuses its memory
             torch.mm(logits, weight, out=dxs)
             for dws, part in zip(dw.split(weight_rows), logits.split(weight_rows, 1), strict=True):
-                dws += part.t() @ xs
+                add_product(dws, part.t(), xs)
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -280,5 +301,6 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         dx, dw = ctx.saved_tensors
+        grad = grad / ctx.scale
         # in float32: 1 / target_count rounded to bfloat16 would scale all gradients but lm_head's by up to 0.4 %
         return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None, None

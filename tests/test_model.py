@@ -439,6 +439,19 @@ def test_gradients_are_not_scaled_by_a_rounded_target_count():
         assert ((a * b).sum() / (b * b).sum()).item() == pytest.approx(1, abs=2e-3)
 
 
+@pytest.mark.parametrize("target", [0, 1])
+def test_gradients_in_float16_neither_underflow_nor_overflow(target):
+    """
+    All rows predict token 0. With target 0, the gradients of the other logits are 3e-7, which float16 rounds to a
+    multiple of 6e-8. With target 1, the sum over the rows is more than 65,504 / 1024.
+    """
+    weight = torch.eye(1024)
+    x, targets = (15 * weight[0]).expand(2, 40, 1024), torch.full((2, 40), target)
+    got = loss_and_gradients(chunked_loss, x.half(), weight.half(), targets, scale=32)
+    for a, b in zip(got[1:], loss_and_gradients(plain_loss, x, weight, targets, scale=32)[1:], strict=True):
+        torch.testing.assert_close(a.float(), b, atol=0, rtol=0.01)
+
+
 class Largest(TorchDispatchMode):
     """Remembers the size of the largest tensor returned by an operation, and the types of the matrices multiplied."""
 
