@@ -1,29 +1,32 @@
 """
-List a run's checkpoints, or convert the newest one between layouts. Neither needs the devices of the run.
+List a run's checkpoints, or convert the newest one. Neither needs the devices of the run.
 
     python export.py OUT_DIR --list          step, form, val loss, size and state of each checkpoint
     python export.py OUT_DIR --to=ckpt.pt    one file in nanoGPT's form: OUT_DIR/ckpt.pt
     python export.py OUT_DIR --to=shards     a checkpoint in shards, as zero 1, 2 and 3 write them
+    python export.py OUT_DIR --to=hf         a model and tokenizer for Hugging Face's transformers: OUT_DIR/hf
+    python export.py FOLDER --from=hf        FOLDER/ckpt.pt from a model of transformers in FOLDER
 """
 
 import argparse
 import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from isogpt import checkpoint, optim, parallel, run_folder
+from isogpt import checkpoint, huggingface, optim, parallel, run_folder, tokenizer
 from model import GPT, GPTConfig
 
 
 def convert(out_dir: str, form: str) -> Path:
     """
-    Write the newest valid checkpoint of a run in another form, 'ckpt.pt' or 'shards'; returns what was written.
+    Write the newest valid checkpoint of a run in another form: 'ckpt.pt', 'shards' or 'hf'; returns what was written.
 
     Raises:
-        ValueError: there is no checkpoint, or it has this form already.
+        ValueError: there is no checkpoint, it has this form already, or the tokenizer is missing.
     """
     found, damaged = run_folder.newest(out_dir)
     for report in damaged:
@@ -36,27 +39,68 @@ def convert(out_dir: str, form: str) -> Path:
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
     parallel.materialize(model, torch.device("cpu"))
+    if form == "hf":
+        checkpoint.restore(source, model)
+        return write_hf(out_dir, model, source.run["config"].get("dataset", ""))
     kind = source.run["config"].get("optimizer", "adamw")
     optimizers = optim.make_optimizers(model, kind, 0, 0.1, 1e-3, (0.9, 0.95))
     checkpoint.restore(source, model, optimizers)
-    # a name of its own: neither a run that is writing the same step nor one that starts meanwhile may touch it
-    out, unfinished = Path(out_dir), Path(out_dir) / "unfinished_export"
-    try:
-        unfinished.mkdir()
-    except FileExistsError as e:
-        raise ValueError(f"{unfinished} exists: delete it, unless another conversion is running") from e
-    try:
+    with unfinished_folder(out_dir) as unfinished:
         if form == "ckpt.pt":
             checkpoint.write_file(unfinished / "ckpt.pt", checkpoint.nanogpt_state(source.run, model, optimizers))
-            return (unfinished / "ckpt.pt").replace(out / "ckpt.pt")
+            return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
         from isogpt import shards
 
         shards.write(unfinished, parallel.parameters_by_name(model), optim.state_by_name(model, optimizers))
         best_step, val_loss = source.run["isogpt"].get("best_step", 0), found.manifest.get("val_loss")
         manifest = run_folder.make_manifest(source.run, 1, 3, best_step, val_loss) | {"run": source.run}
         return run_folder.commit(unfinished, manifest, keep_last=0, replace=True)
+
+
+@contextmanager
+def unfinished_folder(out_dir: str) -> Iterator[Path]:
+    """
+    A new folder to write in, which is deleted at the end. It has a name of its own: neither a run that is writing the
+    same step nor one that starts meanwhile may touch it. Raises ValueError if another conversion has one.
+    """
+    unfinished = Path(out_dir) / "unfinished_export"
+    try:
+        unfinished.mkdir()
+    except FileExistsError as e:
+        raise ValueError(f"{unfinished} exists: delete it, unless another conversion is running") from e
+    try:
+        yield unfinished
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_hf(out_dir: str, model: GPT, dataset: str) -> Path:
+    """Write OUT_DIR/hf: weights, configuration and tokenizer; an older one is replaced. Returns the folder."""
+    c, target = model.config, Path(out_dir) / "hf"
+    with unfinished_folder(out_dir) as unfinished:
+        meta = tokenizer.find_meta(dataset, c.vocab_size)
+        token_ids = tokenizer.save_tokenizer(unfinished / "hf", meta, c.vocab_size, c.block_size)
+        huggingface.save(unfinished / "hf", model.describe(), parallel.parameters_by_name(model), token_ids)
+        if target.exists():
+            target.rename(unfinished / "old")
+        return (unfinished / "hf").rename(target)
+
+
+def convert_hf(folder: str) -> Path:
+    """
+    Write FOLDER/ckpt.pt, step 0 of a run, from the model of transformers in FOLDER; returns the file.
+
+    Raises:
+        ValueError: the model cannot be loaded, or FOLDER contains checkpoints.
+    """
+    if run_folder.is_run(folder):
+        raise ValueError(f"{folder} contains checkpoints, which would be hidden by the new one: use another folder")
+    model = GPT.from_pretrained(folder)
+    run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}, "isogpt": {}}
+    state = checkpoint.nanogpt_state(run, model, optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95)))
+    with unfinished_folder(folder) as unfinished:
+        checkpoint.write_file(unfinished / "ckpt.pt", state)
+        return (unfinished / "ckpt.pt").replace(Path(folder) / "ckpt.pt")
 
 
 def list_checkpoints(out_dir: str) -> str:
@@ -90,7 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir", help="the run's folder")
     parser.add_argument("--list", action="store_true", help="list the checkpoints (the default)")
-    parser.add_argument("--to", choices=["ckpt.pt", "shards"], help="convert the newest valid checkpoint")
+    parser.add_argument("--to", choices=["ckpt.pt", "shards", "hf"], help="convert the newest valid checkpoint")
+    parser.add_argument("--from", dest="source", choices=["hf"], help="convert a model of transformers")
     # argparse takes a folder whose name begins with a dash for an option
     options = parser.parse_args([f"./{a}" if a.startswith("-") and Path(a).is_dir() else a for a in sys.argv[1:]])
     try:
@@ -98,7 +143,9 @@ def main() -> None:
             raise ValueError(f"{options.out_dir} is not a folder")
         if options.to:
             print(f"wrote {convert(options.out_dir, options.to)}")
-        if options.list or not options.to:
+        if options.source:
+            print(f"wrote {convert_hf(options.out_dir)}")
+        if options.list or not (options.to or options.source):
             print(list_checkpoints(options.out_dir))
     except ValueError as e:
         sys.exit(f"error: {e}")

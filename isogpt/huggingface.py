@@ -110,3 +110,52 @@ def names(arch: str, n_layer: int) -> Iterator[tuple[str, list[str]]]:
         yield f"{ours}attn.c_attn.weight", [f"{theirs}{name}.weight" for name in QKV]
         for mine, other in (BLOCK | MLPS[arch]).items():
             yield f"{ours}{mine}.weight", [f"{theirs}{other}.weight"]
+
+
+def save(folder: Path, args: dict, weights: dict[str, Tensor], token_ids: dict[str, int | None]) -> None:
+    """
+    Write config.json, generation_config.json and model.safetensors.
+
+    Args:
+        args: the fields of GPTConfig.
+        weights: full tensors under our names.
+        token_ids: bos_token_id, eos_token_id and pad_token_id.
+    """
+    import transformers
+
+    arch = args["arch"]
+    if arch == "gpt2":
+        fields = {theirs: args[ours] for theirs, ours in GPT2_FIELDS.items()}
+        gelu = {"none": "gelu", "tanh": "gelu_new"}[args["gelu"]]
+        config = transformers.GPT2Config(**fields, **token_ids, activation_function=gelu, bias=args["bias"])
+    else:
+        fields = {theirs: args[ours] for theirs, ours in FIELDS.items()}
+        rope = {"rope_type": "default", "rope_theta": args["rope_theta"]}
+        config_class = {"nanochat": transformers.NanoChatConfig, "llama": transformers.LlamaConfig}[arch]
+        config = config_class(**fields, **token_ids, rope_parameters=rope)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    wanted = hf.state_dict()
+    theirs = their_weights(arch, args, weights)
+    # GPT-2 without biases gets biases of 0; nanoGPT's head is tied
+    zeros = {name: torch.zeros(w.shape) for name, w in wanted.items() if name not in theirs and name.endswith(".bias")}
+    hf.load_state_dict(theirs | zeros, assign=True)
+    hf.tie_weights()
+    hf.save_pretrained(folder)
+
+
+def their_weights(arch: str, args: dict, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our weights under the names of a transformers model."""
+    if args["tied"]:
+        weights = weights | {"lm_head.weight": weights["transformer.wte.weight"]}
+    if arch == "gpt2":
+        return {name: w.t().contiguous() if name.endswith(CONV1D) else w for name, w in weights.items()}
+    size = args["n_embd"] // args["n_head"]
+    heights = [n * size for n in (args["n_head"], args["n_kv_head"], args["n_kv_head"])]
+    theirs = {}
+    for ours, targets in names(arch, args["n_layer"]):
+        if ours in weights:
+            w = weights[ours]
+            parts = w.split(heights) if len(targets) > 1 else [w]
+            theirs |= {target: part.contiguous() for target, part in zip(targets, parts, strict=True)}
+    return theirs

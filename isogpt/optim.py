@@ -32,7 +32,9 @@ def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: f
         for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
             inspect.unwrap(method).__dict__.setdefault("__dynamo_disable", inspect.unwrap(method))
     adamw = model.configure_optimizers(weight_decay, learning_rate, betas, device_type)
-    adamw_groups = [{k: group[k] for k in ("params", "weight_decay")} | {"lr_scale": 1.0} for group in adamw.param_groups]
+    adamw_groups = [
+        {k: group[k] for k in ("params", "weight_decay")} | {"lr_scale": 1.0} for group in adamw.param_groups
+    ]
     adamw_options = {"lr": learning_rate, "betas": betas, "fused": adamw.param_groups[0]["fused"]}
     made = [(torch.optim.AdamW, adamw_groups, adamw_options)]
     if optimizer == "muon":
