@@ -21,7 +21,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -34,6 +34,7 @@ from configurator import configure, fail, settings_of
 from isogpt import hardware, launch, loader, memory, network, precision, settings
 from isogpt.collectives import measure_collectives, shown
 from isogpt.files import read_records, write_whole
+from model import GPTConfig
 
 # -- what to run ------------------------------------------------------------------------------------------------------
 batch_size = 12  # sequences per micro-batch; on a GPU by default as many as fit (small model: 8)
@@ -321,9 +322,10 @@ def memory_cost(world_size: int) -> dict:
     """What the memory of a step on `world_size` processes depends on."""
     sequences = work["batch_size"] * (work["gradient_accumulation_steps"] or world_size)
     rows = loader.share_of(sequences, 0, world_size, work["batch_size"]).rows
-    dtype, model_args = precision.resolve_dtype(work["dtype"], where), dict(work)  # has GPTConfig's fields
-    if not work["vocab_size"]:
-        model_args["vocab_size"] = loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
+    dtype, vocab_size = precision.resolve_dtype(work["dtype"], where), work["vocab_size"]
+    if not vocab_size:
+        vocab_size = loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
+    model_args = asdict(GPTConfig(**settings.model_args_of(work, vocab_size)))
     return memory.cost_of(work, model_args, rows, dtype, world_size, where.type)
 
 

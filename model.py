@@ -88,18 +88,14 @@ class GPTConfig:
         arch = ARCHS[self.arch]
         self.bias = self.bias and self.arch == "gpt2"
         self.n_kv_head = self.n_kv_head or self.n_head
-        self.n_hidden = self.n_hidden or default_n_hidden(arch, self.n_embd)
+        width = 64 * math.ceil(self.n_embd / 24)  # 8/3 n_embd, since SwiGLU has a third matrix
+        self.n_hidden = self.n_hidden or (width if arch.activation == "swiglu" else 4 * self.n_embd)
         self.tied = arch.tied if self.tied is None else self.tied
         self.norm_eps = self.norm_eps or arch.norm_eps
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head is {self.n_kv_head}: it must divide n_head, {self.n_head}")
         if arch.rotation and self.n_embd // self.n_head % 2:
             raise ValueError(f"n_embd / n_head is {self.n_embd // self.n_head}: rotary positions need an even number")
-
-
-def default_n_hidden(arch: Arch, n_embd: int) -> int:
-    """4 n_embd; with SwiGLU, which has a third matrix, 8/3 n_embd, rounded up to a multiple of 64."""
-    return -(-8 * n_embd // 192) * 64 if arch.activation == "swiglu" else 4 * n_embd
 
 
 def make_norm(config: GPTConfig) -> nn.Module:

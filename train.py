@@ -27,7 +27,7 @@ from isogpt import agree, checkpoint, launch, loader, memory, metrics, optim, pa
 from isogpt.hardware import Clock, memory_gb, over_ranks, start_profiler, total_peak_flops
 from isogpt.mesh import check_degrees, make_mesh
 from isogpt.run_folder import enter_folder, mark_preempted
-from isogpt.settings import RENAMED, check_model_args, check_training
+from isogpt.settings import RENAMED, check_model_args, check_training, model_args_of
 from isogpt.watchdog import Watchdog, explain_crashes
 from model import GPT, GPTConfig
 
@@ -143,9 +143,7 @@ with agree.exit_together():
     if source:
         model_args = dict(source.run["model_args"])
     elif init_from.removeprefix("auto:") in ("scratch", "auto"):
-        model_args = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, bias=bias)
-        model_args |= dict(vocab_size=data.vocab_size, arch=arch, n_kv_head=n_kv_head, n_hidden=n_hidden)
-        model_args["tied"] = {"auto": None, "tied": True, "untied": False}[head]
+        model_args = model_args_of(config, data.vocab_size)
     else:
         pretrained = GPT.from_pretrained(init_from.removeprefix("auto:"))
         model_args = pretrained.describe()

@@ -141,13 +141,17 @@ def open_checkpoint(found: Found) -> Source:
 def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None,
             scaler: torch.amp.GradScaler | None = None, progress: Progress | None = None) -> None:  # fmt: skip
     """
-    Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout: each rank reads
-    what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer of them.
+    Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout: each rank
+    reads what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer of them.
 
     Raises:
         ValueError: they do not fit, or a file cannot be read or would run code.
     """
     reshard(model)
+    saved_by = source.run["config"].get("optimizer", "adamw")
+    if optimizers and saved_by != optim.kind_of(optimizers):
+        advice = f"set --optimizer={saved_by}, or start a new run from its weights with --init_from=FOLDER"
+        raise ValueError(f"{source.found.path} was saved with optimizer {saved_by!r}: {advice}")
     state = optim.state_by_name(model, optimizers) if optimizers else {}
     if source.weights is None:
         restore_shards(source, parameters_by_name(model), state)
@@ -306,10 +310,11 @@ def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Opti
     synchronize(next(model.parameters()).device)
     if model.config.tied:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    args = {name: run["model_args"][name] for name in (*MODEL_ARGS, "dropout")}
-    others = {name: value for name, value in run["model_args"].items() if name not in args}  # unknown to nanoGPT
-    return {"model": weights, "optimizer": state, **run, "model_args": args,
-            "isogpt": run["isogpt"] | {"model_args": others}}  # fmt: skip
+    args, others = {}, {}
+    for name, value in run["model_args"].items():  # others: unknown to nanoGPT
+        (args if name in (*MODEL_ARGS, "dropout") else others)[name] = value
+    extra = run["isogpt"] | {"model_args": others}
+    return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
 
 
 def copy_to_cpu(value: Tensor) -> Tensor:

@@ -3,8 +3,7 @@ Weights and configurations from and for transformers: GPT2LMHeadModel, NanoChatF
 names are nanoGPT's; the tables below say what they are there.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 

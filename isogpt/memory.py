@@ -65,11 +65,16 @@ def memory_report(cost: dict) -> str:
 
 
 def parameter_counts(model_args: dict) -> tuple[int, int]:
-    """Number of parameters of the whole model (wte and lm_head share theirs) and of one block."""
-    C, bias = model_args["n_embd"], model_args["bias"]
-    block = 12 * C**2 + (13 * C if bias else 2 * C)
-    embeddings = (model_args["vocab_size"] + model_args["block_size"]) * C
-    return embeddings + model_args["n_layer"] * block + (2 * C if bias else C), block
+    """Number of parameters of the whole model and of one block."""
+    arch, C, hidden, bias = (model_args[name] for name in ("arch", "n_embd", "n_hidden", "bias"))
+    qkv = C + 2 * C * model_args["n_kv_head"] // model_args["n_head"]
+    norm = 0 if arch == "nanochat" else C
+    block = C * qkv + C**2 + (3 if arch == "llama" else 2) * C * hidden + 2 * norm
+    total = model_args["n_layer"] * block + norm + model_args["vocab_size"] * C * (1 if model_args["tied"] else 2)
+    if bias:
+        block += qkv + C + hidden + C + 2 * C
+        total += model_args["n_layer"] * (qkv + hidden + 4 * C) + C
+    return total + (model_args["block_size"] * C if arch == "gpt2" else 0), block
 
 
 def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: str, on_cpu: bool) -> float:

@@ -129,6 +129,11 @@ def set_rates(optimizers: list[torch.optim.Optimizer], lr: float, momentum: floa
                 group["momentum"] = momentum
 
 
+def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
+    """The setting `optimizer` that `make_optimizers` made them for."""
+    return "muon" if len(optimizers) > 1 else "adamw"
+
+
 def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
     """
     {parameter name: its optimizer's tensors for it} of what this rank holds: with ZeRO-1 some of the parameters, with

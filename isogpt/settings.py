@@ -15,12 +15,12 @@ AT_LEAST_1 = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulat
               "n_layer", "n_head", "n_embd", "dp_replicate", "nan_patience", "fsdp_prefetch", "num_samples",
               "max_new_tokens", "steps")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate",
-                "min_lr", "weight_decay", "grad_clip", "keep_last", "time_limit_s", "max_rollbacks", "nproc",
-                "check_ranks_interval", "temperature", "top_k")  # fmt: skip
+                "cooldown_iters", "muon_lr", "n_kv_head", "n_hidden", "min_lr", "weight_decay", "grad_clip", "keep_last",
+                "time_limit_s", "max_rollbacks", "nproc", "check_ranks_interval", "temperature", "top_k")  # fmt: skip
 # names, condition on the value, and how the message states it
 RANGES = ((AT_LEAST_1, lambda v: v >= 1, "be at least 1"), (NOT_NEGATIVE, lambda v: v >= 0, "not be negative"),
           (("dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),
-          (("beta1", "beta2", "dropout"), lambda v: 0 <= v < 1, "be in [0, 1)"),
+          (("beta1", "beta2", "dropout", "muon_momentum"), lambda v: 0 <= v < 1, "be in [0, 1)"),
           (("top_p",), lambda v: 0 < v <= 1, "be in (0, 1]; 1 samples among all tokens"),
           (("seed",), lambda v: v < 2**63, "be below 2**63"))  # fmt: skip
 CHOICES = {"data_order": ("random", "shuffle"), "on_nan": ("stop", "skip"), "zero": (0, 1, 2, 3),
@@ -61,6 +61,14 @@ def check_training(config: dict) -> None:
     c = SimpleNamespace(**config)
     weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
     checks = (
+        (c.n_kv_head > 0 and c.n_head % c.n_kv_head, f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}"),
+        (c.arch == "gpt2" and (c.n_kv_head or c.n_head) != c.n_head,
+         "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat"),
+        (c.arch == "gpt2" and c.head == "untied",
+         "arch 'gpt2' has a tied head: set --head=auto, or --arch=llama or nanochat"),
+        (c.arch != "gpt2" and c.bias, f"arch {c.arch!r} has no biases: set --bias=False"),
+        (c.lr_schedule == "wsd" and c.cooldown_iters == 0, "lr_schedule 'wsd' needs the steps of its decay: set "
+         "--cooldown_iters="),
         (c.n_head > 0 and c.n_embd % c.n_head, f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}"),
         (not c.out_dir.strip(), "out_dir is empty: set --out_dir= to a folder"),
         (weights not in ("scratch", *GPT2) and not os.path.isdir(weights),
@@ -75,6 +83,13 @@ def check_training(config: dict) -> None:
         ((c.cpu_offload or c.dp_replicate != 1) and not c.fsdp and c.zero < 2,
          f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {c.zero}: set --zero=3"))  # fmt: skip
     report(problems_of(config) + [message for is_wrong, message in checks if is_wrong])
+
+
+def model_args_of(config: dict, vocab_size: int) -> dict:
+    """The fields of GPTConfig for a model that starts from scratch with these settings."""
+    same = ("arch", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size", "bias", "dropout")
+    tied = {"auto": None, "tied": True, "untied": False}[config["head"]]
+    return {name: config[name] for name in same} | {"vocab_size": vocab_size, "tied": tied}
 
 
 def check_model_args(model_args: dict, block_size: int, data: Dataset) -> None:
@@ -95,8 +110,8 @@ def check_model_args(model_args: dict, block_size: int, data: Dataset) -> None:
 
 def differences(config: dict, source: "Source") -> list[str]:
     """What a user should know about settings that are not what the checkpoint has."""
-    found, model = [], source.run["model_args"]
-    ignored = [name for name in ("n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]]
+    found, model = [], {"arch": "gpt2"} | source.run["model_args"]
+    ignored = [name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]]
     ignored += ["vocab_size"] if config["vocab_size"] not in (0, model["vocab_size"]) else []
     if ignored:
         used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))

@@ -54,7 +54,7 @@ MUTATIONS = {
     "resume: position in the data": (
         "isogpt/loader.py", "for step in count(progress.step) if", "for step in count(0) if", KILLED),
     "resume: optimizer state": (
-        "isogpt/checkpoint.py", "state = optim.state_by_name(model, optimizer) if optimizer else {}", "state = {}", KILLED),
+        "isogpt/checkpoint.py", "state = optim.state_by_name(model, optimizers) if optimizers else {}", "state = {}", KILLED),
     "resume: scaler state": (
         "isogpt/checkpoint.py", 'scaler.load_state_dict(source.run["isogpt"]["scaler"])', "pass",
         f"{RESUME}::test_float16_scaler_is_saved_and_restored"),

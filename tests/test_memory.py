@@ -78,7 +78,7 @@ def collectives(trace):
 
 
 def test_the_largest_micro_batch_that_fits():
-    args = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304, bias=False, dropout=0.0)
+    args = asdict(GPTConfig(bias=False))
     config = dict(fsdp=False, zero=0, dp_replicate=1, cpu_offload=False, activation_checkpointing="none",
                   grad_sync="auto", fsdp_prefetch=1)  # fmt: skip
     cost = memory.cost_of(config, args, 12, "bfloat16", 1, "cuda")
@@ -123,9 +123,9 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
     script = tmp_path / "held.py"
     script.write_text(
         "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nfrom isogpt import optim, parallel\n"
-        "make, kept = optim.make_optimizer, []\n"
+        "make, kept = optim.make_optimizers, []\n"
         "def keep(model, *args):\n    kept.extend((model, make(model, *args)))\n    return kept[1]\n"
-        "optim.make_optimizer = keep\n"
+        "optim.make_optimizers = keep\n"
         "sys.argv[0] = os.environ['REPO'] + '/train.py'\nrunpy.run_path(sys.argv[0], run_name='held')\n"
         "m, o = kept\n"
         "size = lambda t: parallel.local(t).numel() * 4\n"

@@ -45,7 +45,7 @@ def test_the_troubleshooting_page_is_short():
 # helpers
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
-COST = dict(model_args=SHAPE, rows=4, dtype="float32", world_size=2, device_type="cpu", zero=0, fsdp=False,
+COST = dict(model_args=asdict(GPTConfig(**SHAPE)), rows=4, dtype="float32", world_size=2, device_type="cpu", zero=0, fsdp=False,
             dp_replicate=1, grad_sync="auto", fsdp_prefetch=1, cpu_offload=False,
             activation_checkpointing="none")  # fmt: skip
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def save_in(folder, dataset="letters", **changes):
     """Write a ckpt.pt in nanoGPT's form and a data set with its vocabulary."""
     model = tiny_model()
     run = {"model_args": dict(SHAPE), "iter_num": 3, "best_val_loss": 1.5, "config": {"dataset": dataset}, "isogpt": {}}
-    state = checkpoint.nanogpt_state(run, model, model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu"))
+    state = checkpoint.nanogpt_state(run, model, [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")])
     folder.mkdir(parents=True)
     torch.save({**state, **changes}, folder / "ckpt.pt")
     data_in(folder.parent / "data" / "letters", {"stoi": {"A": 0}, "itos": ["A"], "vocab_size": 65})
@@ -163,7 +163,9 @@ def not_finite():
 
 def transformers_that_lack(at, key):
     loaded = lambda *args, **kw: (None, {"missing_keys": {key}})  # noqa: E731
-    at.item(sys.modules, "transformers", SimpleNamespace(GPT2LMHeadModel=SimpleNamespace(from_pretrained=loaded)))
+    config = SimpleNamespace(from_pretrained=lambda name: SimpleNamespace(model_type="gpt2"))
+    gpt2 = SimpleNamespace(from_pretrained=loaded)
+    at.item(sys.modules, "transformers", SimpleNamespace(AutoConfig=config, GPT2LMHeadModel=gpt2))
     GPT.from_pretrained("other")
 
 
@@ -241,9 +243,9 @@ RAISED = {
     "it holds objects other than tensors": lambda at: shards_that_hold(at, metadata_of_objects()),
     # models
     "dropout is 1.0: it must be in [0, 1)": lambda at: GPTConfig(dropout=1.0),
-    "this GPT-2 has settings that are not supported: layer_norm_epsilon=1e-06": lambda at: (
-        GPT.from_hf(SimpleNamespace(config=SimpleNamespace(layer_norm_epsilon=1e-6)))),
-    "'other' is not a GPT-2: lm_head.weight is missing": lambda at: (
+    "this gpt2 has settings that are not supported: scale_attn_weights=False": lambda at: (
+        GPT.from_hf(SimpleNamespace(config=SimpleNamespace(model_type="gpt2", scale_attn_weights=False)))),
+    "'other' is not a complete GPT2LMHeadModel: lm_head.weight is missing": lambda at: (
         transformers_that_lack(at, "lm_head.weight")),
 }  # fmt: skip
 

@@ -57,6 +57,10 @@ def apart(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
+# what GPT-2's config has besides nanoGPT's fields, for SMALL
+GPT2 = dict(arch="gpt2", n_kv_head=2, n_hidden=128, tied=True, norm_eps=1e-5, rope_theta=1e4)
+
+
 def same_states(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
@@ -67,8 +71,9 @@ def same_states(a, b):
 
 def test_defaults_are_nanogpts():
     assert dataclasses.asdict(GPTConfig()) == dict(
-        block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, dropout=0.0, bias=True, gelu="none"
-    )
+        block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, dropout=0.0, bias=True, gelu="none",
+        **dict(GPT2, n_kv_head=12, n_hidden=3072),
+    )  # fmt: skip
     assert GPTConfig(8, 65, 1, 2, 16, 0.1, False) == GPTConfig(
         block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=16, dropout=0.1, bias=False
     )
@@ -85,6 +90,9 @@ def test_defaults_are_nanogpts():
         (dict(n_head=3), "n_embd 32 is not a multiple of n_head 3"),
         (dict(dropout=1.0), "dropout is 1.0"),
         (dict(dropout=-0.1), "dropout is -0.1"),
+        (dict(arch="gpt3"), "arch is 'gpt3'; possible are gpt2, nanochat, llama"),
+        (dict(arch="llama", n_kv_head=3), "n_kv_head is 3: it must divide n_head, 2"),
+        (dict(arch="nanochat", n_embd=34), "n_embd / n_head is 17: rotary positions need an even number"),
     ],
 )
 def test_impossible_configs_are_refused(wrong, said):
@@ -745,7 +753,7 @@ def test_from_state_refuses_what_does_not_fit():
 
 def test_describe_is_nanogpts_model_args():
     gpt = rough(dropout=0.1)
-    assert gpt.describe() == dict(SMALL, dropout=0.1, bias=True, gelu="none")
+    assert gpt.describe() == dict(SMALL, dropout=0.1, bias=True, gelu="none", **GPT2)
 
 
 def test_crop_block_size():
@@ -829,7 +837,7 @@ def same_as(hf, gpt, x, atol=1e-5):
 def test_the_same_model_as_transformers(gpt2, folder, load):
     hf = gpt2()
     gpt = load(hf if load == GPT.from_hf else str(folder)).eval()
-    assert gpt.describe() == dict(SMALL, dropout=0.0, bias=True, gelu="tanh")
+    assert gpt.describe() == dict(SMALL, dropout=0.0, bias=True, gelu="tanh", **GPT2)
     assert gpt.lm_head.weight is gpt.transformer.wte.weight
     for length in 1, 2, 9, 16:
         same_as(hf, gpt, ids(3, length, seed=length))
@@ -859,11 +867,9 @@ def test_each_kind_of_gelu(gpt2, theirs, ours):
     "other",
     [
         dict(activation_function="relu"),
-        dict(layer_norm_epsilon=1e-3),
         dict(scale_attn_weights=False),
         dict(scale_attn_by_inverse_layer_idx=True),
         dict(tie_word_embeddings=False),
-        dict(n_inner=64),
     ],
     ids=lambda other: next(iter(other)),
 )

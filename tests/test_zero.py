@@ -141,9 +141,9 @@ def tensors_of(out):
     assert found and not reports
     source = checkpoint.open_checkpoint(found)
     model = empty_model(source)
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
-    checkpoint.restore(source, model, optimizer)
-    moments = {f"{n}.{k}": v for n, m in optim.state_by_name(model, optimizer).items() for k, v in m.items()}
+    optimizers = optim.make_optimizers(model, source.run["config"]["optimizer"], 0, 0.1, 1e-3, (0.9, 0.95))
+    checkpoint.restore(source, model, optimizers)
+    moments = {f"{n}.{k}": v for n, m in optim.state_by_name(model, optimizers).items() for k, v in m.items()}
     return {**{n: p.detach() for n, p in model.named_parameters()}, **moments}
 
 
