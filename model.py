@@ -196,6 +196,7 @@ class GPT(nn.Module):
             self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.transformer["ln_f"] = make_norm(config)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.loss = summed_loss  # compiled by itself where the blocks are
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
             self.init_weights(torch.initial_seed() if seed is None else seed)
@@ -293,7 +294,7 @@ class GPT(nn.Module):
         if targets is None:
             return soft_cap(self.lm_head(x[:, -1:]), self.arch.softcap), None
         if target_count is not None:
-            return None, summed_loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
+            return None, self.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
         logits = soft_cap(self.lm_head(x), self.arch.softcap)  # (B, T, V)
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
 

@@ -153,13 +153,13 @@ def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) ->
 
 def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> tuple[int, int]:
     """Bytes that isogpt.kernels.summed_loss allocates in the forward and in the backward pass."""
-    unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size)
+    unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V)
     if tokens <= max(1, unchunked // V):
         # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two gradients
         return 10 * tokens * V, 12 * tokens * V
     gradients = 4 * V * C + size * tokens * C  # of the weight, in float32, and of the hidden states
     logits = size * V * min(tokens, max(1, per_chunk // V))
-    weight_part = size * min(per_chunk_float, V * C)
+    weight_part = (size if on_cpu else 4) * min(per_chunk_float, V * C)
     if size == 4:
         return gradients + logits + weight_part, gradients + 4 * V * C
     logits_float = 4 * V * min(tokens, max(1, per_chunk_float // V))

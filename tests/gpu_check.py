@@ -218,6 +218,12 @@ def nanogpt(place: Place) -> Iterator[Line]:
                statistics.median(ratios) >= goal)  # fmt: skip
 
 
+def chunked_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss as it is computed on a GPU that is too small for all logits."""
+    _, *per_chunk = kernels.logits_at_once(x.device.type == "cpu", x.itemsize, len(weight))
+    return kernels.ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), *per_chunk)
+
+
 def parts(place: Place) -> Iterator[Line]:
     """The loss, attention by back end, and the optimizer, each alone."""
     device, dtype = torch.device(place.device), torch.bfloat16
@@ -226,11 +232,14 @@ def parts(place: Place) -> Iterator[Line]:
     weight = torch.randn(vocab, width, device=device, dtype=dtype, requires_grad=True)
     targets = torch.randint(vocab, (1, rows), device=device)
     loss = {"x": x, "weight": weight, "targets": targets}
-    ours = milliseconds(place, "f(x, weight, targets).backward()", f=kernels.summed_loss, **loss)
-    plain = milliseconds(
-        place, "f((x @ weight.t())[0], targets[0]).backward()", f=torch.nn.functional.cross_entropy, **loss
-    )
-    yield Line(f"loss of {rows:,} x {vocab:,}, in chunks / plain, ms", "", f"{ours:.2f} / {plain:.2f}")
+    ways = {"plain": kernels.summed_loss, "in chunks": chunked_loss, "deterministic, in chunks": chunked_loss}
+    ways |= {"compiled": torch.compile(kernels.summed_loss, dynamic=False)} if place.on_gpu else {}
+    found = []
+    for name, f in ways.items():
+        torch.use_deterministic_algorithms("deterministic" in name, warn_only=True)
+        found.append(f"{name} {milliseconds(place, 'f(x, weight, targets).backward()', f=f, **loss):.2f}")
+    torch.use_deterministic_algorithms(False)
+    yield Line(f"loss of {rows:,} x {vocab:,}, ms", "", ", ".join(found))
 
     length = 1024 if place.on_gpu else 64
     q = torch.randn(rows // length, heads, length, width // heads, device=device, dtype=dtype, requires_grad=True)

@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 from runs import REPO, TINY, column, records
 
 from isogpt import memory, run_folder
@@ -86,6 +88,15 @@ def test_the_largest_micro_batch_that_fits():
     assert rows[0] == 1 and rows[-1] == 256 and rows == sorted(rows) and len(set(rows)) == 5
     assert memory.memory_estimate(cost | {"rows": rows[3]})["total"] <= 64
     assert memory.memory_estimate(cost | {"rows": 2 * rows[3]})["total"] > 64
+
+
+@pytest.mark.parametrize("gib, bytes_per_logit", [(80, 12), (16, 3.2)])
+def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(monkeypatch, gib, bytes_per_logit):
+    """16 sequences of 1,024 tokens in bfloat16: all logits at once, or two chunks, at 6 bytes per logit of a chunk."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30))
+    found = max(memory.loss_activations(16 * 1024, 50304, 768, 2, on_cpu=False))
+    assert found == pytest.approx(16 * 1024 * 50304 * bytes_per_logit, rel=0.02)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -493,6 +494,18 @@ def test_a_large_vocabulary_is_cut(large):
     assert got[0].item() == pytest.approx(expected[0].item(), rel=1e-6)
     assert apart(got[1], expected[1]) < 1e-4  # a sum over 262,144 in float32
     assert apart(got[2], expected[2]) < 1e-6
+
+
+@pytest.mark.parametrize("gib, rows, at_once", [(80, 16384, 16384), (80, 32768, 8192), (0, 9000, 8192)])
+def test_the_logits_of_a_gpu_at_once(monkeypatch, gib, rows, at_once):
+    """All of them if they fit into an eighth of its memory, else 8,192 rows; the meta device stands in for a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # it does not know the meta device
+    x, weight = (torch.empty(n, 8, device="meta", requires_grad=True) for n in (rows, 50304))
+    with Largest() as largest:
+        summed_loss(x[None], weight, torch.empty(1, rows, dtype=torch.int64, device="meta")).backward()
+    assert largest.numel == at_once * 50304 and x.grad.shape == x.shape and weight.grad.shape == weight.shape
 
 
 def test_a_large_vocabulary_is_cut_without_gradients_too(large):

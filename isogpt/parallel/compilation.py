@@ -14,7 +14,7 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str
     and gains nothing, and not if a trial compilation fails on any rank, for instance because there is no C compiler.
 
     Args:
-        by_block: compile each block by itself, as FSDP needs it.
+        by_block: compile each block and the loss by themselves, as FSDP needs it.
 
     Returns:
         a sentence for the user about what was done.
@@ -35,9 +35,11 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str
 
 
 def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
-    """Compile the model or its blocks in place. Shapes are fixed: an evaluation's are compiled by themselves."""
+    """Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation has its own graphs."""
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)
+    if by_block:
+        model.loss = torch.compile(model.loss, dynamic=False, **options)
 
 
 def compile_report() -> str:
