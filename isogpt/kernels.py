@@ -128,6 +128,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cach
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
+    # On Hopper and Blackwell PyTorch tries cuDNN first, unless its version has a known bug: do not force an order here
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=S == T,
                                        enable_gqa=k.size(1) < q.size(1))  # fmt: skip
     return y.transpose(1, 2).flatten(2)

@@ -371,7 +371,7 @@ def plain_loss(x, weight, targets):
 
 def chunked_loss(x, weight, targets):
     vocab = len(weight)  # 7 rows of logits at once, 3 of these in float32, and gradients of 12 rows of the weight
-    return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), 7 * vocab, 3 * vocab)
+    return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), 0.0, 7 * vocab, 3 * vocab)
 
 
 def loss_and_gradients(loss_of, x, weight, targets, scale=0.37):
@@ -533,7 +533,7 @@ def test_a_large_vocabulary_under_autocast(large):
 def test_a_vocabulary_larger_than_a_chunk_goes_row_by_row():
     """Also where not even one row of logits is within the limit."""
     x, weight, targets = hidden(4, 65)
-    one_by_one = lambda x, w, t: ChunkedLoss.apply(x.flatten(0, 1), w, t.flatten(), 64, 3)  # noqa: E731
+    one_by_one = lambda x, w, t: ChunkedLoss.apply(x.flatten(0, 1), w, t.flatten(), 0.0, 64, 3)  # noqa: E731
     got, expected = (loss_and_gradients(f, x, weight, targets) for f in (one_by_one, plain_loss))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
