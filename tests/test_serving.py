@@ -1,0 +1,173 @@
+"""`transformers serve` with a folder of weights and our tokenizer: its clients get the text of model.generate."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from runs import free_port, wait_for
+
+from isogpt import tokenizer
+
+MISSING = [name for name in ("fastapi", "uvicorn", "openai", "accelerate") if not importlib.util.find_spec(name)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: pip install -r requirements-serve.txt"),
+]
+CHARACTERS = {chr(c): c - 32 for c in range(32, 127)} | {"\n": 95}
+BLOCK_SIZE, TOKENS = 256, 40
+PROMPTS = ["x", "def main(", " two  spaces ", "a line\n\n    and another", "{[(", "0123456789" * 10, "To be", "\n"]
+BATCHING = ["--continuous-batching", "--cb-num-blocks=16", "--cb-max-batch-tokens=256"]
+
+
+def make_folder(arch, folder):
+    """Write random weights and a tokenizer of characters."""
+    import transformers
+
+    ids = tokenizer.save_tokenizer(folder, {"stoi": CHARACTERS}, len(CHARACTERS), BLOCK_SIZE)
+    # weights of this size give texts that depend on all of the prompt, and no two logits that are nearly equal
+    shared = {"vocab_size": len(CHARACTERS), "initializer_range": 0.3, **ids}
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "max_position_embeddings": BLOCK_SIZE}  # fmt: skip
+    torch.manual_seed(0)
+    if arch == "gpt2":
+        config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=64, n_positions=BLOCK_SIZE, **shared)
+    elif arch == "nanochat":
+        config = transformers.NanoChatConfig(**sizes, **shared)
+    else:
+        config = transformers.LlamaConfig(**sizes, **shared)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+@dataclass
+class Server:
+    """A running server, and the texts that model.generate writes after PROMPTS."""
+
+    url: str
+    model: str
+    texts: list
+
+    def client(self):
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def complete(self, prompt, **options):
+        """The text after a prompt, or a stream of it."""
+        options = {"max_tokens": TOKENS, "temperature": 0, **options}
+        answer = self.client().completions.create(model=self.model, prompt=prompt, **options)
+        return answer if options.get("stream") else answer.choices[0].text
+
+    def post(self, data):
+        """The status of the answer to a request with these bytes."""
+        header = {"Content-Type": "application/json"}
+        try:
+            return urllib.request.urlopen(urllib.request.Request(f"{self.url}/v1/completions", data, header)).status
+        except urllib.error.HTTPError as e:
+            return e.code
+
+    def assert_serving(self):
+        assert [self.complete(prompt) for prompt in PROMPTS] == self.texts
+
+
+def texts_of_generate(folder):
+    """What the model of a folder writes after PROMPTS."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokens, model, texts = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder), []
+    for prompt in PROMPTS:
+        ids = torch.tensor([[CHARACTERS[c] for c in prompt]])  # (1, T)
+        new = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)[0, ids.shape[1] :]
+        assert len(new) == TOKENS
+        texts.append(tokens.decode(new))
+    return texts
+
+
+def answers(url):
+    try:
+        return urllib.request.urlopen(f"{url}/health", timeout=1).status == 200
+    except OSError:
+        return False
+
+
+@contextmanager
+def serving(folder, options, log):
+    """Run `transformers serve` until the end of the block; gives its address."""
+    port = free_port()
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device=cpu", *options]
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [*command, "--host=127.0.0.1", f"--port={port}"], stdout=out, stderr=out, start_new_session=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: answers(url) or process.poll() is not None, seconds=120)
+        assert process.poll() is None, Path(log).read_text()
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module", params=["gpt2", "nanochat", "llama"])
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    make_folder(request.param, path)
+    return path
+
+
+@pytest.fixture(scope="module", params=[[], BATCHING], ids=["one-by-one", "continuous-batching"])
+def server(request, folder, tmp_path_factory):
+    texts = texts_of_generate(folder)
+    assert len(set(texts)) == len(PROMPTS)
+    with serving(folder, request.param, tmp_path_factory.mktemp("log") / "log.txt") as url:
+        yield Server(url, str(folder), texts)
+
+
+def test_a_completion_is_the_text_of_generate(server):
+    server.assert_serving()
+
+
+def test_a_chat_continues_the_text_of_its_messages(server):
+    for prompt, text in zip(PROMPTS, server.texts, strict=True):
+        messages = [{"role": "system", "content": prompt[:2]}, {"role": "user", "content": prompt[2:]}]
+        create = server.client().chat.completions.create
+        answer = create(model=server.model, messages=messages, max_tokens=TOKENS, temperature=0)
+        assert answer.choices[0].message.content == text
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), TOKENS)
+
+
+def test_eight_clients_at_once(server):
+    with ThreadPoolExecutor(8) as clients:
+        assert list(clients.map(server.complete, PROMPTS)) == server.texts
+
+
+def test_clients_that_close_their_connections(server):
+    streams = [server.complete(prompt, stream=True, max_tokens=150) for prompt in PROMPTS]
+    for stream in streams:
+        next(iter(stream))
+        stream.close()
+    server.assert_serving()
+
+
+def test_bad_requests(server):
+    import openai
+
+    with pytest.raises(openai.BadRequestError):
+        server.client().completions.create(model="no-such-model", prompt="x")
+    assert server.post(b'{"model": ') == server.post(b"[1]") == 422
+    with pytest.raises(openai.UnprocessableEntityError):
+        server.complete("x", extra_body={"no_such_field": 1})
+    with pytest.raises(openai.InternalServerError):
+        server.complete("a character without an id: \u00e9")
+    server.assert_serving()

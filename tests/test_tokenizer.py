@@ -1,0 +1,173 @@
+"""isogpt/tokenizer.py: what AutoTokenizer reads gives tiktoken's ids and the data set's, and exactly the text."""
+
+import json
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+import tiktoken
+from transformers import AutoTokenizer
+
+from isogpt import tokenizer
+
+GPT2_FILE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "")) / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
+needs_gpt2 = pytest.mark.skipif(not GPT2_FILE.exists(), reason="GPT-2's tokenizer is not in TIKTOKEN_CACHE_DIR")
+CHARACTERS = sorted({*map(chr, range(256)), *"東京🙂Ġ▁\u0301\u200d\u2028\ufeff\U0010ffff"})
+PIECES = [
+    "<|endoftext|>", "<|fim|>", "<|endoftext", "    def f(x):\n        return x\n", "\r\n\r\n", "   ", "\t\t", "It's",
+    "WE'LL", "1234567", "東京", "naïve", "🙂👩\u200d💻", "e\u0301", "\u00a0", "\u2028", "\x00", "a", "Z", ".",
+    ",,", "²", "ſ",
+]  # fmt: skip
+SPECIAL = {"<|endoftext|>": 2000, "<|fim|>": 2010}  # ids with a hole, as in cl100k_base
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+    r"|\s+(?!\S)|\s"
+)
+WORDS = r"\p{L}+|\p{N}{1,3}|[^\p{L}\p{N}]+"
+
+
+def random_texts(n):
+    """Texts of PIECES and of any characters but surrogates."""
+    rng = random.Random(1)
+    for _ in range(n):
+        anything = (chr(rng.randrange(rng.choice([128, 0x3000, 0xD800]))) for _ in range(20))
+        astral = (chr(rng.randrange(0xE000, 0x110000)) for _ in range(3))
+        pieces = [*anything, *astral, *rng.choices(PIECES, k=20)]
+        rng.shuffle(pieces)
+        yield "".join(pieces)
+
+
+def small_encoding(pattern=CL100K, merges=600):
+    """A tiktoken encoding of PIECES. Its ranks are random, so that not all of its tokens can be reached by merges."""
+    rng = random.Random(0)
+    text = " ".join(PIECES)
+    parts = {text[i : i + n].encode() for n in (1, 2, 3, 5, 8) for i in range(len(text))}
+    parts |= {part[:n] for part in parts for n in (2, 3)}
+    tokens = [bytes([byte]) for byte in range(256)] + sorted(part for part in parts if len(part) > 1)[:merges]
+    rng.shuffle(tokens)
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens=SPECIAL)
+
+
+def use_encoding(monkeypatch, encoding):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding if name == "small" else pytest.fail(name))
+    return {"tokenizer": "small"}
+
+
+def assert_equal(saved, encoding, texts):
+    for text in texts:
+        ids = encoding.encode(text, allowed_special="all")
+        assert saved.encode(text) == saved(text)["input_ids"] == ids, ascii(text)
+        assert saved.decode(ids) == text
+
+
+@needs_gpt2
+def test_gpt2s_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # a model that has a tokenizer class of its own
+    ids = tokenizer.save_tokenizer(tmp_path, {}, 50304, 1024)
+    assert ids == {"bos_token_id": None, "eos_token_id": 50256, "pad_token_id": 50256}
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert (len(saved), saved.model_max_length, saved.eos_token_id) == (50257, 1024, 50256)
+    assert_equal(saved, tiktoken.get_encoding("gpt2"), random_texts(300))
+    batch = saved(["one", "two and three"], padding=True)
+    assert [len(row) for row in batch["input_ids"]] == [3, 3] and batch["attention_mask"][0] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("pattern", [CL100K, WORDS, "(?s)."], ids=["cl100k", "words", "bytes"])
+def test_an_encoding_of_tiktoken(tmp_path, monkeypatch, pattern):
+    encoding = small_encoding(pattern)
+    unreached = [t for t in encoding._mergeable_ranks if not tokenizer.last_merge(t, encoding._mergeable_ranks)]
+    assert len(unreached) > 10  # ignore_merges matters
+    ids = tokenizer.save_tokenizer(tmp_path, use_encoding(monkeypatch, encoding), 2011, 64)
+    assert ids == {"bos_token_id": None, "eos_token_id": 2000, "pad_token_id": 2000}
+    assert_equal(AutoTokenizer.from_pretrained(tmp_path), encoding, random_texts(300))
+
+
+def test_an_encoding_without_end_of_text(tmp_path, monkeypatch):
+    encoding = tiktoken.Encoding(
+        "small", pat_str="(?s).", mergeable_ranks={bytes([b]): b for b in range(256)}, special_tokens={}
+    )
+    ids = tokenizer.save_tokenizer(tmp_path, use_encoding(monkeypatch, encoding), 256, 64)
+    assert ids == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    assert_equal(AutoTokenizer.from_pretrained(tmp_path), encoding, random_texts(20))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [(r"\p{L}{1,2}+|(?s:.)", "cannot read the pattern of small"), (r"\p{L}{1,2}+|[\s\S]", "splits text otherwise")],
+)
+def test_a_pattern_that_means_something_else_is_an_error(tmp_path, monkeypatch, pattern, message):
+    meta = use_encoding(monkeypatch, small_encoding(pattern))
+    with pytest.raises(ValueError, match=message):
+        tokenizer.save_tokenizer(tmp_path, meta, 3000, 64)
+
+
+@pytest.mark.parametrize("model", [None, "gpt2", "llama", "nanochat"])
+def test_characters(tmp_path, model):
+    if model:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    stoi = {c: i for i, c in enumerate(CHARACTERS)}
+    ids = tokenizer.save_tokenizer(tmp_path, {"stoi": stoi, "itos": CHARACTERS}, 300, 64)
+    assert ids == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    saved, rng = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices(CHARACTERS, k=30) + rng.choices(" \n\t.,'?", k=20))
+        assert saved.encode(text) == saved(text)["input_ids"] == [stoi[c] for c in text]
+        assert saved.decode(saved.encode(text)) == text
+    assert saved.decode([stoi["a"], 299, stoi["b"]]) == "ab"  # 299 exists in the model only
+    with pytest.raises(Exception, match="Missing .UNK. token"):
+        saved.encode("a\u0416")
+
+
+def test_characters_that_no_text_has(tmp_path):
+    """A lone surrogate, which .jsonl files can hold, keeps its id but cannot be stored."""
+    tokenizer.save_tokenizer(tmp_path, {"stoi": {"a": 0, "\ud800": 1, "b": 2}}, 3, 64)
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("ab") == [0, 2]
+
+
+def test_a_chat_is_the_text_of_its_messages(tmp_path):
+    tokenizer.save_tokenizer(tmp_path, {"stoi": {c: i for i, c in enumerate(CHARACTERS)}}, 300, 64)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "system", "content": " a\n"}, {"role": "user", "content": "\n  {{ b }} \n"}]
+    chat = saved.apply_chat_template(messages, add_generation_prompt=True)
+    assert saved.decode(chat["input_ids"]) == " a\n\n  {{ b }} \n"
+
+
+def test_merges_are_recovered():
+    ranks = {b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"ab": 4, b"abc": 5, b"abca": 6, b"cab": 7, b"cabca": 8, b"bb?": 9}
+    merges = {token: tokenizer.last_merge(token, ranks) for token in ranks if len(token) > 1}
+    assert merges == {
+        b"bc": [b"b", b"c"], b"ab": [b"a", b"b"], b"abc": [b"a", b"bc"], b"abca": [b"abc", b"a"], b"cab": [b"c", b"ab"],
+        b"cabca": [b"c", b"abca"], b"bb?": [],
+    }  # fmt: skip
+
+
+def test_a_tokenizer_that_does_not_fit_the_model(tmp_path):
+    message = "the tokenizer has 3 ids, but the model has 2: the metadata of its data set is missing or is not that"
+    with pytest.raises(ValueError, match=message):
+        tokenizer.save_tokenizer(tmp_path, {"stoi": {"a": 0, "b": 2}}, 2, 64)
+    assert not list(tmp_path.iterdir())
+
+
+def test_metadata_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tokenizer.find_meta("", 65) == tokenizer.find_meta("absent", 50304) == {}
+    with pytest.raises(ValueError, match="the run's data set absent is needed for its vocabulary: no train.bin in"):
+        tokenizer.find_meta("absent", 65)
+    with pytest.raises(ValueError, match=r"no meta\.pkl with stoi: run its prepare\.py again"):
+        tokenizer.save_tokenizer(tmp_path, {"tokenizer": "char", "vocab_size": 65}, 65, 64)
+
+
+def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
+    def offline(url):
+        raise OSError("no network")
+
+    monkeypatch.setattr("tiktoken.load.read_file", offline)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    message = "tiktoken cannot load its tokenizer (no network): go online or set TIKTOKEN_CACHE_DIR"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tokenizer.save_tokenizer(tmp_path, {"tokenizer": "p50k_base"}, 50304, 64)
+    with pytest.raises(ValueError, match="cannot load its tokenizer .Unknown encoding no-such"):
+        tokenizer.load_tokenizer({"tokenizer": "no-such"}, "mine")
