@@ -35,7 +35,7 @@ from runs import REPO, TINY, children, column, records, steps_in, tiny_data, wai
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from isogpt import kernels, memory
+from isogpt import kernels, memory, settings
 from model import GPT, GPTConfig
 
 
@@ -188,7 +188,8 @@ def speed(place: Place) -> Iterator[Line]:
 def estimate(r: dict) -> float:
     """GB that memory.py estimates for a launch of bench.py."""
     c = r["settings"]
-    return memory.memory_estimate(memory.cost_of(c, c, c["batch_size"], r["dtype"], 1, "cuda"))["total"]
+    model_args = asdict(GPTConfig(**settings.model_args_of(c, c["vocab_size"])))
+    return memory.memory_estimate(memory.cost_of(c, model_args, c["batch_size"], r["dtype"], 1, "cuda"))["total"]
 
 
 def nanogpt(place: Place) -> Iterator[Line]:

@@ -1,12 +1,8 @@
 """Every architecture and optimizer: one curve on any layout, bitwise resume, to transformers and back."""
 
-import shutil
-
 import pytest
-import torch
 from runs import column
 from test_parity import same
-from test_zero import tensors_of
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
 MODELS = {

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from runs import REPO, TINY, column, records
 
 from isogpt import memory, run_folder
+from model import GPTConfig
 
 # raises OutOfMemoryError in every training forward of more than ROWS rows, on all ranks alike
 INJECT = """
@@ -212,6 +214,7 @@ import os, sys
 from contextlib import contextmanager
 sys.path.insert(0, os.environ["REPO"])
 from isogpt import launch, parallel
+from model import GPTConfig
 no_sync, leave, storages = parallel.no_sync, launch.leave, set()
 @contextmanager
 def watched(model):

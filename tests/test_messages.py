@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,8 +46,8 @@ def test_the_troubleshooting_page_is_short():
 # helpers
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
-COST = dict(model_args=asdict(GPTConfig(**SHAPE)), rows=4, dtype="float32", world_size=2, device_type="cpu", zero=0, fsdp=False,
-            dp_replicate=1, grad_sync="auto", fsdp_prefetch=1, cpu_offload=False,
+COST = dict(model_args=asdict(GPTConfig(**SHAPE)), rows=4, dtype="float32", world_size=2, device_type="cpu", zero=0,
+            fsdp=False, dp_replicate=1, grad_sync="auto", fsdp_prefetch=1, cpu_offload=False,
             activation_checkpointing="none")  # fmt: skip
 CPU = torch.device("cpu")
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
