@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as update_adamw
 
-from isogpt.parallel import full, put
+from isogpt.parallel import full, local, put
 
 HIDDEN_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.\w+\.weight")
 
@@ -50,7 +51,27 @@ def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: f
     if device_type == "cpu":
         for o in optimizers:
             o.step = partial(torch.no_grad()(inspect.unwrap(type(o).step)), o)
+    if zero >= 2:
+        optimizers[0].step = partial(step_shards, optimizers[0])
     return optimizers
+
+
+@torch.no_grad()
+def step_shards(adamw: torch.optim.AdamW) -> None:
+    """
+    AdamW's step for parameters that are DTensors, on this rank's shards of them: the same arithmetic without DTensor's
+    dispatch (a step of 148 small parameters takes 1.5 ms instead of 4 on a CPU, torch 2.13).
+    """
+    create_state(adamw)
+    amp = {name: getattr(adamw, name, None) for name in ("grad_scale", "found_inf")}  # set by GradScaler.step
+    for group in adamw.param_groups:
+        params = [p for p in group["params"] if p.grad is not None]
+        states = [adamw.state[p] for p in params]
+        dtensors = (params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states])
+        shards = [[local(t) for t in tensors] for tensors in dtensors]
+        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")}
+        beta1, beta2 = group["betas"]
+        update_adamw(*shards, [], [s["step"] for s in states], beta1=beta1, beta2=beta2, **settings, **amp)
 
 
 def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -> list[dict]:
@@ -142,12 +163,17 @@ def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> 
     names, found = {p: name for name, p in model.named_parameters()}, {}
     for optimizer in optimizers:
         inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
-        for group in inner.param_groups:
-            for p in group["params"]:
-                if not inner.state[p]:
-                    inner.state[p] = new_state(p, group)
-                found[names[p]] = inner.state[p]
+        create_state(inner)
+        found |= {names[p]: inner.state[p] for group in inner.param_groups for p in group["params"]}
     return found
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that does not exist before the first step, as the optimizer would."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                optimizer.state[p] = new_state(p, group)
 
 
 def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:

@@ -285,6 +285,42 @@ def test_scaler_agrees_under_sharding(zygote, saves):
         assert len(steps) == 1 and all(v.isfinite().all() for v in tensors.values())
 
 
+STEPS = """
+import os, sys
+sys.path.insert(0, os.environ["REPO"])
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from isogpt import optim
+class Count(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += any(issubclass(t, DTensor) for t in types)
+        return func(*args, **(kwargs or {}))
+make = optim.make_optimizers
+def counted(*args):
+    optimizers = make(*args)
+    step = optimizers[0].step
+    def counted_step():
+        mode = Count()
+        mode.count = 0
+        with mode:
+            step()
+        print(f"{mode.count} operations on DTensors", flush=True)
+    optimizers[0].step = counted_step
+    return optimizers
+optim.make_optimizers = counted
+sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+"""
+
+
+def test_the_optimizer_updates_plain_shards(zygote, work):
+    """After the first step, which creates the state."""
+    (work / "steps.py").write_text(STEPS)
+    args = [*TINY, "--zero=3", "--max_iters=2", "--save_checkpoint=False", "--out_dir=out"]
+    run = zygote.start(args, work, 2, script="steps.py", repo=work, env={"REPO": str(REPO)}).wait()
+    assert run.text().count("operations on DTensors") == 6 and run.text().count("\n0 operations on DTensors") == 4
+
+
 GROUPS = """
 import os, sys
 sys.path.insert(0, os.environ["REPO"])
