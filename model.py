@@ -281,7 +281,7 @@ class GPT(nn.Module):
             positions = torch.arange(start, start + T, device=idx.device)  # (T,)
         x, rope = self.transformer.wte(idx), None  # (B, T, C)
         if self.arch.rotation:
-            rope = self.rotary_angles(positions)  # (2, T, 1, D / 2)
+            rope = self.rotary_angles(positions)  # (2, T, 1, D)
         else:
             x = x + self.transformer.wpe(positions)
         if self.arch.norm_embeddings:
@@ -299,11 +299,12 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
 
     def rotary_angles(self, positions: Tensor) -> Tensor:
-        """Cosine and sine of the rotary positions' angles: (T,) -> (2, T, 1, D / 2), for every head the same."""
+        """Cosine and signed sine of the rotary positions' angles, equal in every head: (T,) -> (2, T, 1, D)."""
         D = self.config.n_embd // self.config.n_head
         exponents = torch.arange(0, D, 2, device=positions.device) / D  # (D / 2,)
         angles = positions[:, None, None] * (1.0 / self.config.rope_theta**exponents)  # (T, 1, D / 2)
-        return torch.stack((angles.cos(), self.arch.rotation * angles.sin()))
+        cos, sin = angles.cos(), self.arch.rotation * angles.sin()
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))
 
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the context: remove the position embeddings from `block_size` on."""

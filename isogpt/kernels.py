@@ -45,30 +45,101 @@ class Dropout(nn.Dropout):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# norm, rotary positions, activation, cap
+# norm, rotary positions, activation, cap. On a CPU each is an autograd.Function with half as many passes over memory as
+# PyTorch's composition of operators; on a GPU torch.compile fuses the composition.
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm."""
+    """nn.RMSNorm; under autocast on a CPU its result already has the dtype to compute in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return super().forward(x)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        y = CPUNormalize.apply(x, self.eps, dtype)
+        return y if self.weight is None else y * self.weight.to(dtype)
+
+
+class CPUNormalize(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + eps) over the last dimension."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        scale = inverse_rms(x, eps)
+        ctx.save_for_backward(x, scale)
+        return torch.mul(x, scale, out=x.new_empty(x.shape, dtype=dtype))
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, scale = ctx.saved_tensors
+        shift = (grad * x).sum(-1, keepdim=True).mul_(scale.pow(3)).div_(-x.size(-1))
+        return (grad * scale).addcmul_(x, shift).to(x.dtype), None, None
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, in float32: (..., N) -> (..., 1)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
 
 
 def rotate(x: Tensor, rope: Tensor, eps: float | None = None) -> Tensor:
     """
-    Rotate pairs of features by their position's angles (rotary positions): feature i is paired with i + D / 2.
+    Rotate pairs of features by their position's angle (rotary positions): feature i is paired with i + D / 2.
 
     Args:
         x: queries or keys (B, T, H, D).
-        rope: cosine and sine of the angles (2, T, 1, D / 2).
-        eps: if not None, normalize each head: RMSNorm without weights.
+        rope: cosine and signed sine of the angle of each feature (2, T, 1, D).
+        eps: if not None, then normalize each head: RMSNorm without weights.
     """
-    (a, b), (cos, sin) = x.chunk(2, dim=-1), rope.to(x.dtype)  # (B, T, H, D / 2), (T, 1, D / 2)
-    y = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    if x.device.type == "cpu":
+        return CPURotate.apply(x, rope, eps)
+    cos, sin = rope.to(x.dtype)  # (T, 1, D) each
+    y = x * cos + x.roll(x.size(-1) // 2, -1) * sin
     return y if eps is None else F.rms_norm(y, y.shape[-1:], eps=eps)
+
+
+class CPURotate(torch.autograd.Function):
+    """`rotate` on a CPU, in float32. The norm does not depend on the rotation, so one pass applies both."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, rope: Tensor, eps: float | None) -> Tensor:
+        cos, sin = rope.expand(2, *x.shape[1:]).contiguous()  # (T, H, D): much faster than broadcasting over the heads
+        x = x.contiguous()
+        y = torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+        scale = None if eps is None else inverse_rms(x, eps)
+        y = y if scale is None else y.mul_(scale)
+        ctx.save_for_backward(cos, sin, y if scale is not None else None, scale)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin, y, scale = ctx.saved_tensors
+        dtype, grad = grad.dtype, grad.contiguous()
+        if scale is not None:
+            shift = (grad * y).sum(-1, keepdim=True).div_(-y.size(-1))
+            grad = torch.addcmul(grad, y, shift).mul_(scale)
+        dx = torch.addcmul(grad * cos, grad.roll(grad.size(-1) // 2, -1), sin, value=-1)
+        return dx.to(dtype), None, None
 
 
 def relu2(x: Tensor) -> Tensor:
     """relu(x) squared."""
-    return F.relu(x).square()
+    return CPURelu2.apply(x) if x.device.type == "cpu" else F.relu(x).square()
+
+
+class CPURelu2(torch.autograd.Function):
+    """`relu2` on a CPU."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        y = x.relu()
+        ctx.save_for_backward(y)
+        return y * y
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.addcmul(y.new_zeros(()), grad, y, value=2)
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
