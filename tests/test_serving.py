@@ -81,14 +81,14 @@ class Server:
 
 def texts_of_generate(folder):
     """What the model of a folder writes after PROMPTS."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokens, model, texts = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder), []
+    model, texts, letters = AutoModelForCausalLM.from_pretrained(folder), [], list(CHARACTERS)
     for prompt in PROMPTS:
         ids = torch.tensor([[CHARACTERS[c] for c in prompt]])  # (1, T)
         new = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)[0, ids.shape[1] :]
         assert len(new) == TOKENS
-        texts.append(tokens.decode(new))
+        texts.append("".join(letters[i] for i in new))
     return texts
 
 

@@ -82,7 +82,9 @@ def test_an_encoding_of_tiktoken(tmp_path, monkeypatch, pattern):
     assert len(unreached) > 10  # ignore_merges matters
     ids = tokenizer.save_tokenizer(tmp_path, use_encoding(monkeypatch, encoding), 2011, 64)
     assert ids == {"bos_token_id": None, "eos_token_id": 2000, "pad_token_id": 2000}
-    assert_equal(AutoTokenizer.from_pretrained(tmp_path), encoding, random_texts(300))
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert (saved.model_max_length, saved.eos_token_id, saved.pad_token_id) == (64, 2000, 2000)
+    assert_equal(saved, encoding, random_texts(300))
 
 
 def test_an_encoding_without_end_of_text(tmp_path, monkeypatch):
