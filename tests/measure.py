@@ -8,6 +8,7 @@ Measurements for the documentation that depend too much on the machine for a tes
     python tests/measure.py tax           train.py's step and a bare loop of forward, backward, clipping and optimizer
     python tests/measure.py bare          that bare loop, for the 10.65M config (batch 8 x 256)
     python tests/measure.py first         seconds from the command to the first step
+    python tests/measure.py serve         8 clients of transformers serve, with and without continuous batching
 """
 
 import argparse
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -142,9 +145,31 @@ def first(work):
         process.wait()
 
 
+def serve(work):
+    import transformers
+    from test_serving import BATCHING, CHARACTERS, PROMPTS, Server, serving
+
+    from isogpt import tokenizer
+
+    folder, seconds = work / "hf", {}
+    ids = tokenizer.save_tokenizer(folder, {"stoi": CHARACTERS}, 50304, 1024)
+    config = transformers.GPT2Config(vocab_size=50304, **ids)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    for name, options in 3 * [("one by one", []), ("continuous batching", BATCHING)]:
+        with serving(folder, options, work / "log.txt") as url, ThreadPoolExecutor(8) as clients:
+            complete = partial(Server(url, str(folder), []).complete, max_tokens=64)
+            complete("x")
+            start = time.perf_counter()
+            list(clients.map(complete, PROMPTS))
+            seconds.setdefault(name, []).append(time.perf_counter() - start)
+        print(f"{name}: 8 clients, 64 tokens each, 124M parameters: {seconds[name][-1]:.1f} s", flush=True)
+    ratios = [alone / batched for alone, batched in zip(*seconds.values(), strict=True)]
+    print(f"{statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {f.__name__: f for f in (stall, saves, grad_sync, activations, tax, first)}
+    kinds = {f.__name__: f for f in (stall, saves, grad_sync, activations, tax, first, serve)}
     parser.add_argument("what", choices=[*kinds, "bare"])
     what = parser.parse_args().what
     if what == "bare":
