@@ -1,7 +1,8 @@
-"""`transformers serve` with a folder of weights and our tokenizer: its clients get the text of model.generate."""
+"""`transformers serve` with a folder that export.py wrote: its clients get the text of sample.py."""
 
 import importlib.util
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import free_port, wait_for
+from runs import REPO, free_port, wait_for
 
-from isogpt import tokenizer
+from isogpt import checkpoint, optim
+from model import GPT, GPTConfig
 
 MISSING = [name for name in ("fastapi", "uvicorn", "openai", "accelerate") if not importlib.util.find_spec(name)]
 pytestmark = [
@@ -29,28 +31,38 @@ PROMPTS = ["x", "def main(", " two  spaces ", "a line\n\n    and another", "{[("
 BATCHING = ["--continuous-batching", "--cb-num-blocks=32", "--cb-max-batch-tokens=256"]
 
 
-def make_folder(arch, folder):
-    """Write random weights and a tokenizer of characters."""
-    import transformers
-
-    ids = tokenizer.save_tokenizer(folder, {"stoi": CHARACTERS}, len(CHARACTERS), BLOCK_SIZE)
-    # weights of this size give texts that depend on all of the prompt, and no two logits that are nearly equal
-    shared = {"vocab_size": len(CHARACTERS), "initializer_range": 0.3, **ids}
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "max_position_embeddings": BLOCK_SIZE}  # fmt: skip
-    torch.manual_seed(0)
-    if arch == "gpt2":
-        config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=64, n_positions=BLOCK_SIZE, **shared)
-    elif arch == "nanochat":
-        config = transformers.NanoChatConfig(**sizes, **shared)
-    else:
-        config = transformers.LlamaConfig(**sizes, **shared)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+def make_folder(arch, out):
+    """Export a run with random weights and a data set of characters; returns what sample.py writes after PROMPTS."""
+    config = GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, arch=arch, n_kv_head=4 if arch == "gpt2" else 2)
+    model = GPT(config, seed=0).eval()
+    for name, p in model.named_parameters():  # so that the text depends on all of the prompt
+        if p.dim() > 1:
+            p.data = 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+    data = out / "data"
+    data.mkdir(parents=True)
+    meta = {"vocab_size": len(CHARACTERS), "stoi": CHARACTERS, "itos": {i: c for c, i in CHARACTERS.items()}}
+    (data / "meta.pkl").write_bytes(pickle.dumps(meta))
+    (data / "train.bin").write_bytes(bytes(2 * BLOCK_SIZE + 2))
+    run = {"model_args": model.describe(), "iter_num": 1, "best_val_loss": 9.0, "config": {"dataset": str(data)},
+           "isogpt": {}}  # fmt: skip
+    optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95))
+    torch.save(checkpoint.nanogpt_state(run, model, optimizers), out / "ckpt.pt")
+    subprocess.run([sys.executable, REPO / "export.py", out, "--to=hf"], check=True)
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([[CHARACTERS[c] for c in prompt]])  # (1, T)
+        new = model.generate(ids, TOKENS, temperature=0)[0, ids.shape[1] :]
+        texts.append("".join(meta["itos"][i] for i in new.tolist()))
+    options = ["--device=cpu", "--dtype=float32", "--temperature=0", "--num_samples=1", f"--max_new_tokens={TOKENS}"]
+    command = [sys.executable, REPO / "sample.py", f"--out_dir={out}", f"--start={PROMPTS[1]}", *options]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed.startswith(PROMPTS[1] + texts[1])
+    return texts
 
 
 @dataclass
 class Server:
-    """A running server, and the texts that model.generate writes after PROMPTS."""
+    """A running server, and the texts that sample.py writes after PROMPTS."""
 
     url: str
     model: str
@@ -77,19 +89,6 @@ class Server:
 
     def assert_serving(self):
         assert [self.complete(prompt) for prompt in PROMPTS] == self.texts
-
-
-def texts_of_generate(folder):
-    """What the model of a folder writes after PROMPTS."""
-    from transformers import AutoModelForCausalLM
-
-    model, texts, letters = AutoModelForCausalLM.from_pretrained(folder), [], list(CHARACTERS)
-    for prompt in PROMPTS:
-        ids = torch.tensor([[CHARACTERS[c] for c in prompt]])  # (1, T)
-        new = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)[0, ids.shape[1] :]
-        assert len(new) == TOKENS
-        texts.append("".join(letters[i] for i in new))
-    return texts
 
 
 def answers(url):
@@ -120,21 +119,22 @@ def serving(folder, options, log):
 
 
 @pytest.fixture(scope="module", params=["gpt2", "nanochat", "llama"])
-def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    make_folder(request.param, path)
-    return path
+def exported(request, tmp_path_factory):
+    """(the folder, the texts)"""
+    out = tmp_path_factory.mktemp(request.param)
+    texts = make_folder(request.param, out)
+    assert len(set(texts)) == len(PROMPTS)
+    return out / "hf", texts
 
 
 @pytest.fixture(scope="module", params=[[], BATCHING], ids=["one-by-one", "continuous-batching"])
-def server(request, folder, tmp_path_factory):
-    texts = texts_of_generate(folder)
-    assert len(set(texts)) == len(PROMPTS)
+def server(request, exported, tmp_path_factory):
+    folder, texts = exported
     with serving(folder, request.param, tmp_path_factory.mktemp("log") / "log.txt") as url:
         yield Server(url, str(folder), texts)
 
 
-def test_a_completion_is_the_text_of_generate(server):
+def test_a_completion_is_the_text_of_sample_py(server):
     server.assert_serving()
 
 
