@@ -4,7 +4,7 @@ List a run's checkpoints, or convert the newest one. Neither needs the devices o
     python export.py OUT_DIR --list          step, form, val loss, size and state of each checkpoint
     python export.py OUT_DIR --to=ckpt.pt    one file in nanoGPT's form: OUT_DIR/ckpt.pt
     python export.py OUT_DIR --to=shards     a checkpoint in shards, as zero 1, 2 and 3 write them
-    python export.py OUT_DIR --to=hf         a model and tokenizer for Hugging Face's transformers: OUT_DIR/hf
+    python export.py OUT_DIR --to=hf         the best one as a model and tokenizer for transformers: OUT_DIR/hf
     python export.py FOLDER --from=hf        FOLDER/ckpt.pt from a model of transformers in FOLDER
 """
 
@@ -23,12 +23,13 @@ from model import GPT, GPTConfig
 
 def convert(out_dir: str, form: str) -> Path:
     """
-    Write the newest valid checkpoint of a run in another form: 'ckpt.pt', 'shards' or 'hf'; returns what was written.
+    Write the newest valid checkpoint of a run as 'ckpt.pt' or 'shards', or the best one as 'hf', since sample.py uses
+    that one too; returns what was written.
 
     Raises:
         ValueError: there is no checkpoint, it has this form already, or the tokenizer is missing.
     """
-    found, damaged = run_folder.newest(out_dir)
+    found, damaged = run_folder.best(out_dir) if form == "hf" else run_folder.newest(out_dir)
     for report in damaged:
         print(f"warning: {report}", file=sys.stderr)
     if not found:

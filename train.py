@@ -95,6 +95,7 @@ bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better a
 optimizer = "adamw"  # adamw, or muon (for the matrices of the blocks, AdamW for the rest)
 learning_rate = 6e-4  # the maximum, after warm-up
 muon_lr = 0.02  # Muon's maximum; it follows the same schedule
+embedding_lr = 0.0  # with muon: the maximum for token embeddings, if the head is not tied to them (0: learning_rate)
 muon_momentum = 0.95  # reached after warming up from 0.85 over 300 steps
 max_iters = 600000  # number of the last step, counted from 0: max_iters + 1 steps are trained, as in nanoGPT
 weight_decay = 1e-1  # for parameters of two or more dimensions
@@ -168,7 +169,7 @@ explain_crashes(watchdog, out_dir, job, share.rows, memory_cost)
 compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, activation_checkpointing,
                                     compile, cpu_offload, fsdp_prefetch)  # fmt: skip
 optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_decay, learning_rate, (beta1, beta2),
-                                   muon_lr, torch_dtype)  # fmt: skip
+                                   muon_lr, embedding_lr, torch_dtype)  # fmt: skip
 scaler = torch.amp.GradScaler(ranks.device.type, enabled=compute_dtype == "float16")
 # FSDP computes in torch_dtype by its own mixed-precision policy
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)

@@ -15,15 +15,17 @@ HIDDEN_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.\w+\.weight")
 
 
 def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: float, learning_rate: float,
-                    betas: tuple[float, float], muon_lr: float = 0.0,
+                    betas: tuple[float, float], muon_lr: float = 0.0, embedding_lr: float = 0.0,
                     muon_dtype: torch.dtype = torch.float32) -> list[torch.optim.Optimizer]:  # fmt: skip
     """
     The model's optimizers: AdamW as `model.configure_optimizers` makes it; with optimizer "muon" a Muon takes the
-    matrices of the blocks from it. With zero 1 each rank keeps the state of its share of the parameters, updates them
-    and sends them to the other ranks. Every group has an `lr_scale`, see `set_rates`.
+    matrices of the blocks from it, and what is left to AdamW has no weight decay. With zero 1 each rank keeps the state
+    of its share of the parameters, updates them and sends them to the other ranks. Every group has an `lr_scale`, see
+    `set_rates`.
 
     Args:
         muon_lr: Muon's learning rate when AdamW's is `learning_rate`.
+        embedding_lr: with Muon, AdamW's for token embeddings that are not tied to the head (0: `learning_rate`).
         muon_dtype: the dtype in which Muon orthogonalizes.
     """
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
@@ -40,6 +42,11 @@ def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: f
     made = [(torch.optim.AdamW, adamw_groups, adamw_options)]
     if optimizer == "muon":
         muon_groups = take_matrices(model, adamw_groups, muon_lr / learning_rate)
+        if embedding_lr and not model.config.tied:
+            wte = take(adamw_groups, [model.transformer.wte.weight])
+            adamw_groups.append({"params": wte, "lr_scale": embedding_lr / learning_rate})
+        for group in adamw_groups:
+            group["weight_decay"] = 0.0
         made.append((Muon, muon_groups, {"lr": muon_lr, "weight_decay": weight_decay, "dtype": muon_dtype}))
     if zero == 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -85,10 +92,15 @@ def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -
         if HIDDEN_MATRIX.fullmatch(name):
             rows = stacked if name.endswith("c_attn.weight") else (p.size(0),)
             groups.setdefault((p.shape, rows), []).append(p)
-    taken = {p for params in groups.values() for p in params}
-    for group in adamw_groups:
-        group["params"] = [p for p in group["params"] if p not in taken]
-    return [{"params": params, "rows": rows, "lr_scale": lr_scale} for (_, rows), params in groups.items()]
+    return [{"params": take(adamw_groups, params), "rows": rows, "lr_scale": lr_scale}
+            for (_, rows), params in groups.items()]  # fmt: skip
+
+
+def take(groups: list[dict], params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Remove parameters from an optimizer's groups; returns them."""
+    for group in groups:
+        group["params"] = [p for p in group["params"] if all(p is not q for q in params)]
+    return params
 
 
 class Muon(torch.optim.Muon):

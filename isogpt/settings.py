@@ -15,9 +15,9 @@ AT_LEAST_1 = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulat
               "n_layer", "n_head", "n_embd", "dp_replicate", "nan_patience", "fsdp_prefetch", "num_samples",
               "max_new_tokens", "steps")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate",
-                "min_lr", "cooldown_iters", "muon_lr", "n_kv_head", "n_hidden", "weight_decay", "grad_clip",
-                "keep_last", "time_limit_s", "max_rollbacks", "nproc", "check_ranks_interval", "temperature",
-                "top_k")  # fmt: skip
+                "min_lr", "cooldown_iters", "muon_lr", "embedding_lr", "n_kv_head", "n_hidden", "weight_decay",
+                "grad_clip", "keep_last", "time_limit_s", "max_rollbacks", "nproc", "check_ranks_interval",
+                "temperature", "top_k")  # fmt: skip
 # names, condition on the value, and how the message states it
 RANGES = ((AT_LEAST_1, lambda v: v >= 1, "be at least 1"), (NOT_NEGATIVE, lambda v: v >= 0, "not be negative"),
           (("dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),

@@ -1,10 +1,19 @@
 """Every architecture and optimizer: one curve on any layout, bitwise resume, to transformers and back."""
 
+import re
+import shutil
+
 import pytest
+import torch
 from runs import column
 from test_parity import same
+from test_zero import tensors_of
+
+from isogpt import checkpoint, huggingface, parallel, run_folder
+from model import GPT, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
+ONE += ["--muon_lr=0.005"]  # as small as the learning rate at which the other curves are compared
 MODELS = {
     "gpt2-muon": ["--optimizer=muon"],
     "nanochat": ["--arch=nanochat"],
@@ -55,3 +64,140 @@ def test_every_layout_has_the_curve_of_one_process(zygote, shared_work, one, mod
     same(column(one(model), "loss"), column(out, "loss"), absolute=1e-5)
     same(column(one(model), "grad_norm"), column(out, "grad_norm"), relative=1e-4)
     same(column(one(model), "val_loss"), column(out, "val_loss"), absolute=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [("llama-muon", "zero3-2"), pytest.param("nanochat-muon", "ddp-3", marks=pytest.mark.slow),
+     pytest.param("nanochat-muon", "zero1-2", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_resume_has_the_same_bits(zygote, shared_work, model, way):
+    nproc, flags = WAYS[way]
+    args = [*ONE, *MODELS[model], *flags, "--dropout=0.1", "--embedding_lr=0.01", "--lr_schedule=wsd"]
+    straight, stopped = shared_work / f"straight-{model}-{way}", shared_work / f"stopped-{model}-{way}"
+    zygote.train([*args, "--max_iters=12", "--cooldown_iters=90", f"--out_dir={straight}"], shared_work, nproc)
+    zygote.train([*args, "--max_iters=6", "--cooldown_iters=90", f"--out_dir={stopped}"], shared_work, nproc)
+    resume = ["--max_iters=12", "--cooldown_iters=90", "--init_from=resume", f"--out_dir={stopped}"]
+    zygote.train([*args, *resume], shared_work, nproc)
+    assert column(straight, "loss") == column(stopped, "loss")
+    a, b = tensors_of(straight), tensors_of(stopped)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert any(k.endswith("momentum_buffer") for k in a)
+
+
+PAIRS = [("ddp-2", "zero3-3"), ("zero3-3", "one"), ("one", "zero1-2"), ("zero1-2", "hsdp-4")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [PAIRS[0], *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS[1:])]
+)
+def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, one, before, after):
+    (n1, first), (n2, second) = ({"one": (1, [])} | WAYS)[before], ({"one": (1, [])} | WAYS)[after]
+    args = [*ONE, *MODELS["nanochat-muon"], f"--out_dir={shared_work / f'{before}-{after}'}"]
+    zygote.train([*args, *first, "--max_iters=9"], shared_work, n1)
+    zygote.train([*args, *second, "--init_from=resume"], shared_work, n2)
+    resumed = column(shared_work / f"{before}-{after}", "loss")
+    same(column(one("nanochat-muon"), "loss"), resumed, absolute=1e-5)
+
+
+def test_a_checkpoint_of_the_other_optimizer(zygote, shared_work, one):
+    shutil.copytree(one("nanochat-muon"), shared_work / "other", symlinks=True)
+    args = [*ONE, "--arch=nanochat", "--init_from=resume", "--max_iters=25", f"--out_dir={shared_work / 'other'}"]
+    run = zygote.train(args, shared_work, 2, ok=False)
+    said = (
+        "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from its weights with --init_from="
+    )
+    assert run.text().count(said) == 1 and "Traceback" not in run.text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers
+
+
+SHAPES = {
+    "gpt2": {},
+    "gpt2-bias": dict(bias=True, gelu="tanh"),
+    "nanochat": {},
+    "nanochat-kv-tied": dict(n_kv_head=2, tied=True),
+    "llama": dict(rope_theta=5e4),
+    "llama-kv-tied": dict(n_kv_head=1, tied=True, n_hidden=80, norm_eps=1e-6),
+}
+
+
+def moved(name):
+    """A model with random weights, in the norms and biases too."""
+    changes = {"bias": False, **SHAPES[name]}
+    gpt = GPT(GPTConfig(48, 97, 3, 4, 32, arch=name.partition("-")[0], **changes), seed=1).eval()
+    generator = torch.Generator().manual_seed(2)
+    for p in gpt.parameters():
+        p.data += 0.1 * torch.randn(p.shape, generator=generator)
+    gpt.lm_head.weight.data *= 0.2  # a tied head of nanochat gives large logits
+    return gpt
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_same_model_in_transformers_and_back(tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    gpt = moved(name)
+    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    huggingface.save(tmp_path, gpt.describe(), parallel.parameters_by_name(gpt), no_ids)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    x = torch.randint(97, (3, 48), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        logits, _ = gpt(x, x)
+        torch.testing.assert_close(hf(x).logits, logits, atol=1e-5, rtol=0)
+        theirs = hf.generate(x[:, :8], attention_mask=torch.ones_like(x[:, :8]), max_new_tokens=40, do_sample=False)
+        assert torch.equal(theirs, gpt.generate(x[:, :8], 40, temperature=0))
+        back = GPT.from_pretrained(str(tmp_path)).eval()
+        assert back.config == gpt.config and torch.equal(back(x, x)[0], logits)
+
+
+@pytest.mark.parametrize("model", ["gpt2-muon", "nanochat-muon", "llama-muon"])
+def test_export_and_import_of_a_run(zygote, shared_work, one, model):
+    """The loss of an imported model is the same bits; a new run can start from the folder."""
+    out, folder = shared_work / f"out-{model}", shared_work / f"hf-{model}"
+    shutil.copytree(one(model), out, symlinks=True)
+    zygote.start([out, "--to=hf"], shared_work, script="export.py").wait()
+    shutil.copytree(out / "hf", folder)
+    zygote.start([folder, "--from=hf"], shared_work, script="export.py").wait()
+    losses = set()
+    for source in (out, out / "hf", folder):
+        run = zygote.train([f"--init_from={source}", "--eval_only=True", "--eval_iters=4"], shared_work)
+        losses.add(re.search("step 0: train loss ([0-9.]+)", run.text())[1])
+    assert len(losses) == 1
+    weights = checkpoint.open_checkpoint(run_folder.best(str(out))[0]).weights  # sample.py uses the best one
+    imported = torch.load(folder / "ckpt.pt", weights_only=True)["model"]
+    assert weights.keys() == imported.keys() and all(torch.equal(weights[k], w) for k, w in imported.items())
+
+
+MISTAKES = {
+    "arch is 'gpt3'; possible are gpt2, nanochat and llama": ["--arch=gpt3"],
+    "n_kv_head is 3: it must divide n_head, 2": ["--arch=llama", "--n_kv_head=3"],
+    "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0": ["--n_kv_head=1"],
+    "arch 'gpt2' has a tied head: set --head=auto": ["--head=untied"],
+    "arch 'llama' has no biases: set --bias=False": ["--arch=llama", "--bias=True"],
+    "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters=": ["--lr_schedule=wsd"],
+    "optimizer is 'sgd'; possible are adamw and muon": ["--optimizer=sgd"],
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_mistakes(zygote, shared_work, said):
+    run = zygote.train(MISTAKES[said], shared_work, ok=False)
+    assert run.codes == [1] and run.text().count(said) == 1 and "Traceback" not in run.text()
+
+
+def test_a_model_that_is_not_supported(tmp_path):
+    from transformers import LlamaConfig, MistralConfig
+
+    MistralConfig().save_pretrained(tmp_path / "mistral")
+    with pytest.raises(ValueError, match="its model_type is 'mistral'; possible are gpt2, nanochat, llama"):
+        GPT.from_pretrained(str(tmp_path / "mistral"))
+    for wrong, said in (
+        (dict(attention_bias=True), "this llama has settings that are not supported: attention_bias=True"),
+        (dict(head_dim=64), "head_dim=64"),
+        (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "rope_type=linear"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            huggingface.model_args(LlamaConfig(**wrong))
