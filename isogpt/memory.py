@@ -17,7 +17,7 @@ def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: i
 
 def memory_estimate(cost: dict) -> dict[str, float]:
     """
-    GB that a training step needs on each rank's device: weights, gradients, optimizer state (AdamW's two moments),
+    GB that a training step needs on each rank's device: weights, gradients, optimizer state (the moments),
     activations, and their total, from `cost_of`. ZeRO divides the first three by the number of shards (Rajbhandari et
     al. 2020, arXiv:1910.02054, section 5).
     """
@@ -26,6 +26,8 @@ def memory_estimate(cost: dict) -> dict[str, float]:
     shards = cost["world_size"] // cost["dp_replicate"]
     size = DTYPES[cost["dtype"]].itemsize
     weights, gradients, moments = 4 * n, 4 * n, 8 * n
+    if cost.get("optimizer") == "muon":  # one moment for the matrices of the blocks
+        moments -= 4 * block * model_args["n_layer"]
     if zero >= 1:
         moments /= shards
     if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in
@@ -89,6 +91,8 @@ def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: st
     stream = 4 if zero < 2 else size  # autocast leaves the residual stream in float32, FSDP's mixed precision does not
     kept, selective, temporary = block_activations(model_args, size, stream, on_cpu)
     loss_forward, loss_backward = loss_activations(tokens, V, C, size, on_cpu)
+    if model_args["arch"] == "nanochat":  # the soft cap's logits, in and out of tanh
+        loss_forward, loss_backward = loss_forward + 8 * tokens * V, loss_backward + 8 * tokens * V
 
     every = recompute_every(mode)
     recomputed = ceil(L / every) if every else 0
@@ -100,7 +104,7 @@ def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: st
 
     # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy twice: for
     # the forward pass, which frees them at its end, and for their recomputation
-    block_copy, head_copy = (24 * C**2, 2 * V * C) if size == 2 and zero < 2 else (0, 0)
+    block_copy, head_copy = (2 * parameter_counts(model_args)[1], 2 * V * C) if size == 2 and zero < 2 else (0, 0)
     copies = (L - recomputed) * block_copy
     head_gradient = 4 * V * C  # of lm_head; wte's is added to it at the end of the backward pass
 
@@ -111,7 +115,8 @@ def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: st
         last_block += block_copy
     if every and (L - 1) % every == 0:  # the last block is recomputed
         last_block += tokens * (kept - checkpoint)
-    end_of_backward = 3 * head_gradient  # of lm_head, of wte, and their sum, besides that of earlier micro-steps
+    # tied: of lm_head, of wte, and their sum, besides that of earlier micro-steps
+    end_of_backward = (3 if model_args["tied"] else 1) * head_gradient
     return max(end_of_forward, start_of_backward, last_block, end_of_backward)
 
 
@@ -129,24 +134,33 @@ def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) ->
         beyond what it has freed by then)
     """
     C, H, T, dropout = (model_args.get(name, 0) for name in ("n_embd", "n_head", "block_size", "dropout"))
+    arch, hidden, keys = model_args["arch"], model_args["n_hidden"], C * model_args["n_kv_head"] // H
+    qkv = C + 2 * keys
     longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO
     if on_cpu and size == 2 and longest >= T:  # CPUHalfAttention
-        attention, attention_selective = 4 * size * C, size * C  # q, k, v and the output
+        attention, attention_selective = size * (qkv + C), size * C  # q, k, v and the output
         score_gradients = 3 * size * H * min(T, HALF_ATTENTION_CHUNK)
         if dropout or T <= HALF_ATTENTION_KEEPS_UP_TO:
             scores = size * H * min(T, (T + HALF_ATTENTION_CHUNK) / 2)
             attention += 2 * scores if dropout else scores  # probabilities, and dropout's factors
     elif on_cpu and dropout:  # PyTorch's kernels for a CPU have no dropout: it composes attention in float32
-        attention, attention_selective = (12 + size) * C + 12 * H * T, 4 * C + 4 * H * T  # with three T x T matrices
+        attention = 4 * qkv + size * C + 12 * H * T  # with three T x T matrices
+        attention_selective = 4 * C + 4 * H * T
         score_gradients = 4 * H * T
     else:  # FlashAttention (Dao et al. 2022, arXiv:2205.14135): q, k, v, the output and a logsumexp per head
-        attention, attention_selective, score_gradients = 4 * size * C + 4 * H, size * C + 4 * H, 0
+        attention, attention_selective, score_gradients = size * (qkv + C) + 4 * H, size * C + 4 * H, 0
+    if arch != "gpt2":
+        attention += size * (C + keys)  # the rotated queries and keys
     norms = 2 * (stream + size) * C + 16  # inputs, outputs and float32 statistics
-    mlp = 8 * size * C  # the hidden layer before and after GELU
+    if arch == "llama":
+        norms += 2 * size * C  # before the multiplication by the weights
+    gated = arch == "llama"  # SwiGLU keeps the gate, its SiLU, the other factor and the product
+    mlp = (4 if gated else 2) * size * hidden  # the hidden layer before and after the activation function
     masks = 2 * C * (size if on_cpu else 1) if dropout else 0  # torch's own masks have 1 byte per element
-    linear = 9 * size * C  # results of the four Linear layers
-    mlp_gradients = (stream + 5 * size) * C  # of the residual stream, the block's output and the hidden layer
-    attention_gradients = (stream + 6 * size) * C + score_gradients - mlp
+    linear = size * (qkv + 2 * C + (2 if gated else 1) * hidden)  # results of the Linear layers
+    # of the residual stream, the block's output and the hidden layer
+    mlp_gradients = stream * C + size * (C + (3 if gated else 1) * hidden)
+    attention_gradients = stream * C + 2 * size * qkv + score_gradients - mlp
     kept, selective = norms + attention + mlp + masks, stream * C + linear + attention_selective
     return kept, selective, max(mlp_gradients, attention_gradients)
 

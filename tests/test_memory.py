@@ -175,15 +175,19 @@ def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
     assert sharded["optimizer"] == pytest.approx(none["optimizer"] / 4, abs=1e-3)
     half, masked = parts("--dtype=bfloat16"), parts("--dtype=bfloat16", "--dropout=0.1")
     assert half["activations"] < none["activations"] and half["activations"] * 1.1 < masked["activations"]
+    assert parts("--optimizer=muon")["optimizer"] < 0.6 * none["optimizer"]
     run = ["--max_iters=2", "--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1"]
     run += ["--save_checkpoint=False"]
-    measured = {}
-    for mode in ("none", "full"):
-        args = [*model, *run, f"--activation_checkpointing={mode}", f"--out_dir=peak-{mode}"]
-        zygote.start(args, shared_work).wait()
-        measured[mode] = peak(shared_work / f"peak-{mode}")
-    saved = none["activations"] - full["activations"]
-    assert measured["none"] - measured["full"] == pytest.approx(saved, rel=0.25), (measured, none, full)
+    for arch in (["--arch=gpt2"], ["--arch=nanochat"], ["--arch=llama", "--n_kv_head=2"]):
+        measured, estimated = {}, {}
+        for mode in ("none", "full"):
+            recompute = [*arch, f"--activation_checkpointing={mode}"]
+            zygote.start([*model, *run, *recompute, f"--out_dir=peak-{mode}"], shared_work).wait()
+            measured[mode] = peak(shared_work / f"peak-{mode}")
+            estimated[mode] = parts(*recompute)["activations"]
+            shutil.rmtree(shared_work / f"peak-{mode}")
+        saved = estimated["none"] - estimated["full"]
+        assert measured["none"] - measured["full"] == pytest.approx(saved, rel=0.25), (arch, measured, estimated)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small file system")
