@@ -1,0 +1,32 @@
+# Shakespeare by characters on a CPU: the validation loss of nanoGPT's recipe for a CPU, 1.90 after 2,000 steps, in about
+# a tenth of its time. nanochat's architecture, Muon, a linear decay. docs/recipes.md
+# $ python data/shakespeare_char/prepare.py && python train.py config/train_shakespeare_char_fast.py
+
+out_dir = "out-shakespeare-char-fast"
+dataset = "shakespeare_char"
+dtype = "float32"  # in a model this small, casts to bfloat16 take longer than they save
+
+eval_interval = 260
+eval_iters = 145  # the whole validation split
+log_interval = 10
+
+gradient_accumulation_steps = 1
+batch_size = 12
+block_size = 64
+
+arch = "nanochat"
+n_layer = 2
+n_head = 2
+n_embd = 96
+
+optimizer = "muon"
+muon_lr = 0.045
+learning_rate = 1e-2
+embedding_lr = 0.3
+beta1 = 0.8
+beta2 = 0.99
+lr_schedule = "linear"
+min_lr = 0.0
+warmup_iters = 5
+max_iters = 260
+lr_decay_iters = 260
