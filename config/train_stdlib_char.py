@@ -1,26 +1,33 @@
-# A first run: a small character-level GPT on the source code of Python's standard library. Takes about three minutes on
-# two CPU cores.
+# A first run: a small character-level GPT on the source code of Python's standard library, with a modern recipe
+# (docs/recipes.md). Takes about a minute on two CPU cores.
 # $ python data/stdlib_char/prepare.py && python train.py config/train_stdlib_char.py
 
 out_dir = "out-stdlib-char"
 dataset = "stdlib_char"
+dtype = "float32"  # in a model this small, casts to bfloat16 take longer than they save
 
-eval_interval = 250
-eval_iters = 20
+eval_interval = 500
+eval_iters = 60
 log_interval = 10
 
 gradient_accumulation_steps = 1
 batch_size = 12
 block_size = 128
 
-n_layer = 4
-n_head = 4
+arch = "nanochat"
+n_layer = 2
+n_head = 2
 n_embd = 128
 dropout = 0.0
 
-learning_rate = 2e-3
-min_lr = 2e-4
-max_iters = 1500
-lr_decay_iters = 1500
-warmup_iters = 100
+optimizer = "muon"
+muon_lr = 0.025
+learning_rate = 1e-2
+embedding_lr = 0.3
+beta1 = 0.8
 beta2 = 0.99
+lr_schedule = "linear"
+min_lr = 0.0
+warmup_iters = 5
+max_iters = 2000
+lr_decay_iters = 2000

@@ -110,6 +110,10 @@ def milliseconds(place: Place, statement: str, **names: object) -> float:
     return timer.blocked_autorange(min_run_time=1.0 if place.on_gpu else 0.05).median * 1e3
 
 
+# architectures and optimizers besides GPT-2 and AdamW
+MODERN = (["--arch=nanochat", "--optimizer=muon", "--muon_lr=0.005"], ["--arch=llama", "--n_kv_head=1"])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # exactness
 
@@ -123,6 +127,11 @@ def curve(place: Place) -> Iterator[Line]:
     for flags in (["--zero=3"], ["--activation_checkpointing=full"], ["--zero=2", "--cpu_offload=True"]):
         found = distance(reference, losses(place, "layout", [*exact, *flags]))
         yield at_most(f"float32 {' '.join(flags)}", found, 1e-4)
+    for model in MODERN:
+        reference_model = losses(Place(place.folder, "cpu", 1, None), "modern", [*model, *exact])
+        for flags in ([], ["--zero=3"]):
+            found = distance(reference_model, losses(place, "modern", [*model, *exact, *flags]))
+            yield at_most(f"float32 {' '.join([*model[:2], *flags])}", found, 1e-4)
     for dtype in ("tf32", "bfloat16", "float16") if place.on_gpu else ("bfloat16", "float16"):
         found = distance(reference, losses(place, dtype, [f"--dtype={dtype}", "--compile=False"]))
         yield at_most(f"{dtype}: losses against float32's", found, 0.03)
@@ -132,7 +141,7 @@ def compiled(place: Place) -> Iterator[Line]:
     """What torch.compile makes of the model."""
     plain = losses(place, "plain", ["--dtype=float32", "--compile=False"])
     for flags in ([], ["--zero=3"], ["--zero=3", "--activation_checkpointing=full"],
-                  ["--activation_checkpointing=selective"]):  # fmt: skip
+                  ["--activation_checkpointing=selective"], *MODERN):  # fmt: skip
         name = f"compile {' '.join(flags)}".strip()
         args = [*TINY, *flags, "--max_iters=19", "--save_checkpoint=False", "--eval_interval=10", "--out_dir=compiled"]
         text = run(place, "train.py", args)
@@ -141,6 +150,8 @@ def compiled(place: Place) -> Iterator[Line]:
             yield Line(name, "off on a CPU", said, "gains nothing on a CPU" in said)
             return
         yield Line(name, "0 graph breaks", said, ", 0 graph breaks" in said and "failed" not in said)
+        if flags in MODERN:
+            plain = losses(place, "plain", [*flags, "--dtype=float32", "--compile=False"])
         yield at_most(f"{name}: losses", distance(plain, column(place.folder / "compiled", "loss")), 1e-4)
 
 
@@ -175,6 +186,13 @@ def speed(place: Place) -> Iterator[Line]:
     best = max(sweep, key=lambda r: r["tokens_per_s"])
     run(place, "bench.py", [*base, f"--batch_size={best['point']['batch_size']}", "--json_path=report.json"])
     report = json.loads((place.folder / "report.json").read_text())["report"]
+    modern = ["--arch=nanochat", "--optimizer=muon", f"--batch_size={best['point']['batch_size']}"]
+    run(place, "bench.py", [*base, *modern, "--json_path=modern.json"])
+    spans = json.loads((place.folder / "modern.json").read_text())["report"]["run"]["spans_ms"]
+    ms = {part: spans[part]["mean"] for part in ("forward", "backward", "optimizer")}
+    share = ms["optimizer"] / sum(ms.values())
+    yield Line("nanochat with Muon: the optimizer's share of the step", "<= 15%", f"{share:.1%}",
+               share <= 0.15 if place.on_gpu else None)  # fmt: skip
     split = ", ".join(f"{part} {ms['mean']:.2f}" for part, ms in report["split_ms"].items() if ms["mean"] is not None)
     yield Line("its step in ms", "", f"{report['run']['step_ms']['mean']:.2f}: {split}")
     if place.on_gpu:
