@@ -273,7 +273,7 @@ def commands():
 def options_of(script):
     """The names that may follow -- after a script."""
     train = set(settings_of(REPO / "train.py"))
-    own = {"list", "to"} if script == "export.py" else set(settings_of(REPO / script))
+    own = {"list", "to", "from"} if script == "export.py" else set(settings_of(REPO / script))
     return own | {"help"} | (train if script == "bench.py" else set())
 
 

@@ -1,4 +1,4 @@
-"""nanoGPT's CPU recipe, completely. It takes minutes."""
+"""nanoGPT's CPU recipe and the fast one, completely. They take minutes."""
 
 import shutil
 
@@ -23,8 +23,8 @@ def whole_split_loss(model, tokens, block_size):
     return total / count
 
 
-@pytest.mark.slow
-def test_shakespeare_on_a_cpu_reaches_its_known_loss(zygote, tmp_path):
+@pytest.fixture
+def shakespeare(zygote, tmp_path):
     text = SHARED / "data" / "tinyshakespeare.txt"
     if not text.exists():
         pytest.skip(f"{text} does not exist")
@@ -34,24 +34,31 @@ def test_shakespeare_on_a_cpu_reaches_its_known_loss(zygote, tmp_path):
     shutil.copy(REPO / "data" / "bins.py", tmp_path / "data")
     shutil.copy(REPO / "data" / "shakespeare_char" / "prepare.py", folder)
     zygote.start([], tmp_path, script="prepare.py", repo=folder).wait()
-    recipe = [
-        "--device=cpu",
-        "--compile=False",
-        "--eval_iters=20",
-        "--log_interval=1",
-        "--block_size=64",
-        "--batch_size=12",
-        "--n_layer=4",
-        "--n_head=4",
-        "--n_embd=128",
-        "--max_iters=2000",
-        "--lr_decay_iters=2000",
-        "--dropout=0.0",
-    ]
-    args = ["config/train_shakespeare_char.py", *recipe]
-    run = zygote.start(args, tmp_path).wait(600)
-    state = run_folder.read_file(tmp_path / "out-shakespeare-char" / "ckpt_best.pt")
-    model = GPT.from_state(GPTConfig(**state["model_args"]), state["model"]).eval()
+    return folder
+
+
+def trained_loss(zygote, folder, args, out):
+    """Train; returns the loss of the best checkpoint over the whole validation split, and its number of parameters."""
+    run = zygote.start([*args, "--device=cpu", "--log_interval=1"], folder.parent.parent).wait(600)
+    state = run_folder.read_file(folder.parent.parent / out / "ckpt_best.pt")
+    args = state["model_args"] | state["isogpt"]["model_args"]
+    model = GPT.from_state(GPTConfig(**args), state["model"]).eval()
     loss = whole_split_loss(model, loader.open_dataset(str(folder), 64).val, 64)
     print(f"\nval loss over the whole split: {loss:.4f} ({run.text().splitlines()[-2]})")
+    return loss, model.get_num_params()
+
+
+@pytest.mark.slow
+def test_shakespeare_on_a_cpu_reaches_its_known_loss(zygote, shakespeare):
+    recipe = ["--compile=False", "--eval_iters=20", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4",
+              "--n_embd=128", "--max_iters=2000", "--lr_decay_iters=2000", "--dropout=0.0"]  # fmt: skip
+    args = ["config/train_shakespeare_char.py", *recipe]
+    loss, _ = trained_loss(zygote, shakespeare, args, "out-shakespeare-char")
     assert loss <= 1.92
+
+
+@pytest.mark.slow
+def test_the_fast_recipe_reaches_the_same_loss_in_260_steps(zygote, shakespeare):
+    args = ["config/train_shakespeare_char_fast.py"]
+    loss, n = trained_loss(zygote, shakespeare, args, "out-shakespeare-char-fast")
+    assert loss <= 1.92 and n <= 850_000
