@@ -1,5 +1,5 @@
 """
-The GPT family: GPT-2 as in nanoGPT, nanochat and Llama; their initial weights, optimizer groups and text generation.
+The GPT family: GPT-2 as in nanoGPT, nanochat and Llama; their initial weights and optimizer groups.
 
 Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable: Linear weights are (out, in),
 the query, key and value projections are stacked in `c_attn` in that order, `transformer.wte` and `lm_head` are tied.
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isogpt import huggingface
+from isogpt import generation, huggingface
 from isogpt.kernels import IGNORE, Dropout, KVCache, RMSNorm, causal_attention, relu2, rotate, soft_cap, summed_loss
 
 
@@ -263,7 +263,8 @@ class GPT(nn.Module):
                 batch's parts add up exactly. No logits are returned: for a large vocabulary they are never all in
                 memory.
             positions: positions of the tokens (T,). Default: 0 to T - 1, or the positions that follow the caches.
-            caches: one KVCache per block, to which these tokens' keys and values are appended.
+            caches: one KVCache per block, to which these tokens' keys and values are appended. With rotary positions,
+                single tokens can follow past block_size: the oldest position is overwritten.
 
         Returns:
             (logits of the last position (B, 1, V), None) without targets;
@@ -275,7 +276,7 @@ class GPT(nn.Module):
         """
         T = idx.size(1)
         start = caches[0].length if caches else 0
-        if start + T > self.config.block_size:
+        if start + T > self.config.block_size and not (self.arch.rotation and caches and T == 1):
             raise ValueError(f"a sequence of {start + T} tokens is longer than block_size {self.config.block_size}")
         if positions is None:
             positions = torch.arange(start, start + T, device=idx.device)  # (T,)
@@ -393,16 +394,20 @@ class GPT(nn.Module):
         """
         return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak_flops
 
-    @torch.no_grad()
     def generate(
         self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, *,
-        top_p: float | None = None, vocab_size: int | None = None, use_cache: bool = True,
+        top_p: float | None = None, vocab_size: int | None = None, use_cache: bool = True, seed: int | None = None,
+        first_sample: int = 0,
     ) -> Tensor:  # fmt: skip
         """
         Append `max_new_tokens` sampled tokens to each row of `idx` (B, T); returns (B, T + max_new_tokens).
 
-        Keys and values are cached until the sequence exceeds block_size. Then the window slides: each token gets a new
-        position, which invalidates the cache, so every further token takes a full forward pass.
+        Only the last block_size tokens of a prompt are used. Keys and values are cached. Past block_size, models with
+        rotary positions attend to the last block_size positions, and each token still takes one step. GPT-2's position
+        embeddings end there: each token takes a forward pass over the last block_size tokens.
+
+        The random numbers of row i depend on (seed, first_sample + i) alone, so a sample's text does not depend on the
+        batch, except where rounding does: the order of the sums in a matmul can vary with the number of rows.
 
         Args:
             temperature: divides the logits; 0 selects the most likely token.
@@ -410,41 +415,8 @@ class GPT(nn.Module):
             top_p: sample only from the most likely tokens whose probabilities add up to this. None or 1: from all.
             vocab_size: sample only ids below this. A padded vocabulary has ids that the tokenizer cannot decode.
             use_cache: False recomputes all positions for each token: slower, with the same result.
+            seed: of the samples. Default: drawn from torch's generator.
+            first_sample: number of the first row's sample.
         """
-        block_size = self.config.block_size
-        caches = self.empty_caches(idx.size(0)) if use_cache and idx.size(1) < block_size else None
-        for _ in range(max_new_tokens):
-            if caches is not None and idx.size(1) <= block_size:
-                logits, _ = self(idx[:, caches[0].length :], caches=caches)
-            else:
-                logits, _ = self(idx[:, -block_size:])
-            logits = logits[:, -1, :vocab_size].float()  # (B, V)
-            idx = torch.cat((idx, next_token(logits, temperature, top_k, top_p)), dim=1)
-        return idx
-
-    def empty_caches(self, batch_size: int) -> list[KVCache]:
-        """One empty key/value cache per block, with room for block_size positions, in the dtype of the forward pass."""
-        c, w = self.config, self.transformer.wte.weight
-        dtype = torch.get_autocast_dtype(w.device.type) if torch.is_autocast_enabled(w.device.type) else w.dtype
-        shape = (c.n_layer, 2, batch_size, c.n_kv_head, c.block_size, c.n_embd // c.n_head)
-        return [KVCache(k, v) for k, v in torch.empty(shape, dtype=dtype, device=w.device)]
-
-
-def next_token(logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """
-    Sample one token id per row of logits: (B, V) -> (B, 1). top_k is applied before top_p, which is nucleus sampling
-    (Holtzman et al. 2019, arXiv:1904.09751).
-    """
-    if temperature < 1e-30:  # dividing by less would overflow
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        smallest = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < smallest, -math.inf)
-    probs = logits.softmax(-1)
-    if top_p is None or top_p >= 1:
-        return torch.multinomial(probs, 1)
-    probs, ids = probs.sort(-1, descending=True)
-    excluded = probs.cumsum(-1) - probs >= top_p  # the more likely tokens already add up to top_p
-    excluded[:, 0] = False
-    return ids.gather(1, torch.multinomial(probs.masked_fill(excluded, 0), 1))
+        return generation.generate(self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size, use_cache, seed,
+                                   first_sample)  # fmt: skip

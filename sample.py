@@ -4,26 +4,34 @@ Generate text with a trained model.
     python sample.py --out_dir=out-stdlib-char --start="def main("
     python sample.py --init_from=gpt2-xl --start="What is the answer?" --num_samples=5
     python sample.py --out_dir=out --start=FILE:prompt.txt
+    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out      the samples are divided among the processes
+
+A sample's text depends on the seed and its number. It depends on the number of processes and samples only where
+rounding does.
 """
 
 import isogpt.threads  # noqa: F401  (before torch, which reads the variable that this may set)
 
+import os
 import sys
+import time
+from itertools import chain
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt import checkpoint, launch, parallel, precision, run_folder, settings, tokenizer
+from isogpt import agree, checkpoint, generation, launch, parallel, precision, run_folder, settings, tokenizer
 from model import GPT, GPTConfig
 
 # -- model ------------------------------------------------------------------------------------------------------------
-init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], or a folder of Hugging Face GPT-2 weights
+init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], or a folder of Hugging Face weights
 out_dir = "out"  # the run's folder
 best = True  # use the checkpoint with the best val loss; False: the newest
 # -- text -------------------------------------------------------------------------------------------------------------
 start = "\n"  # the prompt, or FILE:name of a file that contains it
-num_samples = 10  # number of samples, generated as one batch
+num_samples = 10  # number of samples; each process generates its share as one batch
 max_new_tokens = 500  # tokens to generate per sample
 temperature = 0.8  # below 1: less random, above 1: more random; 0: always the most likely token
 top_k = 200  # sample among the k most likely tokens (0: all)
@@ -34,35 +42,57 @@ device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto (the fastest that the device supports in hardware), float32, tf32, bfloat16 or float16
 compile = False  # torch.compile: worth its minute only for very long or very many samples on a GPU
 # ---------------------------------------------------------------------------------------------------------------------
-config = configure(globals())
-
-
-def load_model() -> tuple[GPT, str]:
-    """The model, and the name of the data set whose tokens it uses ('': GPT-2's)."""
-    if init_from != "resume":
-        return GPT.from_pretrained(init_from), ""
-    found, damaged = run_folder.best(out_dir) if best else run_folder.newest(out_dir)
-    for report in damaged:
-        print(f"warning: {report}", file=sys.stderr)
-    if not found:
-        raise ValueError(f"no checkpoint in {out_dir}: set --out_dir= to the run's folder")
-    source = checkpoint.open_checkpoint(found)
-    print(f"{found.path}: step {found.step}, best val loss {source.run['best_val_loss']:.4f}", file=sys.stderr)
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**source.run["model_args"]))
-    parallel.materialize(model, torch.device("cpu"))
-    checkpoint.restore(source, model)
-    return model, source.run["config"].get("dataset", "")
-
+TIMEOUT_S = 600.0  # how long processes wait for each other
 
 try:
+    launch.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
+    config = configure(globals())
     settings.check_sampling(config)
-    where = launch.pick_device(device, local_rank=0, world_size=1)
-    compute_dtype = precision.resolve_dtype(dtype, where)
-    precision.set_numerics(where, compute_dtype, deterministic=False)
-    model, dataset = load_model()
-    meta = tokenizer.find_meta(dataset, model.config.vocab_size)
-    encode, decode, n_ids = tokenizer.load_tokenizer(meta, dataset)
+    ranks = launch.connect(device, "gloo", TIMEOUT_S)
+    if ranks.store:
+        dist.init_process_group(ranks.backend, **ranks.group_options(TIMEOUT_S))
+except (ValueError, dist.DistError) as e:
+    fail(str(e))
+launch.check_start(ranks, config)
+
+# the model (rank 0 looks for the checkpoint, all ranks load it; exit_together: an error on any rank ends all)
+found, dataset = None, ""  # "": GPT-2's tokens
+with agree.exit_together():
+    compute_dtype = precision.resolve_dtype(dtype, ranks.device)
+    if init_from == "resume" and ranks.is_main:
+        found, damaged = run_folder.best(out_dir) if best else run_folder.newest(out_dir)
+        for report in damaged:
+            print(f"warning: {report}", file=sys.stderr)
+        if not found:
+            raise ValueError(f"no checkpoint in {out_dir}: set --out_dir= to the run's folder")
+found = agree.broadcast(found)
+compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
+precision.set_numerics(ranks.device, compute_dtype, deterministic=False)
+with agree.exit_together():
+    if found:
+        source = checkpoint.open_checkpoint(found)
+        dataset = source.run["config"].get("dataset", "")
+        if ranks.is_main:
+            print(f"{found.path}: step {found.step}, best val loss {source.run['best_val_loss']:.4f}", file=sys.stderr)
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**source.run["model_args"]))
+        parallel.materialize(model, torch.device("cpu"))
+        checkpoint.restore(source, model)
+        source = None  # frees its memory
+    else:
+        model = GPT.from_pretrained(init_from)
+model.eval().to(ranks.device)
+generation.prepare(model, precision.DTYPES[compute_dtype])
+if compile:
+    model.compile()
+
+# the prompt (all ranks)
+with agree.exit_together():
+    vocab_size = model.config.vocab_size
+    if not found and os.path.isdir(init_from):
+        encode, decode, n_ids = tokenizer.load_folder(init_from, vocab_size)
+    else:
+        encode, decode, n_ids = tokenizer.load_tokenizer(tokenizer.find_meta(dataset, vocab_size), dataset)
     try:
         text = Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start
     except (OSError, UnicodeDecodeError) as e:
@@ -70,17 +100,24 @@ try:
     prompt = encode(text)
     if not prompt:
         raise ValueError("--start is empty: give at least one character")
-except (ValueError, OSError) as e:
-    fail(str(e))
+    if max(prompt) >= vocab_size:
+        raise ValueError(f"--start has token id {max(prompt)}, but the model's vocabulary size is {vocab_size}: its "
+                         f"tokenizer is another one")  # fmt: skip
 
-model.eval().to(where)
-if compile:
-    model.compile()
-torch.manual_seed(seed)
-idx = torch.tensor([prompt] * num_samples, device=where)  # (num_samples, T)
-n_ids = min(n_ids, model.config.vocab_size)  # ids that only pad the vocabulary cannot be decoded: do not sample them
-torch_dtype = precision.DTYPES[compute_dtype]
-with torch.autocast(where.type, torch_dtype, enabled=torch_dtype.itemsize == 2):
-    samples = model.generate(idx, max_new_tokens, temperature, top_k, top_p=top_p, vocab_size=n_ids)
-for sample in samples.tolist():
-    print(decode(sample), "---------------", sep="\n")
+# this rank's samples: there may be none
+first, end = (num_samples * n // ranks.world_size for n in (ranks.rank, ranks.rank + 1))
+texts, began = [], time.perf_counter()
+if first < end:
+    idx = torch.tensor([prompt] * (end - first), device=ranks.device)  # (samples, T)
+    # ids that only pad the vocabulary cannot be decoded: do not sample them
+    samples = model.generate(idx, max_new_tokens, temperature, top_k, top_p=top_p, vocab_size=min(n_ids, vocab_size),
+                             seed=seed, first_sample=first)  # fmt: skip
+    texts = [decode(sample) for sample in samples.tolist()]
+gathered = agree.gather_objects(texts)
+seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
+if ranks.is_main:
+    for sample in chain(*gathered):
+        print(sample, "---------------", sep="\n", flush=True)
+    print(f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)",
+          file=sys.stderr)  # fmt: skip
+launch.leave()

@@ -160,18 +160,28 @@ HALF_ATTENTION_KEEPS_UP_TO = 512
 
 @dataclass
 class KVCache:
-    """Keys and values of one block at the previous positions, in buffers that hold the longest sequence."""
+    """Keys and values of one block at the last `size` positions. It is a ring: position p is stored at p % size."""
 
-    k: Tensor  # (B, H, block_size, D)
-    v: Tensor  # (B, H, block_size, D)
-    length: int = 0  # positions stored so far
+    rows: int  # of the batch
+    size: int
+    length: int = 0  # positions appended so far
+    k: Tensor | None = None  # (B, K, size, D), allocated by the first append
+    v: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v of T more positions, (B, H, T, D); return those of all positions so far, (B, H, S, D)."""
-        start, self.length = self.length, self.length + k.size(2)
-        self.k[:, :, start : self.length] = k
-        self.v[:, :, start : self.length] = v
-        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+        """
+        Store k and v of T more positions, (B, K, T, D); a batch of one is stored in all rows. Returns all that are
+        stored, (B, K, S, D). Several positions at once must not go past the end of the ring.
+        """
+        if self.k is None:
+            shape = (self.rows, k.size(1), self.size, k.size(3))
+            self.k, self.v = k.new_empty(shape), v.new_empty(shape)
+        start = self.length % self.size
+        self.length += k.size(2)
+        stored = min(self.length, self.size)
+        self.k[:, :, start : start + k.size(2)] = k
+        self.v[:, :, start : start + k.size(2)] = v
+        return self.k[:, :, :stored], self.v[:, :, :stored]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cache: KVCache | None = None) -> Tensor:
@@ -188,19 +198,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cach
         (B, T, H * D)
     """
     T, groups = q.size(1), q.size(2) // k.size(2)
-    if groups > 1 and cache is None:
+    has_previous = cache is not None and cache.length > 0
+    if cache is not None:
+        cached_k, cached_v = cache.append(k.transpose(1, 2), v.transpose(1, 2))  # (B, K, S, D) each
+    if groups > 1 and not has_previous:
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
     longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO  # dropout's factors are kept in memory too
-    if cache is None and q.device.type == "cpu" and q.itemsize == 2 and longest >= T:
+    if not has_previous and q.device.type == "cpu" and q.itemsize == 2 and longest >= T:
         return CPUHalfAttention.apply(q, k, v, dropout)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D) each
-    if cache is not None:
-        k, v = cache.append(k, v)
+    if has_previous:
+        k, v = cached_k, cached_v
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
     # On Hopper and Blackwell PyTorch tries cuDNN first, unless its version has a known bug: do not force an order here
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=S == T,
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=not has_previous,
                                        enable_gqa=k.size(1) < q.size(1))  # fmt: skip
     return y.transpose(1, 2).flatten(2)
 

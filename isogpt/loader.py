@@ -35,7 +35,7 @@ PADDING = -1  # the start of a padding row
 PICKLED = {"numpy": {"dtype"}, "numpy._core.multiarray": {"scalar"}, "numpy.core.multiarray": {"scalar"}}  # in meta.pkl
 
 # one stream of random numbers for each use, so that none depends on how much another one has drawn
-TRAIN, EVAL_TRAIN, EVAL_VAL, SHUFFLE = range(4)
+TRAIN, EVAL_TRAIN, EVAL_VAL, SHUFFLE, SAMPLING = range(5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

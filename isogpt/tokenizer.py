@@ -1,4 +1,4 @@
-"""The tokenizer of a data set, for sample.py, and its conversion to the transformers library's format."""
+"""The tokenizer of a data set or of a Hugging Face folder, and the conversion of the former to the latter's format."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
+Tokenizer = tuple[Callable[[str], list[int]], Callable[[list[int]], str], int]  # encode, decode, number of ids
 GPT2_IDS = 50257
+GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
 END_OF_TEXT = "<|endoftext|>"
 # a model that was not trained on chats continues the text of the messages
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -36,7 +38,7 @@ def find_meta(name: str, vocab_size: int) -> dict:
         return {}  # most likely it has GPT-2's tokens
 
 
-def load_tokenizer(meta: dict, name: str) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str], int]:
+def load_tokenizer(meta: dict, name: str) -> Tokenizer:
     """
     (encode, decode, number of ids) of the data set `name` with this metadata.
 
@@ -55,6 +57,37 @@ def load_tokenizer(meta: dict, name: str) -> tuple[Callable[[str], list[int]], C
         return [stoi[c] for c in text]
 
     return encode, lambda ids: "".join(itos[i] for i in ids), len(itos)
+
+
+def load_folder(folder: str, vocab_size: int) -> Tokenizer:
+    """
+    (encode, decode, number of ids) of the tokenizer.json in a folder that transformers wrote. encode adds the special
+    tokens that the tokenizer is configured to add, for instance one at the start. Without a tokenizer.json: GPT-2's, if
+    vocab_size, the model's, can be that of GPT-2.
+
+    Raises:
+        ValueError: the tokenizer is missing or cannot be loaded. encode raises it for a text that it cannot encode.
+    """
+    if not (Path(folder) / "tokenizer.json").exists():
+        if GPT2_IDS <= vocab_size <= GPT2_PADDED:
+            return load_tokenizer({}, "")
+        raise ValueError(f"{folder} has no tokenizer.json, and the model's vocabulary size, {vocab_size}, is not that "
+                         f"of GPT-2: save the model's tokenizer in the folder")  # fmt: skip
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as e:  # transformers and tokenizers raise many types
+        raise ValueError(f"cannot load the tokenizer of {folder}: {(str(e).splitlines() or [e])[0]}") from e
+
+    def encode(text: str) -> list[int]:
+        try:
+            return tokenizer.encode(text)
+        except Exception as e:  # tokenizers raises this class
+            raise ValueError(f"the tokenizer of {folder} cannot encode --start: {e}") from e
+
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    return encode, decode, max(tokenizer.get_vocab().values()) + 1
 
 
 def load_encoding(meta: dict) -> "tiktoken.Encoding":

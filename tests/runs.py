@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -71,6 +72,12 @@ class Run:
     def text(self):
         """The output of all ranks."""
         return "".join(Path(out).read_text(errors="replace") for out in self.outs if Path(out).exists())
+
+    def samples(self):
+        """What sample.py printed, without its last line, the speed."""
+        text, _, speed = self.text().removesuffix("\n").rpartition("\n")
+        assert re.fullmatch(r"[\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s \(\d+ samples\)", speed), speed
+        return text
 
     def until(self, seen, timeout=60):
         """Wait until seen(output of all ranks) is true or the run has ended; returns whether it was seen."""

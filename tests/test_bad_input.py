@@ -546,7 +546,7 @@ def test_sampling_with_a_small_top_p_takes_the_most_likely_token(zygote, place):
     args = [a for a in SAMPLE if not a.startswith("--max_new")] + ["--max_new_tokens=12"]
     texts = {}
     for option in ("--temperature=0", "--top_p=1e-9", "--top_p=1"):
-        texts[option] = zygote.start([*args, option], place, script="sample.py").wait().text()
+        texts[option] = zygote.start([*args, option], place, script="sample.py").wait().samples()
     assert texts["--top_p=1e-9"] == texts["--temperature=0"] != texts["--top_p=1"]
 
 

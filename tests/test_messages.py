@@ -457,7 +457,7 @@ def test_mistakes_of_sample_py(at, capsys):
     ]
     assert fails("--start=AB\u00e9").splitlines() == [
         "out/ckpt.pt: step 3, best val loss 1.5000",
-        "--start has characters that data set letters does not have: 'B' 'é'",
+        "error: --start has characters that data set letters does not have: 'B' 'é'",
     ]
     assert "--start is empty: give at least one character" in fails("--start=")
     assert "--start=FILE:none.txt cannot be read as text: [Errno 2]" in fails("--start=FILE:none.txt")

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model as model_file
+from isogpt import generation
+from isogpt.generation import next_token, uniform_numbers
 from isogpt.kernels import ChunkedLoss, CPUHalfAttention, Dropout, KVCache, dropout_factors, summed_loss
 from model import GPT, GPTConfig
 
@@ -627,7 +628,7 @@ def test_a_cached_token_is_computed_once():
 
 def test_several_tokens_can_follow_cached_ones():
     gpt, x = rough(), ids(2, 12)
-    caches = [KVCache(torch.empty(2, 2, 16, 16), torch.empty(2, 2, 16, 16)) for _ in range(2)]
+    caches = [KVCache(rows=2, size=16) for _ in range(2)]
     for part in x.split([4, 6, 2], dim=1):
         logits, _ = gpt(part, caches=caches)
     torch.testing.assert_close(logits, gpt(x)[0], atol=1e-5, rtol=1e-5)
@@ -697,11 +698,13 @@ def test_top_p_samples_from_the_smallest_nucleus(top_p):
 
 def test_top_p_applies_to_each_row_and_after_top_k():
     logits = torch.tensor([[0.1, 0.5, 0.4], [0.98, 0.01, 0.01], [0.3, 0.4, 0.3]]).log().repeat(200, 1)
-    drawn = model_file.next_token(logits, 1.0, None, 0.8).view(200, 3)
+    uniform = uniform_numbers(0, range(600), 1)[0]  # (600, 1)
+    drawn = next_token(logits, uniform, 1.0, None, 0.8).view(200, 3)
     assert [set(row.tolist()) for row in drawn.T] == [{1, 2}, {0}, {0, 1, 2}]
     # of 0.5 and 0.4, what top_k leaves, the first alone has 0.56
-    assert set(model_file.next_token(logits[:1].repeat(200, 1), 1.0, 2, 0.55).flatten().tolist()) == {1}
-    assert set(model_file.next_token(logits[:1].repeat(200, 1), 1.0, None, 0.55).flatten().tolist()) == {1, 2}
+    first = logits[:1].repeat(600, 1)
+    assert set(next_token(first, uniform, 1.0, 2, 0.55).flatten().tolist()) == {1}
+    assert set(next_token(first, uniform, 1.0, None, 0.55).flatten().tolist()) == {1, 2}
 
 
 def test_top_p_of_one_samples_from_all():
@@ -713,18 +716,147 @@ def test_top_p_of_one_samples_from_all():
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("whole_model", [True, False])
-def test_generation_in_bfloat16(whole_model, monkeypatch):
-    """Under autocast, and of a model that is bfloat16 itself: the cache is too."""
+@pytest.mark.parametrize("how", ["autocast", "whole model", "prepared"])
+def test_generation_in_bfloat16(how, monkeypatch):
+    """The cache is bfloat16, too."""
     gpt, idx, types = rough(std=0.1), ids(3, 5), set()
-    monkeypatch.setattr(model_file, "KVCache", lambda k, v: types.update((k.dtype, v.dtype)) or KVCache(k, v))
-    if whole_model:
+    append = KVCache.append
+    monkeypatch.setattr(KVCache, "append", lambda cache, k, v: types.update((k.dtype, v.dtype)) or append(cache, k, v))
+    if how == "whole model":
         gpt.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=not whole_model):
+    elif how == "prepared":
+        generation.prepare(gpt, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         out = gpt.generate(idx, 20, temperature=0)
         assert torch.equal(out[:, :6], gpt.generate(idx, 1, temperature=0, use_cache=False))
     assert types == {torch.bfloat16}
     assert out.shape == (3, 25) and out.min() >= 0 and out.max() < 65
+
+
+ROTARY = {"nanochat": dict(arch="nanochat", n_kv_head=1), "llama": dict(arch="llama")}
+
+
+@pytest.mark.parametrize("arch", [{}, *ROTARY.values()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prepared_for_inference(arch, dtype):
+    """The logits of autocast, from one bfloat16 copy of each matrix; the norms and the embeddings stay float32."""
+    gpt, x = rough(**arch), ids(3, 9)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        expected = gpt(x)[0]
+    generation.prepare(gpt, dtype)
+    linears = [m for m in gpt.modules() if isinstance(m, (torch.nn.Linear, generation.InferenceLinear))]
+    assert len(linears) == (11 if arch.get("arch") == "llama" else 9) and all(m.weight.dtype == dtype for m in linears)
+    assert {p.dtype for p in gpt.parameters()} == {torch.float32} and {p.dim() for p in gpt.parameters()} <= {1, 2}
+    with torch.no_grad():
+        logits = gpt(x)[0]
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits, expected, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_linear_layer_for_inference(dtype, packs, monkeypatch):
+    if not packs:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    for bias in (True, False):
+        linear = torch.nn.Linear(48, 96, bias=bias)
+        x = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            y = generation.InferenceLinear(linear, dtype)(x)
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.float(), linear(x), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# past block_size
+
+
+def windowed_attention(size):
+    """Causal attention to the last `size` positions, by a mask."""
+
+    def attend(q, k, v, dropout=0.0, cache=None):
+        groups, T = q.size(2) // k.size(2), q.size(1)
+        q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
+        mask = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - size)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+    return attend
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("length", [1, 5, 16, 20])
+@pytest.mark.parametrize("arch", ROTARY)
+def test_rotary_models_attend_to_the_last_block_size_positions(arch, length, use_cache):
+    """The reference computes all positions for each token, without a cache, in a model with a longer context."""
+    gpt, idx = rough(**ROTARY[arch]), ids(3, length)
+    out = gpt.generate(idx, 45 - length, temperature=0, use_cache=use_cache)
+    longer = rough(**ROTARY[arch], block_size=64)
+    for block in longer.transformer.h:
+        block.attn.attention = windowed_attention(16)
+    used = min(length, 16)  # the last block_size tokens of the prompt
+    expected = by_hand(longer, idx[:, -used:], 45 - length)
+    assert torch.equal(out[:, length:], expected[:, used:])
+    assert not torch.equal(out, by_hand(gpt, idx, 45 - length)), "the test needs a model whose window matters"
+
+
+def test_each_token_of_a_rotary_model_is_one_step():
+    gpt, shapes = rough(**ROTARY["llama"]), []
+    gpt.transformer.wte.register_forward_hook(lambda module, args, out: shapes.append(args[0].shape))
+    gpt.generate(ids(2, 5), 30)
+    assert shapes == [(2, 5)] + [(2, 1)] * 29
+    shapes.clear()
+    gpt.generate(ids(2, 21), 3)
+    assert shapes == [(2, 16)] + [(2, 1)] * 2
+
+
+def test_a_rotary_model_takes_several_tokens_up_to_block_size():
+    gpt, caches = rough(**ROTARY["llama"]), [KVCache(rows=1, size=16) for _ in range(2)]
+    for T in (14, 2, 1, 1):
+        gpt(ids(1, T), caches=caches)
+    with pytest.raises(ValueError, match="20 tokens is longer"):
+        gpt(ids(1, 2), caches=caches)
+    with pytest.raises(ValueError, match="17 tokens is longer"):
+        gpt(ids(1, 17))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# many samples
+
+
+def test_a_common_prompt_is_computed_once():
+    gpt, shapes = rough(std=0.1), []
+    gpt.transformer.wte.register_forward_hook(lambda module, args, out: shapes.append(args[0].shape))
+    together = gpt.generate(ids(1, 5).expand(3, 5), 20, seed=4)
+    assert shapes[:2] == [(1, 5), (3, 1)]
+    one_by_one = [gpt.generate(ids(1, 5), 20, seed=4, first_sample=i) for i in range(3)]
+    assert torch.equal(together, torch.cat(one_by_one))
+
+
+@pytest.mark.parametrize("how", [dict(), dict(top_k=7), dict(top_p=0.8), dict(temperature=0.5, top_k=9, top_p=0.9)])
+def test_a_sample_depends_on_its_number_and_not_on_its_batch(how):
+    gpt, idx = rough(std=0.1), ids(6, 5)
+    out = gpt.generate(idx, 20, seed=3, **how)
+    parts = [gpt.generate(idx[i:j], 20, seed=3, first_sample=i, **how) for i, j in ((0, 1), (1, 4), (4, 6))]
+    assert torch.equal(out, torch.cat(parts))
+    assert torch.equal(out[:, :15], gpt.generate(idx, 10, seed=3, **how))  # and not on how many tokens follow
+    assert not torch.equal(out, gpt.generate(idx, 20, seed=4, **how))
+    same = gpt.generate(idx[:1].expand(6, 5), 20, seed=3, **how)
+    assert len({tuple(row) for row in same.tolist()}) == 6
+
+
+def test_random_numbers_of_the_samples():
+    numbers = uniform_numbers(5, range(2, 4002), 3)
+    assert numbers.shape == (3, 4000, 1) and numbers.dtype == torch.float32
+    assert torch.equal(numbers[:2, 10:11], uniform_numbers(5, range(12, 13), 2))
+    assert numbers.min() >= 0 and numbers.max() < 1 and len(numbers.unique()) > 11900
+    torch.testing.assert_close(numbers.flatten().histc(10, 0, 1) / 12000, torch.full((10,), 0.1), atol=0.01, rtol=0)
+
+
+def test_the_largest_and_the_smallest_random_number():
+    """No token of probability 0 is drawn, neither before the first likely one nor after the last."""
+    logits = torch.tensor([[-200.0, 1.0, 0.3, -200.0, 0.9, -200.0, -200.0]])
+    for number, expected in ((0.0, 1), (1 - 2**-23, 4)):
+        assert next_token(logits, torch.tensor([[number]]), 1.0).item() == expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_the_model_knows_no_processes():
     names = imported(REPO / "model.py")
     assert not any(name.startswith("torch.distributed") for name in names)
     ours = {name for name in names - {"isogpt"} if name.split(".")[0] == "isogpt"}
-    assert all(name.startswith(("isogpt.kernels", "isogpt.huggingface")) for name in ours)
+    assert all(name.startswith(("isogpt.generation", "isogpt.huggingface", "isogpt.kernels")) for name in ours)
 
 
 def test_heavy_packages_are_imported_where_they_are_used():
@@ -370,7 +370,7 @@ def test_sample_from_a_run(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=20", "--eval_interval=10"], work)
     (work / "prompt.txt").write_text("AB:")
     args = ["--out_dir=out", "--start=FILE:prompt.txt", "--num_samples=3", "--max_new_tokens=40", "--device=cpu"]
-    one, two = (zygote.start(args, work, script="sample.py").wait().text() for _ in range(2))
+    one, two = (zygote.start(args, work, script="sample.py").wait().samples() for _ in range(2))
     assert one == two and one.count("AB:") >= 3 and one.count("---------------\n") == 3
     newest = zygote.start([*args, "--best=False"], work, script="sample.py").wait().text()
     assert "step_00000021" in newest and "step_00000020" in one
