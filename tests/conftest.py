@@ -6,12 +6,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported:
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 from runs import Zygote, tiny_data
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +38,13 @@ def shared_work(tmp_path_factory):
     path = tmp_path_factory.mktemp("work")
     tiny_data(path)
     return path
+
+
+@pytest.fixture
+def at(monkeypatch, tmp_path):
+    """An empty working folder, no launcher, and monkeypatch's methods."""
+    for name in [*os.environ]:
+        if name.startswith(LAUNCHED):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return SimpleNamespace(path=tmp_path, set=monkeypatch.setattr, env=monkeypatch.setenv, item=monkeypatch.setitem)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
@@ -75,9 +76,9 @@ class Run:
 
     def samples(self):
         """What sample.py printed, without its last line, the speed."""
-        text, _, speed = self.text().removesuffix("\n").rpartition("\n")
-        assert re.fullmatch(r"[\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s \(\d+ samples\)", speed), speed
-        return text
+        *lines, speed = self.text().splitlines(keepends=True)
+        assert re.fullmatch(r"[\d,]+ tokens in [\d.]+ s, [\d,]+ tokens/s \(\d+ samples\)\n", speed), speed
+        return "".join(lines)
 
     def until(self, seen, timeout=60):
         """Wait until seen(output of all ranks) is true or the run has ended; returns whether it was seen."""
@@ -130,6 +131,23 @@ class Zygote:
         """End the process and its children."""
         self.process.stdin.close()
         self.process.wait(20)
+
+
+def script(at, name, args, until=None, home=REPO):
+    """Run a script in this process, up to the line that begins with `until`; returns its globals."""
+    source = (REPO / name).read_text()
+    at.set(sys, "argv", [name, *args])
+    space = {"__name__": "__main__", "__file__": str(home / name)}
+    exec(compile(source[: source.index(f"\n{until}") if until else None], name, "exec"), space)
+    return space
+
+
+def script_that_fails(at, capsys, *args, **kw):
+    """Run a script that must exit with status 1; returns its output."""
+    with pytest.raises(SystemExit) as exit:
+        script(at, *args, **kw)
+    assert exit.value.code == 1
+    return capsys.readouterr()
 
 
 def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY
+from runs import REPO, TINY, script, script_that_fails
 
 import configurator
 import export
@@ -50,33 +50,6 @@ COST = dict(model_args=asdict(GPTConfig(**SHAPE)), rows=4, dtype="float32", worl
             fsdp=False, dp_replicate=1, grad_sync="auto", fsdp_prefetch=1, cpu_offload=False,
             activation_checkpointing="none")  # fmt: skip
 CPU = torch.device("cpu")
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
-
-
-@pytest.fixture
-def at(monkeypatch, tmp_path):
-    """An empty working folder, no launcher, and monkeypatch's methods."""
-    for name in [*os.environ]:
-        if name.startswith(LAUNCHED):
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    return SimpleNamespace(path=tmp_path, set=monkeypatch.setattr, env=monkeypatch.setenv, item=monkeypatch.setitem)
-
-
-def script(at, name, args, until=None, home=REPO):
-    """Run a script in this process, up to the line that begins with `until`; returns its globals."""
-    source = (REPO / name).read_text()
-    at.set(sys, "argv", [name, *args])
-    space = {"__name__": "__main__", "__file__": str(home / name)}
-    exec(compile(source[: source.index(f"\n{until}") if until else None], name, "exec"), space)
-    return space
-
-
-def script_that_fails(at, capsys, *args, **kw):
-    with pytest.raises(SystemExit) as exit:
-        script(at, *args, **kw)
-    assert exit.value.code == 1
-    return capsys.readouterr()
 
 
 def tiny_model():

@@ -1,0 +1,117 @@
+"""sample.py: the same text on any number of processes, the tokenizers of folders, its figures and mistakes."""
+
+import re
+from pathlib import Path
+
+import pytest
+from runs import script, script_that_fails
+
+from isogpt import huggingface, tokenizer
+from model import GPT, GPTConfig
+
+ARGS = ["--out_dir=out", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40", "--seed=3"]
+SMALL = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=8)
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+SPEED = r"([\d,]+) tokens in ([\d.]+) s, ([\d,]+) tokens/s \((\d+) samples\)"
+
+
+@pytest.fixture(scope="module")
+def trained(zygote, shared_work):
+    """A folder with a run of a model with rotary positions and a context of 32 tokens."""
+    zygote.train(["--arch=llama", "--out_dir=out", "--max_iters=9"], shared_work)
+    return shared_work
+
+
+@pytest.mark.parametrize("samples", [2, 5])  # on three ranks: fewer samples than ranks, and an uneven number
+def test_the_text_is_the_same_on_any_number_of_ranks(zygote, trained, samples):
+    texts = []
+    for nproc in (1, 2, 3):
+        run = zygote.start([*ARGS, f"--num_samples={samples}"], trained, nproc, script="sample.py").wait()
+        assert [Path(out).read_text() for out in run.outs[1:]] == [""] * (nproc - 1), "only rank 0 prints"
+        texts.append(run.samples())
+    assert texts[0] == texts[1] == texts[2]
+    written = texts[0].partition("\n")[2].split("\n---------------\n")[:-1]
+    assert len(set(written)) == samples and all(len(text) == 41 and text[0] == "A" for text in written)
+
+
+def test_the_batch_does_not_change_a_sample(zygote, trained):
+    one, three = (zygote.start([*ARGS, f"--num_samples={n}"], trained, script="sample.py").wait().samples()
+                  for n in (1, 3))  # fmt: skip
+    assert three.startswith(one)
+    longer = zygote.start([*ARGS, "--num_samples=1", "--max_new_tokens=60"], trained, script="sample.py").wait()
+    assert longer.samples().startswith(one.removesuffix("\n---------------\n"))
+
+
+@pytest.mark.parametrize("wrong", ["--start=\u00e9", "--out_dir=nowhere", "--dtype=tf32"])
+def test_two_ranks_report_a_mistake_once(zygote, trained, wrong):
+    run = zygote.start([*ARGS, wrong], trained, 2, script="sample.py").wait(ok=False)
+    lines = [line for line in run.text().splitlines() if "best val loss" not in line]
+    assert run.codes == [1, 1] and len(lines) == 1 and lines[0].startswith("error: "), run.text()
+
+
+def test_the_speed(at, capsys):
+    folder = folder_of(at.path, "gpt2")
+    script(at, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=a", "--num_samples=3",
+                             "--max_new_tokens=400"])  # fmt: skip
+    tokens, seconds, speed, samples = re.fullmatch(SPEED, capsys.readouterr().err.splitlines()[-1]).groups()
+    assert (tokens, samples) == ("1,200", "3")
+    assert float(speed.replace(",", "")) * float(seconds) == pytest.approx(1200, rel=0.2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# folders of transformers
+
+
+def folder_of(path, arch, with_tokenizer=True, **changes):
+    """A folder with random weights that transformers can load, and a tokenizer of the characters a to f."""
+    folder = path / arch
+    model = GPT(GPTConfig(**SMALL | dict(arch=arch, gelu="tanh") | changes), seed=1)
+    meta = {"stoi": {c: i for i, c in enumerate("abcdef")}}
+    token_ids = tokenizer.save_tokenizer(folder, meta, model.config.vocab_size, 16)
+    huggingface.save(folder, model.describe(), dict(model.named_parameters()), token_ids)
+    if not with_tokenizer:
+        (folder / "tokenizer.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "nanochat", "llama"])
+def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
+    folder = folder_of(at.path, arch)
+    args = ["--device=cpu", "--dtype=float32", f"--init_from={folder}", "--num_samples=2", "--temperature=5"]
+    script(at, "sample.py", [*args, "--start=cab", "--max_new_tokens=300"])
+    first, second, end = capsys.readouterr().out.split("\n---------------\n")
+    assert end == "" and all(text.startswith("cab") and len(text) == 303 for text in (first, second))
+    assert set(first) == set(second) == set("abcdef")  # not 6 and 7, which pad the vocabulary
+    text = f"error: the tokenizer of {folder} cannot encode --start: "
+    output = script_that_fails(at, capsys, "sample.py", [*args, "--start=x"])
+    assert output.err.splitlines()[-1].startswith(text)
+
+
+def test_a_folder_without_a_tokenizer(at, capsys):
+    folder = folder_of(at.path, "llama", with_tokenizer=False)
+    output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}"])
+    assert output.err.splitlines()[-1] == (
+        f"error: {folder} has no tokenizer.json, and the model's vocabulary size, 8, is not that of GPT-2: save the "
+        f"model's tokenizer in the folder"
+    )
+    with pytest.raises(ValueError, match="128256, is not that of GPT-2"):
+        tokenizer.load_folder(str(folder), 128256)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"cannot load the tokenizer of {folder}: "):
+        tokenizer.load_folder(str(folder), 8)
+
+
+@pytest.mark.parametrize("vocab_size", [50257, 50304])
+def test_a_folder_without_a_tokenizer_has_gpt2s(tmp_path, monkeypatch, vocab_size):
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda meta, name: (meta, name, 50257))
+    assert tokenizer.load_folder(str(tmp_path), vocab_size) == ({}, "", 50257)
+
+
+def test_a_tokenizer_of_another_model(at, capsys):
+    """Its ids can be beyond the model's."""
+    folder = folder_of(at.path, "gpt2")
+    model = GPT(GPTConfig(**SMALL | dict(vocab_size=4, gelu="tanh")), seed=1)
+    huggingface.save(folder, model.describe(), dict(model.named_parameters()), NO_TOKENS)
+    output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=abf"])
+    text = "error: --start has token id 5, but the model's vocabulary size is 4: its tokenizer is another one"
+    assert output.err.splitlines()[-1] == text
