@@ -82,7 +82,7 @@ with agree.exit_together():
     else:
         model = GPT.from_pretrained(init_from)
 model.eval().to(ranks.device)
-generation.prepare(model, precision.DTYPES[compute_dtype])
+generation.prepare(model, precision.DTYPES[compute_dtype], pack=not compile)
 if compile:
     model.compile()
 

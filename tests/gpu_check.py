@@ -35,7 +35,7 @@ from runs import REPO, TINY, children, column, records, steps_in, tiny_data, wai
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from isogpt import kernels, memory, settings
+from isogpt import generation, kernels, memory, settings
 from model import GPT, GPTConfig
 
 
@@ -286,10 +286,10 @@ def parts(place: Place) -> Iterator[Line]:
     moved = 28 * sum(p.numel() for p in model.parameters()) / ms / 1e6
     yield Line("AdamW", "", f"{ms:.2f} ms, {moved:,.0f} GB/s")
 
+    generation.prepare(model, dtype)
     prompt = torch.zeros(8, 1, dtype=torch.long, device=device)
     tokens, began = (256 if place.on_gpu else 16), time.perf_counter()
-    with torch.autocast(device.type, dtype):
-        model.eval().generate(prompt, tokens)
+    model.eval().generate(prompt, tokens)
     took = time.perf_counter() - began
     yield Line(f"sampling 8 x {tokens} tokens", "", f"{8 * tokens / took:,.0f} tokens/s")
 
