@@ -41,16 +41,15 @@ seed = 1337  # the same seed gives the same text
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto (the fastest that the device supports in hardware), float32, tf32, bfloat16 or float16
 compile = False  # torch.compile: worth its minute only for very long or very many samples on a GPU
+dist_timeout_s = 600.0  # how long processes wait for each other
 # ---------------------------------------------------------------------------------------------------------------------
-TIMEOUT_S = 600.0  # how long processes wait for each other
-
 try:
     launch.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
     settings.check_sampling(config)
-    ranks = launch.connect(device, "gloo", TIMEOUT_S)
+    ranks = launch.connect(device, "gloo", dist_timeout_s)
     if ranks.store:
-        dist.init_process_group(ranks.backend, **ranks.group_options(TIMEOUT_S))
+        dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 launch.check_start(ranks, config)

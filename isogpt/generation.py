@@ -66,8 +66,9 @@ def generate(model: nn.Module, idx: Tensor, max_new_tokens: int, temperature: fl
     caches = [KVCache(B, min(block_size, T - start + max_new_tokens)) for _ in range(model.config.n_layer)]
     has_one_prompt = bool((idx == idx[:1]).all())
     for end in range(T, T + max_new_tokens):
-        window_moves = not model.arch.rotation and end - start > block_size  # all position embeddings change
-        start += int(window_moves)
+        window_moves = not model.arch.rotation and end - start > block_size
+        if window_moves:
+            start += 1  # the position embeddings of all tokens change
         if window_moves or not use_cache:
             for cache in caches:
                 cache.length = 0
@@ -104,14 +105,15 @@ def next_token(logits: Tensor, uniform: Tensor, temperature: float, top_k: int |
     """
     if temperature < 1e-30:  # dividing by less would overflow
         return logits.argmax(-1, keepdim=True)
-    ids, V = None, logits.size(-1)
+    V, ids = logits.size(-1), None
+    k = min(top_k or V, V)
     is_nucleus = top_p is not None and top_p < 1
-    if is_nucleus or 0 < (top_k or 0) < V:
-        logits, ids = logits.topk(min(top_k or V, V))  # (B, k) each, the most likely token first
-    cumulative = (logits / temperature).softmax(-1).cumsum(-1)  # (B, V or k)
+    if is_nucleus or k < V:
+        logits, ids = logits.topk(k)  # (B, k) each, the most likely token first
+    cumulative = (logits / temperature).softmax(-1).cumsum(-1)  # (B, k)
     total = cumulative[:, -1:]  # (B, 1)
     if is_nucleus:  # it ends with the token that brings the sum to top_p
-        last = torch.searchsorted(cumulative, torch.full_like(total, top_p)).clamp(max=cumulative.size(-1) - 1)
+        last = torch.searchsorted(cumulative, torch.full_like(total, top_p)).clamp(max=k - 1)
         total = cumulative.gather(1, last)
     choice = torch.searchsorted(cumulative, uniform * total, right=True)  # (B, 1)
     return choice if ids is None else ids.gather(1, choice)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 PARITY, RESUME, SURVIVE = "tests/test_parity.py", "tests/test_resume.py", "tests/test_survive.py"
+SAMPLE = "tests/test_sample.py"
 LAUNCH, LAUNCHERS = "tests/test_launch.py", "tests/test_launchers.py"
 KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 
@@ -73,6 +74,19 @@ MUTATIONS = {
     "checkpoint: weights that are not finite": (
         "isogpt/checkpoint.py", "        if bad:\n", "        if False:\n",
         f"{RESUME}::test_no_checkpoint_has_weights_that_are_not_finite"),
+    "samples: each rank draws the first rank's": ("sample.py", "first_sample=first", "first_sample=0", SAMPLE),
+    "samples: random numbers of the batch": (
+        "isogpt/generation.py", "random_bits(seed, SAMPLING, sample, n)",
+        "random_bits(seed, SAMPLING, len(samples) * sample, n)", SAMPLE),
+    "samples: the oldest position stays": (
+        "isogpt/kernels.py", "start = self.length % self.size", "start = min(self.length, self.size - 1)",
+        "tests/test_model.py::test_rotary_models_attend_to_the_last_block_size_positions"),
+    "samples: the prompt of the first row": (
+        "isogpt/generation.py", "end == T and has_one_prompt", "end == T",
+        "tests/test_model.py::test_a_sample_depends_on_its_number_and_not_on_its_batch"),
+    "samples: padded ids": (
+        "sample.py", "vocab_size=min(n_ids, vocab_size)", "vocab_size=vocab_size",
+        f"{SAMPLE}::test_a_folder_is_sampled_with_its_own_tokenizer"),
     "stop: one rank alone": (
         "train.py", "if stop.decide(numbers.stop):", "if stop.decide(torch.tensor([stop.code()])):", SURVIVE),
     "stop: no checkpoint": ("train.py", "    if save_checkpoint:\n        save()\n", "", SURVIVE),
