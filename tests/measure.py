@@ -9,6 +9,7 @@ Measurements for the documentation that depend too much on the machine for a tes
     python tests/measure.py bare          that bare loop, for the 10.65M config (batch 8 x 256)
     python tests/measure.py first         seconds from the command to the first step
     python tests/measure.py serve         8 clients of transformers serve, with and without continuous batching
+    python tests/measure.py sampling      tokens per second of one thread's CPU time, GPT-2 124M, 10 samples of 256 tokens
 """
 
 import argparse
@@ -167,9 +168,27 @@ def serve(work):
     print(f"{statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
+def sampling(work):
+    import torch
+
+    from isogpt import generation, launch
+    from model import GPT, GPTConfig
+
+    launch.keep_freed_memory()
+    torch.set_num_threads(1)
+    prompt = torch.full((10, 1), 198)
+    for dtype in (torch.bfloat16, torch.float32):
+        model = GPT(GPTConfig(), 1337).eval()
+        generation.prepare(model, dtype)
+        for _ in range(3):
+            start = time.process_time()
+            model.generate(prompt, 256, 0.8, 200, vocab_size=50257)
+            print(f"{dtype}: {2560 / (time.process_time() - start):.0f} tokens/s", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {f.__name__: f for f in (stall, saves, grad_sync, activations, tax, first, serve)}
+    kinds = {f.__name__: f for f in (stall, saves, grad_sync, activations, tax, first, serve, sampling)}
     parser.add_argument("what", choices=[*kinds, "bare"])
     what = parser.parse_args().what
     if what == "bare":
