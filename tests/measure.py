@@ -9,7 +9,7 @@ Measurements for the documentation that depend too much on the machine for a tes
     python tests/measure.py bare          that bare loop, for the 10.65M config (batch 8 x 256)
     python tests/measure.py first         seconds from the command to the first step
     python tests/measure.py serve         8 clients of transformers serve, with and without continuous batching
-    python tests/measure.py sampling      tokens per second of one thread's CPU time, GPT-2 124M, 10 samples of 256 tokens
+    python tests/measure.py sampling      tokens per second of CPU time, GPT-2 124M, 10 samples of 256 tokens
 """
 
 import argparse
