@@ -750,7 +750,7 @@ def test_prepared_for_inference(arch, dtype):
     with torch.no_grad():
         logits = gpt(x)[0]
     assert logits.dtype == dtype
-    torch.testing.assert_close(logits, expected, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=1e-2)
+    torch.testing.assert_close(logits, expected, atol=1e-5 if dtype == torch.float32 else 0.12, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
