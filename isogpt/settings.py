@@ -70,6 +70,8 @@ def check_training(config: dict) -> None:
         (c.arch != "gpt2" and c.bias, f"arch {c.arch!r} has no biases: set --bias=False"),
         (c.lr_schedule == "wsd" and c.cooldown_iters == 0, "lr_schedule 'wsd' needs the steps of its decay: set "
          "--cooldown_iters="),
+        (c.optimizer == "muon" and c.learning_rate == 0,
+         "learning_rate is 0, but optimizer 'muon' needs it for the embeddings and the head: set --learning_rate="),
         (c.n_head > 0 and c.n_embd % c.n_head, f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}"),
         (not c.out_dir.strip(), "out_dir is empty: set --out_dir= to a folder"),
         (weights not in ("scratch", *GPT2) and not os.path.isdir(weights),

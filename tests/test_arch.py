@@ -179,6 +179,7 @@ MISTAKES = {
     "arch 'llama' has no biases: set --bias=False": ["--arch=llama", "--bias=True"],
     "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters=": ["--lr_schedule=wsd"],
     "optimizer is 'sgd'; possible are adamw and muon": ["--optimizer=sgd"],
+    "learning_rate is 0, but optimizer 'muon' needs it": ["--optimizer=muon", "--learning_rate=0", "--min_lr=0"],
 }
 
 
