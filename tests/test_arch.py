@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from runs import column
+from runs import REPO, TINY, column
 from test_parity import same
 from test_zero import tensors_of
 
@@ -108,6 +108,32 @@ def test_a_checkpoint_of_the_other_optimizer(zygote, shared_work, one):
         "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from its weights with --init_from="
     )
     assert run.text().count(said) == 1 and "Traceback" not in run.text()
+
+
+OVERFLOW = """
+import sys
+sys.path.insert(0, REPO)
+import torch
+unscale = torch.amp.GradScaler.unscale_
+def overflow(scaler, optimizer):
+    if optimizer.__class__.__name__ == KIND:
+        optimizer.param_groups[0]["params"][0].grad[0, 0] = float("inf")
+    unscale(scaler, optimizer)
+torch.amp.GradScaler.unscale_ = overflow
+sys.argv[0] = REPO + "/train.py"
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+"""
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+def test_an_overflow_in_one_optimizer_skips_the_step_of_both(zygote, work, kind):
+    (work / "overflow.py").write_text(f"REPO, KIND = {str(REPO)!r}, {kind!r}{OVERFLOW}")
+    args = [*TINY, "--optimizer=muon", "--dtype=float16", "--grad_clip=0", "--max_iters=1", "--out_dir=out"]
+    zygote.start(args, work, script="overflow.py", repo=work).wait()
+    state = torch.load(work / "out" / "ckpt.pt", weights_only=True)
+    initial = GPT(GPTConfig(**state["model_args"], **state["isogpt"]["model_args"]), seed=1337).state_dict()
+    assert all(torch.equal(w, initial[name]) for name, w in state["model"].items())
+    assert state["isogpt"]["scaler"]["scale"] == 2**14
 
 
 # ---------------------------------------------------------------------------------------------------------------------
