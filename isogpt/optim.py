@@ -128,7 +128,7 @@ class Muon(torch.optim.Muon):
             wholes = torch.stack([full(u) for u in updates])  # (matrices, rows, columns)
             for part in wholes.split(group["rows"], dim=1):
                 scale = math.sqrt(max(1, part.size(1) / part.size(2)))
-                part.copy_(orthogonalize(part.to(self.dtype))).mul_(scale)
+                part.copy_(orthogonalize(part, self.dtype)).mul_(scale)
             for update, whole in zip(updates, wholes, strict=True):
                 put(update, whole)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
@@ -145,11 +145,12 @@ COEFFICIENTS = ((8.28721201814563, -23.595886519098837, 17.300387312530933),
 POLYNOMIALS = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in COEFFICIENTS]
 
 
-def orthogonalize(x: Tensor) -> Tensor:
-    """Bring the singular values of each matrix close to 1: (matrices, rows, columns)."""
+def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bring the singular values of each matrix close to 1, computed in `dtype`: (matrices, rows, columns)."""
     if x.size(1) > x.size(2):
-        return orthogonalize(x.mT).mT
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)
+        return orthogonalize(x.mT, dtype).mT
+    # converted last: most gradients are below 6e-5, where float16 has fewer digits, and those below 3e-8 would become 0
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)).to(dtype)
     gram = x @ x.mT  # its eigenvalues are s^2
     if x.dtype != torch.float32:  # would need more digits than these
         for a, b, c in POLYNOMIALS:

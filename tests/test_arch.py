@@ -9,7 +9,7 @@ from runs import REPO, TINY, column
 from test_parity import same
 from test_zero import tensors_of
 
-from isogpt import checkpoint, huggingface, parallel, run_folder
+from isogpt import checkpoint, huggingface, optim, parallel, run_folder
 from model import GPT, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
@@ -134,6 +134,13 @@ def test_an_overflow_in_one_optimizer_skips_the_step_of_both(zygote, work, kind)
     initial = GPT(GPTConfig(**state["model_args"], **state["isogpt"]["model_args"]), seed=1337).state_dict()
     assert all(torch.equal(w, initial[name]) for name, w in state["model"].items())
     assert state["isogpt"]["scaler"]["scale"] == 2**14
+
+
+def test_float16_keeps_the_direction_of_small_gradients():
+    x = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0))
+    expected = optim.orthogonalize(x, torch.float32)
+    actual = optim.orthogonalize(1e-8 * x, torch.float16)
+    torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
