@@ -334,11 +334,8 @@ while progress.step <= max_iters or eval_only:
     with clock("clip"):
         if grad_clip > 0:
             clip_grads_with_norm_(parameters, grad_clip, grad_norm)
-    overflow = not numbers.grad_norm.isfinite().all()  # the scaler would skip only the optimizers that it occurs in
     with clock("optimizer"):
-        for part in [] if overflow else optimizers:
-            scaler.step(part)
-        scaler.update()
+        optim.step(optimizers, scaler, numbers.grad_norm)
         model.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
     clock.step()
 

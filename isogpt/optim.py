@@ -176,6 +176,14 @@ def set_rates(optimizers: list[torch.optim.Optimizer], lr: float, momentum: floa
                 group["momentum"] = momentum
 
 
+def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, grad_norm: Tensor) -> None:
+    """Update the parameters and the scale, or only the scale if a gradient has overflowed in float16."""
+    if grad_norm.isfinite().all():  # the scaler would skip only the optimizers whose own gradients have overflowed
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+    scaler.update()
+
+
 def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
     """The setting `optimizer` that `make_optimizers` made them for."""
     return "muon" if len(optimizers) > 1 else "adamw"
