@@ -38,7 +38,11 @@ WAYS = {
 }
 QUICK = [("nanochat-muon", "zero3-3"), ("nanochat-muon", "zero1-2"), ("llama-muon", "ddp-2"), ("llama", "selective"),
          ("gpt2-muon", "zero1-3")]  # fmt: skip
-ALL = [(m, w) if (m, w) in QUICK else pytest.param(m, w, marks=pytest.mark.slow) for m in MODELS for w in WAYS]
+# each architecture on each layout, and each with both optimizers
+MORE = [("nanochat-muon", way) for way in WAYS]
+MORE += [(("llama", "llama-muon")[i % 2], way) for i, way in enumerate(WAYS)]
+MORE += [("nanochat", "zero2-2"), ("nanochat", "ddp-3"), ("gpt2-muon", "zero3-2"), ("gpt2-muon", "ddp-4")]
+ALL = QUICK + [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE if pair not in QUICK]
 
 
 @pytest.fixture(scope="module")
