@@ -10,6 +10,7 @@ from test_parity import same
 from test_zero import tensors_of
 
 from isogpt import checkpoint, huggingface, optim, parallel, run_folder
+from isogpt.kernels import CPUNormalize, relu2, rotate
 from model import GPT, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
@@ -145,6 +146,22 @@ def test_float16_keeps_the_direction_of_small_gradients():
     expected = optim.orthogonalize(x, torch.float32)
     actual = optim.orthogonalize(1e-8 * x, torch.float16)
     torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=0)
+
+
+ANGLES = torch.arange(3.0, dtype=torch.float64)[:, None, None] * torch.tensor([1.0, 0.3])  # (T, 1, D / 2)
+ROPE = torch.stack((ANGLES.cos().repeat(1, 1, 2), torch.cat((-ANGLES.sin(), ANGLES.sin()), -1)))
+OPERATORS = {
+    "norm": lambda x: CPUNormalize.apply(x, 1e-6, x.dtype),
+    "rotate": lambda x: rotate(x, ROPE),
+    "rotate and norm": lambda x: rotate(x, ROPE, 1e-6),
+    "relu2": relu2,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_gradients_of_the_operators_in_float64(name):
+    x = torch.randn(2, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.autograd.gradcheck(OPERATORS[name], x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
