@@ -113,9 +113,11 @@ def check_model_args(model_args: dict, block_size: int, data: Dataset) -> None:
 
 def differences(config: dict, source: "Source") -> list[str]:
     """What a user should know about settings that are not what the checkpoint has."""
-    found, model = [], {"arch": "gpt2"} | source.run["model_args"]
+    found, model = [], {"arch": "gpt2", "tied": True} | source.run["model_args"]
+    model["head"] = "tied" if model["tied"] else "untied"
     ignored = [name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]]
-    ignored += ["vocab_size"] if config["vocab_size"] not in (0, model["vocab_size"]) else []
+    ignored += [name for name in ("n_kv_head", "n_hidden", "vocab_size", "head")
+                if config[name] not in (0, "auto", model.get(name, config[name]))]  # fmt: skip
     if ignored:
         used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
         found.append(f"the checkpoint's {used} apply, not {unused}")

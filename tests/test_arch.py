@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_zero import tensors_of
 
 from isogpt import checkpoint, huggingface, optim, parallel, run_folder
 from isogpt.kernels import CPUNormalize, relu2, rotate
+from isogpt.settings import differences
 from model import GPT, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
@@ -146,6 +148,16 @@ def test_float16_keeps_the_direction_of_small_gradients():
     expected = optim.orthogonalize(x, torch.float32)
     actual = optim.orthogonalize(1e-8 * x, torch.float16)
     torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=0)
+
+
+def test_settings_that_a_checkpoint_overrides():
+    run = {"model_args": GPT(GPTConfig(8, 65, 1, 2, 8, arch="llama", bias=False)).describe(), "config": {}}
+    settings = {"arch": "llama", "n_layer": 1, "n_head": 2, "n_embd": 8, "bias": False, "vocab_size": 0, "dataset": ""}
+    settings |= {"n_kv_head": 0, "n_hidden": 0, "head": "auto"}
+    assert differences(settings, SimpleNamespace(run=run)) == []
+    settings |= {"n_kv_head": 1, "n_hidden": 16, "head": "tied"}
+    said = "the checkpoint's n_kv_head 2, n_hidden 64, head untied apply, not n_kv_head 1, n_hidden 16, head tied"
+    assert differences(settings, SimpleNamespace(run=run)) == [said]
 
 
 ANGLES = torch.arange(3.0, dtype=torch.float64)[:, None, None] * torch.tensor([1.0, 0.3])  # (T, 1, D / 2)
