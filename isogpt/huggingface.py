@@ -54,11 +54,15 @@ def load(name: str) -> "PreTrainedModel":
         if kind not in CLASSES:
             raise ValueError(f"its model_type is {kind!r}; possible are {', '.join(CLASSES)}")
         cls = getattr(transformers, CLASSES[kind])
-        hf, report = cls.from_pretrained(name, dtype="auto", output_loading_info=True)
+        hf, report = cls.from_pretrained(name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True)
     except Exception as e:  # transformers, safetensors and the network raise many types
         raise ValueError(f"cannot load {name!r} with transformers: {(str(e).splitlines() or [e])[0]}") from e
     if report["missing_keys"]:  # transformers initializes them randomly
         raise ValueError(f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing")
+    if report["mismatched_keys"]:  # and initializes these
+        key, found, expected = min(report["mismatched_keys"])
+        raise ValueError(f"the weights and the config.json of {name!r} do not belong together: {key} is "
+                         f"{tuple(found)}, but config.json says {tuple(expected)}")  # fmt: skip
     return hf
 
 
@@ -75,8 +79,9 @@ def model_args(config: "PretrainedConfig") -> dict:
     unsupported = [f"{name}={value}" for name, value in found.items() if value not in SUPPORTED[arch][name]]
     if rope.get("rope_type", "default") != "default":
         unsupported.append(f"rope_type={rope['rope_type']}")
-    if arch == "llama" and config.head_dim * config.num_attention_heads != config.hidden_size:
-        unsupported.append(f"head_dim={config.head_dim}")
+    head_dim = getattr(config, "head_dim", None)  # NanoChatConfig has it only if config.json has
+    if head_dim and head_dim * config.num_attention_heads != config.hidden_size:
+        unsupported.append(f"head_dim={head_dim}")
     if unsupported:
         raise ValueError(f"this {arch} has settings that are not supported: {', '.join(unsupported)}")
     if arch == "gpt2":

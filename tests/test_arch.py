@@ -256,7 +256,7 @@ def test_mistakes(zygote, shared_work, said):
 
 
 def test_a_model_that_is_not_supported(tmp_path):
-    from transformers import LlamaConfig, MistralConfig
+    from transformers import LlamaConfig, MistralConfig, NanoChatConfig
 
     MistralConfig().save_pretrained(tmp_path / "mistral")
     with pytest.raises(ValueError, match="its model_type is 'mistral'; possible are gpt2, nanochat, llama"):
@@ -268,3 +268,15 @@ def test_a_model_that_is_not_supported(tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             huggingface.model_args(LlamaConfig(**wrong))
+    with pytest.raises(ValueError, match="this nanochat has settings that are not supported: head_dim=64"):
+        huggingface.model_args(NanoChatConfig(head_dim=64))
+
+
+def test_weights_that_do_not_belong_to_the_config(tmp_path):
+    gpt = moved("llama")
+    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    huggingface.save(tmp_path, gpt.describe(), parallel.parameters_by_name(gpt), no_ids)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 97', '"vocab_size": 98'))
+    with pytest.raises(ValueError, match=r"lm_head.weight is \(97, 32\), but config.json says \(98, 32\)"):
+        GPT.from_pretrained(str(tmp_path))
