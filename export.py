@@ -76,8 +76,13 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
 
 
 def write_hf(out_dir: str, model: GPT, dataset: str) -> Path:
-    """Write OUT_DIR/hf: weights, configuration and tokenizer; an older one is replaced. Returns the folder."""
+    """
+    Write OUT_DIR/hf: weights, configuration and tokenizer; an older one is replaced. Returns the folder. Raises
+    ValueError if the older one contains checkpoints.
+    """
     c, target = model.config, Path(out_dir) / "hf"
+    if run_folder.is_run(str(target)):
+        raise ValueError(f"{target} contains checkpoints, which would be deleted: rename it")
     with unfinished_folder(out_dir) as unfinished:
         meta = tokenizer.find_meta(dataset, c.vocab_size)
         token_ids = tokenizer.save_tokenizer(unfinished / "hf", meta, c.vocab_size, c.block_size)

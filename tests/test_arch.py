@@ -237,6 +237,16 @@ def test_export_and_import_of_a_run(zygote, shared_work, one, model):
     assert weights.keys() == imported.keys() and all(torch.equal(weights[k], w) for k, w in imported.items())
 
 
+def test_an_export_deletes_no_checkpoints(zygote, shared_work, one):
+    """A run may have been started in OUT_DIR/hf, or --from=hf has written a ckpt.pt there."""
+    out = shared_work / "exported"
+    shutil.copytree(one("llama"), out, symlinks=True)
+    shutil.copytree(out, out / "hf", symlinks=True)
+    run = zygote.start([out, "--to=hf"], shared_work, script="export.py").wait(ok=False)
+    assert run.codes == [1] and f"{out}/hf contains checkpoints, which would be deleted: rename it" in run.text()
+    assert run_folder.newest(str(out / "hf"))[0].step == 20
+
+
 MISTAKES = {
     "arch is 'gpt3'; possible are gpt2, nanochat and llama": ["--arch=gpt3"],
     "n_kv_head is 3: it must divide n_head, 2": ["--arch=llama", "--n_kv_head=3"],
