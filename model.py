@@ -286,7 +286,7 @@ class GPT(nn.Module):
         else:
             x = x + self.transformer.wpe(positions)
         if self.arch.norm_embeddings:
-            x = self.transformer.ln_0(x)
+            x = self.transformer.ln_0(x).to(x.dtype)  # under autocast too, the residual stream stays in float32
         x = self.transformer.drop(x)
         for i, block in enumerate(self.transformer.h):
             x = block(x, rope, caches[i] if caches else None)

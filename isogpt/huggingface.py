@@ -56,7 +56,7 @@ def load(name: str) -> "PreTrainedModel":
         cls = getattr(transformers, CLASSES[kind])
         hf, report = cls.from_pretrained(name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True)
     except Exception as e:  # transformers, safetensors and the network raise many types
-        raise ValueError(f"cannot load {name!r} with transformers: {(str(e).splitlines() or [e])[0]}") from e
+        raise ValueError(f"cannot load {name!r} with transformers: {' '.join(str(e).split())[:250]}") from e
     if report["missing_keys"]:  # transformers initializes them randomly
         raise ValueError(f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing")
     if report["mismatched_keys"]:  # and initializes these
