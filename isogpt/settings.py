@@ -63,7 +63,7 @@ def check_training(config: dict) -> None:
     weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
     checks = (
         (c.n_kv_head > 0 and c.n_head % c.n_kv_head, f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}"),
-        (c.arch == "gpt2" and (c.n_kv_head or c.n_head) != c.n_head,
+        (c.arch == "gpt2" and c.n_kv_head > 0 and c.n_kv_head != c.n_head,
          "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat"),
         (c.arch == "gpt2" and c.head == "untied",
          "arch 'gpt2' has a tied head: set --head=auto, or --arch=llama or nanochat"),

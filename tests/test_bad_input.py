@@ -32,7 +32,8 @@ DAMAGED = ["step_00000006 is damaged", "no checkpoint to resume from in out"]
 POSITIVE = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
             "fsdp_prefetch")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "keep_last", "seed", "vocab_size", "warmup_iters", "lr_decay_iters",
-                "learning_rate", "min_lr", "weight_decay", "grad_clip", "nproc")  # fmt: skip
+                "learning_rate", "min_lr", "weight_decay", "grad_clip", "nproc", "cooldown_iters", "muon_lr",
+                "embedding_lr", "n_kv_head", "n_hidden")  # fmt: skip
 MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
 
 
@@ -144,7 +145,7 @@ CASES = {
     "negative": Case([f"--{k}=-1" for k in NOT_NEGATIVE], [f"{k} is -1" for k in NOT_NEGATIVE] + ["negative"],
                      lines=len(NOT_NEGATIVE)),
     "batch-below": Case(["--batch_size=-1"], ["batch_size is -1", "at least 1"], BOTH),
-    "beta2": Case(["--beta2=-0.5"], ["beta2 is -0.5", "[0, 1)"]),
+    "beta2": Case(["--beta2=-0.5", "--muon_momentum=1"], ["beta2 is -0.5", "[0, 1)", "muon_momentum is 1"], lines=2),
     "dropout-1": Case(["--dropout=1.0"], ["dropout is 1", "[0, 1)"], BOTH),
     "nan_patience": Case(["--nan_patience=0"], ["nan_patience is 0", "at least 1"]),
     "rollbacks": Case(["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1"],
