@@ -108,12 +108,13 @@ class CPURotate(torch.autograd.Function):
         y = torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
         scale = None if eps is None else inverse_rms(x, eps)
         y = y if scale is None else y.mul_(scale)
-        ctx.save_for_backward(cos, sin, y if scale is not None else None, scale)
+        ctx.save_for_backward(rope, y if scale is not None else None, scale)
         return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin, y, scale = ctx.saved_tensors
+        rope, y, scale = ctx.saved_tensors
+        cos, sin = rope.expand(2, *grad.shape[1:]).contiguous()  # (T, H, D)
         dtype, grad = grad.dtype, grad.contiguous()
         if scale is not None:
             shift = (grad * y).sum(-1, keepdim=True).div_(-y.size(-1))
