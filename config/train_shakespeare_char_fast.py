@@ -6,7 +6,7 @@ out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
 dtype = "float32"  # in a model this small, casts to bfloat16 take longer than they save
 
-eval_interval = 260
+eval_interval = 300
 eval_iters = 145  # the whole validation split
 log_interval = 10
 
@@ -28,5 +28,5 @@ beta2 = 0.99
 lr_schedule = "linear"
 min_lr = 0.0
 warmup_iters = 5
-max_iters = 260
-lr_decay_iters = 260
+max_iters = 300
+lr_decay_iters = 300
