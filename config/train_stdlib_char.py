@@ -1,12 +1,12 @@
 # A first run: a small character-level GPT on the source code of Python's standard library, with a modern recipe
-# (docs/recipes.md). Takes about a minute on two CPU cores.
+# (docs/recipes.md). Takes a minute and a half on two CPU cores.
 # $ python data/stdlib_char/prepare.py && python train.py config/train_stdlib_char.py
 
 out_dir = "out-stdlib-char"
 dataset = "stdlib_char"
 dtype = "float32"  # in a model this small, casts to bfloat16 take longer than they save
 
-eval_interval = 500
+eval_interval = 410
 eval_iters = 60
 log_interval = 10
 
@@ -29,5 +29,5 @@ beta2 = 0.99
 lr_schedule = "linear"
 min_lr = 0.0
 warmup_iters = 5
-max_iters = 2000
-lr_decay_iters = 2000
+max_iters = 2050
+lr_decay_iters = 2050
