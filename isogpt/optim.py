@@ -151,19 +151,19 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
         return orthogonalize(x.mT, dtype).mT
     # converted last: most gradients are below 6e-5, where float16 has fewer digits, and those below 3e-8 would become 0
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)).to(dtype)
-    gram = x @ x.mT  # its eigenvalues are s^2
-    if x.dtype != torch.float32:  # would need more digits than these
+    if x.dtype != torch.float32:  # products of the polynomials would need more digits than these
         for a, b, c in POLYNOMIALS:
+            gram = x @ x.mT  # its eigenvalues are s^2
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-            gram = x @ x.mT
         return x
     # the same polynomials, multiplied with each other before they are applied to x: fewer operations for long rows
-    product = None
+    gram, factor, product = x @ x.mT, None, None
     for a, b, c in POLYNOMIALS:
+        if factor is not None:
+            gram = factor @ gram @ factor
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
         product = factor if product is None else factor @ product
-        gram = factor @ gram @ factor
     return product @ x
 
 
