@@ -290,3 +290,23 @@ def test_weights_that_do_not_belong_to_the_config(tmp_path):
     config.write_text(config.read_text().replace('"vocab_size": 97', '"vocab_size": 98'))
     with pytest.raises(ValueError, match=r"lm_head.weight is \(97, 32\), but config.json says \(98, 32\)"):
         GPT.from_pretrained(str(tmp_path))
+
+
+def test_muon_orthogonalizes_each_matrix():
+    """q, k and v each by itself; in the direction of torch.optim.Muon; AdamW keeps the rest, without weight decay."""
+    gpt = moved("nanochat-kv-tied")
+    adamw, muon = optim.make_optimizers(gpt, "muon", 0, 0.1, 1e-3, (0.9, 0.95), muon_lr=0.02)
+    assert not any(group["weight_decay"] for group in adamw.param_groups)
+    weight = gpt.transformer.h[1].attn.c_attn.weight  # (heads: 4, 2 and 2) x 8 features
+    gpt(x := torch.arange(96).view(2, 48), x)[1].backward()
+    before, gradient = weight.detach().clone(), weight.grad.clone()
+    optim.set_rates([adamw, muon], 1e-3, 0.95)
+    muon.step()
+    update = (before * (1 - 0.02 * 0.1) - weight.detach()) / 0.02
+    for part, g in zip(update.split((32, 16, 16)), gradient.split((32, 16, 16)), strict=True):
+        values = torch.linalg.svdvals(part)
+        assert 0.3 < values.median() < 1.6 and values.max() < 1.6
+        expected = torch.nn.Parameter(torch.zeros_like(g))
+        expected.grad = g
+        torch.optim.Muon([expected], lr=1.0, weight_decay=0.0).step()
+        assert torch.cosine_similarity(part.flatten(), -expected.detach().flatten(), 0) > 0.85
