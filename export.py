@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir", help="the run's folder")
     parser.add_argument("--list", action="store_true", help="list the checkpoints (the default)")
-    parser.add_argument("--to", choices=["ckpt.pt", "shards", "hf"], help="convert the newest valid checkpoint")
+    parser.add_argument("--to", choices=["ckpt.pt", "shards", "hf"], help="convert the newest checkpoint; hf: the best")
     parser.add_argument("--from", dest="source", choices=["hf"], help="convert a model of transformers")
     # argparse takes a folder whose name begins with a dash for an option
     options = parser.parse_args([f"./{a}" if a.startswith("-") and Path(a).is_dir() else a for a in sys.argv[1:]])

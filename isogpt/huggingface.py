@@ -135,14 +135,14 @@ def save(folder: Path, args: dict, weights: dict[str, Tensor], token_ids: dict[s
     else:
         fields = {theirs: args[ours] for theirs, ours in FIELDS.items()}
         rope = {"rope_type": "default", "rope_theta": args["rope_theta"]}
-        config_class = {"nanochat": transformers.NanoChatConfig, "llama": transformers.LlamaConfig}[arch]
+        config_class = getattr(transformers, CLASSES[arch]).config_class
         config = config_class(**fields, **token_ids, rope_parameters=rope)
     with torch.device("meta"):
         hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    wanted = hf.state_dict()
     theirs = their_weights(arch, args, weights)
-    # GPT-2 without biases gets biases of 0; nanoGPT's head is tied
-    zeros = {name: torch.zeros(w.shape) for name, w in wanted.items() if name not in theirs and name.endswith(".bias")}
+    # GPT-2 without biases gets biases of 0
+    zeros = {name: torch.zeros(w.shape) for name, w in hf.state_dict().items()
+             if name not in theirs and name.endswith(".bias")}  # fmt: skip
     hf.load_state_dict(theirs | zeros, assign=True)
     hf.tie_weights()
     hf.save_pretrained(folder)
