@@ -52,7 +52,7 @@ def convert(out_dir: str, form: str) -> Path:
             return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
         from isogpt import shards
 
-        shards.write(unfinished, parallel.parameters_by_name(model), optim.state_by_name(model, optimizers))
+        shards.write(unfinished, parallel.parts_by_name(model), checkpoint.state_parts(model, optimizers))
         best_step, val_loss = source.run["isogpt"].get("best_step", 0), found.manifest.get("val_loss")
         manifest = run_folder.make_manifest(source.run, 1, 3, best_step, val_loss) | {"run": source.run}
         return run_folder.commit(unfinished, manifest, keep_last=0, replace=True)
@@ -86,7 +86,7 @@ def write_hf(out_dir: str, model: GPT, dataset: str) -> Path:
     with unfinished_folder(out_dir) as unfinished:
         meta = tokenizer.find_meta(dataset, c.vocab_size)
         token_ids = tokenizer.save_tokenizer(unfinished / "hf", meta, c.vocab_size, c.block_size)
-        huggingface.save(unfinished / "hf", model.describe(), parallel.parameters_by_name(model), token_ids)
+        huggingface.save(unfinished / "hf", model.describe(), model.state_dict(), token_ids)
         if target.exists():
             target.rename(unfinished / "old")
         return (unfinished / "hf").rename(target)

@@ -8,7 +8,7 @@ Nothing here depends on torch.distributed: isogpt/parallel distributes the model
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -97,6 +97,12 @@ class GPTConfig:
         if arch.rotation and self.n_embd // self.n_head % 2:
             raise ValueError(f"n_embd / n_head is {self.n_embd // self.n_head}: rotary positions need an even number")
 
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Heights of the query, key and value projections that are stacked in `c_attn`."""
+        head_size = self.n_embd // self.n_head
+        return self.n_head * head_size, self.n_kv_head * head_size, self.n_kv_head * head_size
+
 
 def make_norm(config: GPTConfig) -> nn.Module:
     """The architecture's norm over n_embd features."""
@@ -111,8 +117,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.head_size = config.n_embd // config.n_head
         self.queries_per_key = config.n_head // config.n_kv_head
-        width = (config.n_head + 2 * config.n_kv_head) * self.head_size
-        self.c_attn = nn.Linear(config.n_embd, width, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, sum(config.qkv_rows), bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = Dropout(config.dropout)
         self.dropout = config.dropout
@@ -196,7 +201,8 @@ class GPT(nn.Module):
             self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.transformer["ln_f"] = make_norm(config)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.loss = summed_loss  # compiled by itself where the blocks are
+        self.loss = summed_loss  # compiled by itself where the blocks are; tensor parallelism replaces it
+        self.positions = torch.arange  # positions from start to end; context parallelism replaces it
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
             self.init_weights(torch.initial_seed() if seed is None else seed)
@@ -206,29 +212,28 @@ class GPT(nn.Module):
         Share one parameter between wte and lm_head (Press and Wolf 2017, arXiv:1608.05859) if the config says so;
         `to_empty` unties it.
         """
-        if self.config.tied:
+        if self.config.tied and "wte" in self.transformer:  # some pipeline stages have neither of them
             self.lm_head.weight = self.transformer.wte.weight
 
     @torch.no_grad()
-    def init_weights(self, seed: int, put: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """
-        Draw the initial weights: biases 0, weights of norms 1, the rest normal with the standard deviation of
-        `initial_std`. Each parameter is drawn on the CPU from its own generator, seeded with (seed, name), so the
-        values depend neither on the device nor on how parameters are distributed over ranks.
-
-        Args:
-            seed: of all parameters.
-            put: `put(parameter, values)` copies the full tensor `values` into a parameter, which may be sharded.
-        """
+    def init_weights(self, seed: int) -> None:
+        """Draw the initial weights, see `initial_weight`."""
         self.tie_weights()
         for name, p in self.named_parameters():
-            if p.dim() < 2:
-                put(p, torch.full(p.shape, 0.0 if name.endswith("bias") else 1.0))
-            else:
-                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-                values = torch.empty(p.shape, dtype=torch.float32)
-                put(p, values.normal_(0.0, self.initial_std(name), generator=generator))
+            p.copy_(self.initial_weight(name, p.shape, seed))
+
+    def initial_weight(self, name: str, shape: torch.Size, seed: int) -> Tensor:
+        """
+        A parameter's initial values: biases 0, weights of norms 1, the rest normal with the standard deviation of
+        `initial_std`. Each parameter is drawn on the CPU from its own generator, seeded with (seed, name), so the
+        values depend neither on the device nor on how parameters are distributed over ranks.
+        """
+        if len(shape) < 2:
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        values = torch.empty(shape, dtype=torch.float32)
+        return values.normal_(0.0, self.initial_std(name), generator=generator)
 
     def initial_std(self, name: str) -> float:
         """
@@ -274,24 +279,39 @@ class GPT(nn.Module):
         Raises:
             ValueError: the sequence, including what the caches hold, is longer than block_size.
         """
-        T = idx.size(1)
+        if positions is None:
+            positions = self.next_positions(idx.size(1), caches, idx.device)
+        x = self.embed(idx, positions)
+        x = self.run_blocks(self.transformer.h.named_children(), x, positions, caches)
+        return self.predict(x, targets, target_count)
+
+    def next_positions(self, T: int, caches: list[KVCache] | None, device: torch.device) -> Tensor:
+        """Positions (T,) of T tokens that follow the caches, see `forward`."""
         start = caches[0].length if caches else 0
         if start + T > self.config.block_size and not (self.arch.rotation and caches and T == 1):
             raise ValueError(f"a sequence of {start + T} tokens is longer than block_size {self.config.block_size}")
-        if positions is None:
-            positions = torch.arange(start, start + T, device=idx.device)  # (T,)
-        x, rope = self.transformer.wte(idx), None  # (B, T, C)
-        if self.arch.rotation:
-            rope = self.rotary_angles(positions)  # (2, T, 1, D)
-        else:
+        return self.positions(start, start + T, device=device)
+
+    def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
+        """The input of the first block: (B, T) -> (B, T, C)."""
+        x = self.transformer.wte(idx)
+        if not self.arch.rotation:
             x = x + self.transformer.wpe(positions)
         if self.arch.norm_embeddings:
             x = self.transformer.ln_0(x).to(x.dtype)  # under autocast too, the residual stream stays in float32
-        x = self.transformer.drop(x)
-        for i, block in enumerate(self.transformer.h):
-            x = block(x, rope, caches[i] if caches else None)
-        x = self.transformer.ln_f(x)
+        return self.transformer.drop(x)
 
+    def run_blocks(self, blocks: Iterable[tuple[str, nn.Module]], x: Tensor, positions: Tensor,
+                   caches: list[KVCache] | None = None) -> Tensor:  # fmt: skip
+        """Apply blocks, given with their numbers: (B, T, C) -> (B, T, C)."""
+        rope = self.rotary_angles(positions) if self.arch.rotation else None  # (2, T, 1, D)
+        for number, block in blocks:
+            x = block(x, rope, caches[int(number)] if caches else None)
+        return x
+
+    def predict(self, x: Tensor, targets: Tensor | None, target_count: float | None) -> tuple[Tensor | None, ...]:
+        """Logits and loss from the last block's output, see `forward`."""
+        x = self.transformer.ln_f(x)
         if targets is None:
             return soft_cap(self.lm_head(x[:, -1:]), self.arch.softcap), None
         if target_count is not None:

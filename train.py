@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from configurator import configure, fail
 from isogpt import agree, checkpoint, launch, loader, memory, metrics, optim, parallel, precision, resilience
@@ -69,6 +68,10 @@ vocab_size = 0  # number of token ids (0: from the data set's metadata)
 zero = 0  # what is sharded over the ranks: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters
 fsdp = False  # short for zero=3
 dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2 or 3)
+tp = 1  # tensor parallelism: ranks that divide each matrix, by heads, hidden features and vocabulary
+pp = 1  # pipeline parallelism: ranks that divide the layers
+pp_schedule = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble or zbv (the last three: two stages on each rank)
+cp = 1  # context parallelism: ranks that divide each sequence
 grad_sync = "auto"  # reduce gradients at the last micro-step, every one (less memory), never, auto (zero 2, 3: every)
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
 ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1)
@@ -115,12 +118,13 @@ try:
     config = configure(globals(), renamed=RENAMED)
     check_training(config)
     launch.start_workers(nproc, __file__)
-    check_degrees(launch.rank_variables()[1], dp_replicate)
+    check_degrees(launch.rank_variables()[1], config, config if init_from == "scratch" else {})
     ranks = launch.connect(device, backend, dist_timeout_s)
     zero_stage = 3 if fsdp else zero
-    mesh = make_mesh(ranks.rank, ranks.world_size, zero_stage, dp_replicate, dist_timeout_s)
+    mesh = make_mesh(ranks.rank, ranks.world_size, config, zero_stage)
     if ranks.store or zero_stage > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
+        mesh.connect(ranks.device.type, shards=zero_stage >= 2)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 
@@ -153,23 +157,25 @@ with agree.exit_together():
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
     model_args = raw_model.describe()
+    check_degrees(ranks.world_size, config, model_args)
+    parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()  # of the whole model
     compute_dtype = precision.resolve_dtype(dtype, ranks.device, previous=source.dtype if is_resume else None)
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
-saver = checkpoint.Saver(out_dir, keep_last, ranks.world_size, zero_stage, model_args, config)
+is_sharded = zero_stage > 0 or mesh.splits_model
+saver = checkpoint.Saver(out_dir, keep_last, ranks.world_size, zero_stage, is_sharded, model_args, config)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh.data_rank, mesh.data_size,
-                       micro_batch, model_args["vocab_size"], ranks.device)  # fmt: skip
+                       micro_batch, model_args["vocab_size"], ranks.device, pp, mesh.own_positions(block_size))  # fmt: skip
 share, clock = reader.share, Clock(ranks.device)
 watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger, saver)
 memory_cost = memory.cost_of(config, model_args, share.rows, compute_dtype, ranks.world_size, ranks.device.type)
 explain_crashes(watchdog, out_dir, job, share.rows, memory_cost)
-# activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
-compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, activation_checkpointing,
-                                    compile, cpu_offload, fsdp_prefetch)  # fmt: skip
+# pp, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
+compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
 optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_decay, learning_rate, (beta1, beta2),
-                                   muon_lr, embedding_lr, torch_dtype)  # fmt: skip
+                                   muon_lr, embedding_lr, torch_dtype, mesh)  # fmt: skip
 scaler = torch.amp.GradScaler(ranks.device.type, enabled=compute_dtype == "float16")
 # FSDP computes in torch_dtype by its own mixed-precision policy
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
@@ -181,10 +187,14 @@ with agree.exit_together():
     elif pretrained:
         checkpoint.load_weights(raw_model, pretrained.state_dict())
     else:
-        raw_model.init_weights(seed, parallel.put)
-model = raw_model
-if ranks.world_size > 1 and zero_stage < 2:
-    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True)  # no copies of the gradients
+        parallel.init_weights(raw_model, seed)
+model, pipeline = raw_model, None
+copies = mesh.data_size * cp  # ranks whose gradients are averaged
+if pp > 1:
+    stream_dtype = torch_dtype if zero_stage >= 2 else torch.float32  # autocast leaves the residual stream in float32
+    pipeline = parallel.make_pipeline(raw_model, mesh, pp_schedule, stream_dtype, ranks.device, autocast)
+elif copies > 1 and zero_stage < 2:  # gradient_as_bucket_view: no copies of the gradients
+    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True, process_group=mesh.group("dp_replicate", "cp"))
 
 # the run folder and the log (rank 0 claims the folder and writes the log)
 with agree.exit_together():
@@ -194,11 +204,12 @@ with agree.exit_together():
         saver.owner = enter_folder(out_dir, source.found if is_resume else None)
         logger.open()
 saver.owner, clock.doing = agree.broadcast(saver.owner), "the first step"
-logger.describe_speed(raw_model.flops_per_token(), *total_peak_flops(ranks.device, compute_dtype))
-logger.banner(config, data, raw_model, source, compute_dtype, zero_stage, compile_note, share, micro_batch)
+logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
+logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, share,
+              micro_batch, mesh)  # fmt: skip
 source = pretrained = None  # frees their memory
 logger.event("resume" if is_resume else "start", config=config, world_size=ranks.world_size, dtype=compute_dtype,
-             micro_batch=micro_batch, parameters=raw_model.get_num_params(), peak_flops=logger.peak_flops)  # fmt: skip
+             micro_batch=micro_batch, parameters=parameter_count, peak_flops=logger.peak_flops)  # fmt: skip
 
 
 def get_lr(step: int) -> float:
@@ -233,7 +244,7 @@ def evaluate(split: str) -> float | None:
             break
     raw_model.train()
     parallel.reshard(raw_model)
-    total = agree.gather_number(total, ranks.device).sum().item()
+    total = agree.gather_number(total, ranks.device).mean().item() * copies
     return None if stop.agreed else total / (eval_iters * batch_size * block_size)
 
 
@@ -249,11 +260,13 @@ def save(val_loss: float | None = None) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
-first_step, parameters = progress.step, list(raw_model.parameters())
-nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
+first_step, parameters_by_copies = progress.step, parallel.copies_of(raw_model, mesh)
+nan_policy = resilience.NanPolicy(mesh, on_nan, nan_patience, max_rollbacks)
 reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2)
-loss_divisor = progress.tokens_per_step / mesh.data_size  # the mean over the ranks is the batch's mean
+loss_divisor = progress.tokens_per_step / copies  # the mean over the ranks is the batch's mean
 parallel.settle_buckets(model, *reader.padding_batch(), loss_divisor, autocast)
+if pipeline:
+    pipeline.prepare(share.micro_steps, share.rows, scaler, loss_divisor, clock)
 batches = reader.train(progress)
 if profile and ranks.is_main:
     clock.profiler = start_profiler(out_dir, max_iters - first_step + 1)
@@ -263,7 +276,7 @@ step_began = time.perf_counter()
 
 while progress.step <= max_iters or eval_only:
     step, val_loss = progress.step, None
-    precision.seed_step(seed, step, mesh.data_rank)
+    precision.seed_step(seed, step, ranks.rank)
     lr = get_lr(step)
     optim.set_rates(optimizers, lr, get_momentum(step))
 
@@ -285,7 +298,7 @@ while progress.step <= max_iters or eval_only:
     if val_loss is not None and step > first_step:
         logger.plot()
     if check_ranks_interval and step % check_ranks_interval == 0:
-        parallel.check_weights(raw_model, mesh, ranks.device, step, logger.failed)
+        parallel.check_weights(raw_model, step, logger.failed)
     step_began += time.perf_counter() - pause_began
     if step in progress.skipped:  # excluded by a rollback; reader.train leaves its batches out
         progress.step += 1
@@ -293,7 +306,10 @@ while progress.step <= max_iters or eval_only:
 
     # forward and backward of this rank's micro-batches; by default only the last backward reduces over the ranks
     loss_sum = torch.zeros((), device=ranks.device)
-    for micro_step in range(share.micro_steps):
+    if pipeline:  # all micro-batches, each through all stages
+        with clock("pipeline"):
+            loss_sum += pipeline.step(batches)
+    for micro_step in range(0 if pipeline else share.micro_steps):
         with clock.on_cpu("data"):
             x, y = next(batches)  # (rows, block_size) each
         is_last = micro_step == share.micro_steps - 1
@@ -305,16 +321,18 @@ while progress.step <= max_iters or eval_only:
                 scaler.scale(loss).backward()
         loss_sum += loss.detach()
 
+    with clock("reduce"):  # what the backward leaves to do with tp and pp
+        parallel.complete_gradients(raw_model, mesh, zero_stage, grad_sync != "never")
     with clock("clip"):
         for part in optimizers:
             scaler.unscale_(part)
-        grad_norm = parallel.full(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        grad_square = parallel.norm_share(parameters_by_copies)
 
     # all ranks decide from the same numbers: the one small collective of a step, which also waits for the device
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
         numbers = agree.gather_numbers(agree.StepNumbers(
-            loss=loss_sum, grad_norm=grad_norm, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
+            loss=loss_sum, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
             memory_gb=memory_gb(ranks.device), forward_ms=clock.last("forward"), stop=stop.code(step_s, saver.seconds),
         ), ranks.device)  # fmt: skip
     if not nan_policy.accepts(numbers, scaler):  # not finite; a float16 overflow is left to the scaler
@@ -333,7 +351,7 @@ while progress.step <= max_iters or eval_only:
         continue
     with clock("clip"):
         if grad_clip > 0:
-            clip_grads_with_norm_(parameters, grad_clip, grad_norm)
+            parallel.clip_gradients(raw_model, grad_clip, numbers.grad_norm.item())
     with clock("optimizer"):
         optim.step(optimizers, scaler, numbers.grad_norm)
         model.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
@@ -362,7 +380,7 @@ with agree.exit_together(logger.failed):
         mark_preempted(out_dir, progress.step, stop.reason())
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()
-model = raw_model = optimizers = batches = parameters = None  # drop references to the process group
+model = raw_model = optimizers = batches = pipeline = parameters_by_copies = None  # drop references to the process group
 launch.leave()
 if is_preempted and stop.agreed > 0 and "RANK" not in os.environ:  # a launcher would restart a run that failed
     raise SystemExit(128 + stop.agreed)

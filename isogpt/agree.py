@@ -79,12 +79,17 @@ class StepNumbers(NamedTuple):
     """What each rank contributes to a step's decisions and to the log."""
 
     loss: Tensor | float  # this rank's share: the mean over the ranks is the global batch's mean loss
-    grad_norm: Tensor | float  # of the reduced gradient, the same on all ranks
+    grad_square: Tensor | float  # this rank's share of the gradient's squared norm: the sum over the ranks is the whole
     step_ms: Tensor | float
     data_ms: Tensor | float  # waiting for data
     memory_gb: Tensor | float  # peak
     forward_ms: Tensor | float
     stop: Tensor | float  # Stop.code
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of the global batch's gradient, from gathered numbers."""
+        return self.grad_square.sum().sqrt()
 
 
 class Number(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor
 from isogpt import optim, run_folder
 from isogpt.agree import broadcast, exit_together, is_main, wait_together
 from isogpt.hardware import synchronize
-from isogpt.parallel import local, parameters_by_name, put, reshard
+from isogpt.parallel import Part, copy_to_cpu, local, part_of, parts_by_name, reshard, split_of
 from isogpt.run_folder import Found
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
@@ -152,15 +152,15 @@ def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optim
     if optimizers and saved_by != optim.kind_of(optimizers):
         advice = f"set --optimizer={saved_by}, or start a new run from its weights with --init_from=FOLDER"
         raise ValueError(f"{source.found.path} was saved with optimizer {saved_by!r}: {advice}")
-    state = optim.state_by_name(model, optimizers) if optimizers else {}
+    state = state_parts(model, optimizers) if optimizers else {}
     if source.weights is None:
-        restore_shards(source, parameters_by_name(model), state)
+        restore_shards(source, parts_by_name(model), state)
     else:
         try:
             load_weights(model, source.weights)
             for name, saved in source.optimizer.items():
                 for key, target in state.get(name, {}).items():
-                    put(target, cut(torch.as_tensor(saved[key], dtype=torch.float32), target, name))
+                    target.put(cut(torch.as_tensor(saved[key], dtype=torch.float32), target, name))
         except (KeyError, RuntimeError) as e:
             raise ValueError(f"{source.found.path} does not fit the model: {' '.join(str(e).split())[:200]}") from e
     if progress:
@@ -171,34 +171,39 @@ def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optim
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Copy full tensors by parameter name into a model on any layout; position embeddings may be longer than its."""
-    for name, target in parameters_by_name(model).items():
-        put(target, cut(weights[name], target, name))
+    for name, target in parts_by_name(model).items():
+        target.put(cut(weights[name], target, name))
 
 
-def cut(saved: Tensor, target: Tensor, name: str) -> Tensor:
+def cut(saved: Tensor, target: Part, name: str) -> Tensor:
     """The saved tensor, shortened to the target's length if it is one of the position embeddings."""
-    return saved[: len(target)] if name == WPE and target.dim() else saved
+    return saved[: target.shape[0]] if name == WPE and target.shape else saved
 
 
-def restore_shards(source: Source, weights: dict, state: dict) -> None:
+def state_parts(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Part]]:
+    """The parts of the optimizers' tensors that this rank holds, by parameter name (see optim.state_by_name)."""
+    splits = {name: split_of(p) for name, p in model.named_parameters()}
+    return {name: {key: part_of(value, splits[name]) for key, value in tensors.items()}
+            for name, tensors in optim.state_by_name(model, optimizers).items()}  # fmt: skip
+
+
+def restore_shards(source: Source, weights: dict[str, Part], state: dict[str, dict[str, Part]]) -> None:
     """`restore` for shards: torch.distributed.checkpoint reads the parts that overlap with this rank's."""
     from isogpt import shards
 
-    wanted = {"model": dict(weights), "optim": {name: dict(tensors) for name, tensors in state.items()}}
-    length = source.run["model_args"]["block_size"]
-    shortened = []  # (this rank's tensor, a full one to read into)
-    if WPE in weights and len(weights[WPE]) != length:
-        moments = wanted["optim"].get(WPE, {})  # with zero 1 another rank may hold them
-        for tensors, key in ((wanted["model"], WPE), (moments, "exp_avg"), (moments, "exp_avg_sq")):
-            if key in tensors:
-                shortened.append((tensors[key], torch.empty(length, *tensors[key].shape[1:])))
-                tensors[key] = shortened[-1][1]
+    length, shortened = source.run["model_args"]["block_size"], []  # (this rank's part, a whole tensor to read into)
+    state = {name: dict(parts) for name, parts in state.items()}
+    moments = state.get(WPE, {})  # with zero 1 another rank may hold them
+    for parts, key in ((weights, WPE), (moments, "exp_avg"), (moments, "exp_avg_sq")):
+        if key in parts and parts[key].shape[0] != length:
+            shortened.append((parts[key], torch.empty(length, *parts[key].shape[1:])))
+            parts[key] = part_of(shortened[-1][1])
     try:
-        shards.read(source.found.path, wanted)
+        shards.read(source.found.path, weights, state)
     except shards.ERRORS as e:  # damaged files raise nearly anything
         raise ValueError(f"{source.found.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
     for target, whole in shortened:
-        put(target, whole[: len(target)])
+        target.put(whole[: target.shape[0]])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,6 +222,7 @@ class Saver:
     keep_last: int
     world_size: int
     zero: int
+    is_sharded: bool  # whether ranks hold different parts of the state
     model_args: dict
     config: dict
     owner: str = ""
@@ -230,12 +236,12 @@ class Saver:
     group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
-        if self.zero > 0:  # shards are written from a thread, which needs a group of its own with a CPU backend
+        if self.is_sharded:  # shards are written from a thread, which needs a group of its own with a CPU backend
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # a rank's disk may be slow
 
     def check(self, model: nn.Module, step: int) -> None:
         """Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written."""
-        bad = [name for name, p in parameters_by_name(model).items() if not local(p).isfinite().all()]
+        bad = [name for name, p in model.named_parameters() if not local(p).isfinite().all()]
         if bad:
             names = ", ".join(bad[:3])
             raise ValueError(f"weights are not finite at step {step} ({names}): no checkpoint was written")
@@ -252,11 +258,12 @@ class Saver:
         self.folder = run_folder.step_folder(Path(self.out_dir), self.step)
         unfinished = Path(self.out_dir) / f"unfinished_{self.owner[:8]}_step_{self.step:08d}"
         manifest = run_folder.make_manifest(run, self.world_size, self.zero, progress.best_step, val_loss)
-        if self.zero > 0:
+        if self.is_sharded:
             from isogpt import shards
 
-            manifest["run"], state = run, optim.state_by_name(model, optimizers)
-            self.pending = shards.start_write(unfinished, parameters_by_name(model), state, self.group)
+            manifest["run"], state = run, state_parts(model, optimizers)
+            device = next(model.parameters()).device
+            self.pending = shards.start_write(unfinished, parts_by_name(model), state, self.group, device)
             write = self.pending.result  # waits for all ranks' shards
         elif is_main():
             write = partial(write_file, unfinished / "ckpt.pt", nanogpt_state(run, model, optimizers))
@@ -299,12 +306,12 @@ class Saver:
 
     def writes_alone(self) -> bool:
         """Whether this rank writes the checkpoint under way without the other ranks' help."""
-        return self.pending is not None and self.zero == 0
+        return self.pending is not None and not self.is_sharded
 
 
 def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
     """A copy of the state on the CPU in nanoGPT's form, which its train.py and sample.py load if it is a GPT-2."""
-    weights = {name: copy_to_cpu(p) for name, p in parameters_by_name(model).items()}
+    weights = {name: copy_to_cpu(p.detach()) for name, p in model.named_parameters()}
     state = optim.saved_state(model, optimizers)
     state["state"] = {i: {k: copy_to_cpu(v) for k, v in old.items()} for i, old in state["state"].items()}
     synchronize(next(model.parameters()).device)
@@ -315,12 +322,6 @@ def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Opti
         (args if name in (*MODEL_ARGS, "dropout") else others)[name] = value
     extra = run["isogpt"] | {"model_args": others}
     return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
-
-
-def copy_to_cpu(value: Tensor) -> Tensor:
-    """A copy on the CPU. From a GPU into pinned memory: the copies are queued, and the caller waits for all at once."""
-    on_gpu = value.device.type == "cuda"
-    return torch.empty_like(value, device="cpu", pin_memory=on_gpu).copy_(value, non_blocking=on_gpu)
 
 
 def write_file(path: Path, state: dict) -> None:

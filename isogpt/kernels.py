@@ -4,6 +4,7 @@ key/value cache, and a cross-entropy that never holds all the logits of a large 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -303,7 +304,20 @@ def logits_at_once(on_cpu: bool, itemsize: int, vocab_size: int) -> tuple[int, i
     return max(2**26, memory // (8 * 12)), per_chunk, per_chunk
 
 
-def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
+@dataclass(frozen=True)
+class VocabularyPart:
+    """
+    Which rows of the output embeddings this process holds, if they are divided over several: those from `first` on, and
+    no process has more than `longest`. `reduce(values, "max" or "sum")` combines values of all processes, in place.
+    """
+
+    first: int
+    longest: int
+    reduce: Callable[[Tensor, str], None]
+
+
+def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0,
+                vocabulary: VocabularyPart | None = None) -> Tensor:  # fmt: skip
     """
     Cross-entropy of the logits `x @ weight.T`, summed over the targets that are not -1: a float32 scalar.
 
@@ -312,12 +326,13 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) ->
         weight: output embeddings (V, C).
         targets: token ids (B, T).
         cap: of the logits, see `soft_cap`.
+        vocabulary: if each process has only some rows of `weight`. The gradient of x is then this process's share.
     """
     x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
-    on_cpu, V = x.device.type == "cpu", weight.size(0)
+    on_cpu, V = x.device.type == "cpu", vocabulary.longest if vocabulary else weight.size(0)
     unchunked, _, _ = logits_at_once(on_cpu, x.itemsize, V)
     rows = max(1, unchunked // V)
-    if x.size(0) <= rows or not torch.is_grad_enabled():
+    if not vocabulary and (x.size(0) <= rows or not torch.is_grad_enabled()):
         losses = [F.cross_entropy(soft_cap(F.linear(xs, weight), cap).float(), ts, reduction="sum", ignore_index=IGNORE)
                   for xs, ts in zip(x.split(rows), targets.split(rows), strict=True)]  # fmt: skip
         return torch.stack(losses).sum()
@@ -325,7 +340,7 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) ->
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     _, per_chunk, per_chunk_float = logits_at_once(on_cpu, x.itemsize, V)
-    return ChunkedLoss.apply(x, weight, targets, cap, per_chunk, per_chunk_float)
+    return ChunkedLoss.apply(x, weight, targets, cap, per_chunk, per_chunk_float, vocabulary)
 
 
 # Softmax gradients in float16 are stored times this factor. Without it, numbers below 6e-8 become 0, and GradScaler's
@@ -359,13 +374,15 @@ class ChunkedLoss(torch.autograd.Function):
         cap: of the logits, see `soft_cap`.
         per_chunk: maximum number of logits per chunk (at least one row).
         per_chunk_float: maximum number of logits converted to float32 at once.
+        vocabulary: see `summed_loss`.
     """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, cap: float, per_chunk: int,
-                per_chunk_float: int) -> Tensor:  # fmt: skip
+                per_chunk_float: int, vocabulary: VocabularyPart | None = None) -> Tensor:  # fmt: skip
         V, C = weight.shape
-        rows, float_rows = max(1, per_chunk // V), max(1, per_chunk_float // V)
+        longest = vocabulary.longest if vocabulary else V  # chunks have the same rows in every process
+        rows, float_rows = max(1, per_chunk // longest), max(1, per_chunk_float // longest)
         weight_rows = max(1, per_chunk_float // C)
         ctx.scale = FLOAT16_SCALE if x.dtype == torch.float16 else 1.0
         loss = x.new_zeros((), dtype=torch.float32)
@@ -374,24 +391,37 @@ class ChunkedLoss(torch.autograd.Function):
         for xs, ts, dxs in zip(x.split(rows), targets.split(rows), dx.split(rows), strict=True):
             logits = torch.mm(xs, weight.t(), out=buffer[: len(xs)])  # (rows, V)
             for part, t in zip(logits.split(float_rows), ts.split(float_rows), strict=True):
-                valid, t = t[:, None] != IGNORE, t[:, None].clamp(min=0)  # (float_rows, 1) each
+                t = t[:, None]  # (float_rows, 1)
+                is_here = valid = t != IGNORE
+                if vocabulary:
+                    t = t - vocabulary.first
+                    is_here = valid & (t >= 0) & (t < V)
+                t = t.clamp(0, V - 1)
                 p = part.float()  # (float_rows, V)
                 if cap:
                     p.div_(cap).tanh_()
                     slope = 1 - p.square()  # of soft_cap
                     p *= cap
-                p -= p.amax(-1, keepdim=True)
+                highest = p.amax(-1, keepdim=True)
+                if vocabulary:
+                    vocabulary.reduce(highest, "max")
+                p -= highest
                 target_logit = p.gather(1, t)
                 total = p.exp_().sum(-1, keepdim=True)
+                if vocabulary:
+                    both = torch.stack((total, target_logit * is_here))
+                    vocabulary.reduce(both, "sum")
+                    total, target_logit = both
                 loss += ((total.log() - target_logit) * valid).sum()
                 # d loss / d logits = softmax - one_hot, 0 if the target is ignored
-                factor = valid * ctx.scale  # (float_rows, 1)
-                p *= factor / total
+                p *= valid * ctx.scale / total
                 # not scatter_add_, which is slow on a GPU with deterministic algorithms
-                part.copy_(p).scatter_(1, t, (p.gather(1, t) - factor).to(part.dtype))
+                part.copy_(p).scatter_(1, t, (p.gather(1, t) - is_here * ctx.scale).to(part.dtype))
                 if cap:
                     part *= slope
                 del p  # so that the next part reuses its memory
+            if not ctx.needs_input_grad[0]:  # evaluation
+                continue
             torch.mm(logits, weight, out=dxs)
             for dws, part in zip(dw.split(weight_rows), logits.split(weight_rows, 1), strict=True):
                 add_product(dws, part.t(), xs)
@@ -400,8 +430,8 @@ class ChunkedLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         grad = grad / ctx.scale
         # in float32: 1 / target_count rounded to bfloat16 would scale all gradients but lm_head's by up to 0.4 %
-        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None, None, None
+        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None, None, None, None

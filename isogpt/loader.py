@@ -237,13 +237,15 @@ class Share:
         return self.micro_steps * self.rows * self.data_size - self.sequences
 
 
-def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int) -> Share:
+def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1) -> Share:
     """
     One rank's share: the same number of micro-steps and rows on every rank, as few micro-steps as batch_size allows and
     then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of which is padding.
+    With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp.
     """
     most = -(-sequences // data_size)
     micro_steps = -(-most // batch_size)
+    micro_steps = -(-micro_steps // pp) * pp
     return Share(sequences, data_rank, data_size, micro_steps, rows=-(-most // micro_steps))
 
 
@@ -251,17 +253,23 @@ def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int) ->
 # reading
 
 
-def read_rows(tokens: np.ndarray, starts: np.ndarray, block_size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (rows, block_size) int64 on the CPU; a padding row is zeros with targets of -1."""
+def read_rows(tokens: np.ndarray, starts: np.ndarray, block_size: int,
+              positions: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """
+    Inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions of them; a padding row is
+    zeros with targets of -1.
+    """
     padding = starts == PADDING
     windows = tokens[np.where(padding, 0, starts)[:, None] + np.arange(block_size + 1)].astype(np.int64)
     x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
     x[padding], y[padding] = 0, -1
-    return torch.from_numpy(x), torch.from_numpy(y)
+    x, y = torch.from_numpy(x), torch.from_numpy(y)
+    return (x, y) if positions is None else (x[:, positions], y[:, positions])
 
 
 def micro_batches(tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share,
-                  block_size: int, vocab_size: int, device: torch.device) -> Batches:  # fmt: skip
+                  block_size: int, vocab_size: int, device: torch.device,
+                  positions: Tensor | None = None) -> Batches:  # fmt: skip
     """
     The micro-batches (x, y), each (rows, block_size) on `device`, of the given steps in order. A thread reads two
     ahead, so that a slow disk does not delay a step, and the next one is copied to the device while this one is used.
@@ -278,7 +286,7 @@ def micro_batches(tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], st
     def read(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
         if path.exists() and path.stat().st_size < tokens.nbytes:  # reading beyond the end of a mapped file is a SIGBUS
             raise DataError(f"{path} has been truncated since the start of the run")
-        x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), block_size)
+        x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), block_size, positions)
         check_ids(max(int(x.max()), int(y.max())), vocab_size, path)
         return (x.pin_memory(), y.pin_memory()) if pin else (x, y)
 
@@ -303,6 +311,8 @@ class Reader:
     micro_batch: int
     vocab_size: int  # the model's
     device: torch.device
+    pp: int = 1
+    positions: Tensor | None = None  # of each sequence, that this rank reads; None: all
 
     @property
     def share(self) -> Share:
@@ -311,7 +321,7 @@ class Reader:
 
     def share_of_rank(self, data_rank: int) -> Share:
         """A rank's share of a step."""
-        return share_of(self.sequences, data_rank, self.data_size, self.micro_batch)
+        return share_of(self.sequences, data_rank, self.data_size, self.micro_batch, self.pp)
 
     def starts(self, step: int) -> np.ndarray:
         """The windows (sequences,) of a training step, for the global batch."""
@@ -334,13 +344,14 @@ class Reader:
 
     def read(self, tokens: np.ndarray, starts_of: Callable, steps: Iterable[int], share: Share) -> Batches:
         """See micro_batches."""
-        return micro_batches(tokens, starts_of, steps, share, self.block_size, self.vocab_size, self.device)
+        return micro_batches(tokens, starts_of, steps, share, self.block_size, self.vocab_size, self.device,
+                             self.positions)  # fmt: skip
 
     def padding_batch(self) -> tuple[Tensor, Tensor]:
         """A micro-batch of padding rows, in the shape of a training micro-batch."""
         padding = np.full(self.share.rows, PADDING)
         tokens = np.zeros(self.block_size + 1, np.uint16)
-        return tuple(t.to(self.device) for t in read_rows(tokens, padding, self.block_size))
+        return tuple(t.to(self.device) for t in read_rows(tokens, padding, self.block_size, self.positions))
 
 
 def in_thread(work: Callable, jobs: Iterable[tuple], ahead: int = 2) -> Iterator:

@@ -1,58 +1,194 @@
 """How the ranks divide the work: the axes of the mesh, this rank's coordinates, and the arithmetic of degrees."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from math import ceil, prod
 
-from torch.distributed import DeviceMesh, init_device_mesh
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from isogpt.settings import report
 
-@dataclass(frozen=True)
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # neighbouring ranks differ in tp, the axis that communicates most
+# ranks with different coordinates on these axes hold parts of one parameter's shards, and average their gradients
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+
+
+@dataclass
 class Mesh:
     """
-    The ranks as a grid of dp_replicate x dp_shard: neighbours shard the model, and each group of dp_shard ranks holds
-    one copy of it. With dp_shard 1 (DDP, ZeRO-1) every rank holds all parameters.
+    The ranks as a grid with one axis for each way of dividing the work: pipeline stages (pp), copies of the model
+    (dp_replicate), shards of each parameter (dp_shard, ZeRO-2 and 3), parts of each sequence (cp), and parts of each
+    matrix (tp). Parameters are sharded over dp_shard x cp, because ranks with parts of a sequence use the same ones.
 
-    Data, losses and dropout seeds are divided by `data_rank` and `data_size`, never by rank and world size.
+    Data is divided by `data_rank` and `data_size`, never by rank and world size.
     """
 
-    rank: int
-    dp_replicate: int
-    dp_shard: int
+    rank: int = 0
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
     timeout_s: float = 600.0  # of the collectives of the groups within the mesh
+    devices: DeviceMesh | None = field(default=None, compare=False)  # of the axes with more than one rank
+
+    def sizes(self) -> dict[str, int]:
+        """{axis: number of ranks along it}."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along these axes together."""
+        return prod(getattr(self, axis) for axis in axes)
+
+    def index(self, axis: str, rank: int | None = None) -> int:
+        """This rank's coordinate, or another rank's."""
+        inner = prod(getattr(self, a) for a in AXES[AXES.index(axis) + 1 :])
+        return (self.rank if rank is None else rank) // inner % getattr(self, axis)
 
     @property
     def data_rank(self) -> int:
         """Which share of the batch this rank reads."""
-        return self.rank
+        return self.data_rank_of(self.rank)
+
+    def data_rank_of(self, rank: int) -> int:
+        """Which share of the batch a rank reads."""
+        return self.index("dp_replicate", rank) * self.dp_shard + self.index("dp_shard", rank)
 
     @property
     def data_size(self) -> int:
         """How many shares a batch is divided into."""
         return self.dp_replicate * self.dp_shard
 
-    def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh for fully_shard: ("shard",), or ("replicate", "shard") for HSDP."""
+    def chunks(self, index: int) -> tuple[int, int]:
+        """
+        The two of 2 cp chunks of a sequence that rank `index` of a cp group holds: an early and a late one. Chunk i
+        attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and none waits.
+        """
+        return index, 2 * self.cp - 1 - index
+
+    def own_positions(self, length: int) -> Tensor | None:
+        """The positions of a sequence of `length` tokens that this rank holds, (length / cp,); None for all."""
+        if self.cp == 1:
+            return None
+        chunks = torch.arange(length).chunk(2 * self.cp)
+        return torch.cat([chunks[c] for c in self.chunks(self.index("cp"))])
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a rank holds only some of the layers, or parts of them."""
+        return self.pp > 1 or self.tp > 1
+
+    def connect(self, device_type: str, shards: bool) -> None:
+        """
+        Create the process groups (all ranks).
+
+        Args:
+            shards: fully_shard needs a mesh even for a single rank.
+        """
+        sizes = {axis: n for axis, n in self.sizes().items() if n > 1 or (shards and axis == "dp_shard")}
+        if len(sizes) > 1 or shards:  # for one axis the default group will do
+            self.devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            for axis in sizes:
+                self.limit(self.devices.get_group(axis))
+
+    def limit(self, group: ProcessGroup) -> ProcessGroup:
+        """Set a group's timeout: the default for a new one is the backend's, up to half an hour."""
+        _set_pg_timeout(timedelta(seconds=self.timeout_s), group)
+        return group
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The one-dimensional mesh of the ranks that differ from this one in these axes only (all ranks)."""
+        present = [axis for axis in axes if axis in self.devices.mesh_dim_names]
+        part = self.devices[tuple(present)]
+        if len(present) == 1:
+            return part
+        flat = part._flatten("_".join(present))
+        self.limit(flat.get_group())
+        return flat
+
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """The group of the ranks that differ from this one in these axes only (all ranks); None if it is alone."""
+        if self.size(*axes) == 1:
+            return None
+        if self.size(*axes) == self.size(*AXES):
+            return dist.group.WORLD
+        return self.submesh(*axes).get_group()
+
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The mesh for fully_shard: one axis, or (replicas, shards) for HSDP (all ranks)."""
+        shards = self.submesh("dp_shard", "cp")
         if self.dp_replicate == 1:
-            return init_device_mesh(device_type, (self.dp_shard,), mesh_dim_names=("shard",))
-        names = ("replicate", "shard")
-        mesh = init_device_mesh(device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=names)
-        for name in names:  # the default for a new group is the backend's, up to half an hour
-            _set_pg_timeout(timedelta(seconds=self.timeout_s), mesh.get_group(name))
-        return mesh
+            return shards
+        return self.devices["dp_replicate", shards.mesh_dim_names[0]]
 
 
-def check_degrees(world_size: int, dp_replicate: int) -> None:
-    """Raise ValueError if the degrees do not fit the world size. For use before the ranks connect."""
-    if world_size % dp_replicate:
-        raise ValueError(f"dp_replicate is {dp_replicate}: it must divide {world_size}, the world size")
-
-
-def make_mesh(rank: int, world_size: int, zero: int, dp_replicate: int, timeout_s: float) -> Mesh:
+def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
     """
-    The mesh for a ZeRO stage: stages 0 and 1 replicate the parameters, 2 and 3 shard them over world_size /
-    dp_replicate ranks.
+    The mesh for a ZeRO stage and the settings pp, dp_replicate, cp and tp: the ranks that these leave divide the batch.
+    Stages 0 and 1 replicate the parameters over them, stages 2 and 3 shard them.
     """
-    if zero < 2:
-        return Mesh(rank, world_size, 1, timeout_s)
-    return Mesh(rank, dp_replicate, world_size // dp_replicate, timeout_s)
+    pp, cp, tp, replicas = (config[name] for name in ("pp", "cp", "tp", "dp_replicate"))
+    dp = world_size // (pp * cp * tp)
+    replicate, shard = (replicas, dp // replicas) if zero >= 2 else (dp, 1)
+    return Mesh(rank, pp, replicate, shard, cp, tp, config["dist_timeout_s"])
+
+
+def check_degrees(world_size: int, config: dict, model_args: dict) -> None:
+    """
+    Check that the degrees divide the ranks and the model.
+
+    Args:
+        model_args: the fields of GPTConfig that determine the model's shape; empty if they are not known yet.
+
+    Raises:
+        ValueError: one line for each problem.
+    """
+    pp, cp, tp, replicas = (config[name] for name in ("pp", "cp", "tp", "dp_replicate"))
+    found, product = [], pp * replicas * cp * tp
+    if world_size % product:
+        named = {"pp": pp, "dp_replicate": replicas, "cp": cp, "tp": tp}
+        degrees = " x ".join(f"{name} {n}" for name, n in named.items() if n > 1)
+        fits = sorted({max(1, world_size // product), ceil(world_size / product)})
+        counts = " or ".join(str(n * product) for n in fits)
+        if len(degrees.split(" x ")) == 1:
+            found.append(f"{degrees.replace(' ', ' is ')}: it must divide {world_size}, the world size: start {counts} "
+                         f"processes, or set --{degrees.split()[0]}={nearest_divisor(world_size, product)}")  # fmt: skip
+        else:
+            found.append(f"{world_size} processes are not {degrees} ({product}) times a whole number: start {counts} "
+                         f"processes, or lower a degree")  # fmt: skip
+    if not model_args:
+        report(found)
+        return
+    heads = model_args["n_kv_head"] or model_args["n_head"]
+    layers, length, stages = model_args["n_layer"], model_args["block_size"], pp * stages_per_rank(config["pp_schedule"])
+    if heads % tp:
+        what = "n_head" if heads == model_args["n_head"] else "n_kv_head"
+        found.append(f"tp is {tp}: it must divide {what}, {heads}: set --tp={nearest_divisor(heads, tp)}")
+    if layers < stages:
+        per_rank = f" ({stages // pp} on each rank)" if stages > pp else ""
+        advice = f"set --pp={max(1, layers * pp // stages)}" + (" or --pp_schedule=1f1b" if stages > pp else "")
+        found.append(f"pp is {pp}, which makes {stages} stages{per_rank}, but there are only {layers} layers: {advice}")
+    parts = tp * (2 * cp if cp > 1 else 1)
+    if length % parts:
+        parts_of = f"2 x cp x tp, {parts}" if cp > 1 else f"tp, {tp}"
+        lengths = " or ".join(str(n) for n in (length // parts * parts, (length // parts + 1) * parts) if n)
+        found.append(f"block_size is {length}: it must be a multiple of {parts_of}: set --block_size={lengths}")
+    for name in ("vocab_size", "n_hidden"):
+        size = model_args.get(name) or 0
+        if size and (tp - 1) * ceil(size / tp) >= size:
+            found.append(f"tp is {tp}, too many ranks for {name} {size}: set --tp={max(1, tp // 2)}")
+    report(found)
+
+
+def nearest_divisor(n: int, wanted: int) -> int:
+    """The divisor of n that is nearest to `wanted`; of two equally near ones the smaller."""
+    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+def stages_per_rank(pp_schedule: str) -> int:
+    """How many pipeline stages each rank holds."""
+    return 1 if pp_schedule in ("gpipe", "1f1b") else 2

@@ -20,6 +20,7 @@ from isogpt.files import read_records, write_whole
 from isogpt.hardware import utilization
 from isogpt.launch import Ranks
 from isogpt.loader import Dataset, Share
+from isogpt.mesh import Mesh
 from isogpt.parallel.compilation import compile_report
 from isogpt.resilience import SlowRanks, Spikes, Stop, alert
 from isogpt.run_folder import is_run
@@ -125,19 +126,23 @@ class Logger:
         self.peak_flops, self.peak_source = peak_flops, peak_source
 
     def banner(
-        self, config: dict, data: Dataset, model: nn.Module, source: Source | None, dtype: str, zero: int,
-        compile_note: str, share: Share, micro_batch: int,
+        self, config: dict, data: Dataset, model_args: dict, parameter_count: int, source: Source | None, dtype: str,
+        zero: int, compile_note: str, share: Share, micro_batch: int, mesh: Mesh,
     ) -> None:  # fmt: skip
         """Print what the run is about to do."""
-        c, r, tokens = model.config, self.ranks, self.progress.tokens_per_step
+        r, tokens, length = self.ranks, self.progress.tokens_per_step, model_args["block_size"]
         origin = f"{source.found.path}, step {source.found.step}" if source else config["init_from"]
         sharding = f", zero {zero}" if zero else ""
         padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
         peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})" if self.peak_flops else "unknown, no mfu"
-        self.print(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {c.vocab_size}")
-        self.print(f"model:   {model.get_num_params() / 1e6:.2f}M parameters, from {origin}")
+        self.print(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {model_args['vocab_size']}")
+        self.print(f"model:   {parameter_count / 1e6:.2f}M parameters, from {origin}")
         self.print(f"ranks:   {r.topology()} on {r.device.type}, {r.network}, {dtype}{sharding}; {compile_note}")
-        self.print(f"step:    {share.sequences} sequences x {c.block_size} = {tokens:,} tokens, on each rank "
+        if mesh.splits_model or mesh.cp > 1:
+            named = {"pp": mesh.pp, "dp": mesh.data_size, "cp": mesh.cp, "tp": mesh.tp}
+            degrees = " x ".join(f"{name} {n}" for name, n in named.items() if n > 1)
+            self.print(f"mesh:    {r.world_size} processes = {degrees}")
+        self.print(f"step:    {share.sequences} sequences x {length} = {tokens:,} tokens, on each rank "
                    f"{share.micro_steps} micro-steps x {share.rows} rows{padding}")  # fmt: skip
         self.print(f"peak:    {peak}")
         if micro_batch < config["batch_size"]:
@@ -287,7 +292,7 @@ def step_record(
     most = StepNumbers(*(values.max().item() for values in numbers))
     step_s = mean.step_ms / 1e3
     return {
-        "iter": progress.step, "loss": mean.loss, "grad_norm": mean.grad_norm, "lr": lr,
+        "iter": progress.step, "loss": mean.loss, "grad_norm": numbers.grad_norm.item(), "lr": lr,
         "step_ms": mean.step_ms, "step_ms_max": most.step_ms, "data_ms": mean.data_ms, "data_ms_max": most.data_ms,
         "memory_gb": mean.memory_gb, "memory_gb_max": most.memory_gb,
         "tokens_per_s": progress.tokens_per_step / step_s,

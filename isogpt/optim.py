@@ -6,17 +6,21 @@ import re
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as update_adamw
 
-from isogpt.parallel import full, local, put
+from isogpt.mesh import Mesh
+from isogpt.parallel import local, part_of, split_of
+from isogpt.parallel.parts import whole_tensors
 
 HIDDEN_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.\w+\.weight")
 
 
 def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: float, learning_rate: float,
                     betas: tuple[float, float], muon_lr: float = 0.0, embedding_lr: float = 0.0,
-                    muon_dtype: torch.dtype = torch.float32) -> list[torch.optim.Optimizer]:  # fmt: skip
+                    muon_dtype: torch.dtype = torch.float32,
+                    mesh: Mesh | None = None) -> list[torch.optim.Optimizer]:  # fmt: skip
     """
     The model's optimizers: AdamW as `model.configure_optimizers` makes it; with optimizer "muon" a Muon takes the
     matrices of the blocks from it, and what is left to AdamW has no weight decay. With zero 1 each rank keeps the state
@@ -27,7 +31,9 @@ def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: f
         muon_lr: Muon's learning rate when AdamW's is `learning_rate`.
         embedding_lr: with Muon, AdamW's for token embeddings that are not tied to the head (0: `learning_rate`).
         muon_dtype: the dtype in which Muon orthogonalizes.
+        mesh: over which parameters and optimizer state are divided. Default: a single process.
     """
+    mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
     if device_type == "cpu":
         # torch's optimizers import torch.compile when they are created and at their first step, only to exclude
@@ -42,17 +48,20 @@ def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: f
     made = [(torch.optim.AdamW, adamw_groups, adamw_options)]
     if optimizer == "muon":
         muon_groups = take_matrices(model, adamw_groups, muon_lr / learning_rate)
-        if embedding_lr and not model.config.tied:
+        if embedding_lr and not model.config.tied and "wte" in model.transformer:
             wte = take(adamw_groups, [model.transformer.wte.weight])
             adamw_groups.append({"params": wte, "lr_scale": embedding_lr / learning_rate})
         for group in adamw_groups:
             group["weight_decay"] = 0.0
-        made.append((Muon, muon_groups, {"lr": muon_lr, "weight_decay": weight_decay, "dtype": muon_dtype}))
+        muon_options = {"lr": muon_lr, "weight_decay": weight_decay, "dtype": muon_dtype}
+        shard_axes = ("dp_shard", "cp", "tp") if zero >= 2 else ("tp",)
+        made.append((Muon, muon_groups, muon_options | {"group": mesh.group(*shard_axes)}))
     if zero == 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         # as_bucket_view: a rank sends its share in one piece, not each parameter by itself
-        return [ZeroRedundancyOptimizer(groups, cls, parameters_as_bucket_view=True, **options)
+        ranks = mesh.group("dp_replicate", "cp")
+        return [ZeroRedundancyOptimizer(groups, cls, process_group=ranks, parameters_as_bucket_view=True, **options)
                 for cls, groups, options in made]  # fmt: skip
     optimizers = [cls(groups, **options) for cls, groups, options in made]
     if device_type == "cpu":
@@ -86,12 +95,12 @@ def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -
     Move the matrices of the blocks from AdamW's groups into groups for Muon, one for each shape: biases, norms,
     embeddings and the head stay with AdamW. `rows` are the heights of the matrices that are stacked in a parameter.
     """
-    c, groups = model.config, {}
-    stacked = tuple(n * c.n_embd // c.n_head for n in (c.n_head, c.n_kv_head, c.n_kv_head))  # q, k, v
+    groups = {}
     for name, p in model.named_parameters():
         if HIDDEN_MATRIX.fullmatch(name):
-            rows = stacked if name.endswith("c_attn.weight") else (p.size(0),)
-            groups.setdefault((p.shape, rows), []).append(p)
+            shape = part_of(p, split_of(p)).shape
+            rows = model.config.qkv_rows if name.endswith("c_attn.weight") else (shape[0],)
+            groups.setdefault((shape, rows), []).append(p)
     return [{"params": take(adamw_groups, params), "rows": rows, "lr_scale": lr_scale}
             for (_, rows), params in groups.items()]  # fmt: skip
 
@@ -107,13 +116,14 @@ class Muon(torch.optim.Muon):
     """
     torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with these differences: matrices
     that are stacked in a parameter, q, k and v, are orthogonalized each by itself; matrices of equal shape are
-    orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the layout; a matrix
-    that is sharded over ranks is gathered first.
+    orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the layout; matrices
+    whose parts are on the ranks of `group` are gathered first.
     """
 
-    def __init__(self, groups: list[dict], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
+    def __init__(self, groups: list[dict], lr: float, weight_decay: float, dtype: torch.dtype,
+                 group: dist.ProcessGroup | None = None) -> None:  # fmt: skip
         super().__init__(groups, lr, weight_decay)
-        self.dtype = dtype
+        self.dtype, self.group = dtype, group
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -125,12 +135,13 @@ class Muon(torch.optim.Muon):
                 continue
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov momentum
-            wholes = torch.stack([full(u) for u in updates])  # (matrices, rows, columns)
+            parts = [part_of(u, split_of(p)) for u, p in zip(updates, params, strict=True)]
+            wholes = whole_tensors(parts, self.group)  # (matrices, rows, columns)
             for part in wholes.split(group["rows"], dim=1):
                 scale = math.sqrt(max(1, part.size(1) / part.size(2)))
                 part.copy_(orthogonalize(part, self.dtype)).mul_(scale)
-            for update, whole in zip(updates, wholes, strict=True):
-                put(update, whole)
+            for part, whole in zip(parts, wholes, strict=True):
+                part.put(whole)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
@@ -177,10 +188,14 @@ def set_rates(optimizers: list[torch.optim.Optimizer], lr: float, momentum: floa
 
 
 def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, grad_norm: Tensor) -> None:
-    """Update the parameters and the scale, or only the scale if a gradient has overflowed in float16."""
-    if grad_norm.isfinite().all():  # the scaler would skip only the optimizers whose own gradients have overflowed
+    """Update the parameters and the scale, or only the scale if a gradient has overflowed in float16 on any rank."""
+    if grad_norm.isfinite():  # the scaler would skip only the optimizers whose own gradients have overflowed
         for optimizer in optimizers:
             scaler.step(optimizer)
+    elif scaler.is_enabled():  # it knows of this rank's gradients only
+        for optimizer in optimizers:
+            for overflowed in scaler._found_inf_per_device(optimizer).values():
+                overflowed.fill_(1.0)
     scaler.update()
 
 

@@ -23,7 +23,8 @@ from isogpt import run_folder
 from isogpt.agree import StepNumbers, broadcast, exit_together, gather_number, is_main
 from isogpt.files import write_whole
 from isogpt.loader import Reader
-from isogpt.parallel import full
+from isogpt.mesh import Mesh
+from isogpt.parallel import gradient_norms
 
 if TYPE_CHECKING:
     from isogpt.checkpoint import Progress, Saver
@@ -127,6 +128,7 @@ def watch_signals(time_limit_s: float = 0) -> Stop:
 class NanPolicy:
     """What to do about a step whose loss or gradient is not finite; the same on all ranks."""
 
+    mesh: Mesh
     on_nan: str  # stop or skip
     patience: int  # consecutive steps until a rollback
     max_rollbacks: int
@@ -148,7 +150,7 @@ class NanPolicy:
         step and halves its scale; at a scale of 1 it is not the scale's fault.
         """
         scaler_handles = scaler.is_enabled() and scaler.get_scale() > 1
-        accepted = bool(numbers.loss.isfinite().all() and (scaler_handles or numbers.grad_norm.isfinite().all()))
+        accepted = bool(numbers.loss.isfinite().all() and (scaler_handles or numbers.grad_norm.isfinite()))
         if accepted:
             self.consecutive.clear()
         return accepted
@@ -161,7 +163,7 @@ class NanPolicy:
         Returns:
             the checkpoint to roll back to; None if the step is skipped. Exits if the run cannot continue.
         """
-        text, facts = describe_not_finite(progress.step, numbers, model, reader)
+        text, facts = describe_not_finite(progress.step, numbers, model, reader, self.mesh)
         logger.event("not_finite", **facts)
         action = self.decide(progress.step)
         progress.step += 1
@@ -195,7 +197,8 @@ class NanPolicy:
         return f"the step was not taken and no checkpoint was lost. {command} a lower --learning_rate{skip}"
 
 
-def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reader: Reader) -> tuple[str, dict]:
+def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reader: Reader,
+                        mesh: Mesh) -> tuple[str, dict]:  # fmt: skip
     """
     Which ranks had a loss that is not finite, what they read and the largest gradients (all ranks).
 
@@ -206,12 +209,11 @@ def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reade
     guilty = [r for r in everyone if not numbers.loss[r].isfinite()] or list(everyone)
     rows_read = {}  # by rank, where its rows start
     for r in guilty:
-        share = reader.share_of_rank(r)
+        share = reader.share_of_rank(mesh.data_rank_of(r))
         picked = [share.pick(starts, m) for m in range(share.micro_steps)]
         rows_read[r] = np.concatenate(picked)[:64].tolist()
-    norms = {name: full(p.grad.norm()).item() for name, p in model.named_parameters() if p.grad is not None}
-    ranked = sorted(norms.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf, reverse=True)
-    facts = {"loss": numbers.loss.tolist(), "grad_norm": numbers.grad_norm[0].item(), "ranks": guilty,
+    ranked = sorted(gradient_norms(model).items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf, reverse=True)
+    facts = {"loss": numbers.loss.tolist(), "grad_norm": numbers.grad_norm.item(), "ranks": guilty,
              "windows": rows_read, "largest_gradients": dict(ranked[:5])}  # fmt: skip
     gradients = ", ".join(f"{name} {norm:.3g}" for name, norm in ranked[:5])
     rows = "; ".join(f"{first[:8]} (rank {r})" for r, first in list(rows_read.items())[:4])
@@ -286,7 +288,7 @@ def alert(command: str, record: dict, wait_s: float = 0) -> None:
 
 def describe_job(config: dict, world_size: int) -> dict:
     """The settings that determine how much memory a step takes."""
-    names = ("batch_size", "block_size", "n_layer", "n_embd", "dataset")
+    names = ("batch_size", "block_size", "n_layer", "n_embd", "dataset", "pp", "cp", "tp")
     sequences = config["gradient_accumulation_steps"] * config["batch_size"]
     job = {name: config[name] for name in names} | {"sequences": sequences, "world_size": world_size}
     return job | {"zero": 3 if config["fsdp"] else config["zero"], "recompute": config["activation_checkpointing"]}

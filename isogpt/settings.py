@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from isogpt.checkpoint import Source
 
 AT_LEAST_1 = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
-              "n_layer", "n_head", "n_embd", "dp_replicate", "nan_patience", "fsdp_prefetch", "num_samples",
+              "n_layer", "n_head", "n_embd", "dp_replicate", "pp", "cp", "tp", "nan_patience", "fsdp_prefetch", "num_samples",
               "max_new_tokens", "steps")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate",
                 "min_lr", "cooldown_iters", "muon_lr", "embedding_lr", "n_kv_head", "n_hidden", "weight_decay",
@@ -27,7 +27,8 @@ RANGES = ((AT_LEAST_1, lambda v: v >= 1, "be at least 1"), (NOT_NEGATIVE, lambda
 CHOICES = {"data_order": ("random", "shuffle"), "on_nan": ("stop", "skip"), "zero": (0, 1, 2, 3),
            "grad_sync": ("auto", "last", "every", "never"), "arch": ("gpt2", "nanochat", "llama"),
            "head": ("auto", "tied", "untied"), "optimizer": ("adamw", "muon"),
-           "lr_schedule": ("cosine", "linear", "wsd")}  # fmt: skip
+           "lr_schedule": ("cosine", "linear", "wsd"),
+           "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")}  # fmt: skip
 # old name -> new name
 RENAMED = {"prefetch": "fsdp_prefetch", "bucket_mb": "ddp_bucket_mb", "timeout_s": "dist_timeout_s",
            "stop_after_s": "time_limit_s", "json": "json_path", "world_size": "estimate_world_size"}  # fmt: skip

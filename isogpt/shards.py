@@ -1,6 +1,6 @@
 """
-Checkpoints in shards: each rank writes what it holds with torch.distributed.checkpoint (DCP), by parameter name, and
-reads what it holds from shards of any layout.
+Checkpoints in shards: each rank writes the parts that it holds with torch.distributed.checkpoint (DCP), by parameter
+name, and reads the parts that it holds from shards of any layout.
 """
 
 import pickle
@@ -13,13 +13,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from isogpt.files import load_pickle
+from isogpt.hardware import synchronize
+from isogpt.parallel.parts import Part
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
 ERRORS = (Exception, CheckpointException)
+FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # it has no dicts in dicts
 PATHS = {"PosixPath", "Path", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 # the classes in the pickle of DCP's metadata
 METADATA = {
@@ -32,49 +43,83 @@ METADATA = {
 }  # fmt: skip
 
 
-def start_write(folder: Path, weights: dict, state: dict, group: dist.ProcessGroup | None) -> Future:
-    """Start to write this rank's part into folder (all ranks of group); returns when the tensors have been copied."""
-    content, writer = {"model": weights, "optim": state}, writer_for(folder)
-    if any(w.device.type != "cpu" for w in weights.values()):
-        return dcp.async_save(content, storage_writer=writer, process_group=group)
-    # on a CPU DCP's staging takes longer for each tensor than a plain copy
-    content["model"] = {name: copy_of(w) for name, w in weights.items()}
-    content["optim"] = {name: {k: copy_of(v) for k, v in tensors.items()} for name, tensors in state.items()}
+def start_write(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part]],
+                group: dist.ProcessGroup | None, device: torch.device) -> Future:  # fmt: skip
+    """Start to write this rank's parts into folder (all ranks of group); returns when they have been copied."""
+    content = {name: part.copy() for name, part in flat(weights, state).items()}
+    synchronize(device)
     background = ThreadPoolExecutor(1, thread_name_prefix="shards")
-    return background.submit(dcp.save, content, storage_writer=writer, process_group=group)
+    return background.submit(dcp.save, content, storage_writer=writer_for(folder), planner=SavePlanner(**FLAT),
+                             process_group=group)  # fmt: skip
+
+
+def flat(weights: dict[str, Part], state: dict[str, dict[str, Part]]) -> dict[str, Part]:
+    """The parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for the optimizer's state."""
+    found = {f"model.{name}": part for name, part in weights.items()}
+    return found | {f"optim.{name}.{key}": part for name, parts in state.items() for key, part in parts.items()}
 
 
 def writer_for(folder: Path) -> dcp.FileSystemWriter:
-    """DCP's writer. Without copying ahead, which the tensors' copies do not need and which uses GPU 0 on every rank."""
+    """DCP's writer. Without copying ahead, which the parts' copies do not need and which uses GPU 0 on every rank."""
     return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 
-def copy_of(value: Tensor) -> Tensor:
-    """A copy of a tensor, or of this rank's part of a DTensor."""
-    if not hasattr(value, "to_local"):
-        return value.clone()
-    part, layout = value.to_local().clone(), (value.device_mesh, value.placements)
-    return DTensor.from_local(part, *layout, run_check=False, shape=value.shape, stride=value.stride())
-
-
-def write(folder: Path, weights: dict, state: dict) -> None:
+def write(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part]]) -> None:
     """Write everything from one process. Raises OSError."""
     try:
-        dcp.save({"model": weights, "optim": state}, storage_writer=writer_for(folder), no_dist=True)
+        dcp.save(flat(weights, state), storage_writer=writer_for(folder), planner=SavePlanner(**FLAT), no_dist=True)
     except CheckpointException as e:
         raise OSError(str(e).strip().splitlines()[-1].removeprefix("OSError: ")) from e
 
 
-def read(folder: Path, wanted: dict) -> None:
+def read(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part]]) -> None:
     """
-    Fill the tensors of wanted, {"model": by name, "optim": by name}, from the parts that overlap with them.
+    Fill parts from the saved parts that overlap with them.
 
     Raises:
         any of ERRORS: a file is damaged, or its pickle would run code.
     """
     reader = PlainReader(folder)
     reader.read_metadata()  # DCP reads it again, but would wrap an error of ours into a page of log
-    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    dcp.load(flat(weights, state), storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """DCP's planner for Parts: ranks can hold several pieces of a tensor. Equal pieces are written once."""
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, part in self.state_dict.items():
+            for offsets, piece in part.pieces:
+                data = TensorWriteData(chunk_of(offsets, piece), TensorProperties.create_from_tensor(piece), part.shape)
+                items.append(WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].piece(index.offset)
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """The same for loading."""
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for name, part in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            if saved.size != part.shape:
+                raise ValueError(f"{name} has the shape {tuple(saved.size)}, not {tuple(part.shape)}")
+            chunks = [chunk_of(offsets, piece) for offsets, piece in part.pieces]
+            items += create_read_items_for_chunk_list(name, saved, chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].piece(index.offset)
+
+
+def chunk_of(offsets: tuple[int, ...], piece: Tensor) -> ChunkStorageMetadata:
+    """Where a piece is in the whole tensor."""
+    return ChunkStorageMetadata(torch.Size(offsets), piece.shape)
 
 
 class PlainReader(dcp.FileSystemReader):

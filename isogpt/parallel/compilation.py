@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 
 from isogpt.agree import gather_objects
+from isogpt.kernels import summed_loss
 
 
 def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str:
@@ -38,7 +39,7 @@ def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
     """Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation has its own graphs."""
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)
-    if by_block:
+    if by_block and model.loss is summed_loss:  # not the one of tensor parallelism, which communicates
         model.loss = torch.compile(model.loss, dynamic=False, **options)
 
 

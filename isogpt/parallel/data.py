@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +30,7 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
 
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    settings = dict(mesh=mesh.device_mesh(device.type), mp_policy=policy, offload_policy=offload)
+    settings = dict(mesh=mesh.fsdp_mesh(), mp_policy=policy, offload_policy=offload)
     blocks = list(model.transformer.h)
     for block in blocks:
         fully_shard(block, reshard_after_forward=zero == 3, **settings)
@@ -37,19 +38,19 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
     # the root unit is needed at the end of the forward and right after it: resharding it would gain nothing
-    fully_shard(model, reshard_after_forward=False, **settings)
+    for root in getattr(model, "stages", [model]):
+        fully_shard(root, reshard_after_forward=False, **settings)
 
 
-def is_fsdp(module: nn.Module) -> bool:
-    """Whether the module is a unit of fully_shard."""
-    return hasattr(module, "set_requires_gradient_sync")
+def fsdp_units(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that are units of fully_shard."""
+    return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]
 
 
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters after a forward without a backward; does nothing without FSDP."""
-    for module in model.modules():
-        if is_fsdp(module):
-            module.reshard()
+    for unit in fsdp_units(model):
+        unit.reshard()
 
 
 @contextmanager
@@ -58,11 +59,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     A micro-step whose backward adds to the local gradients and does not reduce them over the ranks: DDP's no_sync, or
     FSDP2's set_requires_gradient_sync(False).
     """
-    if is_fsdp(model):
+    is_fsdp = hasattr(model, "set_requires_gradient_sync")
+    if is_fsdp:
         model.set_requires_gradient_sync(False)
     with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
         yield
-    if is_fsdp(model):
+    if is_fsdp:
         model.set_requires_gradient_sync(True)
 
 
@@ -80,3 +82,16 @@ def settle_buckets(model: nn.Module, x: Tensor, y: Tensor, target_count: float,
             _, loss = model(x, y, target_count)
         loss.backward()
         model.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
+
+
+def sum_in_buckets(tensors: list[Tensor], group: dist.ProcessGroup, bucket_bytes: int = 2**25) -> None:
+    """Replace each tensor by its sum over the group (all its ranks), many of them in one collective."""
+    while tensors:
+        n = 1
+        while n < len(tensors) and sum(t.nbytes for t in tensors[: n + 1]) <= bucket_bytes:
+            n += 1
+        bucket, tensors = tensors[:n], tensors[n:]
+        flat = torch.cat([t.flatten() for t in bucket])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([t.numel() for t in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])

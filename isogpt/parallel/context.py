@@ -1,0 +1,64 @@
+"""
+Context parallelism: each rank of a group holds some positions of each sequence. Everything but attention treats
+positions alike; attention gathers the keys and values of all ranks (as Llama 3 does, arXiv:2407.21783, section 3.3.2).
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
+
+from isogpt.mesh import Mesh
+from isogpt.parallel.sequence import Gather
+
+
+def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Make the model compute on this rank's positions of each sequence of block_size tokens, in place (all ranks)."""
+    positions = mesh.own_positions(model.config.block_size).to(device)
+
+    def positions_here(start: int, end: int, device: torch.device) -> Tensor:
+        return positions
+
+    model.positions = positions_here
+    order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
+    attention = partial(context_attention, mesh.group("cp"), order, mesh.chunks(mesh.index("cp")))
+    for block in model.transformer.h:
+        block.attn.attention = attention
+
+
+def context_attention(group: dist.ProcessGroup, order: list[int], own: tuple[int, int], q: Tensor, k: Tensor, v: Tensor,
+                      dropout: float, cache: None) -> Tensor:  # fmt: skip
+    """
+    kernels.causal_attention of this rank's positions over those of all ranks: q (B, T / cp, H, D), k and v
+    (B, T / cp, K, D) -> (B, T / cp, H * D). The backward gathers the keys and values again instead of keeping them, so
+    that activations are divided by cp; it also computes the attention's forward again.
+
+    Args:
+        order: the places of chunks 0, 1, ... in what Gather returns.
+        own: the numbers of this rank's two chunks.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys = Gather.apply(torch.cat((k, v), -1), group)  # (B, T, K, 2 D), in the order of the ranks
+        chunks = keys.chunk(len(order), 1)
+        k, v = torch.cat([chunks[place] for place in order], 1).chunk(2, -1)  # (B, T, K, D) each
+        groups = q.size(2) // k.size(2)
+        k, v = (t.repeat_interleave(groups, 2) if groups > 1 else t for t in (k, v))
+        size = q.size(1) // 2  # of a chunk
+        parts = zip(q.split(size, 1), own, strict=True)
+        return torch.cat([attend_chunk(part, k[:, : (c + 1) * size], v[:, : (c + 1) * size], dropout)
+                          for part, c in parts], 1)  # fmt: skip
+
+    return checkpoint(attend, q, k, v, use_reentrant=False) if torch.is_grad_enabled() else attend(q, k, v)
+
+
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Attention of the last T of S positions to all of them: (B, T, H, D), (B, S, H, D) twice -> (B, T, H * D)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, D)
+    T, S = q.size(2), k.size(2)
+    mask = causal_lower_right(T, S) if q.device.type == "cuda" else q.new_ones(T, S, dtype=torch.bool).tril(S - T)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout).transpose(1, 2).flatten(2)

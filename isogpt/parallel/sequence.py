@@ -1,0 +1,51 @@
+"""Sequences whose positions are divided over the ranks of a group, (B, T / n, ...) on each: collectives with gradients."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+# the names since torch 2.13, which warns about the old ones; 2.11 has only the old ones
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' parts, one after the other: (B, T / n, ...) -> (B, T, ...)."""
+    parts = x.new_empty(dist.get_world_size(group), *x.shape)  # (n, B, T / n, ...)
+    all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
+    return parts.movedim(0, 1).flatten(1, 2)
+
+
+def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the sum over the ranks: (B, T, ...) -> (B, T / n, ...)."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0).contiguous()  # (n, B, T / n, ...)
+    total = torch.empty_like(parts[0])
+    reduce_scatter(total.view(-1), parts.view(-1), group=group)
+    return total
+
+
+class Gather(torch.autograd.Function):
+    """`gathered`. Each rank's gradient is of what that rank computes from the whole, so the backward adds them up."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return scattered(grad, ctx.group), None
+
+
+class ScatterSum(torch.autograd.Function):
+    """`scattered`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered(grad, ctx.group), None
