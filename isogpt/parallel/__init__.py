@@ -51,7 +51,8 @@ def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, d
     if config["compile"]:
         note = compile_model(model, device, by_block)
     if zero >= 2:
-        shard(model, mesh, device, zero, dtype, config["cpu_offload"], config["fsdp_prefetch"])
+        shard(model, mesh, device, zero, dtype, config["cpu_offload"], config["fsdp_prefetch"],
+              config["pp_schedule"])  # fmt: skip
     materialize(model, torch.device("cpu") if config["cpu_offload"] else device, splits)
     return note
 

@@ -15,11 +15,11 @@ from isogpt.mesh import Mesh
 
 
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype, cpu_offload: bool,
-          prefetch: int) -> None:  # fmt: skip
+          prefetch: int, pp_schedule: str) -> None:  # fmt: skip
     """
     ZeRO-2 and 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered when it is needed;
     embeddings, the tied head and the last norm are another. With zero 2 the gathered parameters stay until the backward
-    is done.
+    is done; so they do in a pipeline whose schedule delays gradients of weights.
 
     Args:
         dtype: the blocks compute in it; weights and the reduction of gradients are float32.
@@ -31,15 +31,17 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     settings = dict(mesh=mesh.fsdp_mesh(), mp_policy=policy, offload_policy=offload)
-    blocks = list(model.transformer.h)
+    blocks, delays_weights = list(model.transformer.h), mesh.pp > 1 and pp_schedule in ("zero_bubble", "zbv")
     for block in blocks:
-        fully_shard(block, reshard_after_forward=zero == 3, **settings)
+        fully_shard(block, reshard_after_forward=zero == 3 and not delays_weights, **settings)
     for i, block in enumerate(blocks if prefetch > 1 else []):  # 1 is FSDP2's default
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
     # the root unit is needed at the end of the forward and right after it: resharding it would gain nothing
     for root in getattr(model, "stages", [model]):
-        fully_shard(root, reshard_after_forward=False, **settings)
+        # the head in the last stage can be tied to wte in the first one, which comes first, on the same rank
+        done = {p for p in root.parameters() if hasattr(p, "full_tensor")}
+        fully_shard(root, reshard_after_forward=False, ignored_params=done, **settings)
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:

@@ -78,7 +78,10 @@ class Stage(nn.Module):
             positions = model.positions(0, model.config.block_size, device=x.device)
         if self.is_first:
             x = model.embed(x, positions)
-        return model.run_blocks(self.blocks.items(), x, positions, caches)
+        x = model.run_blocks(self.blocks.items(), x, positions, caches)
+        # a view, since the library detaches other outputs of the last stage in place, and the zero-bubble schedules'
+        # second backward still needs the graph
+        return x.view_as(x) if self.is_last else x
 
 
 def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
