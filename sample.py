@@ -5,6 +5,7 @@ Generate text with a trained model.
     python sample.py --init_from=gpt2-xl --start="What is the answer?" --num_samples=5
     python sample.py --out_dir=out --start=FILE:prompt.txt
     torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out      the samples are divided among the processes
+    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out --tp=2     the model is divided
 
 A sample's text depends on the seed and its number. It depends on the number of processes and samples only where
 rounding does.
@@ -15,6 +16,7 @@ import isogpt.threads  # noqa: F401  (before torch, which reads the variable tha
 import os
 import sys
 import time
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +25,7 @@ import torch.distributed as dist
 
 from configurator import configure, fail
 from isogpt import agree, checkpoint, generation, launch, parallel, precision, run_folder, settings, tokenizer
+from isogpt.mesh import check_degrees, make_mesh
 from model import GPT, GPTConfig
 
 # -- model ------------------------------------------------------------------------------------------------------------
@@ -40,6 +43,8 @@ top_p = 1.0  # sample among the most likely tokens whose probabilities sum to th
 seed = 1337  # the same seed gives the same text
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto (the fastest that the device supports in hardware), float32, tf32, bfloat16 or float16
+tp = 1  # processes that divide each matrix of the model
+pp = 1  # processes that divide its layers
 compile = False  # torch.compile: worth its minute only for very long or very many samples on a GPU
 dist_timeout_s = 600.0  # how long processes wait for each other
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,9 +52,13 @@ try:
     launch.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
     settings.check_sampling(config)
-    ranks = launch.connect(device, "gloo", dist_timeout_s)
+    degrees = config | {"cp": 1, "dp_replicate": 1, "pp_schedule": "1f1b"}
+    check_degrees(launch.rank_variables()[1], degrees, {})
+    ranks = launch.connect(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
+    mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero=0)
     if ranks.store:
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
+        mesh.connect(ranks.device.type, shards=False)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 launch.check_start(ranks, config)
@@ -67,21 +76,36 @@ with agree.exit_together():
 found = agree.broadcast(found)
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic=False)
+source = pretrained = None
 with agree.exit_together():
     if found:
         source = checkpoint.open_checkpoint(found)
         dataset = source.run["config"].get("dataset", "")
         if ranks.is_main:
             print(f"{found.path}: step {found.step}, best val loss {source.run['best_val_loss']:.4f}", file=sys.stderr)
-        with torch.device("meta"):
-            model = GPT(GPTConfig(**source.run["model_args"]))
-        parallel.materialize(model, torch.device("cpu"))
-        checkpoint.restore(source, model)
-        source = None  # frees its memory
     else:
-        model = GPT.from_pretrained(init_from)
+        pretrained = GPT.from_pretrained(init_from)
+    model_args = source.run["model_args"] if source else pretrained.describe()
+    check_degrees(ranks.world_size, degrees, model_args, splits_sequence=False)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**model_args))
+splits = parallel.split_model(model, mesh, degrees["pp_schedule"], splits_sequence=False)
+parallel.materialize(model, torch.device("cpu"), splits)
+with agree.exit_together():
+    if source:
+        checkpoint.restore(source, model)
+    else:
+        checkpoint.load_weights(model, pretrained.state_dict())
+source = pretrained = None  # frees their memory
 model.eval().to(ranks.device)
-generation.prepare(model, precision.DTYPES[compute_dtype], pack=not compile)
+context = nullcontext()
+if mesh.splits_model:
+    torch_dtype = precision.DTYPES[compute_dtype]
+    context = torch.autocast(ranks.device.type, torch_dtype, enabled=torch_dtype.itemsize == 2)
+    if pp > 1:
+        parallel.make_pipeline(model, mesh, degrees["pp_schedule"], torch.float32, ranks.device, context, False)
+else:
+    generation.prepare(model, precision.DTYPES[compute_dtype], pack=not compile)
 if compile:
     model.compile()
 
@@ -104,15 +128,17 @@ with agree.exit_together():
                          f"tokenizer is another one")  # fmt: skip
 
 # this rank's samples: there may be none
-first, end = (num_samples * n // ranks.world_size for n in (ranks.rank, ranks.rank + 1))
+first, end = (num_samples * n // mesh.data_size for n in (mesh.data_rank, mesh.data_rank + 1))
 texts, began = [], time.perf_counter()
 if first < end:
     idx = torch.tensor([prompt] * (end - first), device=ranks.device)  # (samples, T)
     # ids that only pad the vocabulary cannot be decoded: do not sample them
-    samples = model.generate(idx, max_new_tokens, temperature, top_k, top_p=top_p, vocab_size=min(n_ids, vocab_size),
-                             seed=seed, first_sample=first)  # fmt: skip
+    with context:
+        samples = model.generate(idx, max_new_tokens, temperature, top_k, top_p=top_p,
+                                 vocab_size=min(n_ids, vocab_size), seed=seed, first_sample=first)  # fmt: skip
     texts = [decode(sample) for sample in samples.tolist()]
-gathered = agree.gather_objects(texts)
+is_first = mesh.index("pp") == mesh.index("tp") == 0  # of the ranks that generate the same samples
+gathered = agree.gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
     for sample in chain(*gathered):

@@ -137,12 +137,13 @@ def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
     return Mesh(rank, pp, replicate, shard, cp, tp, config["dist_timeout_s"])
 
 
-def check_degrees(world_size: int, config: dict, model_args: dict) -> None:
+def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequence: bool = True) -> None:
     """
     Check that the degrees divide the ranks and the model.
 
     Args:
         model_args: the fields of GPTConfig that determine the model's shape; empty if they are not known yet.
+        splits_sequence: whether cp and tp divide sequences of block_size tokens, as they do in training.
 
     Raises:
         ValueError: one line for each problem.
@@ -173,7 +174,7 @@ def check_degrees(world_size: int, config: dict, model_args: dict) -> None:
         advice = f"set --pp={max(1, layers * pp // stages)}" + (" or --pp_schedule=1f1b" if stages > pp else "")
         found.append(f"pp is {pp}, which makes {stages} stages{per_rank}, but there are only {layers} layers: {advice}")
     parts = tp * (2 * cp if cp > 1 else 1)
-    if length % parts:
+    if splits_sequence and length % parts:
         parts_of = f"2 x cp x tp, {parts}" if cp > 1 else f"tp, {tp}"
         lengths = " or ".join(str(n) for n in (length // parts * parts, (length // parts + 1) * parts) if n)
         found.append(f"block_size is {length}: it must be a multiple of {parts_of}: set --block_size={lengths}")

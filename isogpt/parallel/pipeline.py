@@ -197,7 +197,7 @@ class Pipeline:
         if targets is not None:
             loss = self.model.predict(x, targets, target_count)[1] if self.is_last else x.new_zeros(())
             return None, loss.float() * self.mesh.pp
-        logits = self.model.predict(x, None, None)[0].float() if self.is_last else None
+        logits = self.model.predict(x, None, None)[0].float().contiguous() if self.is_last else None
         if logits is None:
             logits = torch.empty(idx.size(0), 1, self.model.config.vocab_size, device=idx.device)
         dist.broadcast(logits, self.owner(self.n_stages - 1), group=self.group)
