@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from configurator import configure, fail
 from isogpt import agree, checkpoint, generation, launch, parallel, precision, run_folder, settings, tokenizer
-from isogpt.mesh import check_degrees, make_mesh
+from isogpt.mesh import make_mesh
 from model import GPT, GPTConfig
 
 # -- model ------------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ try:
     config = configure(globals())
     settings.check_sampling(config)
     degrees = config | {"cp": 1, "dp_replicate": 1, "pp_schedule": "1f1b"}
-    check_degrees(launch.rank_variables()[1], degrees, {})
+    settings.check_degrees(launch.rank_variables()[1], degrees, {})
     ranks = launch.connect(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero=0)
     if ranks.store:
@@ -86,7 +86,7 @@ with agree.exit_together():
     else:
         pretrained = GPT.from_pretrained(init_from)
     model_args = source.run["model_args"] if source else pretrained.describe()
-    check_degrees(ranks.world_size, degrees, model_args, splits_sequence=False)
+    settings.check_degrees(ranks.world_size, degrees, {"n_kv_head": 0} | model_args, splits_sequence=False)
     with torch.device("meta"):
         model = GPT(GPTConfig(**model_args))
 splits = parallel.split_model(model, mesh, degrees["pp_schedule"], splits_sequence=False)
@@ -102,8 +102,7 @@ context = nullcontext()
 if mesh.splits_model:
     torch_dtype = precision.DTYPES[compute_dtype]
     context = torch.autocast(ranks.device.type, torch_dtype, enabled=torch_dtype.itemsize == 2)
-    if pp > 1:
-        parallel.make_pipeline(model, mesh, degrees["pp_schedule"], torch.float32, ranks.device, context, False)
+    parallel.make_pipeline(model, mesh, degrees["pp_schedule"], 0, torch_dtype, ranks.device, splits_sequence=False)
 else:
     generation.prepare(model, precision.DTYPES[compute_dtype], pack=not compile)
 if compile:

@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from configurator import configure, fail
 from isogpt import agree, checkpoint, launch, loader, memory, metrics, optim, parallel, precision, resilience
 from isogpt.hardware import Clock, memory_gb, over_ranks, start_profiler, total_peak_flops
-from isogpt.mesh import check_degrees, make_mesh
+from isogpt.mesh import make_mesh
 from isogpt.run_folder import enter_folder, mark_preempted
-from isogpt.settings import RENAMED, check_model_args, check_training, model_args_of
+from isogpt.settings import RENAMED, check_degrees, check_model_args, check_training, model_args_of
 from isogpt.watchdog import Watchdog, explain_crashes
 from model import GPT, GPTConfig
 
@@ -152,22 +152,20 @@ with agree.exit_together():
     else:
         pretrained = GPT.from_pretrained(init_from.removeprefix("auto:"))
         model_args = pretrained.describe()
-    check_model_args(model_args, block_size, data)
+    check_model_args(model_args, config, ranks.world_size, data)
     model_args |= {"dropout": dropout, "block_size": block_size}  # position embeddings are cropped to block_size
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
     model_args = raw_model.describe()
-    check_degrees(ranks.world_size, config, model_args)
     parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()  # of the whole model
     compute_dtype = precision.resolve_dtype(dtype, ranks.device, previous=source.dtype if is_resume else None)
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
-is_sharded = zero_stage > 0 or mesh.splits_model
-saver = checkpoint.Saver(out_dir, keep_last, ranks.world_size, zero_stage, is_sharded, model_args, config)
-reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh.data_rank, mesh.data_size,
-                       micro_batch, model_args["vocab_size"], ranks.device, pp, mesh.own_positions(block_size))  # fmt: skip
+saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, config)
+reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
+                       model_args["vocab_size"], ranks.device)  # fmt: skip
 share, clock = reader.share, Clock(ranks.device)
 watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger, saver)
 memory_cost = memory.cost_of(config, model_args, share.rows, compute_dtype, ranks.world_size, ranks.device.type)
@@ -188,13 +186,11 @@ with agree.exit_together():
         checkpoint.load_weights(raw_model, pretrained.state_dict())
     else:
         parallel.init_weights(raw_model, seed)
-model, pipeline = raw_model, None
-copies = mesh.data_size * cp  # ranks whose gradients are averaged
-if pp > 1:
-    stream_dtype = torch_dtype if zero_stage >= 2 else torch.float32  # autocast leaves the residual stream in float32
-    pipeline = parallel.make_pipeline(raw_model, mesh, pp_schedule, stream_dtype, ranks.device, autocast)
-elif copies > 1 and zero_stage < 2:  # gradient_as_bucket_view: no copies of the gradients
-    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True, process_group=mesh.group("dp_replicate", "cp"))
+pipeline = parallel.make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torch_dtype, ranks.device)
+model, copies = raw_model, mesh.data_size * cp  # ranks whose gradients are averaged
+if copies > 1 and zero_stage < 2 and not pipeline:  # gradient_as_bucket_view: no copies of the gradients
+    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True,
+                process_group=mesh.group("dp_replicate", "cp"))  # fmt: skip
 
 # the run folder and the log (rank 0 claims the folder and writes the log)
 with agree.exit_together():
@@ -260,13 +256,13 @@ def save(val_loss: float | None = None) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
-first_step, parameters_by_copies = progress.step, parallel.copies_of(raw_model, mesh)
-nan_policy = resilience.NanPolicy(mesh, on_nan, nan_patience, max_rollbacks)
+first_step, copies_of = progress.step, parallel.copies_of(raw_model, mesh)
+nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
 reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2)
 loss_divisor = progress.tokens_per_step / copies  # the mean over the ranks is the batch's mean
 parallel.settle_buckets(model, *reader.padding_batch(), loss_divisor, autocast)
 if pipeline:
-    pipeline.prepare(share.micro_steps, share.rows, scaler, loss_divisor, clock)
+    pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
 batches = reader.train(progress)
 if profile and ranks.is_main:
     clock.profiler = start_profiler(out_dir, max_iters - first_step + 1)
@@ -306,9 +302,8 @@ while progress.step <= max_iters or eval_only:
 
     # forward and backward of this rank's micro-batches; by default only the last backward reduces over the ranks
     loss_sum = torch.zeros((), device=ranks.device)
-    if pipeline:  # all micro-batches, each through all stages
-        with clock("pipeline"):
-            loss_sum += pipeline.step(batches)
+    if pipeline:  # forward and backward of all micro-batches, each through all stages
+        loss_sum += pipeline.step(batches)
     for micro_step in range(0 if pipeline else share.micro_steps):
         with clock.on_cpu("data"):
             x, y = next(batches)  # (rows, block_size) each
@@ -326,7 +321,7 @@ while progress.step <= max_iters or eval_only:
     with clock("clip"):
         for part in optimizers:
             scaler.unscale_(part)
-        grad_square = parallel.norm_share(parameters_by_copies)
+        grad_square = parallel.norm_share(copies_of)
 
     # all ranks decide from the same numbers: the one small collective of a step, which also waits for the device
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
@@ -350,8 +345,7 @@ while progress.step <= max_iters or eval_only:
             batches = reader.train(progress)
         continue
     with clock("clip"):
-        if grad_clip > 0:
-            parallel.clip_gradients(raw_model, grad_clip, numbers.grad_norm.item())
+        parallel.clip_gradients(copies_of, grad_clip, numbers.grad_norm.item())
     with clock("optimizer"):
         optim.step(optimizers, scaler, numbers.grad_norm)
         model.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
@@ -380,7 +374,7 @@ with agree.exit_together(logger.failed):
         mark_preempted(out_dir, progress.step, stop.reason())
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()
-model = raw_model = optimizers = batches = pipeline = parameters_by_copies = None  # drop references to the process group
+model = raw_model = optimizers = batches = pipeline = copies_of = None  # drop references to the process group
 launch.leave()
 if is_preempted and stop.agreed > 0 and "RANK" not in os.environ:  # a launcher would restart a run that failed
     raise SystemExit(128 + stop.agreed)

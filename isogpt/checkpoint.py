@@ -22,6 +22,7 @@ from torch import Tensor
 from isogpt import optim, run_folder
 from isogpt.agree import broadcast, exit_together, is_main, wait_together
 from isogpt.hardware import synchronize
+from isogpt.mesh import AXES, Mesh
 from isogpt.parallel import Part, copy_to_cpu, local, part_of, parts_by_name, reshard, split_of
 from isogpt.run_folder import Found
 
@@ -220,9 +221,8 @@ class Saver:
 
     out_dir: str
     keep_last: int
-    world_size: int
+    mesh: Mesh
     zero: int
-    is_sharded: bool  # whether ranks hold different parts of the state
     model_args: dict
     config: dict
     owner: str = ""
@@ -236,6 +236,8 @@ class Saver:
     group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
+        # whether ranks hold different parts of the state
+        self.is_sharded, self.world_size = self.zero > 0 or self.mesh.splits_model, self.mesh.size(*AXES)
         if self.is_sharded:  # shards are written from a thread, which needs a group of its own with a CPU backend
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # a rank's disk may be slow
 

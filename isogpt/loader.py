@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from isogpt.files import load_pickle
+from isogpt.mesh import Mesh
 
 if TYPE_CHECKING:
     from isogpt.checkpoint import Progress
@@ -306,22 +307,20 @@ class Reader:
     seed: int
     block_size: int
     sequences: int  # per step, over all ranks
-    data_rank: int
-    data_size: int
+    mesh: Mesh
     micro_batch: int
     vocab_size: int  # the model's
     device: torch.device
-    pp: int = 1
-    positions: Tensor | None = None  # of each sequence, that this rank reads; None: all
 
     @property
     def share(self) -> Share:
         """This rank's share of a step."""
-        return self.share_of_rank(self.data_rank)
+        return self.share_of_rank(self.mesh.rank)
 
-    def share_of_rank(self, data_rank: int) -> Share:
+    def share_of_rank(self, rank: int) -> Share:
         """A rank's share of a step."""
-        return share_of(self.sequences, data_rank, self.data_size, self.micro_batch, self.pp)
+        data_rank = self.mesh.data_rank_of(rank)
+        return share_of(self.sequences, data_rank, self.mesh.data_size, self.micro_batch, self.mesh.pp)
 
     def starts(self, step: int) -> np.ndarray:
         """The windows (sequences,) of a training step, for the global batch."""
@@ -339,19 +338,20 @@ class Reader:
         """This rank's micro-batches of an evaluation, which reads the same sequences every time."""
         tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
         starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
-        share = share_of(sequences, self.data_rank, self.data_size, self.micro_batch)
+        share = share_of(sequences, self.mesh.data_rank, self.mesh.data_size, self.micro_batch)
         return self.read(tokens, lambda _: starts, [0], share)
 
     def read(self, tokens: np.ndarray, starts_of: Callable, steps: Iterable[int], share: Share) -> Batches:
         """See micro_batches."""
         return micro_batches(tokens, starts_of, steps, share, self.block_size, self.vocab_size, self.device,
-                             self.positions)  # fmt: skip
+                             self.mesh.own_positions(self.block_size))  # fmt: skip
 
     def padding_batch(self) -> tuple[Tensor, Tensor]:
         """A micro-batch of padding rows, in the shape of a training micro-batch."""
         padding = np.full(self.share.rows, PADDING)
         tokens = np.zeros(self.block_size + 1, np.uint16)
-        return tuple(t.to(self.device) for t in read_rows(tokens, padding, self.block_size, self.positions))
+        rows = read_rows(tokens, padding, self.block_size, self.mesh.own_positions(self.block_size))
+        return tuple(t.to(self.device) for t in rows)
 
 
 def in_thread(work: Callable, jobs: Iterable[tuple], ahead: int = 2) -> Iterator:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from math import ceil, prod
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from isogpt.settings import report
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # neighbouring ranks differ in tp, the axis that communicates most
-# ranks with different coordinates on these axes hold parts of one parameter's shards, and average their gradients
-DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+# neighbouring ranks differ in tp, which communicates most
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")  # the ranks along these average their gradients
 
 
 @dataclass
@@ -35,10 +33,6 @@ class Mesh:
     tp: int = 1
     timeout_s: float = 600.0  # of the collectives of the groups within the mesh
     devices: DeviceMesh | None = field(default=None, compare=False)  # of the axes with more than one rank
-
-    def sizes(self) -> dict[str, int]:
-        """{axis: number of ranks along it}."""
-        return {axis: getattr(self, axis) for axis in AXES}
 
     def size(self, *axes: str) -> int:
         """Number of ranks along these axes together."""
@@ -89,7 +83,7 @@ class Mesh:
         Args:
             shards: fully_shard needs a mesh even for a single rank.
         """
-        sizes = {axis: n for axis, n in self.sizes().items() if n > 1 or (shards and axis == "dp_shard")}
+        sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or (shards and a == "dp_shard")}
         if len(sizes) > 1 or shards:  # for one axis the default group will do
             self.devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             for axis in sizes:
@@ -135,59 +129,6 @@ def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
     dp = world_size // (pp * cp * tp)
     replicate, shard = (replicas, dp // replicas) if zero >= 2 else (dp, 1)
     return Mesh(rank, pp, replicate, shard, cp, tp, config["dist_timeout_s"])
-
-
-def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequence: bool = True) -> None:
-    """
-    Check that the degrees divide the ranks and the model.
-
-    Args:
-        model_args: the fields of GPTConfig that determine the model's shape; empty if they are not known yet.
-        splits_sequence: whether cp and tp divide sequences of block_size tokens, as they do in training.
-
-    Raises:
-        ValueError: one line for each problem.
-    """
-    pp, cp, tp, replicas = (config[name] for name in ("pp", "cp", "tp", "dp_replicate"))
-    found, product = [], pp * replicas * cp * tp
-    if world_size % product:
-        named = {"pp": pp, "dp_replicate": replicas, "cp": cp, "tp": tp}
-        degrees = " x ".join(f"{name} {n}" for name, n in named.items() if n > 1)
-        fits = sorted({max(1, world_size // product), ceil(world_size / product)})
-        counts = " or ".join(str(n * product) for n in fits)
-        if len(degrees.split(" x ")) == 1:
-            found.append(f"{degrees.replace(' ', ' is ')}: it must divide {world_size}, the world size: start {counts} "
-                         f"processes, or set --{degrees.split()[0]}={nearest_divisor(world_size, product)}")  # fmt: skip
-        else:
-            found.append(f"{world_size} processes are not {degrees} ({product}) times a whole number: start {counts} "
-                         f"processes, or lower a degree")  # fmt: skip
-    if not model_args:
-        report(found)
-        return
-    heads = model_args["n_kv_head"] or model_args["n_head"]
-    layers, length, stages = model_args["n_layer"], model_args["block_size"], pp * stages_per_rank(config["pp_schedule"])
-    if heads % tp:
-        what = "n_head" if heads == model_args["n_head"] else "n_kv_head"
-        found.append(f"tp is {tp}: it must divide {what}, {heads}: set --tp={nearest_divisor(heads, tp)}")
-    if layers < stages:
-        per_rank = f" ({stages // pp} on each rank)" if stages > pp else ""
-        advice = f"set --pp={max(1, layers * pp // stages)}" + (" or --pp_schedule=1f1b" if stages > pp else "")
-        found.append(f"pp is {pp}, which makes {stages} stages{per_rank}, but there are only {layers} layers: {advice}")
-    parts = tp * (2 * cp if cp > 1 else 1)
-    if splits_sequence and length % parts:
-        parts_of = f"2 x cp x tp, {parts}" if cp > 1 else f"tp, {tp}"
-        lengths = " or ".join(str(n) for n in (length // parts * parts, (length // parts + 1) * parts) if n)
-        found.append(f"block_size is {length}: it must be a multiple of {parts_of}: set --block_size={lengths}")
-    for name in ("vocab_size", "n_hidden"):
-        size = model_args.get(name) or 0
-        if size and (tp - 1) * ceil(size / tp) >= size:
-            found.append(f"tp is {tp}, too many ranks for {name} {size}: set --tp={max(1, tp // 2)}")
-    report(found)
-
-
-def nearest_divisor(n: int, wanted: int) -> int:
-    """The divisor of n that is nearest to `wanted`; of two equally near ones the smaller."""
-    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
 def stages_per_rank(pp_schedule: str) -> int:

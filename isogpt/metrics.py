@@ -11,8 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-import torch.nn as nn
-
 from isogpt import threads
 from isogpt.agree import StepNumbers
 from isogpt.checkpoint import Progress, Saver, Source
@@ -130,12 +128,13 @@ class Logger:
         zero: int, compile_note: str, share: Share, micro_batch: int, mesh: Mesh,
     ) -> None:  # fmt: skip
         """Print what the run is about to do."""
-        r, tokens, length = self.ranks, self.progress.tokens_per_step, model_args["block_size"]
+        r, tokens = self.ranks, self.progress.tokens_per_step
+        length, vocab_size = model_args["block_size"], model_args["vocab_size"]
         origin = f"{source.found.path}, step {source.found.step}" if source else config["init_from"]
         sharding = f", zero {zero}" if zero else ""
         padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
         peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})" if self.peak_flops else "unknown, no mfu"
-        self.print(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {model_args['vocab_size']}")
+        self.print(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {vocab_size}")
         self.print(f"model:   {parameter_count / 1e6:.2f}M parameters, from {origin}")
         self.print(f"ranks:   {r.topology()} on {r.device.type}, {r.network}, {dtype}{sharding}; {compile_note}")
         if mesh.splits_model or mesh.cp > 1:

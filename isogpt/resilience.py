@@ -23,7 +23,6 @@ from isogpt import run_folder
 from isogpt.agree import StepNumbers, broadcast, exit_together, gather_number, is_main
 from isogpt.files import write_whole
 from isogpt.loader import Reader
-from isogpt.mesh import Mesh
 from isogpt.parallel import gradient_norms
 
 if TYPE_CHECKING:
@@ -128,7 +127,6 @@ def watch_signals(time_limit_s: float = 0) -> Stop:
 class NanPolicy:
     """What to do about a step whose loss or gradient is not finite; the same on all ranks."""
 
-    mesh: Mesh
     on_nan: str  # stop or skip
     patience: int  # consecutive steps until a rollback
     max_rollbacks: int
@@ -163,7 +161,7 @@ class NanPolicy:
         Returns:
             the checkpoint to roll back to; None if the step is skipped. Exits if the run cannot continue.
         """
-        text, facts = describe_not_finite(progress.step, numbers, model, reader, self.mesh)
+        text, facts = describe_not_finite(progress.step, numbers, model, reader)
         logger.event("not_finite", **facts)
         action = self.decide(progress.step)
         progress.step += 1
@@ -197,8 +195,7 @@ class NanPolicy:
         return f"the step was not taken and no checkpoint was lost. {command} a lower --learning_rate{skip}"
 
 
-def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reader: Reader,
-                        mesh: Mesh) -> tuple[str, dict]:  # fmt: skip
+def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reader: Reader) -> tuple[str, dict]:
     """
     Which ranks had a loss that is not finite, what they read and the largest gradients (all ranks).
 
@@ -209,10 +206,11 @@ def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reade
     guilty = [r for r in everyone if not numbers.loss[r].isfinite()] or list(everyone)
     rows_read = {}  # by rank, where its rows start
     for r in guilty:
-        share = reader.share_of_rank(mesh.data_rank_of(r))
+        share = reader.share_of_rank(r)
         picked = [share.pick(starts, m) for m in range(share.micro_steps)]
         rows_read[r] = np.concatenate(picked)[:64].tolist()
-    ranked = sorted(gradient_norms(model).items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf, reverse=True)
+    ranked = sorted(gradient_norms(model).items(), reverse=True,
+                    key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)  # fmt: skip
     facts = {"loss": numbers.loss.tolist(), "grad_norm": numbers.grad_norm.item(), "ranks": guilty,
              "windows": rows_read, "largest_gradients": dict(ranked[:5])}  # fmt: skip
     gradients = ", ".join(f"{name} {norm:.3g}" for name, norm in ranked[:5])

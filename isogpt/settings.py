@@ -2,18 +2,20 @@
 
 import os
 import re
+from math import ceil, prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from isogpt.loader import Dataset
+from isogpt.mesh import stages_per_rank
 from isogpt.run_folder import GPT2
 
 if TYPE_CHECKING:
     from isogpt.checkpoint import Source
 
 AT_LEAST_1 = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
-              "n_layer", "n_head", "n_embd", "dp_replicate", "pp", "cp", "tp", "nan_patience", "fsdp_prefetch", "num_samples",
-              "max_new_tokens", "steps")  # fmt: skip
+              "n_layer", "n_head", "n_embd", "dp_replicate", "pp", "cp", "tp", "nan_patience", "fsdp_prefetch",
+              "num_samples", "max_new_tokens", "steps")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate",
                 "min_lr", "cooldown_iters", "muon_lr", "embedding_lr", "n_kv_head", "n_hidden", "weight_decay",
                 "grad_clip", "keep_last", "time_limit_s", "max_rollbacks", "nproc", "check_ranks_interval",
@@ -89,6 +91,52 @@ def check_training(config: dict) -> None:
     report(problems_of(config) + [message for is_wrong, message in checks if is_wrong])
 
 
+def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequence: bool = True) -> None:
+    """
+    Check that the degrees of parallelism divide the ranks and the model.
+
+    Args:
+        model_args: the fields of GPTConfig that determine the model's shape; empty if they are not known yet.
+        splits_sequence: whether cp and tp divide sequences of block_size tokens, as they do in training.
+
+    Raises:
+        ValueError: one line for each problem.
+    """
+    degrees = {name: config[name] for name in ("pp", "dp_replicate", "cp", "tp") if config[name] > 1}
+    pp, cp, tp, product, found = config["pp"], config["cp"], config["tp"], prod(degrees.values()), []
+    if world_size % product:
+        text = " x ".join(f"{name} {n}" for name, n in degrees.items()) + (f" = {product}" if len(degrees) > 1 else "")
+        counts = " or ".join(str(n * product) for n in (world_size // product, world_size // product + 1) if n)
+        nearest = f"set --{min(degrees)}={nearest_divisor(world_size, product)}"
+        found.append(f"{world_size} processes cannot be divided into {text}: start {counts} processes, or "
+                     f"{nearest if len(degrees) == 1 else 'lower a degree'}")  # fmt: skip
+    if not model_args:
+        return report(found)
+    heads = model_args["n_kv_head"] or model_args["n_head"]
+    if heads % tp:
+        name = "n_head" if heads == model_args["n_head"] else "n_kv_head"
+        found.append(f"tp is {tp}: it must divide {name}, {heads}: set --tp={nearest_divisor(heads, tp)}")
+    layers, per_rank = model_args["n_layer"], stages_per_rank(config["pp_schedule"])
+    if layers < pp * per_rank:
+        schedule = " or --pp_schedule=1f1b" if layers >= pp else ""
+        found.append(f"pp is {pp}, with {per_rank} stages on each rank, but there are only {layers} layers: set "
+                     f"--pp={max(1, layers // per_rank)}{schedule}")  # fmt: skip
+    length, parts = model_args["block_size"], tp * (2 * cp if cp > 1 else 1)
+    if splits_sequence and length % parts:
+        lengths = " or ".join(str(n * parts) for n in (length // parts, length // parts + 1) if n)
+        factors = f"2 x cp x tp, {parts}" if cp > 1 else f"tp, {tp}"
+        found.append(f"block_size is {length}: it must be a multiple of {factors}: set --block_size={lengths}")
+    for name in ("vocab_size", "n_hidden"):  # the last rank would have nothing
+        if (size := model_args.get(name)) and (tp - 1) * ceil(size / tp) >= size:
+            found.append(f"tp is {tp}, too many ranks for {name} {size}: set --tp={max(1, tp // 2)}")
+    return report(found)
+
+
+def nearest_divisor(n: int, wanted: int) -> int:
+    """The divisor of n that is nearest to `wanted`; of two equally near ones the smaller."""
+    return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
 def model_args_of(config: dict, vocab_size: int) -> dict:
     """The fields of GPTConfig for a model that starts from scratch with these settings."""
     same = ("arch", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size", "bias", "dropout")
@@ -96,20 +144,22 @@ def model_args_of(config: dict, vocab_size: int) -> dict:
     return {name: config[name] for name in same} | {"vocab_size": vocab_size, "tied": tied}
 
 
-def check_model_args(model_args: dict, block_size: int, data: Dataset) -> None:
+def check_model_args(model_args: dict, config: dict, world_size: int, data: Dataset) -> None:
     """
-    Check that weights fit the run: a checkpoint's, or those of a pretrained model.
+    Check that a model fits the run: a checkpoint's, a pretrained one, or one that starts from scratch.
 
     Raises:
-        ValueError: their context is shorter than block_size, or the data set has other token ids.
+        ValueError: its context is shorter than block_size, the data set has other token ids, or the degrees of
+            parallelism do not divide it.
     """
-    length, size = model_args["block_size"], model_args["vocab_size"]
+    length, size, block_size = model_args["block_size"], model_args["vocab_size"], config["block_size"]
     if block_size > length:
         raise ValueError(f"block_size {block_size} exceeds the checkpoint's context length, {length}: set "
                          f"--block_size={length} or less")  # fmt: skip
     if data.highest >= size:
         raise ValueError(f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
                          f"{size}: it was trained on another data set")  # fmt: skip
+    check_degrees(world_size, config, {"n_kv_head": 0} | model_args | {"block_size": block_size})
 
 
 def differences(config: dict, source: "Source") -> list[str]:

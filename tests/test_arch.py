@@ -10,7 +10,7 @@ from runs import REPO, TINY, column
 from test_parity import same
 from test_zero import tensors_of
 
-from isogpt import checkpoint, huggingface, optim, parallel, run_folder
+from isogpt import checkpoint, huggingface, optim, run_folder
 from isogpt.kernels import CPUNormalize, relu2, rotate
 from isogpt.settings import differences
 from model import GPT, GPTConfig
@@ -207,7 +207,7 @@ def test_the_same_model_in_transformers_and_back(tmp_path, name):
 
     gpt = moved(name)
     no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    huggingface.save(tmp_path, gpt.describe(), parallel.parameters_by_name(gpt), no_ids)
+    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), no_ids)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     x = torch.randint(97, (3, 48), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -285,7 +285,7 @@ def test_a_model_that_is_not_supported(tmp_path):
 def test_weights_that_do_not_belong_to_the_config(tmp_path):
     gpt = moved("llama")
     no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    huggingface.save(tmp_path, gpt.describe(), parallel.parameters_by_name(gpt), no_ids)
+    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), no_ids)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 97', '"vocab_size": 98'))
     with pytest.raises(ValueError, match=r"lm_head.weight is \(97, 32\), but config.json says \(98, 32\)"):

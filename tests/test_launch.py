@@ -77,12 +77,12 @@ def test_mfu_uses_the_peak_of_this_device(monkeypatch):
     assert measured > 1e8 and "measured" in source
     monkeypatch.setattr(hardware, "measured_matmul", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
     assert hardware.peak_flops(CPU, "float32") == (None, "unknown")
-    columns = dict(loss=[2, 4], grad_norm=[1, 1], step_ms=[100, 300], data_ms=[1, 5], memory_gb=[3, 1])
+    columns = dict(loss=[2, 4], grad_square=[9, 16], step_ms=[100, 300], data_ms=[1, 5], memory_gb=[3, 1])
     columns |= dict(forward_ms=[0, 0], stop=[0, 0])
     numbers = StepNumbers(**{name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()})
     progress = Progress(tokens_per_step=64, step=7, tokens=576)
     record = metrics.step_record(progress, numbers, 1e-3, 1e9, 1e11)
-    assert record["tokens"] == 640
+    assert record["tokens"] == 640 and record["grad_norm"] == 5.0
     assert record["loss"] == 3.0 and record["step_ms"] == 200.0 and record["step_ms_max"] == 300.0
     assert record["data_ms"] == 3.0 and record["data_ms_max"] == 5.0 and record["memory_gb_max"] == 3.0
     assert record["tokens_per_s"] == pytest.approx(320) and record["mfu"] == pytest.approx(1e9 / 0.2 / 1e11)

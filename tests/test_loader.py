@@ -30,6 +30,7 @@ from isogpt.loader import (
     share_of,
     shuffled_windows,
 )
+from isogpt.mesh import Mesh
 
 CPU = torch.device("cpu")
 N, BLOCK = 1003, 8  # a text of 125 windows and a bit
@@ -179,7 +180,7 @@ def test_targets_are_the_inputs_shifted_by_one():
 
 
 def test_padding_rows_are_zeros_without_targets():
-    reader = Reader(None, "random", 1, BLOCK, 3, 0, 1, micro_batch=3, vocab_size=65, device=CPU)
+    reader = Reader(None, "random", 1, BLOCK, 3, Mesh(), micro_batch=3, vocab_size=65, device=CPU)
     x, y = reader.padding_batch()
     assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (3, BLOCK)
     assert (x == 0).all() and (y == -1).all()

@@ -142,7 +142,7 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
         "sys.argv[0] = os.environ['REPO'] + '/train.py'\nrunpy.run_path(sys.argv[0], run_name='held')\n"
         "m, o = kept\n"
         "size = lambda t: parallel.local(t).numel() * 4\n"
-        "w = sum(size(p) for p in parallel.parameters_by_name(m).values())\n"
+        "w = sum(size(p) for p in m.parameters())\n"
         "s = sum(size(t) for d in optim.state_by_name(m, o).values() for k, t in d.items() if k != 'step')\n"
         "print(f'held {w} {s}', flush=True)\n"
     )

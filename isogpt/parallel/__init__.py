@@ -7,7 +7,6 @@ fills the model with weights and, with zero 0 and 1, wraps it with DistributedDa
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.agree import exit_together, gather_objects
-from isogpt.mesh import Mesh
+from isogpt.mesh import DATA_AXES, Mesh
 from isogpt.parallel.compilation import compile_model
 from isogpt.parallel.data import fsdp_units, no_sync, reshard, settle_buckets, shard, sum_in_buckets
 from isogpt.parallel.parts import Part, Split, copy_to_cpu, local, part_of, parts_by_name, split_of
@@ -70,18 +69,15 @@ def split_model(model: nn.Module, mesh: Mesh, pp_schedule: str, splits_sequence:
     return parallelize_tensors(model, mesh, splits_sequence)
 
 
-def make_pipeline(model: nn.Module, mesh: Mesh, pp_schedule: str, dtype: torch.dtype, device: torch.device,
-                  autocast: AbstractContextManager, splits_sequence: bool = True) -> "Pipeline":  # fmt: skip
-    """
-    The pipeline of a model from `split_model`; the model's forward goes through it from now on.
-
-    Args:
-        dtype: of what stages send to each other.
-    """
+def make_pipeline(model: nn.Module, mesh: Mesh, pp_schedule: str, zero: int, dtype: torch.dtype,
+                  device: torch.device, splits_sequence: bool = True) -> "Pipeline | None":  # fmt: skip
+    """The pipeline of a model from `split_model`, which its forward uses from now on; None if pp is 1."""
+    if mesh.pp == 1:
+        return None
     from isogpt.parallel.pipeline import Pipeline
 
-    parts = mesh.tp if splits_sequence else 1
-    return Pipeline(model, mesh, pp_schedule, dtype, parts, device, autocast, mesh.group("pp"))
+    dtype = torch.float32 if zero < 2 else dtype  # autocast leaves the residual stream in float32
+    return Pipeline(model, mesh, pp_schedule, dtype, device, mesh.tp if splits_sequence else 1)
 
 
 def materialize(model: nn.Module, device: torch.device, splits: dict[str, Split] | None = None) -> None:
@@ -126,17 +122,16 @@ def complete_gradients(model: nn.Module, mesh: Mesh, zero: int, reduces_data: bo
     params = [p for p in model.parameters() if p.grad is not None]
     if mesh.tp > 1:
         sum_in_buckets([local(p.grad) for p in params if split_of(p) is None], mesh.group("tp"))
-    data_axes = ("dp_replicate", "dp_shard", "cp")
-    if mesh.pp > 1 and zero < 2 and reduces_data and mesh.size(*data_axes) > 1:
+    if mesh.pp > 1 and zero < 2 and reduces_data and mesh.size(*DATA_AXES) > 1:
         grads = [p.grad for p in params]
-        sum_in_buckets(grads, mesh.group(*data_axes))
-        torch._foreach_div_(grads, mesh.size(*data_axes))
+        sum_in_buckets(grads, mesh.group(*DATA_AXES))
+        torch._foreach_div_(grads, mesh.size(*DATA_AXES))
     if mesh.pp > 1 and is_tied_over_ranks(model):
-        grad = local(model.lm_head.weight.grad)
-        other = mesh.pp - 1 if mesh.index("pp") == 0 else 0
-        theirs, peer = torch.empty_like(grad), dist.get_global_rank(mesh.group("pp"), other)
-        ops = [dist.P2POp(op, t, peer, mesh.group("pp")) for op, t in ((dist.isend, grad.clone()), (dist.irecv, theirs))]
-        for work in dist.batch_isend_irecv(ops):
+        grad, group = local(model.lm_head.weight.grad), mesh.group("pp")
+        peer = dist.get_global_rank(group, mesh.pp - 1 if mesh.index("pp") == 0 else 0)
+        theirs = torch.empty_like(grad)
+        exchange = [dist.P2POp(dist.isend, grad.clone(), peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+        for work in dist.batch_isend_irecv(exchange):
             work.wait()
         grad += theirs
 
@@ -170,11 +165,12 @@ def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
     return torch.stack(shares).sum()
 
 
-def clip_gradients(model: nn.Module, max_norm: float, grad_norm: float) -> None:
-    """Scale the gradients so that their norm over all ranks is at most max_norm, like clip_grads_with_norm_."""
+def clip_gradients(copies: dict[int, list[nn.Parameter]], max_norm: float, grad_norm: float) -> None:
+    """Scale the gradients like clip_grads_with_norm_, given their norm over all ranks. With max_norm 0: no clipping."""
     scale = max_norm / (grad_norm + 1e-6)
-    if scale < 1:
-        torch._foreach_mul_([local(p.grad) for p in model.parameters() if p.grad is not None], scale)
+    grads = [local(p.grad) for params in copies.values() for p in params if p.grad is not None]
+    if 0 < scale < 1:
+        torch._foreach_mul_(grads, scale)
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:

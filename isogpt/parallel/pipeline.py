@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from isogpt.hardware import Clock
 from isogpt.kernels import KVCache
+from isogpt.loader import Share
 from isogpt.mesh import Mesh, stages_per_rank
 
 # setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and interleaved:
@@ -25,7 +26,7 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "S
 def cut_evenly(costs: list[float], n: int) -> list[range]:
     """Cut a row of blocks into n runs of at least one block, such that the most expensive run is as cheap as it can."""
 
-    @lru_cache(maxsize=None)
+    @lru_cache  # the same ends are reached by several cuts
     def best(first: int, runs: int) -> tuple[float, list[range]]:
         if runs == 1:
             return sum(costs[first:]), [range(first, len(costs))]
@@ -39,9 +40,7 @@ def cut_evenly(costs: list[float], n: int) -> list[range]:
 
 
 def block_costs(model: nn.Module) -> list[float]:
-    """
-    FLOPs of each block's forward for a token; the last one with the head. Embeddings are looked up: no FLOPs.
-    """
+    """FLOPs of each block's forward for a token, the last one with the head. Embeddings are looked up: no FLOPs."""
     c, block = model.config, model.transformer.h[0]
     costs = [2.0 * sum(p.numel() for p in block.parameters()) + 2 * c.block_size * c.n_embd] * c.n_layer
     costs[-1] += 2.0 * c.vocab_size * c.n_embd
@@ -56,7 +55,7 @@ def stages_of(rank: int, pp: int, pp_schedule: str) -> list[int]:
 
 
 class Stage(nn.Module):
-    """Consecutive blocks of a model, the first stage with the embeddings, the last one with the final norm and the head."""
+    """Consecutive blocks of a model; the first stage has the embeddings, the last one the final norm and the head."""
 
     def __init__(self, model: nn.Module, blocks: range, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -113,48 +112,58 @@ def timed(function: Callable, clock: Clock, context: AbstractContextManager | No
 
 @dataclass
 class Pipeline:
-    """This rank's stages and how micro-batches pass through them."""
+    """
+    This rank's stages and how micro-batches pass through them. The model's forward goes through all stages, too.
+
+    Args:
+        dtype: of what stages send to each other.
+        tp_parts: into how many parts its sequences are divided.
+    """
 
     model: nn.Module
     mesh: Mesh
     pp_schedule: str
-    stream_dtype: torch.dtype  # of what stages send to each other
-    tp_parts: int  # of the sequence that a stage sends
+    dtype: torch.dtype
     device: torch.device
-    autocast: AbstractContextManager
-    group: dist.ProcessGroup
-    schedule: object = None
+    tp_parts: int
 
     def __post_init__(self) -> None:
-        self.numbers = stages_of(self.mesh.index("pp"), self.mesh.pp, self.pp_schedule)
-        self.n_stages = self.mesh.pp * len(self.numbers)
+        self.group, self.stages, pp = self.mesh.group("pp"), self.model.stages, self.mesh.pp
+        owners = {s: dist.get_global_rank(self.group, r) for r in range(pp) for s in stages_of(r, pp, self.pp_schedule)}
+        self.owners = [owners[s] for s in sorted(owners)]  # the rank with each stage
+        self.numbers = stages_of(self.mesh.index("pp"), pp, self.pp_schedule)
+        self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
         self.model.forward = self.forward
 
-    def prepare(self, micro_steps: int, rows: int, scaler: torch.amp.GradScaler, loss_divisor: float,
-                clock: Clock) -> None:  # fmt: skip
-        """Make the schedule for steps of `micro_steps` micro-batches of `rows` rows (all ranks)."""
+    def prepare(self, share: Share, scaler: torch.amp.GradScaler, loss_divisor: float, clock: Clock,
+                autocast: AbstractContextManager) -> None:  # fmt: skip
+        """Make the schedule for steps with this rank's share of a batch."""
         from torch.distributed import pipelining
 
-        tokens = torch.empty(rows, self.model.config.block_size // self.mesh.cp, dtype=torch.int64, device="meta")
-        hidden = torch.empty(self.shape(tokens), dtype=self.stream_dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(share.rows, self.model.config.block_size // self.mesh.cp, dtype=torch.int64, device="meta")
+        hidden = torch.empty(self.shape(tokens), dtype=self.dtype, device="meta", requires_grad=True)
         stages = []
-        for number, module in zip(self.numbers, self.model.stages, strict=True):
-            arrives = tokens if number == 0 else hidden
-            stage = pipelining.PipelineStage(module, number, self.n_stages, self.device, arrives, hidden,
-                                             group=self.group)  # fmt: skip
-            stage.forward_one_chunk = timed(stage.forward_one_chunk, clock, self.autocast)
-            stage.backward_one_chunk = timed(stage.backward_one_chunk, clock)
-            stage.backward_weight_one_chunk = timed(stage.backward_weight_one_chunk, clock)
-            stages.append(stage)
+        for number, module in zip(self.numbers, self.stages, strict=True):
+            arrives = hidden if number else tokens
+            stages.append(pipelining.PipelineStage(module, number, len(self.owners), self.device, arrives, hidden,
+                                                   group=self.group))  # fmt: skip
+            stages[-1].forward_one_chunk = timed(stages[-1].forward_one_chunk, clock, autocast)
+            stages[-1].backward_one_chunk = timed(stages[-1].backward_one_chunk, clock)
+            stages[-1].backward_weight_one_chunk = timed(stages[-1].backward_weight_one_chunk, clock)
 
-        def loss(x: Tensor, targets: Tensor) -> Tensor:
-            with self.autocast:
+        def scaled_loss(x: Tensor, targets: Tensor) -> Tensor:
+            with autocast:
                 return scaler.scale(self.model.predict(x, targets, loss_divisor)[1])
 
-        schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])
-        single = stages[0] if stages_per_rank(self.pp_schedule) == 1 else stages
-        self.schedule = schedule(single, micro_steps, loss_fn=loss, scale_grads=False)
-        self.micro_steps, self.scaler, self.clock = micro_steps, scaler, clock
+        self.micro_steps, self.scaler, self.clock = share.micro_steps, scaler, clock
+        self.schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])(
+            stages if stages_per_rank(self.pp_schedule) > 1 else stages[0], share.micro_steps, loss_fn=scaled_loss,
+            scale_grads=False,
+        )  # fmt: skip
+
+    def shape(self, idx: Tensor) -> tuple[int, int, int]:
+        """The shape of what stages send to each other for these token ids."""
+        return idx.size(0), idx.size(1) // self.tp_parts, self.model.config.n_embd
 
     def step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
         """
@@ -165,19 +174,12 @@ class Pipeline:
             the ranks with the last stage.
         """
         x, y = (torch.cat(parts) for parts in zip(*(next(batches) for _ in range(self.micro_steps)), strict=True))
-        inputs, losses = (x,) if 0 in self.numbers else (), []
-        self.schedule.step(*inputs, target=y if self.is_last else None, losses=losses, return_outputs=False)
-        total = sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
+        losses = []
+        inputs, target = [x] if self.has_first else [], y if self.has_last else None
+        with self.clock("pipeline"):
+            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        total = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
         return total * (self.mesh.pp / self.scaler.get_scale())
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the last stage."""
-        return self.n_stages - 1 in self.numbers
-
-    def shape(self, idx: Tensor) -> tuple[int, int, int]:
-        """The shape of what stages send to each other for token ids of this shape."""
-        return idx.size(0), idx.size(1) // self.tp_parts, self.model.config.n_embd
 
     @torch.no_grad()
     def forward(self, idx: Tensor, targets: Tensor | None = None, target_count: float | None = None,
@@ -186,36 +188,22 @@ class Pipeline:
         GPT.forward without gradients, for evaluation and generation (all ranks of the group, with the same arguments):
         logits on all ranks, or the share of the loss, see `step`.
         """
-        positions, x = self.model.next_positions(idx.size(1), caches, idx.device), idx
-        for number in range(self.n_stages):
-            if number in self.numbers:
-                x = self.model.stages[self.numbers.index(number)](x, positions, caches)
-            x = self.pass_on(x, number, idx)
-        for i, cache in enumerate(caches or ()):
+        positions, x, me = self.model.next_positions(idx.size(1), caches, idx.device), idx, dist.get_rank()
+        for number, stage in zip(self.numbers, self.stages, strict=True):
+            if number and self.owners[number - 1] != me:
+                x = torch.empty(self.shape(idx), dtype=self.dtype, device=self.device)
+                dist.recv(x, self.owners[number - 1], group=self.group)
+            x = stage(x, positions, caches)
+            if not stage.is_last and self.owners[number + 1] != me:
+                dist.send(x.contiguous(), self.owners[number + 1], group=self.group)
+        for i in range(len(caches or ())):
             if str(i) not in self.model.transformer.h._modules:
-                cache.length += idx.size(1)  # the other stages' caches have grown too
+                caches[i].length += idx.size(1)  # the other ranks' caches have grown too
         if targets is not None:
-            loss = self.model.predict(x, targets, target_count)[1] if self.is_last else x.new_zeros(())
+            loss = self.model.predict(x, targets, target_count)[1] if self.has_last else x.new_zeros(())
             return None, loss.float() * self.mesh.pp
-        logits = self.model.predict(x, None, None)[0].float().contiguous() if self.is_last else None
-        if logits is None:
-            logits = torch.empty(idx.size(0), 1, self.model.config.vocab_size, device=idx.device)
-        dist.broadcast(logits, self.owner(self.n_stages - 1), group=self.group)
+        logits = torch.empty(idx.size(0), 1, self.model.config.vocab_size, device=idx.device)
+        if self.has_last:
+            logits.copy_(self.model.predict(x, None, None)[0])
+        dist.broadcast(logits, self.owners[-1], group=self.group)
         return logits, None
-
-    def owner(self, number: int) -> int:
-        """The global rank that has a stage."""
-        ranks = range(self.mesh.pp)
-        index = next(r for r in ranks if number in stages_of(r, self.mesh.pp, self.pp_schedule))
-        return dist.get_global_rank(self.group, index)
-
-    def pass_on(self, x: Tensor, number: int, idx: Tensor) -> Tensor:
-        """Send a stage's output to the rank with the next stage; returns it there."""
-        if number == self.n_stages - 1 or self.owner(number) == self.owner(number + 1):
-            return x
-        if number in self.numbers:
-            dist.send(x.contiguous(), self.owner(number + 1), group=self.group)
-        if number + 1 in self.numbers:
-            x = torch.empty(self.shape(idx), dtype=self.stream_dtype, device=self.device)
-            dist.recv(x, self.owner(number), group=self.group)
-        return x

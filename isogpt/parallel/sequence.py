@@ -1,4 +1,4 @@
-"""Sequences whose positions are divided over the ranks of a group, (B, T / n, ...) on each: collectives with gradients."""
+"""Collectives with gradients for sequences whose positions are divided over ranks: (B, T / n, ...) on each of n."""
 
 import torch
 import torch.distributed as dist
