@@ -67,12 +67,12 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def seed_step(seed: int, step: int, data_rank: int) -> None:
+def seed_step(seed: int, step: int, rank: int) -> None:
     """
-    Seed all generators for one step. Dropout masks become a function of (seed, step, data_rank), so that a resumed run
+    Seed all generators for one step. Dropout masks become a function of (seed, step, rank), so that a resumed run
     draws the same masks without any saved random state.
     """
-    number = int(np.random.SeedSequence((seed, step, data_rank)).generate_state(1, np.uint64)[0])
+    number = int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])
     if torch.accelerator.is_available():
         torch.manual_seed(number)  # also seeds every device's generator
     else:  # the same on a machine with CPUs only; torch.manual_seed spends 0.1 ms on looking for devices

@@ -103,6 +103,9 @@ class SavePlanner(dcp.DefaultSavePlanner):
 class LoadPlanner(dcp.DefaultLoadPlanner):
     """The same for loading."""
 
+    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
     def create_local_plan(self) -> LoadPlan:
         items = []
         for name, part in self.state_dict.items():

@@ -22,17 +22,17 @@ KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 # name: (file, original text, its replacement, the tests that must fail)
 MUTATIONS = {
     "all-reduce: of the gradients": (
-        "train.py", "if ranks.world_size > 1 and zero_stage < 2:", "if False:", PARITY),
+        "train.py", "if copies > 1 and zero_stage < 2 and not pipeline:", "if False:", PARITY),
     "all-reduce: of the last micro-step": (
         "train.py", 'reduce_now = reduce_every or (is_last and grad_sync != "never")', "reduce_now = reduce_every", PARITY),
     "all-reduce: of the step's loss": (
         "isogpt/agree.py", "return type(numbers)(*rows.view(-1, len(mine)).T.cpu())",
         "return type(numbers)(*mine[:, None].expand(-1, dist.get_world_size()).cpu())", PARITY),
     "all-reduce: of the evaluation": (
-        "train.py", "total = agree.gather_number(total, ranks.device).sum().item()", "total = total * ranks.world_size",
+        "train.py", "total = agree.gather_number(total, ranks.device).mean().item() * copies", "total = total * copies",
         PARITY),
     "share: its weight in the gradient": (
-        "train.py", "loss_divisor = progress.tokens_per_step / mesh.data_size",
+        "train.py", "loss_divisor = progress.tokens_per_step / copies",
         "loss_divisor = share.micro_steps * share.rows * block_size", PARITY),
     "share: padding rows count": (
         "isogpt/loader.py", "x[padding], y[padding] = 0, -1", "x[padding], y[padding] = 0, 0", PARITY),
@@ -40,22 +40,22 @@ MUTATIONS = {
         "isogpt/loader.py", "(micro_step * self.data_size + self.data_rank) * self.rows",
         "micro_step * self.data_size * self.rows", PARITY),
     "data: depends on the rank": (
-        "isogpt/loader.py", "self.seed, TRAIN, step", "self.seed + self.data_rank, TRAIN, step", PARITY),
+        "isogpt/loader.py", "self.seed, TRAIN, step", "self.seed + self.mesh.data_rank, TRAIN, step", PARITY),
     "evaluation: other sequences each time": (
         "train.py", "reader.evaluation(split,",
         '__import__("dataclasses").replace(reader, seed=seed + progress.step + ranks.world_size).evaluation(split,',
         PARITY),
     "init: depends on the order of parameters": (
-        "model.py", 'f"{seed} {name}"', 'f"{seed} {id(p)}"', "tests/test_model.py"),
-    "random state: of a step": ("train.py", "    precision.seed_step(seed, step, mesh.data_rank)\n", "", KILLED),
+        "model.py", 'f"{seed} {name}"', 'f"{seed} {id(shape)}"', "tests/test_model.py"),
+    "random state: of a step": ("train.py", "    precision.seed_step(seed, step, ranks.rank)\n", "", KILLED),
     "random state: of the rank": (
-        "isogpt/precision.py", "SeedSequence((seed, step, data_rank))", "SeedSequence((seed, step, 0))", RESUME),
+        "isogpt/precision.py", "SeedSequence((seed, step, rank))", "SeedSequence((seed, step, 0))", RESUME),
     "order of the reduction after a start": (
         "isogpt/parallel/data.py", "        loss.backward()\n        model.zero_grad", "        model.zero_grad", KILLED),
     "resume: position in the data": (
         "isogpt/loader.py", "for step in count(progress.step) if", "for step in count(0) if", KILLED),
     "resume: optimizer state": (
-        "isogpt/checkpoint.py", "state = optim.state_by_name(model, optimizers) if optimizers else {}", "state = {}", KILLED),
+        "isogpt/checkpoint.py", "state = state_parts(model, optimizers) if optimizers else {}", "state = {}", KILLED),
     "resume: scaler state": (
         "isogpt/checkpoint.py", 'scaler.load_state_dict(source.run["isogpt"]["scaler"])', "pass",
         f"{RESUME}::test_float16_scaler_is_saved_and_restored"),

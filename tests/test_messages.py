@@ -26,6 +26,7 @@ from isogpt import checkpoint, collectives, launch, loader, metrics, parallel, r
 from isogpt import watchdog as watchdogs
 from isogpt.launch import Ranks
 from isogpt.memory import memory_report
+from isogpt.mesh import Mesh
 from isogpt.parallel import compilation
 from isogpt.precision import resolve_dtype
 from isogpt.run_folder import Found
@@ -107,7 +108,7 @@ def rank_of_two(at, **changes):
 
 def shards_that_hold(at, content):
     (at.path / ".metadata").write_bytes(pickle.dumps(content))
-    shards.read(at.path, {})
+    shards.read(at.path, {}, {})
 
 
 def metadata_of_objects():
@@ -130,7 +131,7 @@ def weights_without(at, name):
 def not_finite():
     model = tiny_model()
     model.transformer.wpe.weight.data[0, 0] = torch.nan
-    saver = checkpoint.Saver("out", 2, world_size=1, zero=0, model_args=SHAPE, config={}, owner="owner")
+    saver = checkpoint.Saver("out", 2, Mesh(), zero=0, model_args=SHAPE, config={}, owner="owner")
     saver.check(model, 7)
 
 
