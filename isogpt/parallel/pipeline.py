@@ -6,7 +6,7 @@ micro-batches pass through them. The schedules are those of torch.distributed.pi
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "S
 def cut_evenly(costs: list[float], n: int) -> list[range]:
     """Cut a row of blocks into n runs of at least one block, such that the most expensive run is as cheap as it can."""
 
-    @lru_cache  # the same ends are reached by several cuts
+    @cache
     def best(first: int, runs: int) -> tuple[float, list[range]]:
         if runs == 1:
             return sum(costs[first:]), [range(first, len(costs))]
@@ -54,20 +54,23 @@ def stages_of(rank: int, pp: int, pp_schedule: str) -> list[int]:
     return [rank, 2 * pp - 1 - rank] if pp_schedule == "zbv" else [rank, rank + pp]
 
 
+def edges_of(stage: int, n: int, tied: bool) -> set[str]:
+    """The modules that one of n stages holds besides blocks; both ends hold a tied wte and head."""
+    names = {"wte", "wpe", "ln_0"} if stage == 0 else set()
+    names |= {"ln_f", "lm_head"} if stage == n - 1 else set()
+    return names | {"wte", "lm_head"} if tied and names else names
+
+
 class Stage(nn.Module):
     """Consecutive blocks of a model; the first stage has the embeddings, the last one the final norm and the head."""
 
-    def __init__(self, model: nn.Module, blocks: range, is_first: bool, is_last: bool) -> None:
+    def __init__(self, model: nn.Module, number: int, n_stages: int, blocks: range) -> None:
         super().__init__()
-        self.is_first, self.is_last = is_first, is_last
+        self.is_first, self.is_last = number == 0, number == n_stages - 1
         self.blocks = nn.ModuleDict({str(i): model.transformer.h[i] for i in blocks})
-        edges = ["wte", "wpe", "ln_0"] if is_first else []
-        edges += ["ln_f"] if is_last else []
-        if model.config.tied and is_last:
-            edges.append("wte")
-        self.edges = nn.ModuleList(model.transformer[name] for name in edges if name in model.transformer)
-        if is_last or (is_first and model.config.tied):
-            self.edges.append(model.lm_head)
+        modules = dict(model.transformer.items()) | {"lm_head": model.lm_head}
+        self.edges = nn.ModuleDict({name: modules[name] for name in edges_of(number, n_stages, model.config.tied)
+                                    if name in modules})  # fmt: skip
         self.methods = [model]  # in a list: the model is not a part of the stage
 
     def forward(self, x: Tensor, positions: Tensor | None = None, caches: list[KVCache] | None = None) -> Tensor:
@@ -87,14 +90,13 @@ def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     """Remove the layers of other ranks from a model on the meta device; returns this rank's stages."""
     n = mesh.pp * stages_per_rank(pp_schedule)
     runs, own = cut_evenly(block_costs(model), n), stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
-    stages = [Stage(model, runs[s], s == 0, s == n - 1) for s in own]
-    for i in {*range(model.config.n_layer)} - {i for s in own for i in runs[s]}:
+    stages = [Stage(model, number, n, runs[number]) for number in own]
+    for i in {*range(model.config.n_layer)} - {i for number in own for i in runs[number]}:
         del model.transformer.h._modules[str(i)]  # deleting from a ModuleList would number the others anew
-    has_first, has_last, tied = 0 in own, n - 1 in own, model.config.tied
-    kept = {"wte": has_first or (has_last and tied), "wpe": has_first, "ln_0": has_first, "ln_f": has_last}
-    for name in [name for name, keep in kept.items() if not keep and name in model.transformer]:
+    kept = {name for stage in stages for name in stage.edges}
+    for name in {"wte", "wpe", "ln_0", "ln_f"}.intersection(model.transformer) - kept:
         del model.transformer[name]
-    if not (has_last or (has_first and tied)):
+    if "lm_head" not in kept:
         model.lm_head = None
     model.stages = nn.ModuleList(stages)  # their parameters are the model's: named_parameters lists each one once
     return stages
@@ -155,6 +157,7 @@ class Pipeline:
             with autocast:
                 return scaler.scale(self.model.predict(x, targets, loss_divisor)[1])
 
+        scaler.scale(torch.zeros((), device=self.device))  # creates its state: only the last stage scales losses
         self.micro_steps, self.scaler, self.clock = share.micro_steps, scaler, clock
         self.schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])(
             stages if stages_per_rank(self.pp_schedule) > 1 else stages[0], share.micro_steps, loss_fn=scaled_loss,
@@ -173,7 +176,9 @@ class Pipeline:
             this rank's share of the loss, such that the mean over all ranks is the global batch's mean: 0, except for
             the ranks with the last stage.
         """
-        x, y = (torch.cat(parts) for parts in zip(*(next(batches) for _ in range(self.micro_steps)), strict=True))
+        with self.clock.on_cpu("data"):
+            micro_batches = [next(batches) for _ in range(self.micro_steps)]
+        x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
         losses = []
         inputs, target = [x] if self.has_first else [], y if self.has_last else None
         with self.clock("pipeline"):
