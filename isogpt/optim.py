@@ -136,7 +136,7 @@ class Muon(torch.optim.Muon):
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov momentum
             parts = [part_of(u, split_of(p)) for u, p in zip(updates, params, strict=True)]
-            wholes = whole_tensors(parts, self.group)  # (matrices, rows, columns)
+            wholes = whole_tensors(parts, self.group, params[0].device)  # (matrices, rows, columns)
             for part in wholes.split(group["rows"], dim=1):
                 scale = math.sqrt(max(1, part.size(1) / part.size(2)))
                 part.copy_(orthogonalize(part, self.dtype)).mul_(scale)

@@ -320,8 +320,12 @@ def several(place: Place) -> Iterator[Line]:
         return
     exact = ["--dtype=float32", "--compile=False"]
     reference = losses(place, "one", exact)
-    hsdp = [["--zero=3", "--dp_replicate=2"]] if n % 2 == 0 else []
-    for flags in ([], ["--zero=1"], ["--zero=2"], ["--zero=3"], *hsdp):
+    layouts = [[], ["--zero=1"], ["--zero=2"], ["--zero=3"]]
+    if n % 2 == 0:
+        layouts += [["--zero=3", "--dp_replicate=2"], ["--tp=2"], ["--pp=2"], ["--cp=2"], ["--zero=3", "--tp=2"]]
+    if n % 8 == 0:
+        layouts.append(["--zero=3", "--tp=2", "--pp=2"])
+    for flags in layouts:
         found = distance(reference, losses(place, "several", [*exact, *flags], n))
         yield at_most(f"float32 on {n} processes {' '.join(flags)}".strip(), found, 1e-4)
     run(place, "bench.py", ["--comm=True", f"--nproc={n}", "--json_path=comm.json"])

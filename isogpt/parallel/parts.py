@@ -101,12 +101,13 @@ def parts_by_name(model: nn.Module) -> dict[str, Part]:
     return {name: part_of(p.detach(), split_of(p)) for name, p in model.named_parameters()}
 
 
-def whole_tensors(parts: list[Part], group: dist.ProcessGroup | None) -> Tensor:
+def whole_tensors(parts: list[Part], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
     """
-    The whole tensors of parts of equal shape, stacked: (parts, *shape) (all ranks of the group that shares them). The
-    sum of the ranks' pieces, in a single collective; the others' places hold zeros, so nothing is rounded.
+    The whole float32 tensors of parts of equal shape, stacked: (parts, *shape) (all ranks of the group that shares
+    them). The sum of the ranks' pieces, in a single collective: the other places hold zeros, so nothing is rounded.
     """
-    stacked = torch.zeros(len(parts), *parts[0].shape, device=parts[0].pieces[0][1].device if parts[0].pieces else None)
+    new = torch.zeros if group else torch.empty
+    stacked = new(len(parts), *parts[0].shape, device=device)
     for part, whole in zip(parts, stacked, strict=True):
         for piece, place in part.cut(whole):
             place.copy_(piece)

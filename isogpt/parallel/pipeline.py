@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isogpt.hardware import Clock
 from isogpt.kernels import KVCache
 from isogpt.loader import Share
 from isogpt.mesh import Mesh, stages_per_rank
+
+if TYPE_CHECKING:
+    from isogpt.hardware import Clock
 
 # setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and interleaved:
 # Narayanan et al. 2021, arXiv:2104.04473. Zero bubble, zbv: Qi et al. 2023, arXiv:2401.10241.
@@ -102,7 +105,7 @@ def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     return stages
 
 
-def timed(function: Callable, clock: Clock, context: AbstractContextManager | None = None) -> Callable:
+def timed(function: Callable, clock: "Clock", context: AbstractContextManager | None = None) -> Callable:
     """A stage's forward or backward, timed: the rest of a step is the bubble."""
 
     def timed_function(*args: object, **kwargs: object) -> object:
@@ -137,7 +140,7 @@ class Pipeline:
         self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
         self.model.forward = self.forward
 
-    def prepare(self, share: Share, scaler: torch.amp.GradScaler, loss_divisor: float, clock: Clock,
+    def prepare(self, share: Share, scaler: torch.amp.GradScaler, loss_divisor: float, clock: "Clock",
                 autocast: AbstractContextManager) -> None:  # fmt: skip
         """Make the schedule for steps with this rank's share of a batch."""
         from torch.distributed import pipelining
