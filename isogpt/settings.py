@@ -108,7 +108,8 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
         text = " x ".join(f"{name} {n}" for name, n in degrees.items()) + (f" = {product}" if len(degrees) > 1 else "")
         counts = " or ".join(str(n * product) for n in (world_size // product, world_size // product + 1) if n)
         nearest = f"set --{min(degrees)}={nearest_divisor(world_size, product)}"
-        found.append(f"{world_size} processes cannot be divided into {text}: start {counts} processes, or "
+        started = "1 process" if world_size == 1 else f"{world_size} processes"
+        found.append(f"{started} cannot be divided into {text}: start {counts} processes, or "
                      f"{nearest if len(degrees) == 1 else 'lower a degree'}")  # fmt: skip
     if not model_args:
         return report(found)

@@ -17,6 +17,7 @@ from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
 
 from isogpt import checkpoint, launch, loader, metrics, run_folder, shards
 from isogpt.files import write_whole
+from isogpt.parallel import part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
 RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
@@ -224,7 +225,7 @@ def test_a_full_disk_is_named(tmp_path):
         checkpoint.write_file(type(tmp_path)("/dev/full"), {"w": torch.zeros(10**5)})
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
-        shards.write(tmp_path, {"w": torch.zeros(10**5)}, {})
+        shards.write(tmp_path, {"w": part_of(torch.zeros(10**5))}, {})
     with pytest.raises(OSError, match="No space left on device"):
         (tmp_path / "x.tmp").symlink_to("/dev/full")
         write_whole(tmp_path / "x", "text")
