@@ -10,20 +10,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.agree import exit_together, gather_objects
-from isogpt.mesh import DATA_AXES, Mesh
+from isogpt.mesh import Mesh
 from isogpt.parallel.compilation import compile_model
-from isogpt.parallel.data import fsdp_units, no_sync, reshard, settle_buckets, shard, sum_in_buckets
+from isogpt.parallel.data import fsdp_units, no_sync, reshard, settle_buckets, shard
+from isogpt.parallel.gradients import clip_gradients, complete_gradients, copies_of, gradient_norms, norm_share
 from isogpt.parallel.parts import Part, Split, copy_to_cpu, local, part_of, parts_by_name, split_of
 from isogpt.parallel.recompute import recompute, recompute_every
 
 if TYPE_CHECKING:
     from isogpt.parallel.pipeline import Pipeline
 
-__all__ = ["Part", "compile_model", "copy_to_cpu", "local", "no_sync", "part_of", "parts_by_name", "recompute",
+__all__ = ["Part", "clip_gradients", "compile_model", "complete_gradients", "copies_of", "copy_to_cpu",
+           "gradient_norms", "local", "no_sync", "norm_share", "part_of", "parts_by_name", "recompute",
            "recompute_every", "reshard", "settle_buckets", "shard", "split_of"]  # fmt: skip
 
 
@@ -102,92 +103,6 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """Fill this rank's parts with the initial weights that the whole model has on one process."""
     for name, part in parts_by_name(model).items():
         part.put(model.initial_weight(name, part.shape, seed))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# gradients
-
-
-def complete_gradients(model: nn.Module, mesh: Mesh, zero: int, reduces_data: bool) -> None:
-    """
-    Add up what the backward has left on several ranks (all ranks): with tp, the gradients of parameters that are on
-    every rank, each from its part of the sequence; with pp, those of data-parallel ranks, since the pipeline's stages
-    are not wrapped with DDP, and of wte tied to the head, if these are on different ranks.
-
-    Args:
-        reduces_data: False leaves out the data-parallel ranks, to measure what they cost.
-    """
-    if not mesh.splits_model:
-        return
-    params = [p for p in model.parameters() if p.grad is not None]
-    if mesh.tp > 1:
-        sum_in_buckets([local(p.grad) for p in params if split_of(p) is None], mesh.group("tp"))
-    if mesh.pp > 1 and zero < 2 and reduces_data and mesh.size(*DATA_AXES) > 1:
-        grads = [p.grad for p in params]
-        sum_in_buckets(grads, mesh.group(*DATA_AXES))
-        torch._foreach_div_(grads, mesh.size(*DATA_AXES))
-    if mesh.pp > 1 and is_tied_over_ranks(model):
-        grad, group = local(model.lm_head.weight.grad), mesh.group("pp")
-        peer = dist.get_global_rank(group, mesh.pp - 1 if mesh.index("pp") == 0 else 0)
-        theirs = torch.empty_like(grad)
-        exchange = [dist.P2POp(dist.isend, grad.clone(), peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        grad += theirs
-
-
-def is_tied_over_ranks(model: nn.Module) -> bool:
-    """Whether this rank of a pipeline has one of wte and the head, tied to the other one on another rank."""
-    has_first, has_last = (any(getattr(s, name) for s in model.stages) for name in ("is_first", "is_last"))
-    return model.config.tied and has_first != has_last
-
-
-def copies_of(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
-    """This rank's parameters by how many ranks hold the same part of them."""
-    found = defaultdict(list)
-    for p in model.parameters():
-        copies = mesh.dp_replicate * (1 if hasattr(p, "full_tensor") else mesh.cp * mesh.dp_shard)
-        if split_of(p) is None:
-            copies *= mesh.tp
-        if mesh.pp > 1 and p is getattr(model.lm_head, "weight", None) and is_tied_over_ranks(model):
-            copies *= 2
-        found[copies].append(p)
-    return found
-
-
-def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
-    """This rank's share of the gradient's squared norm, from `copies_of`: the sum over all ranks is the whole."""
-    shares = []
-    for n, params in copies.items():
-        grads = [local(p.grad) for p in params if p.grad is not None]
-        norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
-        shares.append(norms.to(torch.float64 if norms.device.type != "mps" else torch.float32).square().sum() / n)
-    return torch.stack(shares).sum()
-
-
-def clip_gradients(copies: dict[int, list[nn.Parameter]], max_norm: float, grad_norm: float) -> None:
-    """Scale the gradients like clip_grads_with_norm_, given their norm over all ranks. With max_norm 0: no clipping."""
-    scale = max_norm / (grad_norm + 1e-6)
-    grads = [local(p.grad) for params in copies.values() for p in params if p.grad is not None]
-    if 0 < scale < 1:
-        torch._foreach_mul_(grads, scale)
-
-
-def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """The norm of each parameter's gradient over all ranks (all ranks)."""
-    pieces = {}
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            parts = part_of(p.grad, split_of(p)).pieces
-            pieces |= {(name, offsets): piece.double().square().sum().item() for offsets, piece in parts}
-    squares = defaultdict(float)
-    for (name, _), square in {k: v for found in gather_objects(pieces) for k, v in found.items()}.items():
-        squares[name] += square
-    return {name: square**0.5 for name, square in squares.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# comparing weights
 
 
 def check_weights(model: nn.Module, step: int, on_error: Callable) -> None:
