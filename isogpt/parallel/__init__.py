@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from isogpt.agree import exit_together, gather_objects
 from isogpt.mesh import Mesh
