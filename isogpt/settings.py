@@ -2,7 +2,7 @@
 
 import os
 import re
-from math import ceil, prod
+from math import ceil, gcd, prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -116,12 +116,12 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
     heads = model_args["n_kv_head"] or model_args["n_head"]
     if heads % tp:
         name = "n_head" if heads == model_args["n_head"] else "n_kv_head"
-        found.append(f"tp is {tp}: it must divide {name}, {heads}: set --tp={nearest_divisor(heads, tp)}")
+        found.append(f"tp is {tp}: it must divide {name}, {heads}: set --tp={gcd(heads, tp)}")
     layers, per_rank = model_args["n_layer"], stages_per_rank(config["pp_schedule"])
     if layers < pp * per_rank:
         schedule = " or --pp_schedule=1f1b" if layers >= pp else ""
-        found.append(f"pp is {pp}, with {per_rank} stages on each rank, but there are only {layers} layers: set "
-                     f"--pp={max(1, layers // per_rank)}{schedule}")  # fmt: skip
+        found.append(f"pp_schedule {config['pp_schedule']!r} makes {pp * per_rank} stages with pp {pp}, but there are "
+                     f"only {layers} layers: set --pp={max(1, layers // per_rank)}{schedule}")  # fmt: skip
     length, parts = model_args["block_size"], tp * (2 * cp if cp > 1 else 1)
     if splits_sequence and length % parts:
         lengths = " or ".join(str(n * parts) for n in (length // parts, length // parts + 1) if n)

@@ -209,7 +209,10 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, rows: int, cost
     """
     default_hook, first_step, rank = sys.excepthook, watchdog.progress.step, watchdog.ranks.rank
 
-    def explain(kind: type, error: BaseException, trace: object) -> None:
+    def explain(kind: type, raised: BaseException, trace: object) -> None:
+        error = raised
+        while error.__cause__:  # torch.distributed.pipelining raises a RuntimeError from what a stage raised
+            error = error.__cause__
         if isinstance(error, DataError):
             print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
             watchdog.logger.failed(str(error))
@@ -217,8 +220,8 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, rows: int, cost
             reason = str(error).splitlines()[0].split(". ")[0][:200]
             watchdog.report(f"lost the connection to another rank ({reason})")
         elif not is_out_of_memory(error):
-            watchdog.logger.failed(f"{kind.__name__}: {error}")
-            default_hook(kind, error, trace)
+            watchdog.logger.failed(f"{type(error).__name__}: {error}")
+            default_hook(kind, raised, trace)
         elif rank == 0:
             explain_out_of_memory(error)
 

@@ -3,6 +3,7 @@ Pipeline parallelism: each rank of a group holds one or two stages, which are ru
 micro-batches pass through them. The schedules are those of torch.distributed.pipelining.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -145,6 +146,8 @@ class Pipeline:
         """Make the schedule for steps with this rank's share of a batch."""
         from torch.distributed import pipelining
 
+        # if a stage fails, it would print the whole schedule before the error is raised
+        logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
         tokens = torch.empty(share.rows, self.model.config.block_size // self.mesh.cp, dtype=torch.int64, device="meta")
         hidden = torch.empty(self.shape(tokens), dtype=self.dtype, device="meta", requires_grad=True)
         stages = []
