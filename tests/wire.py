@@ -1,0 +1,135 @@
+"""
+The bytes that the ways of parallelism send per step and rank: by formula, and counted in a network namespace of its own
+(Linux, root), where all ranks communicate over the loopback interface and nothing else does.
+
+    python tests/wire.py                  all layouts
+    python tests/wire.py "cp 2" "tp 4"    these
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from runs import REPO, Zygote, tiny_data
+
+# Everything is divisible by 4, so no part is padded. Two micro-steps: what is sent in each of them counts twice.
+L, C, T, V, ROWS, MICRO_STEPS = 4, 128, 256, 256, 4, 2
+MODEL = [f"--n_layer={L}", f"--n_embd={C}", "--n_head=4", f"--block_size={T}", f"--vocab_size={V}",
+         f"--batch_size={ROWS}", "--dataset=tiny", "--device=cpu", "--dtype=float32", "--eval_interval=1000000",
+         "--eval_iters=1", "--save_checkpoint=False", "--log_interval=1"]  # fmt: skip
+BLOCK = 4 * (12 * C**2 + 2 * C)  # bytes of a block's parameters, and of the others: wte, wpe and the last norm
+OTHERS = 4 * (V * C + T * C + C)
+STREAM = 4 * ROWS * T * C  # bytes of the residual stream of a micro-batch
+LAYOUTS = {f"{name} {n}": (name, n) for n in (2, 4) for name in ("ddp", "fsdp", "tp", "pp", "cp")}
+
+
+def all_reduce(n, size):
+    """Bytes that each of n ranks sends for the sum of tensors of `size` bytes: around a ring, twice."""
+    return 2 * (n - 1) / n * size
+
+
+def all_gather(n, size):
+    """Bytes that each of n ranks sends so that all have the whole, of `size` bytes."""
+    return (n - 1) / n * size
+
+
+def reduce_scatter(n, size):
+    """Bytes that each of n ranks sends for its part of the sum. NCCL sends (n - 1) / n; gloo runs an all-reduce."""
+    return all_reduce(n, size)
+
+
+def ddp(n):
+    """One all-reduce of the gradients per step."""
+    return all_reduce(n, L * BLOCK + OTHERS)
+
+
+def fsdp(n):
+    """
+    In each micro-step the parameters are gathered, those of the blocks again in the backward, and the gradients are
+    reduced.
+    """
+    gathered = all_gather(n, 2 * L * BLOCK + OTHERS)
+    return MICRO_STEPS * (gathered + reduce_scatter(n, L * BLOCK + OTHERS))
+
+
+def tp(n):
+    """
+    In each micro-step, attention, MLP and the loss gather the stream, attention, MLP and the embedding add up their
+    outputs, and the backward does the opposite of each. The loss reduces three numbers per token. Once per step, the
+    gradients of norms and position embeddings are summed.
+    """
+    stream = (4 * L + 2) * (all_gather(n, STREAM) + reduce_scatter(n, STREAM))
+    per_token = 3 * 4 * ROWS * T
+    whole = 4 * (L * 2 * C + T * C + C)  # parameters that are on every rank
+    return MICRO_STEPS * (stream + all_reduce(n, per_token)) + all_reduce(n, whole)
+
+
+def pp(n):
+    """
+    At each of n - 1 boundaries each micro-batch's stream passes, and its gradient back. The first and the last rank
+    exchange the gradient of the tied embedding. Mean over the ranks.
+    """
+    micro_steps = -(-MICRO_STEPS // n) * n
+    stream = STREAM * MICRO_STEPS / micro_steps  # of more and smaller micro-batches
+    return (2 * (n - 1) * micro_steps * stream + 2 * 4 * V * C) / n
+
+
+def cp(n):
+    """
+    In each micro-step, each block gathers keys and values, gathers them again in the backward and reduces their
+    gradients. Once per step, the gradients are reduced as with DDP.
+    """
+    keys_values = 2 * STREAM
+    per_block = 2 * all_gather(n, keys_values) + reduce_scatter(n, keys_values)
+    return MICRO_STEPS * L * per_block + ddp(n)
+
+
+def arguments(name, n):
+    """train.py's settings for a layout on n ranks, with MICRO_STEPS micro-steps of ROWS rows on each."""
+    accumulation = MICRO_STEPS * (n if name in ("ddp", "fsdp") else 1)
+    flags = {"ddp": [], "fsdp": ["--zero=3"]}.get(name, [f"--{name}={n}"])
+    return [*MODEL, *flags, f"--gradient_accumulation_steps={accumulation}"]
+
+
+def sent():
+    """Bytes that have been sent over this namespace's loopback interface."""
+    line = next(x for x in Path("/proc/net/dev").read_text().splitlines() if x.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def count(zygote, work, name, n, steps=(3, 15)):
+    """Bytes per step and rank: the difference between a long and a short run, since both start alike."""
+    totals = []
+    for last in steps:
+        before = sent()
+        zygote.start([*arguments(name, n), f"--max_iters={last}", "--out_dir=out"], work, n).wait(300)
+        totals.append(sent() - before)
+    return (totals[1] - totals[0]) / (steps[1] - steps[0]) / n
+
+
+def measure(names):
+    """Print a row for each layout, in bytes per step and rank."""
+    print(f"{'layout':10} {'formula':>12} {'counted':>12}", flush=True)
+    zygote = Zygote()
+    try:
+        with tempfile.TemporaryDirectory() as work:
+            tiny_data(work)
+            for key in names:
+                name, n = LAYOUTS[key]
+                wanted, found = globals()[name](n), count(zygote, work, name, n)
+                print(f"{key:10} {wanted:12,.0f} {found:12,.0f} {found / wanted - 1:+8.2%}", flush=True)
+    finally:
+        zygote.close()
+
+
+if __name__ == "__main__":
+    if os.environ.get("WIRE") == "counts":
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        measure(sys.argv[1:] or LAYOUTS)
+    else:
+        own = ["unshare", "--net", sys.executable, str(REPO / "tests" / "wire.py"), *sys.argv[1:]]
+        sys.exit(subprocess.run(own, env=os.environ | {"WIRE": "counts"}).returncode)
