@@ -160,7 +160,7 @@ class Pipeline:
             stages[-1].backward_weight_one_chunk = timed(stages[-1].backward_weight_one_chunk, clock)
 
         def scaled_loss(x: Tensor, targets: Tensor) -> Tensor:
-            with autocast:
+            with clock("stages"), autocast:
                 return scaler.scale(self.model.predict(x, targets, loss_divisor)[1])
 
         scaler.scale(torch.zeros((), device=self.device))  # creates its state: only the last stage scales losses
