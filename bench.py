@@ -321,7 +321,8 @@ def run_tune() -> dict:
 def memory_cost(world_size: int) -> dict:
     """What the memory of a step on `world_size` processes depends on."""
     sequences = work["batch_size"] * (work["gradient_accumulation_steps"] or world_size)
-    rows = loader.share_of(sequences, 0, world_size, work["batch_size"]).rows
+    data_size = max(1, world_size // (work["pp"] * work["cp"] * work["tp"]))
+    rows = loader.share_of(sequences, 0, data_size, work["batch_size"], work["pp"]).rows
     dtype, vocab_size = precision.resolve_dtype(work["dtype"], where), work["vocab_size"]
     if not vocab_size:
         vocab_size = loader.open_dataset(work["dataset"], work["block_size"]).vocab_size

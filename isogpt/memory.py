@@ -5,7 +5,10 @@ running out of memory.
 
 from math import ceil
 
+from isogpt import loader
 from isogpt.kernels import HALF_ATTENTION_CHUNK, HALF_ATTENTION_KEEPS_UP_TO, HALF_ATTENTION_UP_TO, logits_at_once
+from isogpt.mesh import stages_per_rank
+from isogpt.parallel.pipeline import cut_evenly, stages_of
 from isogpt.parallel.recompute import recompute_every
 from isogpt.precision import DTYPES
 
@@ -17,13 +20,24 @@ def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: i
 
 def memory_estimate(cost: dict) -> dict[str, float]:
     """
-    GB that a training step needs on each rank's device: weights, gradients, optimizer state (the moments),
-    activations, and their total, from `cost_of`. ZeRO divides the first three by the number of shards (Rajbhandari et
-    al. 2020, arXiv:1910.02054, section 5).
+    GB that a training step needs on a rank's device: weights, gradients, optimizer state (the moments), activations,
+    and their total, from `cost_of`. In a pipeline, on the first or the last rank, whichever needs more.
     """
-    model_args, zero = cost["model_args"], 3 if cost["fsdp"] else cost["zero"]
-    n, block = parameter_counts(model_args)
-    shards = cost["world_size"] // cost["dp_replicate"]
+    ranks = sorted({0, cost["pp"] - 1})
+    return max((rank_estimate(cost, rank) for rank in ranks), key=lambda parts: parts["total"])
+
+
+def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
+    """
+    `memory_estimate` for one rank of a pipeline. ZeRO divides all but the activations by the number of shards
+    (Rajbhandari et al. 2020, arXiv:1910.02054, section 5).
+    """
+    zero, tp = 3 if cost["fsdp"] else cost["zero"], cost["tp"]
+    layers, edges, has_loss = pipeline_part(cost, pp_rank)
+    model_args = cost["model_args"] | {"n_layer": layers}
+    block = parameter_counts(model_args)[1] / tp
+    n = block * layers + edges / tp
+    shards = max(1, cost["world_size"] // (cost["dp_replicate"] * cost["pp"] * tp))
     size = DTYPES[cost["dtype"]].itemsize
     weights, gradients, moments = 4 * n, 4 * n, 8 * n
     if cost.get("optimizer") == "muon":  # one moment for the matrices of the blocks
@@ -39,10 +53,40 @@ def memory_estimate(cost: dict) -> dict[str, float]:
     if cost["cpu_offload"]:
         weights, gradients, moments = weights - 4 * n / shards, gradients - 4 * n / shards, 0
     mode, on_cpu = cost["activation_checkpointing"], cost["device_type"] == "cpu"
-    activations = activation_bytes(model_args, cost["rows"], size, zero, mode, on_cpu)
+    activations = activation_bytes(model_args, cost["rows"], size, zero, mode, on_cpu, tp, cost["cp"],
+                                   in_flight(cost, pp_rank), has_loss)  # fmt: skip
     parts = {"weights": weights, "gradients": gradients, "optimizer": moments, "activations": activations}
     parts["total"] = sum(parts.values())
     return {name: part / 1e9 for name, part in parts.items()}
+
+
+def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
+    """Number of blocks of a rank of a pipeline, number of its other parameters, and whether it computes the loss."""
+    model_args, pp, schedule = cost["model_args"], cost["pp"], cost["pp_schedule"]
+    L, C, V = model_args["n_layer"], model_args["n_embd"], model_args["vocab_size"]
+    n, block = parameter_counts(model_args)
+    if pp == 1:
+        return L, n - L * block, True
+    flops = [2.0 * (block + model_args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
+    flops[-1] += 2.0 * V * C
+    stages, own = pp * stages_per_rank(schedule), stages_of(pp_rank, pp, schedule)
+    runs, is_first, is_last = cut_evenly(flops, stages), 0 in own, stages - 1 in own
+    edges = n - L * block if is_first else V * C
+    if is_first and not is_last and not model_args["tied"]:
+        edges -= V * C  # the head is on another rank
+    return sum(len(runs[stage]) for stage in own), edges, is_last
+
+
+def in_flight(cost: dict, pp_rank: int) -> float:
+    """The micro-batches whose activations a rank of a pipeline holds at once, as a multiple of all of its blocks'."""
+    pp, schedule = cost["pp"], cost["pp_schedule"]
+    if pp == 1:
+        return 1
+    sequences = cost["batch_size"] * (cost["gradient_accumulation_steps"] or cost["world_size"])
+    data_size = max(1, cost["world_size"] // (pp * cost["cp"] * cost["tp"]))
+    micro_steps = loader.share_of(sequences, 0, data_size, cost["rows"], pp).micro_steps
+    most = {"gpipe": micro_steps, "1f1b": pp - pp_rank, "zbv": pp}.get(schedule, (3 * pp - 1) / 2 - pp_rank)
+    return min(micro_steps, most)
 
 
 def largest_micro_batch(cost: dict, gb: float) -> int:
@@ -79,34 +123,44 @@ def parameter_counts(model_args: dict) -> tuple[int, int]:
     return total + (model_args["block_size"] * C if arch == "gpt2" else 0), block
 
 
-def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: str, on_cpu: bool) -> float:
+def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: str, on_cpu: bool, tp: int = 1,
+                     cp: int = 1, in_flight: float = 1, has_loss: bool = True) -> float:  # fmt: skip
     """
     Peak of the activations and of the backward pass's temporary tensors in a micro-step of `rows` sequences, in bytes.
 
     Args:
         size: bytes per element of the dtype to compute in.
+        in_flight: micro-batches at once, in a pipeline, whose last stage computes the loss (has_loss).
     """
-    L, C, V = model_args["n_layer"], model_args["n_embd"], model_args["vocab_size"]
-    tokens = rows * model_args["block_size"]
+    L, C, V = model_args["n_layer"], model_args["n_embd"], ceil(model_args["vocab_size"] / tp)
+    gathered_tokens = rows * model_args["block_size"] // cp  # of attention, the MLP and the loss
+    tokens = gathered_tokens / tp
     stream = 4 if zero < 2 else size  # autocast leaves the residual stream in float32, FSDP's mixed precision does not
     kept, selective, temporary = block_activations(model_args, size, stream, on_cpu)
-    loss_forward, loss_backward = loss_activations(tokens, V, C, size, on_cpu)
-    if model_args["arch"] == "nanochat":  # the soft cap's logits, in and out of tanh
-        loss_forward, loss_backward = loss_forward + 8 * tokens * V, loss_backward + 8 * tokens * V
+    kept += 2 * size * C * (tp - 1)  # the inputs of attention and MLP are gathered
+    keys = 4 * size * C * model_args["n_kv_head"] // model_args["n_head"]  # gathered, ordered; with their gradients
+    temporary += 2 * size * C * (tp - 1) + (2 * keys * cp if cp > 1 else 0)
+    loss_forward, loss_backward = loss_activations(gathered_tokens, V, C, size, on_cpu) if has_loss else (0, 0)
+    if model_args["arch"] == "nanochat" and has_loss:  # the soft cap's logits, in and out of tanh
+        logits = 8 * gathered_tokens * V
+        loss_forward, loss_backward = loss_forward + logits, loss_backward + logits
 
     every = recompute_every(mode)
     recomputed = ceil(L / every) if every else 0
     checkpoint = selective if mode == "selective" else stream * C
-    blocks = tokens * ((L - recomputed) * kept + recomputed * checkpoint)
+    blocks = in_flight * tokens * ((L - recomputed) * kept + recomputed * checkpoint)
     if model_args.get("dropout"):
         blocks += tokens * C * (stream if on_cpu else 1)  # the mask of the embeddings' dropout
     norm = tokens * C * (stream + size)  # input and output of the last LayerNorm
 
     # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy twice: for
     # the forward pass, which frees them at its end, and for their recomputation
-    block_copy, head_copy = (2 * parameter_counts(model_args)[1], 2 * V * C) if size == 2 and zero < 2 else (0, 0)
+    copied = size == 2 and zero < 2
+    block_copy, head_copy = (
+        (2 * parameter_counts(model_args)[1] / tp, 2 * V * C if has_loss else 0) if copied else (0, 0)
+    )
     copies = (L - recomputed) * block_copy
-    head_gradient = 4 * V * C  # of lm_head; wte's is added to it at the end of the backward pass
+    head_gradient = 4 * V * C if has_loss else 0  # of lm_head; wte's is added to it at the end of the backward pass
 
     end_of_forward = blocks + norm + L * block_copy + head_copy + loss_forward
     start_of_backward = blocks + norm + copies + head_copy + loss_backward

@@ -84,7 +84,7 @@ def collectives(trace):
 def test_the_largest_micro_batch_that_fits():
     args = asdict(GPTConfig(bias=False))
     config = dict(fsdp=False, zero=0, dp_replicate=1, cpu_offload=False, activation_checkpointing="none",
-                  grad_sync="auto", fsdp_prefetch=1)  # fmt: skip
+                  grad_sync="auto", fsdp_prefetch=1, tp=1, pp=1, cp=1, pp_schedule="1f1b")  # fmt: skip
     cost = memory.cost_of(config, args, 12, "bfloat16", 1, "cuda")
     rows = [memory.largest_micro_batch(cost, gb) for gb in (0.1, 16, 24, 80, 1e6)]
     assert rows[0] == 1 and rows[-1] == 256 and rows == sorted(rows) and len(set(rows)) == 5
