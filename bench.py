@@ -6,6 +6,7 @@ model of 10.65M parameters, which takes a minute.
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
     python bench.py --nproc=2                                          two processes; or torchrun ... bench.py
     python bench.py --sweep='nproc:1,2,4;batch_size:4,8'               every combination, each in a launch of its own
+    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'                  layouts of four processes
     python bench.py --comm --nproc=2                                   the collectives, by message size
     python bench.py config/train_gpt2.py --tune                        the fastest settings for the same global batch
 """
@@ -31,7 +32,7 @@ import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of
-from isogpt import hardware, launch, loader, memory, network, precision, settings
+from isogpt import hardware, launch, loader, memory, mesh, network, precision, settings
 from isogpt.collectives import measure_collectives, shown
 from isogpt.files import read_records, write_whole
 from model import GPTConfig
@@ -62,6 +63,7 @@ FIXED = dict(out_dir="", max_iters=0, log_interval=1, eval_interval=10**9, eval_
 FIXED |= dict(save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0)
 FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
 TUNED = dict(compile=(True, False), grad_sync=("last", "every"), ddp_bucket_mb=(5, 25, 100), fsdp_prefetch=(1, 2, 3))
+LAYOUT = {"tp", "pp", "cp", "pp_schedule", "zero", "fsdp", "dp_replicate"}  # settings that change the communication
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
 
 
@@ -83,7 +85,9 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
     number, n = next(launches), str(work["nproc"])
     if not n.isdecimal() or int(n) == 0:
         return {"problem": f"nproc is {n!r}: it must be a whole number of at least 1"}
-    out, is_traced = scratch / f"launch{number}", profile and show
+    # with grad_sync never, only the collectives of tp and cp remain: the trace has their durations
+    is_traced = (profile and show) or (work["grad_sync"] == "never" and f"{work['tp']} {work['cp']}" != "1 1")
+    out = scratch / f"launch{number}"
     warm_up = hardware.PROFILE_SKIP + hardware.PROFILE_STEPS + 1 if is_traced else max(3, timed // 4)
     arguments = work | FIXED | {"profile": is_traced, "out_dir": out, "max_iters": warm_up + timed - 1}
     arguments["gradient_accumulation_steps"] = work["gradient_accumulation_steps"] or n
@@ -136,28 +140,49 @@ def figures(out: Path, timed: int) -> dict:
         "tokens_per_s": tokens / mean_ms * 1e3,
         "step_ms": {"mean": mean_ms, "max": median(r["step_ms_max"] for r in steps)},
         "spans_ms": records[-1]["spans_ms"],
+        "collectives_ms": hardware.traced_collectives(out / "trace.json"),
         "memory_gb": {"mean": steps[-1]["memory_gb"], "max": steps[-1]["memory_gb_max"]},
         "mfu": median(r["mfu"] for r in steps) if start["peak_flops"] else None,
         "settings": config,
     }
 
 
+def bubble(run: dict) -> dict[str, float | None]:
+    """The share of a pipeline in which a rank waits: mean over the ranks, and by formula."""
+    c, spans = run["settings"], run["spans_ms"]
+    data_size = run["processes"] // (c["pp"] * c["cp"] * c["tp"])
+    sequences = c["gradient_accumulation_steps"] * c["batch_size"]
+    share = loader.share_of(sequences, 0, data_size, run["micro_batch"], c["pp"])
+    formula = mesh.bubble_formula(c["pp"], share.micro_steps, c["pp_schedule"])
+    return {"measured": 1 - spans["stages"]["mean"] / spans["pipeline"]["mean"], "formula": formula}
+
+
+def shown_bubble(found: dict | None) -> str:
+    """Both figures of `bubble`; n/a without a pipeline."""
+    return f"{found['measured']:.1%} ({shown(found['formula'], '.1%')})" if found else "n/a"
+
+
 def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | None]]:
     """
     The parts of a step in ms, each the mean over the ranks and the slowest rank's; these need not add up to the slowest
     step. `silent` is the same launch with grad_sync 'never': the difference is the exposed communication, which no
-    computation hides, and its backward pass waits for no other rank.
+    computation hides, and its backward pass waits for no other rank. The collectives of tp and cp, and what is reduced
+    after the backward, are exposed too. In a pipeline, a rank computes in `stages` and waits in the bubble.
     """
     parts = {}
     for kind in ("mean", "max"):
         step_ms, exposed = run["step_ms"][kind], None
         ms = {name: span[kind] for name, span in run["spans_ms"].items()}
+        waits = (silent or {}).get("collectives_ms", {})
         if silent:
             other = {name: span[kind] for name, span in silent["spans_ms"].items()}
             without = silent["step_ms"][kind] - other["clip"] - other["optimizer"]
             exposed = max(0.0, step_ms - ms["clip"] - ms["optimizer"] - without)
-            ms["backward"] = min(ms["backward"], other["backward"])
-        part = {"data wait": ms["data"], "forward": ms["forward"], "backward": ms["backward"]}
+            exposed += other.get("reduce", 0.0) + sum(waits.values())
+            ms["backward"] = min(ms.get("backward", 0.0), other.get("backward", 0.0))
+        names, part = ("stages",) if "pipeline" in ms else ("forward", "backward"), {"data wait": ms["data"]}
+        part |= {name: max(0.0, ms[name] - waits.get(name, 0.0)) for name in names}
+        part |= {"bubble": max(0.0, ms["pipeline"] - ms["stages"] - ms["data"])} if "pipeline" in ms else {}
         part |= {"exposed comm": exposed, "optimizer": ms["clip"] + ms["optimizer"]}
         part["other"] = max(0.0, step_ms - sum(value or 0.0 for value in part.values()))
         for name, value in part.items():
@@ -175,7 +200,7 @@ def limits(run: dict) -> dict[str, float | None]:
     config, n = run["settings"], run["processes"]
     # the processes of one machine share its cores
     devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
-    replicas = config["dp_replicate"] if config["fsdp"] or config["zero"] else n
+    replicas = config["dp_replicate"] if config["fsdp"] or config["zero"] else n // (config["tp"] * config["pp"])
     # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32
     moved = 28 * run["parameters"] * replicas / (run["spans_ms"]["optimizer"]["mean"] / 1e3)
     return {
@@ -207,6 +232,8 @@ def run_report() -> dict:
         print(f"  {name:13} {shown(ms['mean'], '.2f'):>18} {shown(ms['max'], '.2f'):>13}")
     print(f"  {'memory':13} {gb['mean']:18.2f} {gb['max']:13.2f}  GB, peak")
     print(f"  {'MFU':13} {shown(run['mfu'], '.1%'):>18}")
+    if "pipeline" in run["spans_ms"]:
+        print(f"  {'bubble share':13} {shown_bubble(bubble(run)):>18}  of the pipeline's time (by formula)")
     matmul, copy = f"{best['matmul_tflops']:.3g} TFLOP/s", f"{best['copy_gb_per_s']:.1f} GB/s"
     print(f"  {'matmul peak':13} {matmul:>18}  of which the step reaches {shown(best['matmul_ratio'], '.1%')}")
     cached = " (its data stays in the cache)" if (best["copy_ratio"] or 0) > 1 else ""
@@ -228,7 +255,13 @@ def run_report() -> dict:
 
 def try_point(point: dict, work: dict, timed: int, tried: list[dict]) -> dict:
     """Launch with the settings of `point` (all ranks), append the figures to `tried` and print them as a row."""
-    tried.append({"point": point} | run_train(work | point, timed))
+    run = {"point": point} | run_train(work | point, timed)
+    if LAYOUT.intersection(point) and "problem" not in run:
+        silent = run_train(work | point | {"grad_sync": "never"}, timed)
+        if rank == 0:
+            run["exposed_ms"] = None if "problem" in silent else split_step(run, silent)["exposed comm"]["mean"]
+            run["bubble"] = bubble(run) if "pipeline" in run["spans_ms"] else None
+    tried.append(run)
     if rank == 0:
         print(row_of(tried[-1], tried), flush=True)
     return tried[-1]
@@ -239,7 +272,8 @@ def row_of(run: dict, tried: list[dict]) -> str:
     point, row = run["point"], ""
     if len(tried) == 1:
         row = "".join(f"  {name:>9}" for name in point) + "  tokens/step   tokens/s   ms/step       GB    MFU  speed-up"
-        row += "  efficiency\n" if "nproc" in point else "\n"
+        row += "  efficiency" if "nproc" in point else ""
+        row += "   comm ms  bubble (formula)\n" if LAYOUT.intersection(point) else "\n"
     row += "".join(f"  {value!s:>{max(len(name), 9)}}" for name, value in point.items())
     if "problem" in run:
         return f"{row}  failed: {run['problem']}"
@@ -248,7 +282,9 @@ def row_of(run: dict, tried: list[dict]) -> str:
     row += f" {run['tokens_a_step']:12,} {run['tokens_per_s']:10,.0f} {run['step_ms']['mean']:9.2f}"
     row += f" {run['memory_gb']['max']:8.2f} {shown(run['mfu'], '.1%'):>6} {speed_up:8.2f}x"
     efficiency = speed_up * first["processes"] / run["processes"]
-    return f"{row} {efficiency:11.0%}" if "nproc" in point else row
+    row += f" {efficiency:11.0%}" if "nproc" in point else ""
+    has_more = "exposed_ms" in run
+    return f"{row} {shown(run['exposed_ms'], '.2f'):>9}  {shown_bubble(run['bubble'])}" if has_more else row
 
 
 def run_sweep() -> list[dict]:

@@ -1,5 +1,6 @@
 """What the device does and could do: timing the parts of a step, memory, matmul peaks, and the profiler."""
 
+import json
 import math
 import re
 import statistics
@@ -207,3 +208,22 @@ def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)  # of the CPU and the GPU
     profiler.start()
     return profiler
+
+
+def traced_collectives(path: Path) -> dict[str, float]:
+    """
+    Rank 0's ms per step in all-gather, all-reduce and reduce-scatter, by the part of the step: from a trace of a
+    launch in which no gradients are reduced, so that only the collectives of tp and cp are in it. Computation waits for
+    them. Those of ZeRO-3, which run in the background, count too.
+    """
+    if not path.exists():
+        return {}
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    calls = [e for e in events if re.match(r"gloo:(all|reduce)|ncclDevKernel_(All|Reduce)", e["name"])]
+    kinds, found = {e["cat"] for e in calls}, {}  # on a GPU, spans of its own queue
+    kinds = {"gpu_user_annotation"} if "kernel" in kinds else {"user_annotation"}
+    for part in ("forward", "backward", "stages"):
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == part and e["cat"] in kinds]
+        us = sum(e["dur"] for e in calls if any(start <= e["ts"] < end for start, end in spans))
+        found[part] = us / 1e3 / PROFILE_STEPS
+    return found

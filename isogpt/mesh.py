@@ -134,3 +134,10 @@ def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
 def stages_per_rank(pp_schedule: str) -> int:
     """How many pipeline stages each rank holds."""
     return 1 if pp_schedule in ("gpipe", "1f1b") else 2
+
+
+def bubble_formula(pp: int, micro_steps: int, pp_schedule: str) -> float | None:
+    """The share of a pipeline's time in which a rank waits; None for zero-bubble schedules, which stay below 1f1b's."""
+    if pp_schedule in ("zero_bubble", "zbv"):
+        return None
+    return (pp - 1) / (stages_per_rank(pp_schedule) * micro_steps + pp - 1)
