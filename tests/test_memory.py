@@ -249,8 +249,8 @@ import atexit, ctypes, os, sys
 sys.path.insert(0, os.environ["REPO"])
 from isogpt import hardware
 class Info(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks".split()]
-    _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 mallinfo = ctypes.CDLL(None).mallinfo2
 mallinfo.restype = Info
 mark, sizes = hardware.Clock.mark, [0]
@@ -273,7 +273,7 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__mai
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["", "--tp=2", "--cp=2", "--pp=2", "--pp=2 --pp_schedule=gpipe"])
 def test_estimate_of_a_layout_is_near_what_a_run_allocates(zygote, shared_work, layout):
-    """How much more the memory in use of the larger of two ranks take with micro-batches of 5 rows than with those of one."""
+    """How much more memory the larger of two ranks uses with micro-batches of 5 rows than with those of one."""
     (shared_work / "peak.py").write_text(PEAK)
     model = ["--n_layer=8", "--n_embd=256", "--n_head=4", "--block_size=512", "--device=cpu", "--dtype=float32"]
     model += ["--vocab_size=256", "--dataset=tiny", "--gradient_accumulation_steps=4", *layout.split()]
