@@ -155,10 +155,8 @@ def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: st
 
     # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy twice: for
     # the forward pass, which frees them at its end, and for their recomputation
-    copied = size == 2 and zero < 2
-    block_copy, head_copy = (
-        (2 * parameter_counts(model_args)[1] / tp, 2 * V * C if has_loss else 0) if copied else (0, 0)
-    )
+    copied = 2 if size == 2 and zero < 2 else 0  # bytes of a copy's element
+    block_copy, head_copy = copied * parameter_counts(model_args)[1] / tp, copied * V * C if has_loss else 0
     copies = (L - recomputed) * block_copy
     head_gradient = 4 * V * C if has_loss else 0  # of lm_head; wte's is added to it at the end of the backward pass
 

@@ -157,7 +157,7 @@ def test_lines_of_code():
     """5,500 with every way of distributing a model; what is added has to make something else superfluous."""
     counts = {str(path.relative_to(REPO)): code_lines(path) for path in tracked_files("*.py")}
     total = sum(n for name, n in counts.items() if not name.startswith("config/"))
-    assert total <= 4720, f"{total} lines: {counts}"
+    assert total <= 5500, f"{total} lines: {counts}"
 
 
 def test_no_global_statement_and_no_lambda_with_a_name():
