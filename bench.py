@@ -177,7 +177,7 @@ def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | No
         if silent:
             other = {name: span[kind] for name, span in silent["spans_ms"].items()}
             without = silent["step_ms"][kind] - other["clip"] - other["optimizer"]
-            has_copies = run["processes"] > run["settings"]["tp"] * run["settings"]["pp"]  # whose gradients are averaged
+            has_copies = run["processes"] > run["settings"]["tp"] * run["settings"]["pp"]  # to average gradients of
             exposed = max(0.0, step_ms - ms["clip"] - ms["optimizer"] - without) if has_copies else 0.0
             exposed += other.get("reduce", 0.0) + sum(waits.values())
             ms["backward"] = min(ms.get("backward", 0.0), other.get("backward", 0.0))

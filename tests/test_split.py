@@ -76,28 +76,9 @@ def probe(zygote, tmp_path_factory, shared_work):
 
 
 GRADIENTS = [("gpt2-bias", "tp2-pp2"), ("nanochat", "cp2")]
-MORE = [
-    ("gpt2-bias", way)
-    for way in (
-        "tp2",
-        "tp4",
-        "pp2-gpipe",
-        "pp2-interleaved",
-        "pp2-zero_bubble",
-        "pp2-zbv",
-        "cp4",
-        "tp2-cp2",
-        "pp2-cp2",
-        "ddp-pp2",
-        "zero1-tp2",
-        "zero2-pp2",
-        "fsdp-tp2-pp2",
-        "fsdp-cp2-tp2",
-        "hsdp-tp2",
-        "3-pp2",
-    )
-]
-MORE += [(arch, way) for arch in ("nanochat", "llama") for way in ("tp2", "pp2-zbv", "fsdp-tp2-pp2")]
+MORE = [("gpt2-bias", way) for way in ("tp4", "pp2-interleaved", "pp2-zero_bubble", "pp2-zbv", "cp4", "tp2-cp2", "zero1-tp2",
+                                       "zero2-pp2", "fsdp-cp2-tp2", "hsdp-tp2", "3-pp2")]  # fmt: skip
+MORE += [("nanochat", "pp2-zbv"), ("nanochat", "tp2"), ("llama", "fsdp-tp2-pp2")]
 
 
 @pytest.mark.parametrize(("model", "way"), [*GRADIENTS, *(pytest.param(*p, marks=pytest.mark.slow) for p in MORE)])
@@ -240,7 +221,7 @@ def test_weights_that_differ_across_ranks_are_detected(faulty):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["tp2-pp2", "cp2", "zero1-tp2", "fsdp-tp2-pp2"])
+@pytest.mark.parametrize("way", ["tp2-pp2", "zero1-tp2"])
 def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, way):
     """The scaler skips the step on all ranks and halves its scale."""
     (nproc, flags), one, out = WAYS[way], shared_work / "float16", shared_work / f"float16-{way}"
@@ -250,16 +231,6 @@ def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, way):
     same(column(one, "loss"), column(out, "loss"), absolute=5e-3)
     run = checkpoint.open_checkpoint(run_folder.newest(str(out))[0]).run
     assert run["isogpt"]["scaler"]["scale"] == 2**15
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["tp2", "pp2", "pp2-zbv", "cp2", "fsdp-tp2-pp2"])
-def test_dropout_runs(zygote, shared_work, way):
-    """Its masks depend on the layout, so the curve is another one; it is still a curve of training."""
-    nproc, flags = WAYS[way]
-    zygote.train([*ONE, *flags, "--dropout=0.1", f"--out_dir=dropout-{way}"], shared_work, nproc)
-    losses = column(shared_work / f"dropout-{way}", "loss")
-    assert losses[19] < losses[0] - 0.3
 
 
 LOST = [("tp2-pp2", "SIGKILL"), ("cp2", "SIGKILL"), ("tp2-pp2", "SIGSTOP"), ("cp2", "SIGSTOP")]
