@@ -76,8 +76,8 @@ def probe(zygote, tmp_path_factory, shared_work):
 
 
 GRADIENTS = [("gpt2-bias", "tp2-pp2"), ("nanochat", "cp2")]
-MORE = [("gpt2-bias", way) for way in ("tp4", "pp2-interleaved", "pp2-zero_bubble", "pp2-zbv", "cp4", "tp2-cp2", "zero1-tp2",
-                                       "zero2-pp2", "fsdp-cp2-tp2", "hsdp-tp2", "3-pp2")]  # fmt: skip
+MORE = [("gpt2-bias", way) for way in ("tp4", "pp2-interleaved", "pp2-zero_bubble", "pp2-zbv", "cp4", "tp2-cp2",
+                                       "zero1-tp2", "zero2-pp2", "fsdp-cp2-tp2", "hsdp-tp2", "3-pp2")]  # fmt: skip
 MORE += [("nanochat", "pp2-zbv"), ("nanochat", "tp2"), ("llama", "fsdp-tp2-pp2")]
 
 
