@@ -89,6 +89,18 @@ def test_a_sweep_over_processes_keeps_the_global_batch(zygote, work):
 
 
 @pytest.mark.slow
+def test_a_sweep_over_layouts(zygote, work):
+    """The communication of tp is found in the trace, the bubble in the spans; a product that does not fit says so."""
+    shape = ["--n_layer=2", "--vocab_size=65", "--gradient_accumulation_steps=4", "--nproc=2"]
+    text, found = bench(zygote, work, *TINY, *shape, "--sweep=tp:1,2;pp:1,2")
+    ddp, pipeline, tensor, both = found["sweep"]
+    assert ddp["bubble"] is None and tensor["bubble"] is None and tensor["exposed_ms"] > 0
+    assert pipeline["bubble"]["formula"] == pytest.approx(1 / 5) and 0 < pipeline["bubble"]["measured"] < 1
+    assert "cannot be divided into pp 2 x tp 2 = 4: start 4 processes" in both["problem"]
+    assert len(re.findall(r"^ +[12] +[12] .*%\)$", text, re.M)) == 1 and "bubble (formula)" in text
+
+
+@pytest.mark.slow
 def test_collectives_on_two_processes(zygote, work):
     text, found = bench(zygote, work, "--comm=True", "--nproc=2", "--device=cpu")
     operations = {c["operation"] for c in found["comm"]}
@@ -165,6 +177,8 @@ def test_exposed_communication_is_what_the_silent_launch_saves():
     def run(step, backward, clip, optimizer):
         spans = {"data": 1, "forward": 30, "backward": backward, "clip": clip, "optimizer": optimizer, "agree": 2}
         return {
+            "processes": 2,
+            "settings": {"tp": 1, "pp": 1},
             "step_ms": {"mean": step, "max": step},
             "spans_ms": {k: {"mean": v, "max": v} for k, v in spans.items()},
         }

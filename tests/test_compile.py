@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo
+from runs import REPO
 from torch._dynamo.utils import counters
 
 from isogpt.parallel import recompute
@@ -78,3 +79,48 @@ def test_what_is_said_about_compilation():
 
     torch.compile(lambda x: x * 2, backend=broken)(torch.ones(3))
     assert "1 functions failed and run uncompiled: TORCH_LOGS=dynamo" in compile_report()
+
+
+LAYOUT = """
+import os, sys
+sys.path.insert(0, os.environ["REPO"])
+import torch
+import torch.distributed as dist
+from isogpt import parallel
+from isogpt.mesh import Mesh
+from isogpt.parallel.compilation import compile_parts, compile_report
+from isogpt.parallel.context import parallelize_context
+from model import GPT, GPTConfig
+dist.init_process_group("gloo")
+mesh = Mesh(dist.get_rank(), **{sys.argv[1]: 2})
+mesh.connect("cpu", shards=False)
+ids = torch.randint(65, (2, 32), generator=torch.Generator().manual_seed(0))[:, mesh.own_positions(32)]
+found = []
+for is_compiled in (False, True):
+    with torch.device("meta"):
+        shape = dict(n_layer=2, n_head=4, n_embd=32, block_size=32, vocab_size=65, bias=False)
+        model = GPT(GPTConfig(arch=sys.argv[2], **shape))
+    splits = parallel.split_model(model, mesh, "1f1b")
+    if mesh.cp > 1:
+        parallelize_context(model, mesh, torch.device("cpu"))
+    if is_compiled:
+        compile_parts(model, mesh.splits_model, backend="aot_eager")
+    parallel.materialize(model, torch.device("cpu"), splits)
+    parallel.init_weights(model, 1)
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(ids.view(2, -1), ids.view(2, -1), 64.0)[1]
+        loss.backward()
+    found.append([loss.detach(), *(p.grad for p in model.parameters())])
+torch.testing.assert_close(*found)
+print(compile_report(), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "arch"), [("tp", "gpt2"), ("tp", "llama"), ("cp", "nanochat")])
+def test_collectives_are_in_the_graphs(zygote, tmp_path, way, arch):
+    (tmp_path / "layout.py").write_text(LAYOUT)
+    run = zygote.start([way, arch], tmp_path, 2, "layout.py", repo=tmp_path, env={"REPO": str(REPO)}).wait()
+    graphs = 2 if way == "tp" else 1  # by block, or the whole model
+    assert run.text().count(f"compile: {graphs} graphs, 0 graph breaks\n") == 2
