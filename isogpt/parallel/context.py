@@ -58,7 +58,9 @@ def context_attention(group: dist.ProcessGroup, order: list[int], own: tuple[int
 
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Attention of the last T of S positions to all of them: (B, T, H, D), (B, S, H, D) twice -> (B, T, H * D)."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, D)
-    T, S = q.size(2), k.size(2)
-    mask = causal_lower_right(T, S) if q.device.type == "cuda" else q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout).transpose(1, 2).flatten(2)
+    T, S, on_gpu, dtype = q.size(1), k.size(1), q.device.type == "cuda", q.dtype
+    # on a CPU in float32: with a mask, some gradients in bfloat16 were several times too large (torch 2.13)
+    q, k, v = (t.transpose(1, 2) if on_gpu else t.transpose(1, 2).float() for t in (q, k, v))  # (B, H, T or S, D)
+    mask = causal_lower_right(T, S) if on_gpu else q.new_ones(T, S, dtype=torch.bool).tril(S - T)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    return y.transpose(1, 2).flatten(2).to(dtype)
