@@ -116,6 +116,7 @@ class Watchdog:
         """Which ranks do not respond and where each one was: compares two looks that are some beats apart."""
         names = self.ranks.names()
         self.store.set(f"left/{self.ranks.rank}", "")
+        self.store.set("failed", "")  # the others report too, while rank 0's store is there
         before = self.beats()
         time.sleep(1.5)
         after = self.beats()
