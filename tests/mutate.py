@@ -15,7 +15,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 PARITY, RESUME, SURVIVE = "tests/test_parity.py", "tests/test_resume.py", "tests/test_survive.py"
-SAMPLE = "tests/test_sample.py"
+SAMPLE, PARALLEL = "tests/test_sample.py", "tests/test_parallel.py"
 LAUNCH, LAUNCHERS = "tests/test_launch.py", "tests/test_launchers.py"
 KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 
@@ -47,6 +47,17 @@ MUTATIONS = {
         PARITY),
     "init: depends on the order of parameters": (
         "model.py", 'f"{seed} {name}"', 'f"{seed} {id(shape)}"', "tests/test_model.py"),
+    "tp: gradients of what is on every rank": (
+        "isogpt/parallel/gradients.py", "if mesh.tp > 1:", "if False:", PARALLEL),
+    "tp: rows of q, k and v": (
+        "isogpt/parallel/tensor.py", 'model.config.qkv_rows if ".c_attn." in name else (p.size(dim),)', "(p.size(dim),)",
+        PARALLEL),
+    "pp: the gradient of the tied embedding": (
+        "isogpt/parallel/gradients.py", "        grad += theirs", "        pass", PARALLEL),
+    "cp: order of the chunks": (
+        "isogpt/parallel/context.py", "torch.cat([chunks[place] for place in order], 1)", "torch.cat(chunks, 1)", PARALLEL),
+    "norm: copies count": (
+        "isogpt/parallel/gradients.py", "            copies *= mesh.tp", "            pass", PARALLEL),
     "random state: of a step": ("train.py", "    precision.seed_step(seed, step, ranks.rank)\n", "", KILLED),
     "random state: of the rank": (
         "isogpt/precision.py", "SeedSequence((seed, step, rank))", "SeedSequence((seed, step, 0))", RESUME),
