@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.mesh import Mesh
+from isogpt.parallel.parts import is_sharded
 
 
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype, cpu_offload: bool,
@@ -40,7 +41,7 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
     # the root unit is needed at the end of the forward and right after it: resharding it would gain nothing
     for root in getattr(model, "stages", [model]):
         # the head in the last stage can be tied to wte in the first one, which comes first, on the same rank
-        done = {p for p in root.parameters() if hasattr(p, "full_tensor")}
+        done = {p for p in root.parameters() if is_sharded(p)}
         fully_shard(root, reshard_after_forward=False, ignored_params=done, **settings)
 
 

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isogpt.agree import gather_objects
+from isogpt.agree import gather_objects, number_dtype
 from isogpt.mesh import DATA_AXES, Mesh
 from isogpt.parallel.data import sum_in_buckets
-from isogpt.parallel.parts import local, part_of, split_of
+from isogpt.parallel.parts import is_sharded, local, part_of, split_of
 
 
 def complete_gradients(model: nn.Module, mesh: Mesh, zero: int, reduces_data: bool) -> None:
@@ -50,7 +50,7 @@ def copies_of(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
     """This rank's parameters by how many ranks hold the same part of them."""
     found = defaultdict(list)
     for p in model.parameters():
-        copies = mesh.dp_replicate * (1 if hasattr(p, "full_tensor") else mesh.cp * mesh.dp_shard)
+        copies = mesh.dp_replicate * (1 if is_sharded(p) else mesh.cp * mesh.dp_shard)
         if split_of(p) is None:
             copies *= mesh.tp
         if mesh.pp > 1 and p is getattr(model.lm_head, "weight", None) and is_tied_over_ranks(model):
@@ -65,7 +65,7 @@ def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
     for n, params in copies.items():
         grads = [local(p.grad) for p in params if p.grad is not None]
         norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
-        shares.append(norms.to(torch.float64 if norms.device.type != "mps" else torch.float32).square().sum() / n)
+        shares.append(norms.to(number_dtype(norms.device)).square().sum() / n)
     return torch.stack(shares).sum()
 
 
