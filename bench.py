@@ -6,7 +6,7 @@ model of 10.65M parameters, which takes a minute.
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
     python bench.py --nproc=2                                          two processes; or torchrun ... bench.py
     python bench.py --sweep='nproc:1,2,4;batch_size:4,8'               every combination, each in a launch of its own
-    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'                  layouts of four processes
+    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'                  layouts of four processes; also cp, ep and zero
     python bench.py --comm --nproc=2                                   the collectives, by message size
     python bench.py config/train_gpt2.py --tune                        the fastest settings for the same global batch
 """
@@ -24,7 +24,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory, TemporaryFile
 
 import numpy as np
@@ -63,7 +63,7 @@ FIXED = dict(out_dir="", max_iters=0, log_interval=1, eval_interval=10**9, eval_
 FIXED |= dict(save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0)
 FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
 TUNED = dict(compile=(True, False), grad_sync=("last", "every"), ddp_bucket_mb=(5, 25, 100), fsdp_prefetch=(1, 2, 3))
-LAYOUT = {"tp", "pp", "cp", "pp_schedule", "zero", "fsdp", "dp_replicate"}  # settings that change the communication
+LAYOUT = {"tp", "pp", "cp", "ep", "pp_schedule", "zero", "fsdp", "dp_replicate"}  # they change the communication
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
 
 
@@ -85,8 +85,9 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
     number, n = next(launches), str(work["nproc"])
     if not n.isdecimal() or int(n) == 0:
         return {"problem": f"nproc is {n!r}: it must be a whole number of at least 1"}
-    # with grad_sync never, only the collectives of tp and cp remain: the trace has their durations
-    is_traced = (profile and show) or (work["grad_sync"] == "never" and f"{work['tp']} {work['cp']}" != "1 1")
+    # with grad_sync never, only the collectives of tp, cp and ep remain: the trace has their durations
+    has_others = any(str(work[name]) != "1" for name in ("tp", "cp", "ep"))
+    is_traced = (profile and show) or (work["grad_sync"] == "never" and has_others)
     out = scratch / f"launch{number}"
     warm_up = hardware.PROFILE_SKIP + hardware.PROFILE_STEPS + 1 if is_traced else max(3, timed // 4)
     arguments = work | FIXED | {"profile": is_traced, "out_dir": out, "max_iters": warm_up + timed - 1}
@@ -129,19 +130,22 @@ def reason_for(code: int, errors: str) -> str:
 
 
 def figures(out: Path, timed: int) -> dict:
-    """What train.py recorded in folder `out`: medians over the timed steps of the ranks' mean and maximum."""
+    """What train.py recorded in folder `out`: mostly medians over the timed steps of the ranks' mean and maximum."""
     records = read_records(out / "metrics.jsonl")
     start, steps = records[0], [r for r in records if "step_ms" in r][-timed:]
     config, mean_ms = start["config"], median(r["step_ms"] for r in steps)
     tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
+    sends = steps[0]["bytes_sent"] is not None
+    sent = {"mean": "bytes_sent", "max": "bytes_sent_max"}  # a mean over the steps, since not all of them may send
     return {name: start[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
         "processes": start["world_size"],
         "tokens_a_step": tokens,
         "tokens_per_s": tokens / mean_ms * 1e3,
         "step_ms": {"mean": mean_ms, "max": median(r["step_ms_max"] for r in steps)},
         "spans_ms": records[-1]["spans_ms"],
-        "collectives_ms": hardware.traced_collectives(out / "trace.json"),
+        "collectives_ms": hardware.traced_collectives(out / "trace.json", config["ep"] > 1),
         "memory_gb": {"mean": steps[-1]["memory_gb"], "max": steps[-1]["memory_gb_max"]},
+        "mb_sent": {kind: mean(r[key] for r in steps) / 1e6 if sends else None for kind, key in sent.items()},
         "mfu": median(r["mfu"] for r in steps) if start["peak_flops"] else None,
         "settings": config,
     }
@@ -166,8 +170,8 @@ def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | No
     """
     The parts of a step in ms, each the mean over the ranks and the slowest rank's; these need not add up to the slowest
     step. `silent` is the same launch with grad_sync 'never': the difference is the exposed communication, which no
-    computation hides, and its backward pass waits for no other rank. The collectives of tp and cp, and what is reduced
-    after the backward, are exposed too. In a pipeline, a rank computes in `stages` and waits in the bubble.
+    computation hides, and its backward pass waits for no other rank. The collectives of tp, cp and ep, and what is
+    reduced after the backward, are exposed too. In a pipeline, a rank computes in `stages` and waits in the bubble.
     """
     parts = {}
     for kind in ("mean", "max"):
@@ -202,13 +206,13 @@ def limits(run: dict) -> dict[str, float | None]:
     # the processes of one machine share its cores
     devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
     replicas = config["dp_replicate"] if config["fsdp"] or config["zero"] else n // (config["tp"] * config["pp"])
-    # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32
+    # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32. With ep: n/a
     moved = 28 * run["parameters"] * replicas / (run["spans_ms"]["optimizer"]["mean"] / 1e3)
     return {
         "matmul_tflops": matmul / 1e12,
         "matmul_ratio": run["mfu"] * run["peak_flops"] / (matmul * devices) if run["mfu"] else None,
         "copy_gb_per_s": copy / 1e9,
-        "copy_ratio": None if config["cpu_offload"] else moved / (copy * devices),
+        "copy_ratio": None if config["cpu_offload"] or config["ep"] > 1 else moved / (copy * devices),
     }
 
 
@@ -224,7 +228,7 @@ def run_report() -> dict:
     if rank > 0:
         return {}
 
-    parts, best, gb = split_step(run, silent), limits(run), run["memory_gb"]
+    parts, best, gb, mb = split_step(run, silent), limits(run), run["memory_gb"], run["mb_sent"]
     count = f"{processes} process{'es' if processes > 1 else ''}"
     print(f"\n{steps} steps of {run['tokens_a_step']:,} tokens on {count}, {run['dtype']}; medians:")
     print(f"  {'':13} {'mean of the ranks':>18} {'slowest rank':>13}")
@@ -232,6 +236,7 @@ def run_report() -> dict:
     for name, ms in {"ms per step": run["step_ms"], **parts}.items():
         print(f"  {name:13} {shown(ms['mean'], '.2f'):>18} {shown(ms['max'], '.2f'):>13}")
     print(f"  {'memory':13} {gb['mean']:18.2f} {gb['max']:13.2f}  GB, peak")
+    print(f"  {'MB sent':13} {shown(mb['mean'], '.3f'):>18} {shown(mb['max'], '.3f'):>13}  per rank and step, over TCP")
     print(f"  {'MFU':13} {shown(run['mfu'], '.1%'):>18}")
     if "pipeline" in run["spans_ms"]:
         print(f"  {'bubble share':13} {shown_bubble(bubble(run)):>18}  of the pipeline's time (by formula)")
@@ -272,7 +277,8 @@ def row_of(run: dict, tried: list[dict]) -> str:
     """A row of the table: settings and figures, or why the launch failed. The first one with a header."""
     point, row = run["point"], ""
     if len(tried) == 1:
-        row = "".join(f"  {name:>9}" for name in point) + "  tokens/step   tokens/s   ms/step       GB    MFU  speed-up"
+        row = "".join(f"  {name:>9}" for name in point) + "  tokens/step   tokens/s   ms/step       GB"
+        row += "   MB sent    MFU  speed-up"
         row += "  efficiency" if "nproc" in point else ""
         row += "   comm ms  bubble (formula)\n" if LAYOUT.intersection(point) else "\n"
     row += "".join(f"  {value!s:>{max(len(name), 9)}}" for name, value in point.items())
@@ -281,9 +287,9 @@ def row_of(run: dict, tried: list[dict]) -> str:
     first = next(other for other in tried if "problem" not in other)
     speed_up = run["tokens_per_s"] / first["tokens_per_s"]
     row += f" {run['tokens_a_step']:12,} {run['tokens_per_s']:10,.0f} {run['step_ms']['mean']:9.2f}"
-    row += f" {run['memory_gb']['max']:8.2f} {shown(run['mfu'], '.1%'):>6} {speed_up:8.2f}x"
-    efficiency = speed_up * first["processes"] / run["processes"]
-    row += f" {efficiency:11.0%}" if "nproc" in point else ""
+    row += f" {run['memory_gb']['max']:8.2f} {shown(run['mb_sent']['mean'], '.3f'):>9} {shown(run['mfu'], '.1%'):>6}"
+    row += f" {speed_up:8.2f}x"
+    row += f" {speed_up * first['processes'] / run['processes']:11.0%}" if "nproc" in point else ""
     has_more = "exposed_ms" in run
     return f"{row} {shown(run['exposed_ms'], '.2f'):>9}  {shown_bubble(run['bubble'])}" if has_more else row
 
@@ -359,20 +365,12 @@ def memory_cost(world_size: int) -> dict:
     """What the memory of a step on `world_size` processes depends on."""
     sequences = work["batch_size"] * (work["gradient_accumulation_steps"] or world_size)
     data_size = max(1, world_size // (work["pp"] * work["cp"] * work["tp"]))
-    rows = loader.share_of(sequences, 0, data_size, work["batch_size"], work["pp"]).rows
-    dtype, vocab_size = precision.resolve_dtype(work["dtype"], where), work["vocab_size"]
-    if not vocab_size:
-        vocab_size = loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
+    weights = loader.weights_of(work["shares"], data_size)
+    rows = max(loader.share_of(sequences, 0, data_size, work["batch_size"], work["pp"], weights).rows_of)
+    dtype = precision.resolve_dtype(work["dtype"], where)
+    vocab_size = work["vocab_size"] or loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
     model_args = asdict(GPTConfig(**settings.model_args_of(work, vocab_size)))
     return memory.cost_of(work, model_args, rows, dtype, world_size, where.type)
-
-
-def print_estimate(world_size: int) -> None:
-    """Print an estimate of the memory that each rank needs, by part."""
-    cost = memory_cost(world_size)
-    say(f"estimated GB per rank, with world size {world_size} and micro-batches of {cost['rows']}:")
-    for name, gb in memory.memory_estimate(cost).items():
-        say(f"  {name:12} {gb:8.3f}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -413,10 +411,12 @@ try:
     if is_random:
         work["vocab_size"] = work["vocab_size"] or (65 if is_small else loader.GPT2_VOCAB)
     if is_default and where.type == "cuda":  # GPT-2 124M, with the micro-batch that fills the GPU
-        gb = torch.cuda.mem_get_info(where)[1] / 1e9
-        work["batch_size"] = memory.largest_micro_batch(memory_cost(processes), gb)
+        work["batch_size"] = memory.largest_micro_batch(memory_cost(processes), torch.cuda.mem_get_info(where)[1] / 1e9)
     if estimate or estimate_world_size:
-        print_estimate(estimate_world_size or processes)
+        cost = memory_cost(estimate_world_size or processes)
+        say(f"estimated GB per rank, with world size {cost['world_size']} and micro-batches of {cost['rows']}:")
+        for name, gb in memory.memory_estimate(cost).items():
+            say(f"  {name:12} {gb:8.3f}")
     if estimate_world_size:
         sys.exit()
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""

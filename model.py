@@ -8,100 +8,18 @@ Nothing here depends on torch.distributed: isogpt/parallel distributes the model
 
 import hashlib
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isogpt import generation, huggingface
+from isogpt.architecture import ARCHS, GPTConfig
+from isogpt.experts import ExpertLinear, MoE
 from isogpt.kernels import IGNORE, Dropout, KVCache, RMSNorm, causal_attention, relu2, rotate, soft_cap, summed_loss
-
-
-@dataclass(frozen=True)
-class Arch:
-    """What distinguishes the architectures. The defaults are GPT-2's."""
-
-    rms_norm: bool = False  # RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) instead of LayerNorm
-    norm_weights: bool = True  # norms have weights
-    norm_eps: float = 1e-5
-    rotation: int = 0  # direction of the rotary positions (Su et al. 2021, arXiv:2104.09864); 0: position embeddings
-    qk_norm: bool = False  # RMSNorm of the rotated queries and keys (Henry et al. 2020, arXiv:2010.04245)
-    norm_embeddings: bool = False  # a norm between the embeddings and the first block
-    activation: str = "gelu"  # or relu2 (So et al. 2021, arXiv:2109.08668), swiglu (Shazeer 2020, arXiv:2002.05202)
-    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118)
-    tied: bool = True  # whether wte and lm_head share their weights, if the config does not say
-
-
-ARCHS = {
-    "gpt2": Arch(),
-    "nanochat": Arch(rms_norm=True, norm_weights=False, norm_eps=1e-6, rotation=-1, qk_norm=True, norm_embeddings=True,
-                     activation="relu2", softcap=15.0, tied=False),
-    "llama": Arch(rms_norm=True, rotation=1, activation="swiglu", tied=False),
-}  # fmt: skip
-
-
-@dataclass
-class GPTConfig:
-    """
-    A model's shape. Fields that are 0 or None take the architecture's default.
-
-    Args:
-        bias: use biases in Linear and LayerNorm, as GPT-2 does; False is slightly faster. The other architectures have
-            none.
-        gelu: 'none' (the exact GELU, as in nanoGPT) or 'tanh' (the approximation that GPT-2 was trained with).
-        arch: a key of ARCHS.
-        n_kv_head: heads of keys and values, each for n_head / n_kv_head heads of queries (Ainslie et al. 2023,
-            arXiv:2305.13245). Default: n_head.
-        n_hidden: width of the MLP's hidden layer. Default: 4 n_embd; llama: 8/3 n_embd, rounded up to a multiple of 64.
-        tied: whether wte and lm_head share their weights.
-        norm_eps: added to the variance in norms.
-        rope_theta: base of the rotary positions' frequencies.
-    """
-
-    block_size: int = 1024
-    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64 for faster matmuls
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    dropout: float = 0.0
-    bias: bool = True
-    gelu: str = "none"
-    arch: str = "gpt2"
-    n_kv_head: int = 0
-    n_hidden: int = 0
-    tied: bool | None = None
-    norm_eps: float = 0.0
-    rope_theta: float = 10000.0
-
-    def __post_init__(self) -> None:
-        if self.arch not in ARCHS:
-            raise ValueError(f"arch is {self.arch!r}; possible are {', '.join(ARCHS)}")
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}: it must be in [0, 1)")
-        arch = ARCHS[self.arch]
-        self.bias = self.bias and self.arch == "gpt2"
-        self.n_kv_head = self.n_kv_head or self.n_head
-        width = 64 * math.ceil(self.n_embd / 24)  # 8/3 n_embd, since SwiGLU has a third matrix
-        self.n_hidden = self.n_hidden or (width if arch.activation == "swiglu" else 4 * self.n_embd)
-        self.tied = arch.tied if self.tied is None else self.tied
-        self.norm_eps = self.norm_eps or arch.norm_eps
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head is {self.n_kv_head}: it must divide n_head, {self.n_head}")
-        if arch.rotation and self.n_embd // self.n_head % 2:
-            raise ValueError(f"n_embd / n_head is {self.n_embd // self.n_head}: rotary positions need an even number")
-
-    @property
-    def qkv_rows(self) -> tuple[int, int, int]:
-        """Heights of the query, key and value projections that are stacked in `c_attn`."""
-        head_size = self.n_embd // self.n_head
-        return self.n_head * head_size, self.n_kv_head * head_size, self.n_kv_head * head_size
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -140,25 +58,35 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    """The MLP of a block, or all experts of a block, whose layers `linear` makes."""
+
+    def __init__(self, config: GPTConfig, linear: Callable[..., nn.Module] = nn.Linear) -> None:
         super().__init__()
         self.activation = ARCHS[config.arch].activation
         self.gelu = config.gelu
         if self.activation == "swiglu":
-            self.c_gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
-        self.c_fc = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
+            self.c_gate = linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.c_fc = linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.c_proj = linear(config.n_hidden, config.n_embd, bias=config.bias)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.c_fc(x)  # (B, T, n_hidden)
+    def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
+        """(..., C) -> (..., C). Experts' rows are sorted by expert, with `counts` (E,) of each."""
+        hidden = self.c_fc(x, *counts)  # (..., n_hidden)
         if self.activation == "swiglu":
-            hidden = F.silu(self.c_gate(x)) * hidden
+            hidden = F.silu(self.c_gate(x, *counts)) * hidden
         elif self.activation == "relu2":
             hidden = relu2(hidden)
         else:
             hidden = F.gelu(hidden, approximate=self.gelu)
-        return self.dropout(self.c_proj(hidden))
+        return self.dropout(self.c_proj(hidden, *counts))
+
+
+def make_mlp(config: GPTConfig) -> nn.Module:
+    """A block's MLP, or with n_expert its router and experts."""
+    if not config.n_expert:
+        return MLP(config)
+    return MoE(config, MLP(replace(config, dropout=0.0), partial(ExpertLinear, config.n_expert)))
 
 
 class Block(nn.Module):
@@ -167,11 +95,17 @@ class Block(nn.Module):
         self.ln_1 = make_norm(config)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = make_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = make_mlp(config)
+        self.has_experts = config.n_expert > 0
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        x = x + self.attn(self.ln_1(x), rope, cache)  # (B, T, C)
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x: Tensor, rope: Tensor | None = None,
+                cache: KVCache | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
+        """(B, T, C) -> (B, T, C), and with experts also MoE.routing_of, (B, E + 2)."""
+        x = x + self.attn(self.ln_1(x), rope, cache)
+        if not self.has_experts:
+            return x + self.mlp(self.ln_2(x))
+        y, routing = self.mlp(self.ln_2(x))
+        return x + y, routing
 
 
 class GPT(nn.Module):
@@ -202,6 +136,7 @@ class GPT(nn.Module):
             self.transformer["ln_f"] = make_norm(config)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.loss = summed_loss  # compiled by itself where the blocks are; tensor parallelism replaces it
+        self.routing: Tensor | None = None  # sums of MoE.routing_of over all sequences since it was None, (L, E + 2)
         self.positions = torch.arange  # positions from start to end; context parallelism replaces it
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
@@ -282,8 +217,8 @@ class GPT(nn.Module):
         if positions is None:
             positions = self.next_positions(idx.size(1), caches, idx.device)
         x = self.embed(idx, positions)
-        x = self.run_blocks(self.transformer.h.named_children(), x, positions, caches)
-        return self.predict(x, targets, target_count)
+        x, routing = self.run_blocks(self.transformer.h.named_children(), x, positions, caches)
+        return self.predict(x, routing, targets, target_count)
 
     def next_positions(self, T: int, caches: list[KVCache] | None, device: torch.device) -> Tensor:
         """Positions (T,) of T tokens that follow the caches, see `forward`."""
@@ -302,15 +237,34 @@ class GPT(nn.Module):
         return self.transformer.drop(x)
 
     def run_blocks(self, blocks: Iterable[tuple[str, nn.Module]], x: Tensor, positions: Tensor,
-                   caches: list[KVCache] | None = None) -> Tensor:  # fmt: skip
-        """Apply blocks, given with their numbers: (B, T, C) -> (B, T, C)."""
+                   caches: list[KVCache] | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Apply blocks, given with their numbers: (B, T, C) -> (B, T, C), and what MoE.routing_of returns for each."""
         rope = self.rotary_angles(positions) if self.arch.rotation else None  # (2, T, 1, D)
+        found = []
         for number, block in blocks:
             x = block(x, rope, caches[int(number)] if caches else None)
-        return x
+            if self.config.n_expert:
+                x, routing = x
+                found.append(routing)
+        return x, torch.stack(found) if found and self.training else None  # (blocks, B, E + 2)
 
-    def predict(self, x: Tensor, targets: Tensor | None, target_count: float | None) -> tuple[Tensor | None, ...]:
+    def predict(self, x: Tensor, routing: Tensor | None, targets: Tensor | None,
+                target_count: float | None) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """Logits and loss from the last block's output, see `forward`."""
+        logits, loss = self.predict_tokens(x, targets, target_count)
+        if routing is None or targets is None:
+            return logits, loss
+        valid = targets != IGNORE  # (B, T)
+        routing = routing * valid.any(1)[:, None]  # without padding rows
+        with torch.no_grad():
+            sums = routing.sum(1)
+            self.routing = sums if self.routing is None else self.routing + sums
+        auxiliary = routing[..., 0].sum() / (valid.sum() if target_count is None else target_count)
+        return logits, loss + (auxiliary - auxiliary.detach())  # the loss is the tokens' alone, its gradient is of both
+
+    def predict_tokens(self, x: Tensor, targets: Tensor | None,
+                       target_count: float | None) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """`predict` without the router's auxiliary losses."""
         x = self.transformer.ln_f(x)
         if targets is None:
             return soft_cap(self.lm_head(x[:, -1:]), self.arch.softcap), None
@@ -344,7 +298,7 @@ class GPT(nn.Module):
 
         Args:
             model_type: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a saved GPT2LMHeadModel,
-                NanoChatForCausalLM or LlamaForCausalLM.
+                NanoChatForCausalLM, LlamaForCausalLM or MixtralForCausalLM.
             override_args: only `dropout` can be overridden.
 
         Raises:
@@ -397,11 +351,12 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """
         FLOPs of one token's forward and backward: 6 N + 12 L H Q T (PaLM, appendix B, arXiv:2204.02311), N without
-        embeddings, which are looked up and not multiplied, unless the head shares them.
+        experts that the token does not use, and without embeddings, which are looked up and not multiplied, unless the
+        head shares them.
         """
         c = self.config
         looked_up = 0 if c.tied else self.transformer.wte.weight.numel()
-        return 6 * (self.get_num_params() - looked_up) + 12 * c.n_layer * c.n_embd * c.block_size
+        return 6 * (self.get_num_params() - c.unused_count - looked_up) + 12 * c.n_layer * c.n_embd * c.block_size
 
     def estimate_mfu(self, fwdbwd_per_iter: float, dt: float, peak_flops: float = 312e12) -> float:
         """

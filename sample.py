@@ -52,7 +52,7 @@ try:
     launch.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
     settings.check_sampling(config)
-    degrees = config | {"cp": 1, "dp_replicate": 1, "pp_schedule": "1f1b"}
+    degrees = config | {"islands": 1, "ep": 1, "cp": 1, "dp_replicate": 1, "pp_schedule": "1f1b"}
     settings.check_degrees(launch.rank_variables()[1], degrees, {})
     ranks = launch.connect(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero=0)

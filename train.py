@@ -11,7 +11,6 @@ Train a GPT on one process or many: the same script, the same loss curve (at dro
 
 import isogpt.threads  # noqa: F401  (before torch: may set an environment variable that torch reads on import)
 
-import math
 import os
 import time
 from contextlib import nullcontext
@@ -23,10 +22,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import configure, fail
 from isogpt import agree, checkpoint, launch, loader, memory, metrics, optim, parallel, precision, resilience
-from isogpt.hardware import Clock, memory_gb, over_ranks, start_profiler, total_peak_flops
+from isogpt.evaluation import evaluate
+from isogpt.hardware import Clock, measured_speeds, memory_gb, over_ranks, start_profiler, total_peak_flops
 from isogpt.mesh import make_mesh
 from isogpt.run_folder import enter_folder, mark_preempted
-from isogpt.settings import RENAMED, check_degrees, check_model_args, check_training, model_args_of
+from isogpt.schedule import make_schedule
+from isogpt.settings import RENAMED, check_degrees, check_training, fit_model_args, model_args_of
 from isogpt.watchdog import Watchdog, explain_crashes
 from model import GPT, GPTConfig
 
@@ -72,8 +73,17 @@ tp = 1  # tensor parallelism: ranks that divide each matrix, by heads, hidden fe
 pp = 1  # pipeline parallelism: ranks that divide the layers
 pp_schedule = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble or zbv (the last three: two stages on each rank)
 cp = 1  # context parallelism: ranks that divide each sequence
+shares = "equal"  # of each step, by data-parallel rank: equal, a list such as 2,1,1, or auto (measured speeds)
+ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert)
 grad_sync = "auto"  # reduce gradients at the last micro-step, every one (less memory), never, auto (zero 2, 3: every)
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
+grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
+islands = 1  # groups of ranks that take local_steps steps by themselves, then average weights (0: one per machine)
+local_steps = 1  # steps between two averages of the islands' weights
+outer_lr = 0.7  # learning rate of the outer step, whose gradient is the mean change of the weights (1: Local SGD)
+outer_momentum = 0.9  # its Nesterov momentum (0: Local SGD)
+outer_compression = "none"  # how islands send the changes: none, fp16 or int8
+outer_parts = 1  # parts of the model that islands average at different steps, in the background (1: all at once)
 ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1)
 fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network (zero 2 and 3)
 activation_checkpointing = "none"  # recompute blocks in the backward pass: none, full, selective or every:K (one in K)
@@ -92,6 +102,10 @@ n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (
 n_embd = 768  # width
 n_hidden = 0  # width of the MLP's hidden layer (0: 4 * n_embd; llama: 8/3 * n_embd, rounded up to a multiple of 64)
 head = "auto"  # the output layer: tied to the token embedding, untied, or auto (gpt2: tied, nanochat, llama: untied)
+n_expert = 0  # mixture of experts: MLPs per block, of which each token uses n_expert_active (0: one MLP for all tokens)
+n_expert_active = 2  # experts for each token
+balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts
+router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small
 dropout = 0.0  # 0 for pretraining; 0.1 or more for fine-tuning
 bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better and faster
 # -- optimizer --------------------------------------------------------------------------------------------------------
@@ -111,17 +125,22 @@ warmup_iters = 2000  # steps of linear warm-up
 lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters
 cooldown_iters = 0  # steps of wsd's decay to min_lr
 min_lr = 6e-5  # usually learning_rate / 10
+lr_scaling = "none"  # multiply rates and warm-up by sequences per step / base_batch: none, linear or sqrt (its root)
+base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen
 # ---------------------------------------------------------------------------------------------------------------------
 # settings, processes, process group
 try:
     launch.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals(), renamed=RENAMED)
     check_training(config)
+    sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
+    schedule = make_schedule(config, sequences_per_step)
     launch.start_workers(nproc, __file__)
-    check_degrees(launch.rank_variables()[1], config, config if init_from == "scratch" else {})
+    layout = config | {"islands": islands or launch.machine_count()}
+    check_degrees(launch.rank_variables()[1], layout, config if init_from == "scratch" else {})
     ranks = launch.connect(device, backend, dist_timeout_s)
     zero_stage = 3 if fsdp else zero
-    mesh = make_mesh(ranks.rank, ranks.world_size, config, zero_stage)
+    mesh = make_mesh(ranks.rank, ranks.world_size, layout, zero_stage)
     if ranks.store or zero_stage > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
         mesh.connect(ranks.device.type, shards=zero_stage >= 2)
@@ -129,11 +148,11 @@ except (ValueError, dist.DistError) as e:
     fail(str(e))
 
 # data, log, and what a previous attempt left behind (all ranks; exit_together: an error on any rank ends all)
-sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
 progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
 logger = metrics.Logger(Path(out_dir), ranks, progress, alert_command, max_iters)
 with agree.exit_together():
     data = loader.open_dataset(dataset, block_size, vocab_size)
+    weights = loader.weights_of(shares, mesh.data_size)
 launch.check_start(ranks, config | {"the data's digest": data.digest})
 stop = resilience.watch_signals(time_limit_s)
 job = resilience.describe_job(config, ranks.world_size)
@@ -146,14 +165,13 @@ if is_resume:
 pretrained = None
 with agree.exit_together():
     if source:
-        model_args = dict(source.run["model_args"])
+        model_args = source.run["model_args"]
     elif init_from.removeprefix("auto:") in ("scratch", "auto"):
         model_args = model_args_of(config, data.vocab_size)
     else:
         pretrained = GPT.from_pretrained(init_from.removeprefix("auto:"))
         model_args = pretrained.describe()
-    check_model_args(model_args, config, ranks.world_size, data)
-    model_args |= {"dropout": dropout, "block_size": block_size}  # position embeddings are cropped to block_size
+    model_args = fit_model_args(model_args, layout, ranks.world_size, data, is_resume)
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
     model_args = raw_model.describe()
@@ -165,12 +183,12 @@ torch_dtype = precision.DTYPES[compute_dtype]
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
 saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, config)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
-                       model_args["vocab_size"], ranks.device)  # fmt: skip
-share, clock = reader.share, Clock(ranks.device)
+                       model_args["vocab_size"], ranks.device, weights)  # fmt: skip
+clock = Clock(ranks.device)
 watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger, saver)
-memory_cost = memory.cost_of(config, model_args, share.rows, compute_dtype, ranks.world_size, ranks.device.type)
-explain_crashes(watchdog, out_dir, job, share.rows, memory_cost)
-# pp, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
+memory_cost = memory.cost_of(config, model_args, reader.share.rows, compute_dtype, ranks.world_size, ranks.device.type)
+explain_crashes(watchdog, out_dir, job, reader, memory_cost)
+# pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
 optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_decay, learning_rate, (beta1, beta2),
                                    muon_lr, embedding_lr, torch_dtype, mesh)  # fmt: skip
@@ -179,18 +197,24 @@ scaler = torch.amp.GradScaler(ranks.device.type, enabled=compute_dtype == "float
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
 with agree.exit_together():
     if is_resume:
-        checkpoint.restore(source, raw_model, optimizers, scaler, progress)
+        checkpoint.restore(source, raw_model, optimizers, scaler, progress, island=mesh.place("islands"))
     elif source:  # a new run from another run's weights
-        checkpoint.restore(source, raw_model)
+        checkpoint.restore(source, raw_model, seed=seed)
     elif pretrained:
-        checkpoint.load_weights(raw_model, pretrained.state_dict())
+        checkpoint.load_weights(raw_model, pretrained.state_dict(), seed)
     else:
         parallel.init_weights(raw_model, seed)
+if shares == "auto":  # before DDP, whose hooks communicate
+    if len(progress.shares) != mesh.data_size:  # a resumed run keeps those that it began with
+        progress.shares = measured_speeds(raw_model, reader.padding_batch(), autocast, ranks.device)
+    reader.weights = progress.shares
+share = reader.share
 pipeline = parallel.make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torch_dtype, ranks.device)
-model, copies = raw_model, mesh.data_size * cp  # ranks whose gradients are averaged
-if copies > 1 and zero_stage < 2 and not pipeline:  # gradient_as_bucket_view: no copies of the gradients
-    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True,
-                process_group=mesh.group("dp_replicate", "cp"))  # fmt: skip
+saver.exchange = exchange = parallel.make_exchange(raw_model, mesh, config, zero_stage)  # over slow networks
+model, copies = raw_model, mesh.data_size * cp  # ranks with different tokens
+replicas = mesh.group("dp_replicate", "ep", "cp")
+if replicas and zero_stage < 2 and not pipeline:  # gradient_as_bucket_view: no copies of the gradients
+    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True, process_group=replicas)
 
 # the run folder and the log (rank 0 claims the folder and writes the log)
 with agree.exit_together():
@@ -201,47 +225,10 @@ with agree.exit_together():
         logger.open()
 saver.owner, clock.doing = agree.broadcast(saver.owner), "the first step"
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
-logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, share,
-              micro_batch, mesh)  # fmt: skip
-source = pretrained = None  # frees their memory
+logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
+              schedule)  # fmt: skip
 logger.event("resume" if is_resume else "start", config=config, world_size=ranks.world_size, dtype=compute_dtype,
              micro_batch=micro_batch, parameters=parameter_count, peak_flops=logger.peak_flops)  # fmt: skip
-
-
-def get_lr(step: int) -> float:
-    """Linear warm-up, decay to min_lr by lr_schedule, then min_lr."""
-    if not decay_lr:
-        return learning_rate
-    if step < warmup_iters:
-        return learning_rate * (step + 1) / (warmup_iters + 1)
-    if step >= lr_decay_iters:
-        return min_lr
-    start = max(warmup_iters, lr_decay_iters - cooldown_iters) if lr_schedule == "wsd" else warmup_iters
-    decayed = max(0, step - start) / (lr_decay_iters - start)  # 0 to 1
-    factor = 0.5 * (1 + math.cos(math.pi * decayed)) if lr_schedule == "cosine" else 1 - decayed  # 1 to 0
-    return min_lr + factor * (learning_rate - min_lr)
-
-
-def get_momentum(step: int) -> float:
-    """Muon's momentum: linear warm-up from 0.85 to muon_momentum over 300 steps, as nanochat and modded-nanogpt do."""
-    return 0.85 + min(1.0, step / 300) * (muon_momentum - 0.85)
-
-
-@torch.no_grad()
-def evaluate(split: str) -> float | None:
-    """Mean loss over the split's fixed sequences, divided among the ranks (all ranks); None if a stop was requested."""
-    total = 0.0
-    watchdog.armed = False  # the first evaluation compiles a graph of its own
-    raw_model.eval()
-    for i, (x, y) in enumerate(reader.evaluation(split, eval_iters * batch_size)):
-        with clock("evaluation"), autocast:
-            total += raw_model(x, y, 1.0)[1].to(agree.number_dtype(ranks.device))  # the sum over the targets
-        if stop.in_evaluation(i, ranks.device, saver.seconds):
-            break
-    raw_model.train()
-    parallel.reshard(raw_model)
-    total = agree.gather_number(total, ranks.device).mean().item() * copies
-    return None if stop.agreed else total / (eval_iters * batch_size * block_size)
 
 
 def save(val_loss: float | None = None) -> None:
@@ -261,6 +248,10 @@ nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
 reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2)
 loss_divisor = progress.tokens_per_step / copies  # the mean over the ranks is the batch's mean
 parallel.settle_buckets(model, *reader.padding_batch(), loss_divisor, autocast)
+exchange.attach(model)
+if is_resume:
+    checkpoint.restore_exchange(source, exchange, progress.step)
+source = pretrained = None  # frees their memory
 if pipeline:
     pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
 batches = reader.train(progress)
@@ -273,13 +264,16 @@ step_began = time.perf_counter()
 while progress.step <= max_iters or eval_only:
     step, val_loss = progress.step, None
     precision.seed_step(seed, step, ranks.rank)
-    lr = get_lr(step)
-    optim.set_rates(optimizers, lr, get_momentum(step))
+    lr = schedule.lr(step)
+    optim.set_rates(optimizers, step, lr, muon_momentum)
 
     # evaluate and save the state before this step
     pause_began = time.perf_counter()
     if eval_only or step % eval_interval == 0:
-        train_loss, val_loss = evaluate("train"), evaluate("val")
+        watchdog.armed = False  # the first evaluation compiles a graph of its own
+        with exchange.evaluated_weights(), logger.traffic.paused():
+            train_loss, val_loss = (evaluate(raw_model, reader, split, eval_iters * batch_size, autocast, stop, clock,
+                                             saver.seconds) for split in ("train", "val"))  # fmt: skip
         if stop.agreed:
             break
         logger.evaluation(train_loss, val_loss, lr)
@@ -291,10 +285,8 @@ while progress.step <= max_iters or eval_only:
     is_due = is_best or (val_loss is not None and always_save_checkpoint)
     if (is_due or (save_interval and step % save_interval == 0)) and save_checkpoint and step > first_step:
         save(val_loss)
-    if val_loss is not None and step > first_step:
-        logger.plot()
     if check_ranks_interval and step % check_ranks_interval == 0:
-        parallel.check_weights(raw_model, step, logger.failed)
+        parallel.check_weights(raw_model, step, logger.failed, mesh.index("islands"))
     step_began += time.perf_counter() - pause_began
     if step in progress.skipped:  # excluded by a rollback; reader.train leaves its batches out
         progress.step += 1
@@ -316,8 +308,8 @@ while progress.step <= max_iters or eval_only:
                 scaler.scale(loss).backward()
         loss_sum += loss.detach()
 
-    with clock("reduce"):  # what the backward leaves to do with tp and pp
-        parallel.complete_gradients(raw_model, mesh, zero_stage, grad_sync != "never")
+    with clock("reduce"):  # what the backward leaves to do with tp, ep and pp
+        parallel.complete_gradients(raw_model, mesh, zero_stage, grad_sync != "never", exchange.compression)
     with clock("clip"):
         for part in optimizers:
             scaler.unscale_(part)
@@ -329,6 +321,7 @@ while progress.step <= max_iters or eval_only:
         numbers = agree.gather_numbers(agree.StepNumbers(
             loss=loss_sum, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
             memory_gb=memory_gb(ranks.device), forward_ms=clock.last("forward"), stop=stop.code(step_s, saver.seconds),
+            bytes_sent=logger.traffic.per_step(step % log_interval == 0),
         ), ranks.device)  # fmt: skip
     if not nan_policy.accepts(numbers, scaler):  # not finite; a float16 overflow is left to the scaler
         watchdog.armed = False
@@ -336,11 +329,15 @@ while progress.step <= max_iters or eval_only:
         # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop exits here
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
         model.zero_grad(set_to_none=model is raw_model)
+        raw_model.routing = None  # the routers' numbers may not be finite either
+        exchange.forget()
         if scaler.is_enabled():
             scaler.update()
         if back:
             with agree.exit_together(logger.failed):
-                checkpoint.restore(checkpoint.open_checkpoint(back), raw_model, optimizers, scaler, progress)
+                source = checkpoint.open_checkpoint(back)
+                checkpoint.restore(source, raw_model, optimizers, scaler, progress, island=mesh.place("islands"))
+            checkpoint.restore_exchange(source, exchange, progress.step)
             nan_policy.rolled_back(progress, logger)
             batches = reader.train(progress)
         continue
@@ -349,9 +346,10 @@ while progress.step <= max_iters or eval_only:
     with clock("optimizer"):
         optim.step(optimizers, scaler, numbers.grad_norm)
         model.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
+    exchange.after_step(step)
     clock.step()
 
-    logger.step(numbers, lr, log_interval)
+    logger.step(numbers, lr, log_interval, parallel.take_routing(raw_model, step % log_interval == 0))
     logger.saved(saver.poll())
     watchdog.armed = True
     progress.advance()
@@ -372,8 +370,10 @@ with agree.exit_together(logger.failed):
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")
     if is_preempted and ranks.is_main and not eval_only:
         mark_preempted(out_dir, progress.step, stop.reason())
+exchange.wait()
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()
+saver = exchange = None
 model = raw_model = optimizers = batches = pipeline = copies_of = None  # drop references to the process group
 launch.leave()
 if is_preempted and stop.agreed > 0 and "RANK" not in os.environ:  # a launcher would restart a run that failed

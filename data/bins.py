@@ -218,9 +218,8 @@ def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
     return wide.astype(dtype_for(tokenizer_size))
 
 
-def prepare_text(
-    script: str, description: str, argv: list[str], read: Callable[[Path], tuple[str, dict]], tokenizer: str = "char"
-) -> None:
+def prepare_text(script: str, description: str, argv: list[str], read: Callable[[Path], tuple[str, dict]],
+                 tokenizer: str = "char") -> None:  # fmt: skip
     """Parse `argv` and write one text to the folder of `script`: that of --data_files, or what read(folder) returns,
     the text and its source. `tokenizer` is char, or the default of --tokenizer."""
     folder = Path(script).absolute().parent
@@ -232,9 +231,8 @@ def prepare_text(
     report(folder, write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction))
 
 
-def write_text_dataset(
-    folder: Path, text: str, source: dict, tokenizer: str = "char", val_fraction: float = 0.1
-) -> dict:
+def write_text_dataset(folder: Path, text: str, source: dict, tokenizer: str = "char",
+                       val_fraction: float = 0.1) -> dict:  # fmt: skip
     """Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin (the
     rest) and meta.json, whose content is returned. With tokenizer char there is one id per character, in their sort
     order, and meta.pkl has nanoGPT's vocab_size, itos and stoi. `source` describes the origin of the text. ValueError
@@ -259,9 +257,8 @@ def write_text_dataset(
         return write_meta(files, tokenizer, size, source)
 
 
-def prepare_documents(
-    script: str, description: str, argv: list[str], dataset: str, selection: dict, rows: int = 0, **options: Any
-) -> None:
+def prepare_documents(script: str, description: str, argv: list[str], dataset: str, selection: dict, rows: int = 0,
+                      **options: Any) -> None:  # fmt: skip
     """Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to the folder of `script`.
 
     Args:
@@ -294,9 +291,8 @@ def prepare_documents(
     report(folder, meta)
 
 
-def write_bpe_dataset(
-    folder: Path, documents: Iterable[str], source: dict, tokenizer: str, val_fraction: float, seed: int, num_proc: int
-) -> dict:
+def write_bpe_dataset(folder: Path, documents: Iterable[str], source: dict, tokenizer: str, val_fraction: float,
+                      seed: int, num_proc: int) -> dict:  # fmt: skip
     """Write a data set of BPE tokens: train.bin, val.bin and meta.json, whose content is returned. The documents keep
     their order, and each is followed by the end-of-text token. `num_proc` does not change the result. ValueError if
     there are fewer than two documents, or the tokenizer cannot be loaded or has no end-of-text token."""
@@ -309,9 +305,8 @@ def write_bpe_dataset(
         raise ValueError(f"--tokenizer={tokenizer} has no <|endoftext|> to end documents with, e.g. --tokenizer=gpt2")
     count = 0
     with atomic_files(folder, "train.bin", "val.bin", "meta.json") as files:
-        for ids in tokenize(documents, encoding, num_proc):
-            files["val.bin" if goes_to_val(seed, count, val_fraction) else "train.bin"].write(ids)
-            count += 1
+        for count, ids in enumerate(tokenize(documents, encoding, num_proc), 1):
+            files["val.bin" if goes_to_val(seed, count - 1, val_fraction) else "train.bin"].write(ids)
         if count < 2:
             raise ValueError(f"found {count} non-empty documents, need 2; data/shakespeare/prepare.py splits one text")
         source = source | {"val_fraction": val_fraction, "seed": seed}

@@ -85,6 +85,7 @@ class StepNumbers(NamedTuple):
     memory_gb: Tensor | float  # peak
     forward_ms: Tensor | float
     stop: Tensor | float  # Stop.code
+    bytes_sent: Tensor | float  # Traffic.per_step
 
     @property
     def grad_norm(self) -> Tensor:

@@ -23,7 +23,7 @@ from isogpt import optim, run_folder
 from isogpt.agree import broadcast, exit_together, is_main, wait_together
 from isogpt.hardware import synchronize
 from isogpt.mesh import AXES, Mesh
-from isogpt.parallel import Part, copy_to_cpu, local, part_of, parts_by_name, reshard, split_of
+from isogpt.parallel import Exchange, Part, copy_to_cpu, keeps_errors, local, part_of, parts_by_name, reshard, splits_of
 from isogpt.run_folder import Found
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
@@ -41,6 +41,7 @@ class Progress:
     best_step: int = 0
     skipped: set[int] = field(default_factory=set)
     wandb_id: str | None = None
+    shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
 
     def load(self, run: dict) -> None:
         """Continue a checkpoint's run (see Source.run)."""
@@ -48,6 +49,7 @@ class Progress:
         self.rewind(run)
         self.best_val_loss, self.best_step = run.get("best_val_loss", math.inf), ours.get("best_step", 0)
         self.skipped, self.wandb_id = set(ours.get("left_out", [])), ours.get("wandb_id")
+        self.shares = tuple(ours.get("shares", ()))
 
     def rewind(self, run: dict) -> None:
         """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
@@ -62,7 +64,7 @@ class Progress:
     def describe(self) -> dict:
         """What a checkpoint stores of it besides iter_num and best_val_loss."""
         facts = {"best_step": self.best_step, "tokens": self.tokens, "left_out": sorted(self.skipped)}
-        return facts | {"wandb_id": self.wandb_id}
+        return facts | {"wandb_id": self.wandb_id, "shares": list(self.shares)}
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,15 @@ def open_checkpoint(found: Found) -> Source:
 
 
 def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None,
-            scaler: torch.amp.GradScaler | None = None, progress: Progress | None = None) -> None:  # fmt: skip
+            scaler: torch.amp.GradScaler | None = None, progress: Progress | None = None, seed: int = 0,
+            island: tuple[int, int] = (0, 1)) -> None:  # fmt: skip
     """
     Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout: each rank
-    reads what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer of them.
+    reads what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer of them, and
+    MLPs are copied to the experts that the model has instead; `seed` is of the routers' weights then.
+
+    Args:
+        island: this rank's one and their number, each of which has optimizer state of its own.
 
     Raises:
         ValueError: they do not fit, or a file cannot be read or would run code.
@@ -153,15 +160,17 @@ def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optim
     if optimizers and saved_by != optim.kind_of(optimizers):
         advice = f"set --optimizer={saved_by}, or start a new run from its weights with --init_from=FOLDER"
         raise ValueError(f"{source.found.path} was saved with optimizer {saved_by!r}: {advice}")
-    state = state_parts(model, optimizers) if optimizers else {}
+    state = state_parts(model, optimizers, island) if optimizers else {}
     if source.weights is None:
-        restore_shards(source, parts_by_name(model), state)
+        restore_shards(source, model, state, seed)
     else:
         try:
-            load_weights(model, source.weights)
+            load_weights(model, source.weights, seed)
             for name, saved in source.optimizer.items():
                 for key, target in state.get(name, {}).items():
-                    target.put(cut(torch.as_tensor(saved[key], dtype=torch.float32), target, name))
+                    whole = torch.as_tensor(saved[key], dtype=torch.float32)
+                    target = target.unstacked()  # the same on all islands
+                    target.put(adapt(whole, target, name))
         except (KeyError, RuntimeError) as e:
             raise ValueError(f"{source.found.path} does not fit the model: {' '.join(str(e).split())[:200]}") from e
     if progress:
@@ -170,41 +179,90 @@ def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optim
         scaler.load_state_dict(source.run["isogpt"]["scaler"])
 
 
-def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy full tensors by parameter name into a model on any layout; position embeddings may be longer than its."""
-    for name, target in parts_by_name(model).items():
-        target.put(cut(weights[name], target, name))
+def load_weights(model: nn.Module, weights: dict[str, Tensor], seed: int = 0) -> None:
+    """Copy full tensors by parameter name into a model on any layout, see `restore`."""
+    targets = parts_by_name(model)
+    if not any(".router." in name for name in weights):
+        init_routers(model, targets, seed)
+    for name, target in targets.items():
+        dense_name = name.replace(".experts.", ".")
+        target.put(adapt(weights[name if name in weights else dense_name], target, name))
 
 
-def cut(saved: Tensor, target: Part, name: str) -> Tensor:
-    """The saved tensor, shortened to the target's length if it is one of the position embeddings."""
-    return saved[: target.shape[0]] if name == WPE and target.shape else saved
+def init_routers(model: nn.Module, targets: dict[str, Part], seed: int) -> None:
+    """Initialize the routers of a model whose other weights come from a dense one; they are removed from `targets`."""
+    for name in [name for name in targets if ".router." in name]:
+        target = targets.pop(name)
+        target.put(model.initial_weight(name, target.shape, seed))
 
 
-def state_parts(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Part]]:
-    """The parts of the optimizers' tensors that this rank holds, by parameter name (see optim.state_by_name)."""
-    splits = {name: split_of(p) for name, p in model.named_parameters()}
-    return {name: {key: part_of(value, splits[name]) for key, value in tensors.items()}
+def adapt(saved: Tensor, target: Part, name: str) -> Tensor:
+    """The saved tensor in the target's shape: fewer position embeddings, or copies of an MLP for each expert."""
+    if name == WPE and target.shape:
+        return saved[: target.shape[0]]
+    if ".experts." in name and target.shape:
+        return saved.repeat(target.shape[0] // saved.shape[0], *(1,) * (saved.dim() - 1))
+    return saved
+
+
+def state_parts(model: nn.Module, optimizers: list[torch.optim.Optimizer],
+                island: tuple[int, int] = (0, 1)) -> dict[str, dict[str, Part]]:  # fmt: skip
+    """
+    The parts of the optimizers' tensors that this rank holds, by parameter name (see optim.state_by_name). With several
+    islands they are rows of a stack.
+    """
+    splits = {name: splits_of(p) for name, p in model.named_parameters()}
+    return {name: {key: part_of(value, splits[name]).in_row(*island) for key, value in tensors.items()}
             for name, tensors in optim.state_by_name(model, optimizers).items()}  # fmt: skip
 
 
-def restore_shards(source: Source, weights: dict[str, Part], state: dict[str, dict[str, Part]]) -> None:
-    """`restore` for shards: torch.distributed.checkpoint reads the parts that overlap with this rank's."""
-    from isogpt import shards
+def restore_exchange(source: Source, exchange: Exchange, step: int) -> None:
+    """
+    Continue with a checkpoint's errors of compression and state of the islands, after `restore` (all ranks). What it
+    lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file cannot be read.
+    """
+    read = set()
+    with exit_together():
+        if source.weights is None:  # a ckpt.pt has none of it
+            from isogpt import shards
 
-    length, shortened = source.run["model_args"]["block_size"], []  # (this rank's part, a whole tensor to read into)
+            exchange.restart(step, shards.shapes(source.found.path))
+            read = read_shards(source, {}, exchange.saved_parts(), is_optional=True)
+        else:
+            exchange.restart(step)
+    exchange.resume(step, read)
+
+
+def restore_shards(source: Source, model: nn.Module, state: dict[str, dict[str, Part]], seed: int) -> None:
+    """`restore` for shards: torch.distributed.checkpoint reads the parts that overlap with this rank's."""
+    args, weights = source.run["model_args"], parts_by_name(model)
+    length, adapted = args["block_size"], []  # (name, this rank's part, a whole tensor of another shape to read into)
     state = {name: dict(parts) for name, parts in state.items()}
     moments = state.get(WPE, {})  # with zero 1 another rank may hold them
     for parts, key in ((weights, WPE), (moments, "exp_avg"), (moments, "exp_avg_sq")):
-        if key in parts and parts[key].shape[0] != length:
-            shortened.append((parts[key], torch.empty(length, *parts[key].shape[1:])))
-            parts[key] = part_of(shortened[-1][1])
+        if key in parts and parts[key].unstacked().shape[0] != length:
+            target = parts[key].unstacked()
+            adapted.append((WPE, target, torch.empty(length, *target.shape[1:])))
+            parts[key] = part_of(adapted[-1][2])
+    if model.config.n_expert and not args.get("n_expert"):
+        init_routers(model, weights, seed)
+        for name in [name for name in weights if ".experts." in name]:
+            target = weights.pop(name)
+            adapted.append((name, target, torch.empty(target.shape[0] // model.config.n_expert, *target.shape[1:])))
+            weights[name.replace(".experts.", ".")] = part_of(adapted[-1][2])
+    read_shards(source, weights, state)
+    for name, target, whole in adapted:
+        target.put(adapt(whole, target, name))
+
+
+def read_shards(source: Source, *arguments: object, **options: object) -> set[str]:
+    """shards.read from a checkpoint. Raises ValueError if it cannot be loaded."""
+    from isogpt import shards
+
     try:
-        shards.read(source.found.path, weights, state)
+        return shards.read(source.found.path, *arguments, **options)
     except shards.ERRORS as e:  # damaged files raise nearly anything
         raise ValueError(f"{source.found.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
-    for target, whole in shortened:
-        target.put(whole[: target.shape[0]])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,6 +283,7 @@ class Saver:
     zero: int
     model_args: dict
     config: dict
+    exchange: Exchange | None = None  # known before the first checkpoint, like owner
     owner: str = ""
     pending: Future | None = None
     # of the last checkpoint:
@@ -237,7 +296,9 @@ class Saver:
 
     def __post_init__(self) -> None:
         # whether ranks hold different parts of the state
-        self.is_sharded, self.world_size = self.zero > 0 or self.mesh.splits_model, self.mesh.size(*AXES)
+        self.world_size = self.mesh.size(*AXES)
+        has_errors = keeps_errors(self.config.get("grad_compression", "none")) and self.world_size > 1
+        self.is_sharded = self.zero > 0 or self.mesh.splits_model or self.mesh.islands > 1 or has_errors
         if self.is_sharded:  # shards are written from a thread, which needs a group of its own with a CPU backend
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # a rank's disk may be slow
 
@@ -263,9 +324,10 @@ class Saver:
         if self.is_sharded:
             from isogpt import shards
 
-            manifest["run"], state = run, state_parts(model, optimizers)
-            device = next(model.parameters()).device
-            self.pending = shards.start_write(unfinished, parts_by_name(model), state, self.group, device)
+            manifest["run"], state = run, state_parts(model, optimizers, self.mesh.place("islands"))
+            own, device = self.exchange.saved_parts(), next(model.parameters()).device
+            state = {name: state.get(name, {}) | own.get(name, {}) for name in state | own}
+            self.pending = shards.start_write(unfinished, self.exchange.saved_weights(), state, self.group, device)
             write = self.pending.result  # waits for all ranks' shards
         elif is_main():
             write = partial(write_file, unfinished / "ckpt.pt", nanogpt_state(run, model, optimizers))

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isogpt.experts import ExpertLinear
 from isogpt.kernels import KVCache
 from isogpt.loader import SAMPLING, random_bits
 
@@ -41,13 +42,16 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def prepare(model: nn.Module, dtype: torch.dtype, pack: bool = True) -> None:
     """
-    Replace the Linear layers of a model by InferenceLinear, in place. The residual stream and the norms stay in
-    float32, as under autocast, which would cast the weights again for each token.
+    Replace the Linear layers of a model by InferenceLinear and convert its experts to `dtype`, in place. The residual
+    stream, the norms and the routers stay in float32, as under autocast, which would cast the weights again for each
+    token.
 
     Args:
         pack: pack the weights on a CPU. torch.compile cannot trace packed weights.
     """
     for module in list(model.modules()):
+        if isinstance(module, ExpertLinear):
+            module.to(dtype)
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, InferenceLinear(child, dtype, pack))

@@ -8,13 +8,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-from isogpt.agree import gather_objects
+from isogpt.agree import gather_number, gather_objects
 from isogpt.precision import DTYPES
 
 # Dense bfloat16 (V100, T4: float16) matmul peaks in FLOP/s, from the manufacturers' data sheets. The first pattern that
@@ -58,14 +59,13 @@ def measured_matmul(device: torch.device, dtype: str) -> float:
 def fastest(function: Callable[[torch.Tensor], object], argument: torch.Tensor, budget: float = 0.15) -> float:
     """Seconds of the fastest call of function(argument), of as many as fit into `budget` seconds."""
     best, end = math.inf, time.perf_counter() + budget
-    while True:
+    while best == math.inf or time.perf_counter() < end:
         synchronize(argument.device)
         start = time.perf_counter()
         function(argument)
         synchronize(argument.device)
         best = min(best, time.perf_counter() - start)
-        if time.perf_counter() > end:
-            return best
+    return best
 
 
 def synchronize(device: torch.device) -> None:
@@ -98,6 +98,47 @@ def read_utilization(device: torch.device, period: int) -> float | None:
     """The percentage of this period; asking the driver takes a millisecond."""
     with suppress(Exception):  # a missing package or a driver without support: no reason to stop a run
         return float(torch.cuda.utilization(device)) if device.type == "cuda" else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the speed of each rank
+
+
+def measured_speeds(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager,
+                    device: torch.device) -> tuple[float, ...]:  # fmt: skip
+    """
+    How fast each rank computes a micro-batch by itself, by rank, as a multiple of the slowest one's speed in steps of
+    1/8 (all ranks; the model does not communicate). Leaves no gradients.
+    """
+    is_compiled = device.type == "cuda"  # with this shape only for the measurement: compiling it would take a minute
+    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        seconds = seconds_per_pass(model, batch, autocast, device)
+    model.zero_grad(set_to_none=True)
+    seconds = gather_number(seconds, device)  # (world_size,)
+    return tuple(((seconds.max() / seconds * 8).round() / 8).tolist())
+
+
+def seconds_per_pass(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager,
+                     device: torch.device, budget: float = 3.0) -> float:  # fmt: skip
+    """
+    Mean seconds of a forward and backward (all ranks), of as many as fit into `budget` seconds, at least three. The
+    ranks begin together: those of one machine share its memory bandwidth, as in a step.
+    """
+
+    def run_pass() -> None:
+        with autocast:
+            _, loss = model(*batch, 1.0)
+        loss.backward()
+        synchronize(device)
+
+    run_pass()  # warms up
+    run_pass()
+    gather_number(0.0, device)
+    began, passes = time.perf_counter(), 0
+    while passes < 3 or time.perf_counter() - began < budget:
+        run_pass()
+        passes += 1
+    return (time.perf_counter() - began) / passes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,16 +251,17 @@ def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
     return profiler
 
 
-def traced_collectives(path: Path) -> dict[str, float]:
+def traced_collectives(path: Path, has_ep: bool) -> dict[str, float]:
     """
-    Rank 0's ms per step in all-gather, all-reduce and reduce-scatter, by the part of the step: from a trace of a
-    launch in which no gradients are reduced, so that only the collectives of tp and cp are in it. Computation waits for
-    them. Those of ZeRO-3, which run in the background, count too.
+    Rank 0's ms per step in all-gather, all-reduce, reduce-scatter and, with ep, all-to-all, by the part of the step:
+    from a trace of a launch in which no gradients are reduced, so that only the collectives of tp, cp and ep are in it.
+    Computation waits for them. Those of ZeRO-3, which run in the background, count too.
     """
     if not path.exists():
         return {}
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
-    calls = [e for e in events if re.match(r"gloo:(all|reduce)|ncclDevKernel_(All|Reduce)", e["name"])]
+    kernels = "All|Reduce|SendRecv" if has_ep else "All|Reduce"  # a pipeline's messages are SendRecv too
+    calls = [e for e in events if re.match(rf"gloo:(all|reduce)|ncclDevKernel_({kernels})", e["name"])]
     kinds, found = {e["cat"] for e in calls}, {}  # on a GPU, spans of its own queue
     kinds = {"gpu_user_annotation"} if "kernel" in kinds else {"user_annotation"}
     for part in ("forward", "backward", "stages"):

@@ -44,10 +44,6 @@ class Ranks:
         """Whether this is rank 0, which prints, logs and writes what only one process should write."""
         return self.rank == 0
 
-    def names(self) -> list[str]:
-        """The ranks' names in messages, by rank: 'rank 3', with the host name if there are several hosts."""
-        return rank_names(self.hosts)
-
     def topology(self) -> str:
         """Machines x processes: '4 = 2 nodes (a, b) x 2', or '3 = 1 node x 3'."""
         names = list(dict.fromkeys(self.hosts))
@@ -65,7 +61,7 @@ class Ranks:
 
 
 def rank_names(hosts: Sequence[str]) -> list[str]:
-    """The names of ranks on these hosts: 'rank 3', with the host name if there are several hosts."""
+    """The ranks' names in messages, from their hosts: 'rank 3', with the host name if there are several hosts."""
     return [f"rank {r} ({host})" if len(set(hosts)) > 1 else f"rank {r}" for r, host in enumerate(hosts)]
 
 
@@ -172,6 +168,12 @@ def rank_variables() -> tuple[int, int, int, int]:
     return rank, world_size, local_rank, local_world_size
 
 
+def machine_count() -> int:
+    """How many machines the processes are on, if there are equally many on each."""
+    _, world_size, _, local_world_size = rank_variables()
+    return max(1, world_size // local_world_size)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # this process
 
@@ -242,7 +244,7 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
     rank, world_size, local_rank, local_world_size = rank_variables()
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # exit when torchrun's agent is killed: a worker would otherwise keep writing where the workers of the next
-        # attempt write. On other systems run_folder.claim makes its checkpoints not count.
+        # attempt write. On other systems run_folder.enter_folder makes its checkpoints not count.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     chosen = pick_device(device, local_rank, world_size)
     group_backend = pick_backend(backend, chosen, world_size)
@@ -300,12 +302,17 @@ def leave() -> None:
 
 
 def check_start(ranks: Ranks, config: dict) -> None:
-    """Exit with a message if the ranks were started differently or the network is faulty (all ranks)."""
-    facts = gather_objects(start_facts(config))
+    """Exit with a message if the ranks were started differently or an all-reduce gives a wrong sum (all ranks)."""
+    facts, n = gather_objects(start_facts(config)), ranks.world_size
     with exit_together():
         check_alike(facts)
-    if ranks.world_size > 1:
-        check_collective(ranks)
+    if n == 1:
+        return
+    total = torch.full((), ranks.rank + 1.0, device=ranks.device)
+    dist.all_reduce(total)
+    with exit_together():
+        if total.item() != n * (n + 1) / 2:
+            raise ValueError(f"an all-reduce over {n} ranks returned {total.item()}: the network is faulty")
 
 
 def start_facts(config: dict) -> dict:
@@ -330,12 +337,3 @@ def check_alike(facts: list[dict]) -> None:
         names = rank_names([f["host"] for f in facts])
         values = [f"{k} is " + ", ".join(f"{f.get(k)!r} on {names[r]}" for r, f in enumerate(facts)) for k in differ]
         raise ValueError(f"the ranks were started with different settings: {'; '.join(values)}")
-
-
-def check_collective(ranks: Ranks) -> None:
-    """Exit with a message if an all-reduce does not give the right sum (all ranks)."""
-    total, n = torch.full((), ranks.rank + 1.0, device=ranks.device), ranks.world_size
-    dist.all_reduce(total)
-    with exit_together():
-        if total.item() != n * (n + 1) / 2:
-            raise ValueError(f"an all-reduce over {n} ranks returned {total.item()}: the network is faulty")

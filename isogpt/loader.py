@@ -2,12 +2,13 @@
 Which sequences optimizer step s reads, and reading them ahead of the step.
 
 The sequences of a step are a pure function of (seed, data set, step), drawn by a counter-based generator, so that the
-number of processes, the micro-batch size and restarts cannot change them. Every rank gets the same number of rows; if
-they do not divide evenly, padding rows carry targets of -1, which the loss ignores.
+number of processes, the micro-batch size and restarts cannot change them. Every rank gets the same number of rows, or
+in proportion to its weight; if they do not divide evenly, padding rows carry targets of -1, which the loss ignores.
 """
 
 import hashlib
 import json
+import math
 import operator
 import os
 from collections import deque
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,14 +112,15 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     highest = {split: highest_id(tokens) for split, tokens in splits.items()}
     for split in splits:
         check_ids(highest[split], vocab_size, folder / f"{split}.bin")
-    digest = hashlib.sha256(b"".join(sample(tokens) for tokens in splits.values())).hexdigest()[:12]
+    content = b"".join(len(t).to_bytes(8, "little") + b"".join(samples(t, 64)) for t in splits.values())
+    digest = hashlib.sha256(content).hexdigest()[:12]
     return Dataset(folder, splits["train"], splits["val"], vocab_size, max(highest.values()), digest)
 
 
-def sample(tokens: np.ndarray) -> bytes:
-    """The length of a file and 64 samples of its content."""
-    starts = np.linspace(0, max(0, len(tokens) - 4096), 64).astype(np.int64)
-    return len(tokens).to_bytes(8, "little") + b"".join(tokens[s : s + 4096].tobytes() for s in starts)
+def samples(tokens: np.ndarray, n: int) -> list[np.ndarray]:
+    """n evenly spaced samples of a file: 4096 tokens each."""
+    starts = np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
+    return [tokens[s : s + 4096] for s in starts]
 
 
 def highest_id(tokens: np.ndarray) -> int:
@@ -125,10 +128,8 @@ def highest_id(tokens: np.ndarray) -> int:
     The highest id in a file: of all of it if it is small, else of a thousand samples (each batch is checked again when
     it is read).
     """
-    if len(tokens) <= 2**26:
-        return int(tokens.max())
-    starts = np.linspace(0, len(tokens) - 4096, 1000).astype(np.int64)
-    return max(int(tokens[s : s + 4096].max()) for s in starts)
+    parts = [tokens] if len(tokens) <= 2**26 else samples(tokens, 1000)
+    return max(int(part.max()) for part in parts)
 
 
 class DataError(ValueError):
@@ -219,35 +220,92 @@ def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Share:
-    """How a batch of `sequences` is divided: every rank runs `micro_steps` micro-batches of `rows` rows."""
+    """How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows."""
 
     sequences: int
     data_rank: int
-    data_size: int
     micro_steps: int
-    rows: int
+    rows_of: tuple[int, ...]  # by data rank
+
+    @property
+    def rows(self) -> int:
+        """This rank's rows of a micro-step."""
+        return self.rows_of[self.data_rank]
 
     def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
         """This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond its end."""
-        first = (micro_step * self.data_size + self.data_rank) * self.rows
+        first = micro_step * sum(self.rows_of) + sum(self.rows_of[: self.data_rank])
         mine = starts[first : first + self.rows]
         return np.pad(mine, (0, self.rows - len(mine)), constant_values=PADDING)
 
     def padding(self) -> int:
         """How many rows of the global batch are padding."""
-        return self.micro_steps * self.rows * self.data_size - self.sequences
+        return self.micro_steps * sum(self.rows_of) - self.sequences
 
 
-def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1) -> Share:
+def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1,
+             weights: tuple[float, ...] = ()) -> Share:  # fmt: skip
     """
     One rank's share: the same number of micro-steps and rows on every rank, as few micro-steps as batch_size allows and
     then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of which is padding.
-    With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp.
+    With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp. With `weights`, by data rank, that
+    differ, rows are in proportion to them: see `divide_rows`.
     """
+    if len(set(weights)) > 1:
+        return Share(sequences, data_rank, *divide_rows(sequences, weights, batch_size))
     most = -(-sequences // data_size)
     micro_steps = -(-most // batch_size)
     micro_steps = -(-micro_steps // pp) * pp
-    return Share(sequences, data_rank, data_size, micro_steps, rows=-(-most // micro_steps))
+    return Share(sequences, data_rank, micro_steps, (-(-most // micro_steps),) * data_size)
+
+
+@lru_cache
+def divide_rows(sequences: int, weights: tuple[float, ...], batch_size: int) -> tuple[int, tuple[int, ...]]:
+    """
+    The fewest micro-steps for which no rank has more than batch_size rows in proportion to its weight, and the rows of
+    each rank, at least 1. A micro-step takes as long as the largest rows / weight: each row goes to the rank for which
+    that becomes the smallest. 48 sequences for weights 2, 1 at batch_size 12 are 3 micro-steps of 11 and 5 rows.
+    """
+    for micro_steps in count(-(-sequences // (batch_size * len(weights)))):
+        rows, times = [1] * len(weights), [(2 / weight, rank) for rank, weight in enumerate(weights)]
+        heapify(times)  # with one more row, by rank
+        for _ in range(len(weights), -(-sequences // micro_steps)):
+            _, rank = times[0]
+            rows[rank] += 1
+            heapreplace(times, ((rows[rank] + 1) / weights[rank], rank))
+        if max(rows) <= batch_size:
+            return micro_steps, tuple(rows)
+
+
+def weights_of(shares: str, data_size: int | None = None) -> tuple[float, ...]:
+    """
+    The weights in a list such as 2,1,1, one for each of data_size ranks, if that is known; () for equal and auto.
+
+    Raises:
+        ValueError: these are not that many positive numbers.
+    """
+    if shares in ("equal", "auto"):
+        return ()
+    try:
+        weights = tuple(map(float, shares.split(",")))
+    except ValueError:
+        weights = (math.nan,)
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"shares is {shares!r}; possible are equal, auto, and positive numbers, one for each "
+                         "data-parallel rank, such as 2,1,1")  # fmt: skip
+    if data_size not in (None, len(weights)):
+        if data_size == 1:
+            raise ValueError(f"shares is {shares!r}, but there is only one data-parallel rank: set --shares=equal, or "
+                             f"start more processes")  # fmt: skip
+        example = show_weights((*weights, *(1.0,) * data_size)[:data_size])
+        raise ValueError(f"shares is {shares!r}, {len(weights)} numbers for {data_size} data-parallel ranks: set one "
+                         f"for each, such as --shares={example}")  # fmt: skip
+    return weights
+
+
+def show_weights(weights: tuple[float, ...]) -> str:
+    """Weights as they are typed."""
+    return ",".join(f"{weight:g}" for weight in weights)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,37 +326,7 @@ def read_rows(tokens: np.ndarray, starts: np.ndarray, block_size: int,
     return (x, y) if positions is None else (x[:, positions], y[:, positions])
 
 
-def micro_batches(tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share,
-                  block_size: int, vocab_size: int, device: torch.device,
-                  positions: Tensor | None = None) -> Batches:  # fmt: skip
-    """
-    The micro-batches (x, y), each (rows, block_size) on `device`, of the given steps in order. A thread reads two
-    ahead, so that a slow disk does not delay a step, and the next one is copied to the device while this one is used.
-
-    Args:
-        starts_of: the starts of a step's windows, for the global batch.
-
-    Raises:
-        DataError: an id is outside the vocabulary.
-    """
-    pin = device.type == "cuda"  # copies from other memory block the CPU
-    path = Path(getattr(tokens, "filename", None) or "the data")
-
-    def read(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        if path.exists() and path.stat().st_size < tokens.nbytes:  # reading beyond the end of a mapped file is a SIGBUS
-            raise DataError(f"{path} has been truncated since the start of the run")
-        x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), block_size, positions)
-        check_ids(max(int(x.max()), int(y.max())), vocab_size, path)
-        return (x.pin_memory(), y.pin_memory()) if pin else (x, y)
-
-    starts_of = lru_cache(maxsize=1)(starts_of)  # draw once for all micro-steps of a step
-    jobs = ((step, micro_step) for step in steps for micro_step in range(share.micro_steps))
-    copied = ((x.to(device, non_blocking=True), y.to(device, non_blocking=True)) for x, y in in_thread(read, jobs))
-    for current, _ in pairwise(chain(copied, [None])):
-        yield current
-
-
-@dataclass(frozen=True)
+@dataclass
 class Reader:
     """Reads this rank's share of the training steps and of the evaluations."""
 
@@ -311,6 +339,7 @@ class Reader:
     micro_batch: int
     vocab_size: int  # the model's
     device: torch.device
+    weights: tuple[float, ...] = ()  # of the data ranks' shares; (): equal
 
     @property
     def share(self) -> Share:
@@ -320,7 +349,7 @@ class Reader:
     def share_of_rank(self, rank: int) -> Share:
         """A rank's share of a step."""
         data_rank = self.mesh.data_rank_of(rank)
-        return share_of(self.sequences, data_rank, self.mesh.data_size, self.micro_batch, self.mesh.pp)
+        return share_of(self.sequences, data_rank, self.mesh.data_size, self.micro_batch, self.mesh.pp, self.weights)
 
     def starts(self, step: int) -> np.ndarray:
         """The windows (sequences,) of a training step, for the global batch."""
@@ -338,20 +367,43 @@ class Reader:
         """This rank's micro-batches of an evaluation, which reads the same sequences every time."""
         tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
         starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
-        share = share_of(sequences, self.mesh.data_rank, self.mesh.data_size, self.micro_batch)
+        share = share_of(sequences, self.mesh.data_rank, self.mesh.data_size, self.micro_batch, weights=self.weights)
         return self.read(tokens, lambda _: starts, [0], share)
 
-    def read(self, tokens: np.ndarray, starts_of: Callable, steps: Iterable[int], share: Share) -> Batches:
-        """See micro_batches."""
-        return micro_batches(tokens, starts_of, steps, share, self.block_size, self.vocab_size, self.device,
-                             self.mesh.own_positions(self.block_size))  # fmt: skip
+    def read(self, tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int],
+             share: Share) -> Batches:  # fmt: skip
+        """
+        The micro-batches (x, y), each (rows, block_size) on the device, of the given steps in order. A thread reads two
+        ahead, so that a slow disk does not delay a step, and the next one is copied to the device while this one is
+        used.
+
+        Args:
+            starts_of: the starts of a step's windows, for the global batch.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        path = Path(getattr(tokens, "filename", None) or "the data")
+        positions = self.mesh.own_positions(self.block_size)
+
+        def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+            if path.exists() and path.stat().st_size < tokens.nbytes:  # reading beyond the end of the file is a SIGBUS
+                raise DataError(f"{path} has been truncated since the start of the run")
+            x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
+            check_ids(max(int(x.max()), int(y.max())), self.vocab_size, path)
+            # copies to a GPU from memory that is not pinned block the CPU
+            return (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)
+
+        starts_of = lru_cache(maxsize=1)(starts_of)  # draw once for all micro-steps of a step
+        jobs = ((step, micro_step) for step in steps for micro_step in range(share.micro_steps))
+        copied = (tuple(t.to(self.device, non_blocking=True) for t in rows) for rows in in_thread(read_one, jobs))
+        for current, _ in pairwise(chain(copied, [None])):
+            yield current
 
     def padding_batch(self) -> tuple[Tensor, Tensor]:
         """A micro-batch of padding rows, in the shape of a training micro-batch."""
-        padding = np.full(self.share.rows, PADDING)
-        tokens = np.zeros(self.block_size + 1, np.uint16)
-        rows = read_rows(tokens, padding, self.block_size, self.mesh.own_positions(self.block_size))
-        return tuple(t.to(self.device) for t in rows)
+        starts, tokens = np.full(self.sequences, PADDING), np.zeros(self.block_size + 1, np.uint16)
+        return next(self.read(tokens, lambda _: starts, [0], self.share))
 
 
 def in_thread(work: Callable, jobs: Iterable[tuple], ahead: int = 2) -> Iterator:

@@ -6,8 +6,10 @@ running out of memory.
 from math import ceil
 
 from isogpt import loader
+from isogpt.architecture import ARCHS, GPTConfig
 from isogpt.kernels import HALF_ATTENTION_CHUNK, HALF_ATTENTION_KEEPS_UP_TO, HALF_ATTENTION_UP_TO, logits_at_once
 from isogpt.mesh import stages_per_rank
+from isogpt.parallel.exchange import keeps_errors
 from isogpt.parallel.pipeline import cut_evenly, stages_of
 from isogpt.parallel.recompute import recompute_every
 from isogpt.precision import DTYPES
@@ -20,8 +22,9 @@ def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: i
 
 def memory_estimate(cost: dict) -> dict[str, float]:
     """
-    GB that a training step needs on a rank's device: weights, gradients, optimizer state (the moments), activations,
-    and their total, from `cost_of`. In a pipeline, on the first or the last rank, whichever needs more.
+    GB that a training step needs on a rank's device: weights, gradients, optimizer state (the moments, and what
+    compression and islands keep), activations, and their total, from `cost_of`. In a pipeline, on the first or the last
+    rank, whichever needs more.
     """
     ranks = sorted({0, cost["pp"] - 1})
     return max((rank_estimate(cost, rank) for rank in ranks), key=lambda parts: parts["total"])
@@ -30,30 +33,36 @@ def memory_estimate(cost: dict) -> dict[str, float]:
 def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
     """
     `memory_estimate` for one rank of a pipeline. ZeRO divides all but the activations by the number of shards
-    (Rajbhandari et al. 2020, arXiv:1910.02054, section 5).
+    (Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Experts are divided by ep first, and then over the ranks
+    that hold the same ones: into as many shards in all.
     """
-    zero, tp = 3 if cost["fsdp"] else cost["zero"], cost["tp"]
+    zero, tp, ep = 3 if cost["fsdp"] else cost["zero"], cost["tp"], cost["ep"]
     layers, edges, has_loss = pipeline_part(cost, pp_rank)
     model_args = cost["model_args"] | {"n_layer": layers}
-    block = parameter_counts(model_args)[1] / tp
-    n = block * layers + edges / tp
-    shards = max(1, cost["world_size"] // (cost["dp_replicate"] * cost["pp"] * tp))
+    whole, experts = (count / tp for count in parameter_counts(model_args)[1:])
+    block = whole - experts + experts / ep
+    islands = max(1, cost["islands"])
+    shards = max(1, cost["world_size"] // (islands * cost["dp_replicate"] * cost["pp"] * tp))
+    n, shard = block * layers + edges / tp, (whole * layers + edges / tp) / shards
     size = DTYPES[cost["dtype"]].itemsize
-    weights, gradients, moments = 4 * n, 4 * n, 8 * n
+    weights, gradients, moments = 4 * n, 4 * n, 8 * (shard if zero >= 1 else n)
     if cost.get("optimizer") == "muon":  # one moment for the matrices of the blocks
-        moments -= 4 * block * model_args["n_layer"]
-    if zero >= 1:
-        moments /= shards
+        moments -= 4 * layers * (whole / shards if zero >= 1 else block)
     if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in
         gathered_blocks = min(1 + cost["fsdp_prefetch"], model_args["n_layer"])
         gathered = n - block * (model_args["n_layer"] - gathered_blocks)  # the root unit always stays gathered
         reduces_always = cost["grad_sync"] in ("auto", "every")  # in every micro-step, not only in the last one
-        weights = 4 * n / shards + size * (n if zero == 2 else gathered)
-        gradients = 4 * n / shards + size * (gathered if reduces_always else n)
+        weights = 4 * shard + size * (n if zero == 2 else gathered)
+        gradients = 4 * shard + size * (gathered if reduces_always else n)
     if cost["cpu_offload"]:
-        weights, gradients, moments = weights - 4 * n / shards, gradients - 4 * n / shards, 0
+        weights, gradients, moments = weights - 4 * shard, gradients - 4 * shard, 0
+    own = shard if zero >= 2 else n
+    if keeps_errors(cost["grad_compression"]) and cost["world_size"] > islands:
+        moments += 4 * own  # the errors
+    if islands > 1:  # weights and momentum of the outer step; of a part, the weights that are sent and their change
+        moments += 8 * own + 8 * own / cost["outer_parts"]
     mode, on_cpu = cost["activation_checkpointing"], cost["device_type"] == "cpu"
-    activations = activation_bytes(model_args, cost["rows"], size, zero, mode, on_cpu, tp, cost["cp"],
+    activations = activation_bytes(model_args, cost["rows"], size, zero, mode, on_cpu, tp, cost["cp"], ep,
                                    in_flight(cost, pp_rank), has_loss)  # fmt: skip
     parts = {"weights": weights, "gradients": gradients, "optimizer": moments, "activations": activations}
     parts["total"] = sum(parts.values())
@@ -64,10 +73,11 @@ def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
     """Number of blocks of a rank of a pipeline, number of its other parameters, and whether it computes the loss."""
     model_args, pp, schedule = cost["model_args"], cost["pp"], cost["pp_schedule"]
     L, C, V = model_args["n_layer"], model_args["n_embd"], model_args["vocab_size"]
-    n, block = parameter_counts(model_args)
+    n, block, _ = parameter_counts(model_args)
     if pp == 1:
         return L, n - L * block, True
-    flops = [2.0 * (block + model_args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
+    used = block - GPTConfig(**model_args).unused_count // L
+    flops = [2.0 * (used + model_args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
     flops[-1] += 2.0 * V * C
     stages, own = pp * stages_per_rank(schedule), stages_of(pp_rank, pp, schedule)
     runs, is_first, is_last = cut_evenly(flops, stages), 0 in own, stages - 1 in own
@@ -110,21 +120,19 @@ def memory_report(cost: dict) -> str:
     return f"{text}; lower totals: {', '.join(lower)}" if lower else text
 
 
-def parameter_counts(model_args: dict) -> tuple[int, int]:
-    """Number of parameters of the whole model and of one block."""
-    arch, C, hidden, bias = (model_args[name] for name in ("arch", "n_embd", "n_hidden", "bias"))
-    qkv = C + 2 * C * model_args["n_kv_head"] // model_args["n_head"]
-    norm = 0 if arch == "nanochat" else C
-    block = C * qkv + C**2 + (3 if arch == "llama" else 2) * C * hidden + 2 * norm
-    total = model_args["n_layer"] * block + norm + model_args["vocab_size"] * C * (1 if model_args["tied"] else 2)
-    if bias:
-        block += qkv + C + hidden + C + 2 * C
-        total += model_args["n_layer"] * (qkv + hidden + 4 * C) + C
-    return total + (model_args["block_size"] * C if arch == "gpt2" else 0), block
+def parameter_counts(model_args: dict) -> tuple[int, int, int]:
+    """Number of parameters of the whole model, of one block, and of all experts of a block."""
+    c = GPTConfig(**model_args)
+    C, qkv, experts = c.n_embd, sum(c.qkv_rows), c.n_expert * c.mlp_count
+    norm = (2 if c.bias else 1) * C if ARCHS[c.arch].norm_weights else 0
+    attention = C * (qkv + C) + (qkv + C if c.bias else 0)
+    block = attention + 2 * norm + (c.n_expert * C + experts if c.n_expert else c.mlp_count)  # with the router
+    total = c.n_layer * block + norm + c.vocab_size * C * (1 if c.tied else 2)
+    return total + (c.block_size * C if c.arch == "gpt2" else 0), block, experts
 
 
 def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: str, on_cpu: bool, tp: int = 1,
-                     cp: int = 1, in_flight: float = 1, has_loss: bool = True) -> float:  # fmt: skip
+                     cp: int = 1, ep: int = 1, in_flight: float = 1, has_loss: bool = True) -> float:  # fmt: skip
     """
     Peak of the activations and of the backward pass's temporary tensors in a micro-step of `rows` sequences, in bytes.
 
@@ -137,7 +145,8 @@ def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: st
     tokens = gathered_tokens / tp
     stream = 4 if zero < 2 else size  # autocast leaves the residual stream in float32, FSDP's mixed precision does not
     kept, selective, temporary = block_activations(model_args, size, stream, on_cpu)
-    kept += 2 * size * C * (tp - 1)  # the inputs of attention and MLP are gathered
+    # the inputs of attention and MLP are gathered, and each rank routes all tokens
+    kept += (2 * size * C + routing_activations(model_args, size)) * (tp - 1)
     keys = 4 * size * C * model_args["n_kv_head"] // model_args["n_head"]  # gathered, ordered; with their gradients
     temporary += 2 * size * C * (tp - 1) + (2 * keys * cp if cp > 1 else 0)
     loss_forward, loss_backward = loss_activations(gathered_tokens, V, C, size, on_cpu) if has_loss else (0, 0)
@@ -156,15 +165,18 @@ def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: st
     # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy twice: for
     # the forward pass, which frees them at its end, and for their recomputation
     copied = 2 if size == 2 and zero < 2 else 0  # bytes of a copy's element
-    block_copy, head_copy = copied * parameter_counts(model_args)[1] / tp, copied * V * C if has_loss else 0
-    copies = (L - recomputed) * block_copy
+    _, block, experts = parameter_counts(model_args)
+    block_copy, head_copy = copied * (block - experts) / tp, copied * V * C if has_loss else 0
+    expert_copy = copied * experts / (ep * tp)  # not autocast's: a recomputed block's is freed at once
+    copies = (L - recomputed) * (block_copy + expert_copy)
     head_gradient = 4 * V * C if has_loss else 0  # of lm_head; wte's is added to it at the end of the backward pass
 
-    end_of_forward = blocks + norm + L * block_copy + head_copy + loss_forward
+    end_of_forward = blocks + norm + copies + recomputed * block_copy + head_copy + loss_forward
     start_of_backward = blocks + norm + copies + head_copy + loss_backward
     last_block = blocks + copies + head_gradient + tokens * temporary
+    last_block += 4 * model_args.get("n_expert", 0) * C * model_args["n_hidden"] / (ep * tp)  # a stacked gradient
     if recomputed:
-        last_block += block_copy
+        last_block += block_copy + expert_copy
     if every and (L - 1) % every == 0:  # the last block is recomputed
         last_block += tokens * (kept - checkpoint)
     # tied: of lm_head, of wte, and their sum, besides that of earlier micro-steps
@@ -207,14 +219,30 @@ def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) ->
     if arch == "llama":
         norms += 2 * size * C  # before the multiplication by the weights
     gated = arch == "llama"  # SwiGLU keeps the gate, its SiLU, the other factor and the product
-    mlp = (4 if gated else 2) * size * hidden  # the hidden layer before and after the activation function
+    n_expert = model_args.get("n_expert", 0)
+    active = model_args["n_expert_active"] if n_expert else 1  # MLPs for each token
+    mlp = (4 if gated else 2) * size * hidden * active  # the hidden layer before and after the activation function
+    mlp += routing_activations(model_args, size)
     masks = 2 * C * (size if on_cpu else 1) if dropout else 0  # torch's own masks have 1 byte per element
-    linear = size * (qkv + 2 * C + (2 if gated else 1) * hidden)  # results of the Linear layers
+    # results of the Linear layers, and the router's
+    linear = size * (qkv + C + active * (C + (2 if gated else 1) * hidden)) + 4 * n_expert
     # of the residual stream, the block's output and the hidden layer
-    mlp_gradients = stream * C + size * (C + (3 if gated else 1) * hidden)
+    mlp_gradients = stream * C + size * active * (C + (3 if gated else 1) * hidden)
     attention_gradients = stream * C + 2 * size * qkv + score_gradients - mlp
     kept, selective = norms + attention + mlp + masks, stream * C + linear + attention_selective
     return kept, selective, max(mlp_gradients, attention_gradients)
+
+
+def routing_activations(model_args: dict, size: int) -> int:
+    """
+    Bytes per token that the router, dispatch and combine of a block with experts keep, if tokens are distributed
+    evenly; 0 without experts. With ep the received rows are kept instead of the sent ones.
+    """
+    E, active, C = (model_args.get(name, 0) for name in ("n_expert", "n_expert_active", "n_embd"))
+    if not E:
+        return 0
+    rows = 2 * size * active * C  # the experts' inputs and outputs
+    return rows + (4 - size) * C + 8 * E + 32 * active  # the router's input in float32, scores, indices and weights
 
 
 def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> tuple[int, int]:

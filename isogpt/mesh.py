@@ -1,5 +1,6 @@
 """How the ranks divide the work: the axes of the mesh, this rank's coordinates, and the arithmetic of degrees."""
 
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -10,25 +11,31 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # of a mesh: torch 2.13 has no other way for HSDP
 # neighbouring ranks differ in tp, which communicates most
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-DATA_AXES = ("dp_replicate", "dp_shard", "cp")  # the ranks along these average their gradients
+AXES = ("islands", "pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # the ranks along these average their gradients
+READING_AXES = ("islands", "dp_replicate", "dp_shard", "ep")  # the ranks along these read different sequences
 
 
 @dataclass
 class Mesh:
     """
-    The ranks as a grid with one axis for each way of dividing the work: pipeline stages (pp), copies of the model
-    (dp_replicate), shards of each parameter (dp_shard, ZeRO-2 and 3), parts of each sequence (cp), and parts of each
-    matrix (tp). Parameters are sharded over dp_shard x cp, because ranks with parts of a sequence use the same ones.
+    The ranks as a grid with one axis for each way of dividing the work: groups that train by themselves for some steps
+    (islands), pipeline stages (pp), copies of the model (dp_replicate), shards of each parameter (dp_shard, ZeRO-2 and
+    3), groups of experts (ep), parts of each sequence (cp), and parts of each matrix (tp). Parameters are sharded over
+    dp_shard x ep x cp, because ranks with parts of a sequence use the same ones; experts, which ep has divided already,
+    over dp_shard x cp.
 
     Data is divided by `data_rank` and `data_size`, never by rank and world size.
     """
 
     rank: int = 0
+    islands: int = 1
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    ep: int = 1
     cp: int = 1
     tp: int = 1
     timeout_s: float = 600.0  # of the collectives of the groups within the mesh
@@ -43,6 +50,13 @@ class Mesh:
         inner = prod(getattr(self, a) for a in AXES[AXES.index(axis) + 1 :])
         return (self.rank if rank is None else rank) // inner % getattr(self, axis)
 
+    def place(self, *axes: str, rank: int | None = None) -> tuple[int, int]:
+        """This rank's number, or another one's, among the ranks along these axes, and how many they are."""
+        number = 0
+        for axis in axes:
+            number = number * self.size(axis) + self.index(axis, rank)
+        return number, self.size(*axes)
+
     @property
     def data_rank(self) -> int:
         """Which share of the batch this rank reads."""
@@ -50,12 +64,12 @@ class Mesh:
 
     def data_rank_of(self, rank: int) -> int:
         """Which share of the batch a rank reads."""
-        return self.index("dp_replicate", rank) * self.dp_shard + self.index("dp_shard", rank)
+        return self.place(*READING_AXES, rank=rank)[0]
 
     @property
     def data_size(self) -> int:
         """How many shares a batch is divided into."""
-        return self.dp_replicate * self.dp_shard
+        return self.size(*READING_AXES)
 
     def chunks(self, index: int) -> tuple[int, int]:
         """
@@ -71,10 +85,14 @@ class Mesh:
         chunks = torch.arange(length).chunk(2 * self.cp)
         return torch.cat([chunks[c] for c in self.chunks(self.index("cp"))])
 
+    def replicas(self, zero: int) -> int:
+        """How many ranks of an island average gradients of the same parameters, with a ZeRO stage."""
+        return self.dp_replicate if zero >= 2 else self.size(*DATA_AXES)
+
     @property
     def splits_model(self) -> bool:
-        """Whether a rank holds only some of the layers, or parts of them."""
-        return self.pp > 1 or self.tp > 1
+        """Whether a rank holds only some of the layers or experts, or parts of matrices."""
+        return self.pp > 1 or self.tp > 1 or self.ep > 1
 
     def connect(self, device_type: str, shards: bool) -> None:
         """
@@ -112,23 +130,24 @@ class Mesh:
             return dist.group.WORLD
         return self.submesh(*axes).get_group()
 
-    def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for fully_shard: one axis, or (replicas, shards) for HSDP (all ranks)."""
-        shards = self.submesh("dp_shard", "cp")
-        if self.dp_replicate == 1:
+    def fsdp_mesh(self, has_replicas: bool, *shard_axes: str) -> DeviceMesh:
+        """The mesh for fully_shard: one axis, or (replicas, shards) for HSDP if has_replicas (all ranks)."""
+        shards = self.submesh(*shard_axes)
+        if self.dp_replicate == 1 or not has_replicas:
             return shards
         return self.devices["dp_replicate", shards.mesh_dim_names[0]]
 
 
 def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
     """
-    The mesh for a ZeRO stage and the settings pp, dp_replicate, cp and tp: the ranks that these leave divide the batch.
-    Stages 0 and 1 replicate the parameters over them, stages 2 and 3 shard them.
+    The mesh for a ZeRO stage and the settings islands, pp, dp_replicate, ep, cp and tp: the ranks that pp, cp and tp
+    leave divide the batch. Within an island, stages 0 and 1 replicate the parameters over them, stages 2 and 3 shard
+    them; ep divides experts.
     """
-    pp, cp, tp, replicas = (config[name] for name in ("pp", "cp", "tp", "dp_replicate"))
-    dp = world_size // (pp * cp * tp)
-    replicate, shard = (replicas, dp // replicas) if zero >= 2 else (dp, 1)
-    return Mesh(rank, pp, replicate, shard, cp, tp, config["dist_timeout_s"])
+    islands, pp, ep, cp, tp, replicas = (config[n] for n in ("islands", "pp", "ep", "cp", "tp", "dp_replicate"))
+    left = world_size // (islands * pp * ep * cp * tp)
+    replicate, shard = (replicas, left // replicas) if zero >= 2 else (left, 1)
+    return Mesh(rank, islands, pp, replicate, shard, ep, cp, tp, config["dist_timeout_s"])
 
 
 def stages_per_rank(pp_schedule: str) -> int:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -11,18 +12,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+from torch import Tensor
+
 from isogpt import threads
 from isogpt.agree import StepNumbers
+from isogpt.architecture import GPTConfig
 from isogpt.checkpoint import Progress, Saver, Source
 from isogpt.files import read_records, write_whole
 from isogpt.hardware import utilization
 from isogpt.launch import Ranks
-from isogpt.loader import Dataset, Share
-from isogpt.mesh import Mesh
+from isogpt.loader import Dataset, Reader, show_weights
 from isogpt.parallel.compilation import compile_report
 from isogpt.resilience import SlowRanks, Spikes, Stop, alert
 from isogpt.run_folder import is_run
+from isogpt.schedule import Schedule
 from isogpt.settings import differences
+from isogpt.traffic import Traffic
 
 FINAL_EVENTS = ("end", "preempted", "failed")  # the alert command gets time to finish
 
@@ -30,7 +35,7 @@ FINAL_EVENTS = ("end", "preempted", "failed")  # the alert command gets time to 
 @dataclass
 class Logger:
     """
-    Everything that a run reports. On ranks other than 0 its methods do nothing.
+    Everything that a run reports. On ranks other than 0 its methods do nothing but count the traffic.
 
     metrics.jsonl gets a line for each logged step, evaluation and event. wandb and TensorBoard get the steps and the
     evaluations, the alert command the events.
@@ -54,6 +59,7 @@ class Logger:
     began: float = 0.0
     spikes: Spikes = field(default_factory=Spikes)
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
+    traffic: Traffic = field(default_factory=Traffic)
 
     def print(self, text: str) -> None:
         """Print a line. A closed pipe, such as `| head`, costs lines, not the run."""
@@ -125,27 +131,46 @@ class Logger:
 
     def banner(
         self, config: dict, data: Dataset, model_args: dict, parameter_count: int, source: Source | None, dtype: str,
-        zero: int, compile_note: str, share: Share, micro_batch: int, mesh: Mesh,
+        zero: int, compile_note: str, reader: Reader, schedule: Schedule,
     ) -> None:  # fmt: skip
         """Print what the run is about to do."""
-        r, tokens = self.ranks, self.progress.tokens_per_step
+        r, tokens, share, mesh = self.ranks, self.progress.tokens_per_step, reader.share, reader.mesh
         length, vocab_size = model_args["block_size"], model_args["vocab_size"]
         origin = f"{source.found.path}, step {source.found.step}" if source else config["init_from"]
         sharding = f", zero {zero}" if zero else ""
         padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
+        rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else share.rows_of[:1]))
         peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})" if self.peak_flops else "unknown, no mfu"
         self.print(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {vocab_size}")
-        self.print(f"model:   {parameter_count / 1e6:.2f}M parameters, from {origin}")
+        unused = GPTConfig(**model_args).unused_count
+        active = f", {(parameter_count - unused) / 1e6:.2f}M for each token" if unused else ""
+        self.print(f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}")
         self.print(f"ranks:   {r.topology()} on {r.device.type}, {r.network}, {dtype}{sharding}; {compile_note}")
         if mesh.splits_model or mesh.cp > 1:
             named = {"pp": mesh.pp, "dp": mesh.data_size, "cp": mesh.cp, "tp": mesh.tp}
             degrees = " x ".join(f"{name} {n}" for name, n in named.items() if n > 1)
-            self.print(f"mesh:    {r.world_size} processes = {degrees}")
+            experts = f", in dp: ep {mesh.ep}" if mesh.ep > 1 else ""
+            self.print(f"mesh:    {r.world_size} processes = {degrees}{experts}")
+        if mesh.islands > 1:
+            self.print(f"islands: {mesh.islands} of {r.world_size // mesh.islands} processes each, which average their "
+                       f"weights every {config['local_steps']} steps")  # fmt: skip
+        if config["islands"] == 0 and mesh.islands == 1:
+            self.print("islands: none, since all processes are on one machine")
+        if (kind := config["grad_compression"]) != "none":
+            use = f"sent as {kind}" if mesh.replicas(zero) > 1 else "not sent, there is only one replica"
+            self.print(f"network: gradients are {use}")
         self.print(f"step:    {share.sequences} sequences x {length} = {tokens:,} tokens, on each rank "
-                   f"{share.micro_steps} micro-steps x {share.rows} rows{padding}")  # fmt: skip
+                   f"{share.micro_steps} micro-steps x {rows} rows{padding}")  # fmt: skip
+        if config["shares"] == "auto":
+            self.print(f"shares:  in proportion to measured speeds, as --shares={show_weights(reader.weights)}")
+        if config["lr_scaling"] != "none":
+            warmup = f"warm-up of {schedule.warmup_iters} steps" if config["decay_lr"] else "no warm-up"
+            self.print(f"rate:    {schedule.learning_rate:.4g} = learning_rate {config['learning_rate']:.4g} x "
+                       f"{schedule.factor:.4g} ({config['lr_scaling']} in {share.sequences} sequences per step, "
+                       f"base_batch {config['base_batch']}), {warmup}")  # fmt: skip
         self.print(f"peak:    {peak}")
-        if micro_batch < config["batch_size"]:
-            self.print(f"memory:  micro-batches of {micro_batch} instead of {config['batch_size']}, "
+        if reader.micro_batch < config["batch_size"]:
+            self.print(f"memory:  micro-batches of {reader.micro_batch} instead of {config['batch_size']}, "
                        "since a previous attempt ran out of memory")  # fmt: skip
         for note in differences(config, source) if source else ():
             self.print(f"note:    {note}")
@@ -153,11 +178,12 @@ class Logger:
             self.print(f"threads: {threads.NOTE}")
 
     def start(self, eval_only: bool) -> None:
-        """The first step is about to begin: the remaining time is estimated from here."""
+        """The first step is about to begin: the remaining time is estimated, and traffic counted, from here."""
         self.first_step, self.began = self.progress.step, time.perf_counter()
         if self.first_step > self.max_iters and not eval_only:
             hint = f"to continue, set --max_iters={2 * self.first_step} or so"
             self.print(f"{self.out_dir} is at step {self.first_step}, which is beyond max_iters: {hint}")
+        self.traffic.start(self.ranks.world_size)
 
     def event(self, name: str, **facts: object) -> None:
         """Record an event in metrics.jsonl and pass it to the alert command."""
@@ -196,13 +222,15 @@ class Logger:
                     self.tensorboard.add_scalar(name, value, self.progress.step)
 
     def evaluation(self, train_loss: float, val_loss: float, lr: float) -> None:
-        """Report an evaluation."""
+        """Report an evaluation, and plot the losses so far."""
         self.print(f"step {self.progress.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
         self.write({"iter": self.progress.step, "train_loss": train_loss, "val_loss": val_loss})
         self.send({"train/loss": train_loss, "val/loss": val_loss, "lr": lr})
+        if self.progress.step > self.first_step:
+            self.plot()
 
-    def step(self, numbers: StepNumbers, lr: float, log_interval: int) -> None:
-        """Report a step, and a loss spike or a slow rank if there is one."""
+    def step(self, numbers: StepNumbers, lr: float, log_interval: int, routing: Tensor | None) -> None:
+        """Report a step, and a loss spike or a slow rank if there is one. `routing`: see parallel.take_routing."""
         if not self.ranks.is_main:
             return
         if self.interrupted_at:
@@ -214,6 +242,8 @@ class Logger:
             return
         record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)
         record["gpu_percent"] = utilization(self.ranks.device)
+        if routing is not None:
+            record |= routing_record(routing, self.progress.tokens_per_step)
         steps_done = self.progress.step - self.first_step + 1
         left_s = (time.perf_counter() - self.began) / steps_done * (self.max_iters - self.progress.step)
         self.print(step_line(record, left_s))
@@ -289,15 +319,32 @@ def step_record(
     """
     mean = StepNumbers(*(values.mean().item() for values in numbers))
     most = StepNumbers(*(values.max().item() for values in numbers))
-    step_s = mean.step_ms / 1e3
+    step_s, is_counted = mean.step_ms / 1e3, math.isfinite(mean.bytes_sent)
     return {
         "iter": progress.step, "loss": mean.loss, "grad_norm": numbers.grad_norm.item(), "lr": lr,
         "step_ms": mean.step_ms, "step_ms_max": most.step_ms, "data_ms": mean.data_ms, "data_ms_max": most.data_ms,
         "memory_gb": mean.memory_gb, "memory_gb_max": most.memory_gb,
+        "bytes_sent": round(mean.bytes_sent) if is_counted else None,
+        "bytes_sent_max": round(most.bytes_sent) if is_counted else None,
         "tokens_per_s": progress.tokens_per_step / step_s,
         "mfu": flops_per_step / step_s / peak_flops if peak_flops else None,
         "tokens": progress.tokens + progress.tokens_per_step,
     }  # fmt: skip
+
+
+def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
+    """
+    What the routers have done: tokens of an expert in a step, least, mean and most over all layers; mean entropy of the
+    routers' probabilities in nats; the auxiliary loss; and experts without a token, as layer.expert.
+
+    Args:
+        routing: from parallel.take_routing (L, E + 2).
+    """
+    counts = routing[:, 2:] * tokens_per_step  # (L, E)
+    dead = [f"{layer}.{expert}" for layer, expert in (counts == 0).nonzero().tolist()]
+    return {"expert_tokens_min": counts.min().item(), "expert_tokens_mean": counts.mean().item(),
+            "expert_tokens_max": counts.max().item(), "router_entropy": routing[:, 1].mean().item(),
+            "auxiliary_loss": routing[:, 0].sum().item(), "dropped_tokens": 0, "dead_experts": dead}  # fmt: skip
 
 
 def step_line(record: dict, left_s: float) -> str:
@@ -305,7 +352,18 @@ def step_line(record: dict, left_s: float) -> str:
     mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
     return (f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
             f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, data "
-            f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left")  # fmt: skip
+            f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left"
+            f"{routing_text(record) if 'dead_experts' in record else ''}")  # fmt: skip
+
+
+def routing_text(record: dict) -> str:
+    """The end of a step's line with experts."""
+    least, mean, most = (record[f"expert_tokens_{name}"] for name in ("min", "mean", "max"))
+    text = f", tokens per expert {least:.0f} to {most:.0f}, mean {mean:.0f}, entropy {record['router_entropy']:.2f}"
+    if not (dead := record["dead_experts"]):
+        return text
+    more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
+    return f"{text}, dead experts (layer.expert): {', '.join(dead[:3])}{more}"
 
 
 def duration(seconds: float) -> str:

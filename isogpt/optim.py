@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as update_adamw
 
 from isogpt.mesh import Mesh
-from isogpt.parallel import local, part_of, split_of
-from isogpt.parallel.parts import whole_tensors
+from isogpt.parallel import is_split, local, part_of, splits_of
+from isogpt.parallel.parts import Part, whole_tensors
 
-HIDDEN_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.\w+\.weight")
+HIDDEN_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp|mlp\.experts)\.c_\w+\.weight")
 
 
 def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: float, learning_rate: float,
@@ -24,8 +24,8 @@ def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: f
     """
     The model's optimizers: AdamW as `model.configure_optimizers` makes it; with optimizer "muon" a Muon takes the
     matrices of the blocks from it, and what is left to AdamW has no weight decay. With zero 1 each rank keeps the state
-    of its share of the parameters, updates them and sends them to the other ranks. Every group has an `lr_scale`, see
-    `set_rates`.
+    of its share of the parameters, updates them and sends them to the other ranks. Experts that are on some of the
+    ranks only have optimizers of their own. Every group has an `lr_scale`, see `set_rates`.
 
     Args:
         muon_lr: Muon's learning rate when AdamW's is `learning_rate`.
@@ -54,22 +54,39 @@ def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: f
         for group in adamw_groups:
             group["weight_decay"] = 0.0
         muon_options = {"lr": muon_lr, "weight_decay": weight_decay, "dtype": muon_dtype}
-        shard_axes = ("dp_shard", "cp", "tp") if zero >= 2 else ("tp",)
-        made.append((Muon, muon_groups, muon_options | {"group": mesh.group(*shard_axes)}))
-    if zero == 1:
+        made.append((Muon, muon_groups, muon_options))
+    optimizers = []
+    for cls, groups, options in made:
+        for are_experts, axes in ((False, ("dp_shard", "ep", "cp")), (True, ("dp_shard", "cp"))):
+            own = select(groups, are_experts)
+            if not own:
+                continue
+            if cls is Muon:
+                options["group"] = mesh.group(*(axes if zero >= 2 else ()), "tp")
+            optimizers.append(make_optimizer(cls, own, options, zero, mesh.group("dp_replicate", *axes)))
+    return optimizers
+
+
+def select(groups: list[dict], are_experts: bool) -> list[dict]:
+    """An optimizer's groups with only those parameters that are, or are not, experts divided over ranks."""
+    found = [group | {"params": [p for p in group["params"] if is_split(p, "ep") == are_experts]} for group in groups]
+    return [group for group in found if group["params"]]
+
+
+def make_optimizer(cls: type, groups: list[dict], options: dict, zero: int,
+                   replicas: dist.ProcessGroup | None) -> torch.optim.Optimizer:  # fmt: skip
+    """An optimizer for groups of parameters. With zero 1 the ranks of `replicas` share its state."""
+    if zero == 1 and replicas:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         # as_bucket_view: a rank sends its share in one piece, not each parameter by itself
-        ranks = mesh.group("dp_replicate", "cp")
-        return [ZeroRedundancyOptimizer(groups, cls, process_group=ranks, parameters_as_bucket_view=True, **options)
-                for cls, groups, options in made]  # fmt: skip
-    optimizers = [cls(groups, **options) for cls, groups, options in made]
-    if device_type == "cpu":
-        for o in optimizers:
-            o.step = partial(torch.no_grad()(inspect.unwrap(type(o).step)), o)
-    if zero >= 2:
-        optimizers[0].step = partial(step_shards, optimizers[0])
-    return optimizers
+        return ZeroRedundancyOptimizer(groups, cls, process_group=replicas, parameters_as_bucket_view=True, **options)
+    made = cls(groups, **options)
+    if groups[0]["params"][0].device.type == "cpu":
+        made.step = partial(torch.no_grad()(inspect.unwrap(cls.step)), made)
+    if zero >= 2 and cls is torch.optim.AdamW:
+        made.step = partial(step_shards, made)
+    return made
 
 
 @torch.no_grad()
@@ -98,11 +115,17 @@ def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -
     groups = {}
     for name, p in model.named_parameters():
         if HIDDEN_MATRIX.fullmatch(name):
-            shape = part_of(p, split_of(p)).shape
-            rows = model.config.qkv_rows if name.endswith("c_attn.weight") else (shape[0],)
+            shape = matrix_part(p, p).shape
+            height = model.config.n_embd if name.endswith("c_proj.weight") else model.config.n_hidden
+            rows = model.config.qkv_rows if name.endswith("c_attn.weight") else (height,) * (shape[0] // height)
             groups.setdefault((shape, rows), []).append(p)
     return [{"params": take(adamw_groups, params), "rows": rows, "lr_scale": lr_scale}
             for (_, rows), params in groups.items()]  # fmt: skip
+
+
+def matrix_part(tensor: Tensor, p: nn.Parameter) -> Part:
+    """What this rank holds of matrices, of which expert parallelism leaves each one whole."""
+    return part_of(tensor, tuple(split for split in splits_of(p) if split.axis != "ep"))
 
 
 def take(groups: list[dict], params: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -135,15 +158,22 @@ class Muon(torch.optim.Muon):
                 continue
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov momentum
-            parts = [part_of(u, split_of(p)) for u, p in zip(updates, params, strict=True)]
-            wholes = whole_tensors(parts, self.group, params[0].device)  # (matrices, rows, columns)
-            for part in wholes.split(group["rows"], dim=1):
+            parts = [matrix_part(u, p) for u, p in zip(updates, params, strict=True)]
+            wholes = whole_tensors(parts, self.group, params[0].device)  # (parameters, rows, columns)
+            for part in stacked_matrices(wholes, group["rows"]):
                 scale = math.sqrt(max(1, part.size(1) / part.size(2)))
                 part.copy_(orthogonalize(part, self.dtype)).mul_(scale)
             for part, whole in zip(parts, wholes, strict=True):
                 part.put(whole)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+def stacked_matrices(wholes: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
+    """Views (matrices, rows, columns) of parameters in which matrices of these heights are stacked."""
+    if len(set(rows)) == 1:
+        return [wholes.view(-1, rows[0], wholes.size(-1))]
+    return list(wholes.split(rows, dim=1))
 
 
 # a, b, c of the polynomials a s + b s^3 + c s^5 that are applied in turn to each singular value s. Four of them bring
@@ -178,8 +208,12 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     return product @ x
 
 
-def set_rates(optimizers: list[torch.optim.Optimizer], lr: float, momentum: float) -> None:
-    """Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum."""
+def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muon_momentum: float) -> None:
+    """
+    Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum: linear warm-up from 0.85 to
+    muon_momentum over 300 steps, as nanochat and modded-nanogpt do.
+    """
+    momentum = 0.85 + min(1.0, step / 300) * (muon_momentum - 0.85)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
@@ -201,7 +235,7 @@ def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, 
 
 def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
     """The setting `optimizer` that `make_optimizers` made them for."""
-    return "muon" if len(optimizers) > 1 else "adamw"
+    return "muon" if any("momentum" in group for o in optimizers for group in o.param_groups) else "adamw"
 
 
 def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:

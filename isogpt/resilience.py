@@ -179,13 +179,11 @@ class NanPolicy:
 
     def rolled_back(self, progress: "Progress", logger: "Logger") -> None:
         """Exclude the consecutive steps after progress was rewound to a checkpoint (all ranks)."""
-        excluded, self.consecutive = self.consecutive, []
+        excluded, self.consecutive, step = self.consecutive, [], progress.step
         self.rollbacks += 1
         progress.skipped.update(excluded)
-        logger.event("rollback", to=progress.step, left_out=sorted(progress.skipped), rollback=self.rollbacks)
-        logger.print(
-            f"warning: {len(excluded)} steps not finite: rolled back to step {progress.step}, excluding {excluded}"
-        )
+        logger.event("rollback", to=step, left_out=sorted(progress.skipped), rollback=self.rollbacks)
+        logger.print(f"warning: {len(excluded)} steps not finite: rolled back to step {step}, excluding {excluded}")
         logger.cut_back()
 
     def advice(self, can_resume: bool) -> str:

@@ -47,9 +47,8 @@ class Found:
 
 def step_folders(out: Path) -> list[Path]:
     """The step folders, newest first. A replaced one stands for its step until the new one is in place."""
-    folders = {}
-    for pattern in (f"{REPLACED}step_*", "step_*"):
-        folders |= {step_of(f): f for f in out.glob(pattern) if STEP.fullmatch(f.name)}
+    found = sorted((f for f in out.glob("*step_*") if STEP.fullmatch(f.name)), reverse=True)
+    folders = {step_of(f): f for f in found}  # of two names for a step, step_* comes last and thus counts
     return [folders[step] for step in sorted(folders, reverse=True)]
 
 
@@ -174,8 +173,7 @@ def newest(out_dir: str, step: int = -1) -> tuple[Found | None, list[str]]:
     """
     out, reports, found = Path(out_dir), [], None
     for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
-        problem = damage(folder)
-        if not problem:
+        if not (problem := damage(folder)):
             found = open_folder(folder)
             break
         reports.append(f"{folder} is damaged: {problem}")
@@ -253,16 +251,6 @@ def prepare(out_dir: str) -> None:
         raise ValueError(f"out_dir {out_dir} cannot be written to ({e.strerror}): set another --out_dir=") from e
 
 
-def claim(out_dir: str) -> str:
-    """
-    Make this run the owner of its folder; returns its identifier. Checkpoints that an earlier run, which is still
-    alive, writes after this do not count.
-    """
-    owner = uuid.uuid4().hex
-    write_whole(Path(out_dir) / "owner", owner)
-    return owner
-
-
 def check_owner(out: Path, owner: str) -> None:
     """Raise ValueError if another run has claimed the folder."""
     path = out / "owner"
@@ -277,22 +265,22 @@ def clean_up(out: Path) -> None:
     checkpoint that a killed conversion was about to replace gets its name back.
     """
     for path in out.glob("unfinished_*"):
-        if path.name.startswith(REPLACED) and STEP.fullmatch(path.name):
-            if step_folder(out, step_of(path)).exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.rename(path, step_folder(out, step_of(path)))
-        elif UNFINISHED.fullmatch(path.name):
+        was_replaced = STEP.fullmatch(path.name)
+        if was_replaced and not step_folder(out, step_of(path)).exists():
+            os.rename(path, step_folder(out, step_of(path)))
+        elif was_replaced or UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def enter_folder(out_dir: str, found: Found | None) -> str:
     """
-    Prepare the folder for this run, which resumes from `found` or starts from scratch, and claim it; returns the
-    owner's identifier.
+    Prepare the folder for this run, which resumes from `found` or starts from scratch, and make the run its owner;
+    returns the owner's identifier. Checkpoints that an earlier run, which is still alive, writes after this do not
+    count.
     """
     prepare(out_dir)
-    owner = claim(out_dir)
+    owner = uuid.uuid4().hex
+    write_whole(Path(out_dir) / "owner", owner)
     clean_up(Path(out_dir))
     if found:
         continue_from(out_dir, found)

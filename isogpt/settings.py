@@ -6,30 +6,33 @@ from math import ceil, gcd, prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from isogpt.loader import Dataset
+from isogpt.loader import Dataset, weights_of
 from isogpt.mesh import stages_per_rank
+from isogpt.parallel.exchange import keeps_errors
 from isogpt.run_folder import GPT2
 
 if TYPE_CHECKING:
     from isogpt.checkpoint import Source
 
 AT_LEAST_1 = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
-              "n_layer", "n_head", "n_embd", "dp_replicate", "pp", "cp", "tp", "nan_patience", "fsdp_prefetch",
-              "num_samples", "max_new_tokens", "steps")  # fmt: skip
+              "n_layer", "n_head", "n_embd", "n_expert_active", "dp_replicate", "pp", "ep", "cp", "tp", "nan_patience",
+              "fsdp_prefetch", "local_steps", "outer_parts", "num_samples", "max_new_tokens", "steps")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate",
                 "min_lr", "cooldown_iters", "muon_lr", "embedding_lr", "n_kv_head", "n_hidden", "weight_decay",
                 "grad_clip", "keep_last", "time_limit_s", "max_rollbacks", "nproc", "check_ranks_interval",
-                "temperature", "top_k")  # fmt: skip
+                "temperature", "top_k", "islands", "outer_lr", "n_expert", "balance_loss", "router_z_loss",
+                "base_batch")  # fmt: skip
 # names, condition on the value, and how the message states it
 RANGES = ((AT_LEAST_1, lambda v: v >= 1, "be at least 1"), (NOT_NEGATIVE, lambda v: v >= 0, "not be negative"),
           (("dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),
-          (("beta1", "beta2", "dropout", "muon_momentum"), lambda v: 0 <= v < 1, "be in [0, 1)"),
+          (("beta1", "beta2", "dropout", "muon_momentum", "outer_momentum"), lambda v: 0 <= v < 1, "be in [0, 1)"),
           (("top_p",), lambda v: 0 < v <= 1, "be in (0, 1]; 1 samples among all tokens"),
           (("seed",), lambda v: v < 2**63, "be below 2**63"))  # fmt: skip
 CHOICES = {"data_order": ("random", "shuffle"), "on_nan": ("stop", "skip"), "zero": (0, 1, 2, 3),
            "grad_sync": ("auto", "last", "every", "never"), "arch": ("gpt2", "nanochat", "llama"),
            "head": ("auto", "tied", "untied"), "optimizer": ("adamw", "muon"),
-           "lr_schedule": ("cosine", "linear", "wsd"),
+           "lr_schedule": ("cosine", "linear", "wsd"), "lr_scaling": ("none", "linear", "sqrt"),
+           "outer_compression": ("none", "fp16", "int8"),
            "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")}  # fmt: skip
 # old name -> new name
 RENAMED = {"prefetch": "fsdp_prefetch", "bucket_mb": "ddp_bucket_mb", "timeout_s": "dist_timeout_s",
@@ -46,6 +49,14 @@ def problems_of(config: dict) -> list[str]:
     mode = config.get("activation_checkpointing", "none")
     if not re.fullmatch(r"none|full|selective|every:0*[1-9]\d*", mode):
         found.append(f"activation_checkpointing is {mode!r}; possible are none, full, selective and every:K (K >= 1)")
+    compression = config.get("grad_compression", "none")
+    if not re.fullmatch(r"none|fp16|bf16|int8|sign|powersgd:0*[1-9]\d*|topk:(0?\.\d*[1-9]\d*|1|1\.0*)", compression):
+        found.append(f"grad_compression is {compression!r}; possible are none, fp16, bf16, int8, sign, powersgd:RANK "
+                     "such as powersgd:4, and topk:FRACTION of at most 1, such as topk:0.01")  # fmt: skip
+    try:
+        weights_of(config.get("shares", "equal"))
+    except ValueError as e:
+        found.append(str(e))
     return found
 
 
@@ -63,6 +74,7 @@ def check_training(config: dict) -> None:
         ValueError: one line for each problem.
     """
     c = SimpleNamespace(**config)
+    is_divided = c.zero >= 2 or c.fsdp or max(c.ep, c.cp, c.tp) > 1
     weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
     checks = (
         (c.n_kv_head > 0 and c.n_head % c.n_kv_head, f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}"),
@@ -73,8 +85,22 @@ def check_training(config: dict) -> None:
         (c.arch != "gpt2" and c.bias, f"arch {c.arch!r} has no biases: set --bias=False"),
         (c.lr_schedule == "wsd" and c.cooldown_iters == 0, "lr_schedule 'wsd' needs the steps of its decay: set "
          "--cooldown_iters="),
+        (c.lr_scaling in ("linear", "sqrt") and c.base_batch == 0, f"lr_scaling {c.lr_scaling!r} needs the batch "
+         "for which learning_rate was chosen: set --base_batch= to its sequences per step"),
+        (c.lr_scaling == "none" and c.base_batch > 0,
+         f"base_batch is {c.base_batch}, but lr_scaling is 'none': set --lr_scaling=linear or sqrt, or --base_batch=0"),
+        (c.shares != "equal" and c.pp > 1,
+         f"shares is {c.shares!r}, but the ranks of a pipeline (pp {c.pp}) need equal ones: set --shares=equal"),
+        (c.shares == "auto" and c.pp == 1 and is_divided,
+         "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the rank by itself: "
+         "set a list such as --shares=2,1, or --shares=equal"),
         (c.optimizer == "muon" and c.learning_rate == 0,
          "learning_rate is 0, but optimizer 'muon' needs it for the embeddings and the head: set --learning_rate="),
+        (0 < c.n_expert < c.n_expert_active,
+         f"n_expert_active is {c.n_expert_active}: set it to at most n_expert, {c.n_expert}"),
+        (c.n_expert > 1 and c.n_expert_active == 1,
+         "n_expert_active is 1: the weights of a token's experts add up to 1, and of a single one the router learns "
+         "nothing: set --n_expert_active=2"),
         (c.n_head > 0 and c.n_embd % c.n_head, f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}"),
         (not c.out_dir.strip(), "out_dir is empty: set --out_dir= to a folder"),
         (weights not in ("scratch", *GPT2) and not os.path.isdir(weights),
@@ -86,6 +112,19 @@ def check_training(config: dict) -> None:
         (c.grad_sync == "never" and c.save_checkpoint,
          "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
          "--save_checkpoint=False"),
+        (c.grad_compression != "none" and (c.fsdp or c.zero >= 2) and c.dp_replicate == 1,
+         "grad_compression is for gradients of replicas, and zero 2 or 3 has them with dp_replicate only: set "
+         "--dp_replicate= to the number of replicas, or --grad_compression=none"),
+        (c.grad_compression != "none" and not c.fsdp and c.zero < 2 and c.grad_sync == "every",
+         "grad_sync 'every' would compress what has been compressed already: set --grad_sync=last"),
+        (keeps_errors(c.grad_compression) and c.dtype == "float16",
+         f"grad_compression {c.grad_compression!r} adds up errors of several steps, but dtype 'float16' changes their "
+         "scale: set --dtype=bfloat16 or float32, or --grad_compression=fp16"),
+        (c.islands == 1 and (c.local_steps > 1 or c.outer_parts > 1 or c.outer_compression != "none"),
+         "local_steps, outer_parts and outer_compression are for islands: set --islands= to their number, or 0 for one "
+         "on each machine"),
+        (c.outer_parts > max(1, c.local_steps), f"outer_parts is {c.outer_parts}: it must not be above local_steps, "
+         f"{c.local_steps}, since one part is sent after a step"),
         ((c.cpu_offload or c.dp_replicate != 1) and not c.fsdp and c.zero < 2,
          f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {c.zero}: set --zero=3"))  # fmt: skip
     report(problems_of(config) + [message for is_wrong, message in checks if is_wrong])
@@ -102,8 +141,8 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
     Raises:
         ValueError: one line for each problem.
     """
-    degrees = {name: config[name] for name in ("pp", "dp_replicate", "cp", "tp") if config[name] > 1}
-    pp, cp, tp, product, found = config["pp"], config["cp"], config["tp"], prod(degrees.values()), []
+    degrees = {name: config[name] for name in ("islands", "pp", "dp_replicate", "ep", "cp", "tp") if config[name] > 1}
+    pp, ep, cp, tp, product, found = *(config[name] for name in ("pp", "ep", "cp", "tp")), prod(degrees.values()), []
     if world_size % product:
         text = " x ".join(f"{name} {n}" for name, n in degrees.items()) + (f" = {product}" if len(degrees) > 1 else "")
         counts = " or ".join(str(n * product) for n in (world_size // product, world_size // product + 1) if n)
@@ -117,6 +156,11 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
     if heads % tp:
         name = "n_head" if heads == model_args["n_head"] else "n_kv_head"
         found.append(f"tp is {tp}: it must divide {name}, {heads}: set --tp={gcd(heads, tp)}")
+    experts = model_args.get("n_expert", 0)
+    if ep > 1 and not experts:
+        found.append(f"ep is {ep}, but the model has no experts: set --ep=1, or --n_expert={ceil(8 / ep) * ep}")
+    elif experts % ep:
+        found.append(f"ep is {ep}: it must divide n_expert, {experts}: set --ep={gcd(experts, ep)}")
     layers, per_rank = model_args["n_layer"], stages_per_rank(config["pp_schedule"])
     if layers < pp * per_rank:
         schedule = " or --pp_schedule=1f1b" if layers >= pp else ""
@@ -140,18 +184,22 @@ def nearest_divisor(n: int, wanted: int) -> int:
 
 def model_args_of(config: dict, vocab_size: int) -> dict:
     """The fields of GPTConfig for a model that starts from scratch with these settings."""
-    same = ("arch", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size", "bias", "dropout")
+    same = ("arch", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size", "bias", "dropout", "n_expert",
+            "n_expert_active", "balance_loss", "router_z_loss")  # fmt: skip
     tied = {"auto": None, "tied": True, "untied": False}[config["head"]]
     return {name: config[name] for name in same} | {"vocab_size": vocab_size, "tied": tied}
 
 
-def check_model_args(model_args: dict, config: dict, world_size: int, data: Dataset) -> None:
+def fit_model_args(model_args: dict, config: dict, world_size: int, data: Dataset, is_resume: bool) -> dict:
     """
-    Check that a model fits the run: a checkpoint's, a pretrained one, or one that starts from scratch.
+    The fields of GPTConfig for this run, from those of a checkpoint, of a pretrained model or of one that starts from
+    scratch: dropout, the length of the context and the router's losses are settings of the run. With n_expert, a dense
+    model that the run does not resume is upcycled: each expert starts as a copy of the MLP (Komatsuzaki et al. 2022,
+    arXiv:2212.05055).
 
     Raises:
-        ValueError: its context is shorter than block_size, the data set has other token ids, or the degrees of
-            parallelism do not divide it.
+        ValueError: its context is shorter than block_size, the data set has other token ids, it has another number of
+            experts, or the degrees of parallelism do not divide it.
     """
     length, size, block_size = model_args["block_size"], model_args["vocab_size"], config["block_size"]
     if block_size > length:
@@ -160,7 +208,20 @@ def check_model_args(model_args: dict, config: dict, world_size: int, data: Data
     if data.highest >= size:
         raise ValueError(f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
                          f"{size}: it was trained on another data set")  # fmt: skip
-    check_degrees(world_size, config, {"n_kv_head": 0} | model_args | {"block_size": block_size})
+    here = {"n_kv_head": 0, "n_expert": 0} | model_args
+    here |= {name: config[name] for name in ("dropout", "block_size", "balance_loss", "router_z_loss")}
+    found, wanted = here["n_expert"], config["n_expert"]
+    if wanted not in (0, found):
+        if found:
+            raise ValueError(f"n_expert is {wanted}, but the checkpoint has {found} experts: set --n_expert={found}")
+        if is_resume:
+            folder = config["out_dir"]
+            raise ValueError(f"n_expert is {wanted}, but the checkpoint in {folder} has no experts: to start a new run "
+                             f"in which each expert is a copy of its MLP, set --init_from={folder} and another "
+                             f"--out_dir")  # fmt: skip
+        here |= {name: config[name] for name in ("n_expert", "n_expert_active")}
+    check_degrees(world_size, config, here)
+    return here
 
 
 def differences(config: dict, source: "Source") -> list[str]:
@@ -170,9 +231,13 @@ def differences(config: dict, source: "Source") -> list[str]:
     ignored = [name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]]
     ignored += [name for name in ("n_kv_head", "n_hidden", "vocab_size", "head")
                 if config[name] not in (0, "auto", model.get(name, config[name]))]  # fmt: skip
+    if model.get("n_expert") and config["n_expert_active"] != model["n_expert_active"]:
+        ignored.append("n_expert_active")
     if ignored:
         used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
-        found.append(f"the checkpoint's {used} apply, not {unused}")
+        found.append(f"{used} of the checkpoint {'is' if len(ignored) == 1 else 'are'} used, not {unused}")
+    if config["n_expert"] and not model.get("n_expert"):
+        found.append(f"the checkpoint has no experts: each of the {config['n_expert']} starts as a copy of its MLP")
     before = source.run["config"].get("dataset", config["dataset"])
     if before != config["dataset"]:
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")

@@ -13,15 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from isogpt.files import load_pickle
@@ -72,28 +65,51 @@ def write(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Par
         raise OSError(str(e).strip().splitlines()[-1].removeprefix("OSError: ")) from e
 
 
-def read(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part]]) -> None:
+def shapes(folder: Path) -> dict[str, torch.Size]:
+    """The shape of each saved tensor, by name."""
+    return {name: saved.size for name, saved in PlainReader(folder).read_metadata().state_dict_metadata.items()}
+
+
+def read(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part]],
+         is_optional: bool = False) -> set[str]:  # fmt: skip
     """
-    Fill parts from the saved parts that overlap with them.
+    Fill parts from the saved parts that overlap with them: rows of a stack with as many rows from their own, any others
+    from the mean of the rows.
+
+    Args:
+        is_optional: leave out what was not saved.
+
+    Returns:
+        the names, as in `flat`, of what was read.
 
     Raises:
         any of ERRORS: a file is damaged, or its pickle would run code.
     """
     reader = PlainReader(folder)
-    reader.read_metadata()  # DCP reads it again, but would wrap an error of ours into a page of log
-    dcp.load(flat(weights, state), storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
+    saved = reader.read_metadata().state_dict_metadata  # DCP reads it again, but would wrap an error of ours
+    wanted, stacks = {}, []
+    for name, part in flat(weights, state).items():
+        if name in saved:
+            wanted[name], rows = part.fitted(saved[name].size)
+            stacks += rows
+        elif not is_optional:
+            raise ValueError(f"it has no {name}")
+    dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
+    for piece, rows in stacks:
+        piece.copy_(rows.mean(0))
+    return set(wanted)
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
     """DCP's planner for Parts: ranks can hold several pieces of a tensor. Equal pieces are written once."""
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> dcp.SavePlan:
         items = []
         for name, part in self.state_dict.items():
             for offsets, piece in part.pieces:
                 data = TensorWriteData(chunk_of(offsets, piece), TensorProperties.create_from_tensor(piece), part.shape)
                 items.append(WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
+        self.plan = dcp.SavePlan(items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -103,10 +119,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
 class LoadPlanner(dcp.DefaultLoadPlanner):
     """The same for loading."""
 
-    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(self, state_dict: dict, metadata: dcp.Metadata, is_coordinator: bool) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
-    def create_local_plan(self) -> LoadPlan:
+    def create_local_plan(self) -> dcp.LoadPlan:
         items = []
         for name, part in self.state_dict.items():
             saved = self.metadata.state_dict_metadata[name]
@@ -114,24 +130,22 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 raise ValueError(f"{name} has the shape {tuple(saved.size)}, not {tuple(part.shape)}")
             chunks = [chunk_of(offsets, piece) for offsets, piece in part.pieces]
             items += create_read_items_for_chunk_list(name, saved, chunks)
-        return LoadPlan(items)
+        return dcp.LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].piece(index.offset)
 
 
-def chunk_of(offsets: tuple[int, ...], piece: Tensor) -> ChunkStorageMetadata:
+def chunk_of(offsets: tuple[int, ...], piece: Tensor) -> dcp.ChunkStorageMetadata:
     """Where a piece is in the whole tensor."""
-    return ChunkStorageMetadata(torch.Size(offsets), piece.shape)
+    return dcp.ChunkStorageMetadata(torch.Size(offsets), piece.shape)
 
 
 class PlainReader(dcp.FileSystemReader):
     """DCP's reader, restricted: the pickled metadata may contain only DCP's own classes, and only tensors are read."""
 
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
         metadata = load_pickle(Path(self.path) / ".metadata", METADATA)
-        if not all(isinstance(m, TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
+        if not all(isinstance(m, dcp.TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
             raise pickle.UnpicklingError("it holds objects other than tensors")  # DCP would unpickle them unchecked
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata

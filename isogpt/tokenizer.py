@@ -1,9 +1,7 @@
 """The tokenizer of a data set or of a Hugging Face folder, and the conversion of the former to the latter's format."""
 
-import math
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,15 +156,14 @@ def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
         ValueError: a sample text gets other ids, as the two libraries differ in the regular expressions that they know.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
-    ranks, letters = encoding._mergeable_ranks, bytes_to_unicode()
-    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    vocab = {spelled[token]: rank for token, rank in ranks.items()} | encoding._special_tokens
-    pairs = (last_merge(token, ranks) for token in sorted(ranks, key=ranks.get) if len(token) > 1)
-    merges = [(spelled[pair[0]], spelled[pair[1]]) for pair in pairs if pair]
-    # ignore_merges: like tiktoken, take a word that is a token as it is, even if no merges lead to it
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    letters = bytes_to_unicode()
+    ranks = {"".join(letters[byte] for byte in token): rank for token, rank in encoding._mergeable_ranks.items()}
+    # like tiktoken: two tokens whose concatenation is a token are merged, and (ignore_merges) a word that is a token is
+    # taken as it is, even if no merges lead to it
+    merges = generate_merges(ranks, None)
+    tokenizer = Tokenizer(models.BPE(ranks | encoding._special_tokens, merges, ignore_merges=True))
     tokenizer.add_special_tokens(sorted(encoding._special_tokens))
     tokenizer.decoder = decoders.ByteLevel()
     # {1,3}+ is possessive in tiktoken and repeats the repetition in tokenizers; (?s) is (?m) there
@@ -180,18 +177,3 @@ def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
     if tokenizer.encode(SAMPLE).ids != encoding.encode(SAMPLE, allowed_special="all"):
         raise ValueError(f"the tokenizers library splits text otherwise than tiktoken's encoding {encoding.name}")
     return tokenizer
-
-
-def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """
-    The two tokens whose merge gives `token`; empty if BPE never makes it. tiktoken merges the neighbors whose
-    concatenation has the lowest rank. What surrounds a token does not change the merges inside it, so that encoding the
-    token alone finds the pair that also occurs in texts.
-    """
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        rank, i = min((ranks.get(a + b, math.inf), i) for i, (a, b) in enumerate(pairwise(parts)))
-        if rank == math.inf:
-            return []
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from isogpt import resilience
 from isogpt.checkpoint import Progress, Saver
 from isogpt.hardware import Clock
-from isogpt.launch import Ranks, connect_store
-from isogpt.loader import DataError
+from isogpt.launch import Ranks, connect_store, rank_names
+from isogpt.loader import DataError, Reader
 from isogpt.memory import memory_report
 from isogpt.metrics import Logger
 
@@ -114,7 +114,7 @@ class Watchdog:
 
     def find_silent(self) -> str:
         """Which ranks do not respond and where each one was: compares two looks that are some beats apart."""
-        names = self.ranks.names()
+        names = rank_names(self.ranks.hosts)
         self.store.set(f"left/{self.ranks.rank}", "")
         self.store.set("failed", "")  # the others report too, while rank 0's store is there
         before = self.beats()
@@ -146,7 +146,7 @@ class Watchdog:
         if not self.reported.acquire(blocking=False):
             time.sleep(25)  # the other thread is reporting, and then ends the process
             return
-        names = self.ranks.names()
+        names = rank_names(self.ranks.hosts)
         cause = self.ask(self.find_silent, 6 + len(names) / 50) if self.store else ""
         text = f"{names[self.ranks.rank]} at {self.position()[1]}: {problem}; {cause}"
         print(f"error: {text}", file=sys.stderr, flush=True)
@@ -169,14 +169,13 @@ class Watchdog:
             self.logger.saved(self.saver.wait())
 
     def announce(self, key: str) -> None:
-        """Tell the other ranks that the run has "failed" here, or that this rank has "left"."""
+        """Tell the other ranks that the run has failed here (key "failed"), or that rank N has left ("left/N")."""
         if self.store:
-            name = key if key == "failed" else f"{key}/{self.ranks.rank}"
-            self.ask(partial(self.store.set, name, ""), STORE_TIMEOUT_S)
+            self.ask(partial(self.store.set, key, ""), STORE_TIMEOUT_S)
 
     def stop(self) -> None:
         """Stop watching, before the store is gone."""
-        self.announce("left")
+        self.announce(f"left/{self.ranks.rank}")
         self.over.set()
         for thread in self.threads:
             thread.join(2)
@@ -196,16 +195,17 @@ def is_connection_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in CONNECTION_LOST)
 
 
-def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, rows: int, cost: dict) -> None:
+def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader, cost: dict) -> None:
     """
     Install an excepthook that prints a message instead of a traceback if it can explain the exception.
 
-    Out of memory: rank 0 prints what the memory consists of and what would reduce it (all ranks run out alike). In the
-    first steps it also records half of `rows` as the micro-batch size, so that the same command, repeated or restarted
-    by torchrun --max-restarts, continues.
+    Out of memory: rank 0 prints what the memory consists of and what would reduce it (all ranks run out alike, unless
+    their shares differ). In the first steps it also records half of the rows as the micro-batch size, so that the same
+    command, repeated or restarted by torchrun --max-restarts, continues.
 
     Args:
         job: what the recorded micro-batch size applies to.
+        reader: with the rows of each rank.
         cost: the arguments of memory.memory_report.
     """
     default_hook, first_step, rank = sys.excepthook, watchdog.progress.step, watchdog.ranks.rank
@@ -223,18 +223,19 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, rows: int, cost
         elif not is_out_of_memory(error):
             watchdog.logger.failed(f"{type(error).__name__}: {error}")
             default_hook(kind, raised, trace)
-        elif rank == 0:
+        elif rank == 0 or len(set(reader.share.rows_of)) > 1:
             explain_out_of_memory(error)
 
     def explain_out_of_memory(error: BaseException) -> None:
         is_allocating = watchdog.clock.doing == "the start"  # the model and its optimizer
+        rows, most = reader.share.rows, max(reader.share.rows_of)
         cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
         problem, hint = f"error: out of memory {cause}: {str(error).splitlines()[0]}", ""
-        if watchdog.progress.step < first_step + 3 and rows > 1 and not is_allocating:
-            resilience.record_micro_batch(out_dir, job, rows // 2)
-            hint = (f"\nthe next start in {out_dir} uses micro-batches of {rows // 2} (same global batch, same curve): "
+        if watchdog.progress.step < first_step + 3 and most > 1 and not is_allocating:
+            resilience.record_micro_batch(out_dir, job, most // 2)
+            hint = (f"\nthe next start in {out_dir} uses micro-batches of {most // 2} (same global batch, same curve): "
                     "torchrun --max-restarts does so by itself, otherwise repeat the command")  # fmt: skip
-        print(f"{problem}\n{memory_report(cost)}{hint}", file=sys.stderr, flush=True)
+        print(f"{problem}\n{memory_report(cost | {'rows': rows})}{hint}", file=sys.stderr, flush=True)
         watchdog.logger.failed(problem)
 
     def hook(kind: type, error: BaseException, trace: object) -> None:

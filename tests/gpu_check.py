@@ -308,8 +308,58 @@ def large(place: Place) -> Iterator[Line]:
                    f"{speed:,.0f} tokens/s, {memory_gb:.1f} GB", math.isfinite(rows[-1]["loss"]))  # fmt: skip
 
 
+def experts(place: Place) -> Iterator[Line]:
+    """Mixture of experts: the curve, and the step beside the dense model with equal active parameters."""
+    n, model, exact = place.processes, ["--n_expert=4"], ["--dtype=float32", "--compile=False"]
+    reference = losses(Place(place.folder, "cpu", 1, None), "experts", [*model, *exact])
+    found = distance(reference, losses(place, "experts", [*model, *exact]))
+    yield at_most("4 experts, float32: losses of 20 steps against the CPU's", found, 1e-4)
+    for flags in (["--ep=2"], ["--ep=2", "--zero=3"]) if n % 2 == 0 else ():
+        found = distance(reference, losses(place, "experts", [*model, *exact, *flags], n))
+        yield at_most(f"4 experts, float32 on {n} processes {' '.join(flags)}", found, 1e-4)
+    found = distance(reference, losses(place, "experts", [*model, "--dtype=bfloat16", "--compile=False"]))
+    yield at_most("4 experts, bfloat16: losses against float32's", found, 0.03)
+    base = [*place.gpt2(), "--gradient_accumulation_steps=1", "--max_iters=23", "--eval_interval=100000",
+            "--eval_iters=1", "--save_checkpoint=False", "--out_dir=experts"]  # fmt: skip
+    base += ["--batch_size=8", "--dtype=bfloat16"] if place.on_gpu else ["--batch_size=2"]
+    width = 768 if place.on_gpu else 64
+    times = []
+    for shape in ([f"--n_hidden={8 * width}"], ["--n_expert=8", f"--n_hidden={4 * width}"]):
+        run(place, "train.py", [*base, *shape])
+        rows = [r for r in records(place.folder / "experts") if "step_ms" in r][8:]
+        times.append(statistics.median(r["step_ms"] for r in rows))
+    dense, moe = times
+    yield Line("the step with 8 experts, 2 active / dense with equal active parameters", "<= 1.5",
+               f"{moe / dense:.2f} ({moe:.2f} and {dense:.2f} ms)",
+               moe / dense <= 1.5 if place.on_gpu else None)  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # several processes
+
+
+def slow_networks(place: Place) -> Iterator[Line]:
+    """How far compressed gradients and islands take the curve from the exact one; the lossy ones have to learn."""
+    n, exact = place.processes, ["--dtype=float32", "--compile=False"]
+    if n % 2:
+        yield Line("slow networks", "", "an odd number of devices: not tried")
+        return
+    reference = losses(Place(place.folder, "cpu", 1, None), "networks", exact)
+    modes = {
+        f"--grad_compression={kind}": limit
+        for kind, limit in (
+            ("fp16", 2e-3),
+            ("bf16", 0.02),
+            ("int8", 0.02),
+            ("sign", 0.3),
+            ("powersgd:2", 0.3),
+            ("topk:0.05", 0.3),
+        )
+    }
+    modes["--islands=2 --local_steps=4"] = modes["--islands=2 --local_steps=4 --outer_parts=2"] = 0.3
+    for flags, limit in modes.items():
+        found = distance(reference, losses(place, "networks", [*exact, *flags.split()], n))
+        yield at_most(f"float32 on {n} processes {flags}", found, limit)
 
 
 def several(place: Place) -> Iterator[Line]:
@@ -353,7 +403,7 @@ def killed(place: Place, n: int) -> Iterator[Line]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-CHECKS = (curve, compiled, resume, speed, nanogpt, parts, large, several)
+CHECKS = (curve, compiled, resume, speed, nanogpt, parts, large, experts, slow_networks, several)
 
 
 def main() -> None:

@@ -17,19 +17,22 @@ REPO = Path(__file__).resolve().parent.parent
 PARITY, RESUME, SURVIVE = "tests/test_parity.py", "tests/test_resume.py", "tests/test_survive.py"
 SAMPLE, PARALLEL = "tests/test_sample.py", "tests/test_parallel.py"
 LAUNCH, LAUNCHERS = "tests/test_launch.py", "tests/test_launchers.py"
+NETWORKS = "tests/test_slow_networks.py"
+EP = "tests/test_experts.py::test_every_layout_has_the_curve_of_one_process"
+MOE = "tests/test_moe.py"
 KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 
 # name: (file, original text, its replacement, the tests that must fail)
 MUTATIONS = {
     "all-reduce: of the gradients": (
-        "train.py", "if copies > 1 and zero_stage < 2 and not pipeline:", "if False:", PARITY),
+        "train.py", "if replicas and zero_stage < 2 and not pipeline:", "if False:", PARITY),
     "all-reduce: of the last micro-step": (
         "train.py", 'reduce_now = reduce_every or (is_last and grad_sync != "never")', "reduce_now = reduce_every", PARITY),
     "all-reduce: of the step's loss": (
         "isogpt/agree.py", "return type(numbers)(*rows.view(-1, len(mine)).T.cpu())",
         "return type(numbers)(*mine[:, None].expand(-1, dist.get_world_size()).cpu())", PARITY),
     "all-reduce: of the evaluation": (
-        "train.py", "total = agree.gather_number(total, ranks.device).mean().item() * copies", "total = total * copies",
+        "isogpt/evaluation.py", "total = gather_number(total, device).mean().item() * copies", "total = total * copies",
         PARITY),
     "share: its weight in the gradient": (
         "train.py", "loss_divisor = progress.tokens_per_step / copies",
@@ -37,12 +40,12 @@ MUTATIONS = {
     "share: padding rows count": (
         "isogpt/loader.py", "x[padding], y[padding] = 0, -1", "x[padding], y[padding] = 0, 0", PARITY),
     "share: all ranks read the same rows": (
-        "isogpt/loader.py", "(micro_step * self.data_size + self.data_rank) * self.rows",
-        "micro_step * self.data_size * self.rows", PARITY),
+        "isogpt/loader.py", "micro_step * sum(self.rows_of) + sum(self.rows_of[: self.data_rank])",
+        "micro_step * sum(self.rows_of)", PARITY),
     "data: depends on the rank": (
         "isogpt/loader.py", "self.seed, TRAIN, step", "self.seed + self.mesh.data_rank, TRAIN, step", PARITY),
     "evaluation: other sequences each time": (
-        "train.py", "reader.evaluation(split,",
+        "isogpt/evaluation.py", "reader.evaluation(split,",
         '__import__("dataclasses").replace(reader, seed=seed + progress.step + ranks.world_size).evaluation(split,',
         PARITY),
     "init: depends on the order of parameters": (
@@ -56,8 +59,74 @@ MUTATIONS = {
         "isogpt/parallel/gradients.py", "        grad += theirs", "        pass", PARALLEL),
     "cp: order of the chunks": (
         "isogpt/parallel/context.py", "torch.cat([chunks[place] for place in order], 1)", "torch.cat(chunks, 1)", PARALLEL),
+    "compression: without error feedback": (
+        "isogpt/parallel/compression.py", "flat += torch.cat([error.flatten() for error in errors])", "pass", NETWORKS),
+    "compression: errors are not saved": (
+        "isogpt/parallel/compression.py", "found[name] = {key: part_of", "found[name] = {} and {key: part_of", NETWORKS),
+    "compression: PowerSGD's factors are not saved": (
+        "isogpt/parallel/compression.py", "{self.own_name(): factors} if factors else {}", "{}", NETWORKS),
+    "compression: replicas of shards are not averaged": (
+        "isogpt/parallel/gradients.py", "if zero >= 2 and compression and reduces_data:", "if False:", NETWORKS),
+    "islands: no momentum in the outer step": (
+        "isogpt/parallel/local_sgd.py", ".mul_(self.outer_momentum).add_(change)", ".mul_(0)", NETWORKS),
+    "islands: what was learned meanwhile is lost": (
+        "isogpt/parallel/local_sgd.py", "p.sub_(local(sent)).add_(weight)", "p.copy_(weight)", NETWORKS),
+    "islands: what is being sent is not saved": (
+        "isogpt/parallel/local_sgd.py", "if name in self.sent:", "if False:", NETWORKS),
+    "islands: evaluated with their own weights": (
+        "isogpt/parallel/exchange.py", "self.islands.outer_weights() if self.islands else nullcontext()",
+        "nullcontext()", NETWORKS),
     "norm: copies count": (
-        "isogpt/parallel/gradients.py", "            copies *= mesh.tp", "            pass", PARALLEL),
+        "isogpt/parallel/gradients.py", '["islands", "tp", "dp_replicate"]', '["islands", "dp_replicate"]', PARALLEL),
+    "norm: each expert counts as often as it has ranks": (
+        "isogpt/parallel/gradients.py", " for axis in copied_over if not is_split(p, axis)))", " for axis in copied_over))", EP),
+    "ep: gradients come from all ranks of ep": (
+        "isogpt/parallel/gradients.py", "torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)", "pass", EP),
+    "ep: gradients of the same experts on other ranks": (
+        "isogpt/parallel/gradients.py", 'average(experts, mesh, compression, "dp_replicate", "cp")',
+        "average(experts, mesh, compression)", EP),
+    "ep: order of the rows at the experts": (
+        "isogpt/parallel/expert.py", "Reorder.apply(rows, order, place)", "rows", EP),
+    "ep: order of the results": (
+        "isogpt/parallel/expert.py", "Reorder.apply(y, place, order)", "y", EP),
+    "ep: ranks read the same rows": (
+        "isogpt/mesh.py", '("islands", "dp_replicate", "dp_shard", "ep")', '("islands", "dp_replicate", "dp_shard")', EP),
+    "ep: optimizer state of experts over all ranks": (
+        "isogpt/optim.py", '(True, ("dp_shard", "cp"))', '(True, ("dp_shard", "ep", "cp"))', EP),
+    "ep: numbers of one rank's routers": (
+        "isogpt/parallel/__init__.py", "        dist.all_reduce(sums)\n", "        pass\n", EP),
+    "ep: another router on each rank": (
+        "isogpt/checkpoint.py", "target.put(model.initial_weight(name, target.shape, seed))",
+        "target.put(model.initial_weight(name, target.shape, seed + int(os.environ.get('RANK', 0))))",
+        "tests/test_experts.py::test_a_dense_model_is_upcycled"),
+    "tp: the auxiliary loss counts on each rank": (
+        "isogpt/parallel/tensor.py", "routing / ranks", "routing", EP),
+    "tp: rows of experts": (
+        "isogpt/parallel/tensor.py", "(model.config.n_hidden,) * (p.size(0) // model.config.n_hidden)", "(p.size(0),)", EP),
+    "experts: padding rows count": (
+        "model.py", "routing = routing * valid.any(1)[:, None]", "routing = routing * 1.0", MOE),
+    "experts: the auxiliary loss is in the loss": (
+        "model.py", "loss + (auxiliary - auxiliary.detach())", "loss + auxiliary", MOE),
+    "experts: the auxiliary loss has no gradient": (
+        "model.py", "loss + (auxiliary - auxiliary.detach())", "loss", MOE),
+    "experts: FLOPs of unused ones": (
+        "model.py", "self.get_num_params() - c.unused_count", "self.get_num_params()", MOE),
+    "experts: their weights do not sum to 1": (
+        "isogpt/experts.py", "weights = weights / weights.sum(-1, keepdim=True)", "weights = weights * 1", MOE),
+    "experts: balance over the batch": (
+        "isogpt/experts.py", "shares = totals / totals.sum(-1, keepdim=True)",
+        "shares = totals.sum(0, keepdim=True) / totals.sum()", MOE),
+    "experts: rows are not sorted": (
+        "isogpt/experts.py", "order = chosen.flatten().argsort(stable=True)",
+        "order = torch.arange(chosen.numel(), device=x.device)", MOE),
+    "experts: a row with another token's weight": (
+        "isogpt/experts.py", "(rows * weights[..., None])", "(rows * weights.flip(-1)[..., None])", MOE),
+    "experts: widths that the kernel does not take": (
+        "isogpt/experts.py", "if has_kernel and is_aligned:", "if has_kernel:", MOE),
+    "experts: router in bfloat16": (
+        "isogpt/experts.py", "with torch.autocast(x.device.type, enabled=False):", "with torch.enable_grad():", MOE),
+    "upcycling: routers do not depend on the seed": (
+        "isogpt/checkpoint.py", "model.initial_weight(name, target.shape, seed))", "model.initial_weight(name, target.shape, 0))", MOE),
     "random state: of a step": ("train.py", "    precision.seed_step(seed, step, ranks.rank)\n", "", KILLED),
     "random state: of the rank": (
         "isogpt/precision.py", "SeedSequence((seed, step, rank))", "SeedSequence((seed, step, 0))", RESUME),
@@ -66,7 +135,7 @@ MUTATIONS = {
     "resume: position in the data": (
         "isogpt/loader.py", "for step in count(progress.step) if", "for step in count(0) if", KILLED),
     "resume: optimizer state": (
-        "isogpt/checkpoint.py", "state = state_parts(model, optimizers) if optimizers else {}", "state = {}", KILLED),
+        "isogpt/checkpoint.py", "state = state_parts(model, optimizers, island) if optimizers else {}", "state = {}", KILLED),
     "resume: scaler state": (
         "isogpt/checkpoint.py", 'scaler.load_state_dict(source.run["isogpt"]["scaler"])', "pass",
         f"{RESUME}::test_float16_scaler_is_saved_and_restored"),

@@ -23,6 +23,7 @@ MODELS = {
     "nanochat-muon": ["--arch=nanochat", "--optimizer=muon", "--n_kv_head=2"],
     "llama": ["--arch=llama", "--n_kv_head=1"],
     "llama-muon": ["--arch=llama", "--optimizer=muon", "--n_kv_head=2", "--head=tied"],
+    "llama-experts": ["--arch=llama", "--n_expert=4", "--n_kv_head=2"],
 }
 WAYS = {
     "ddp-2": (2, []),
@@ -39,13 +40,15 @@ WAYS = {
     "selective": (1, ["--activation_checkpointing=selective"]),
     "every-2": (1, ["--activation_checkpointing=every:2"]),
 }
-QUICK = [("nanochat-muon", "zero3-3"), ("nanochat-muon", "zero1-2"), ("llama-muon", "ddp-2"), ("llama", "selective"),
+QUICK = [("nanochat-muon", "zero1-2"), ("llama-muon", "ddp-2"), ("llama", "selective"),
          ("gpt2-muon", "zero1-3")]  # fmt: skip
 # each architecture on each layout, and each with both optimizers
 MORE = [("nanochat-muon", way) for way in WAYS]
 MORE += [(("llama", "llama-muon")[i % 2], way) for i, way in enumerate(WAYS)]
 MORE += [("nanochat", "zero2-2"), ("nanochat", "ddp-3"), ("gpt2-muon", "zero3-2"), ("gpt2-muon", "ddp-4")]
-ALL = QUICK + [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE if pair not in QUICK]
+OFTEN = ("zero1-2", "zero2-2", "zero3-2", "hsdp-4", "offload-2", "every-2")
+ALL = QUICK + [pytest.param(*pair, marks=pytest.mark.slow if pair[1] in OFTEN else pytest.mark.extra)
+               for pair in MORE if pair not in QUICK]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,8 @@ def test_every_layout_has_the_curve_of_one_process(zygote, shared_work, one, mod
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    [("llama-muon", "zero3-2"), pytest.param("nanochat-muon", "ddp-3", marks=pytest.mark.slow),
+    [pytest.param("llama-muon", "zero3-2", marks=pytest.mark.slow),
+     pytest.param("nanochat-muon", "ddp-3", marks=pytest.mark.extra),
      pytest.param("nanochat-muon", "zero1-2", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_resume_has_the_same_bits(zygote, shared_work, model, way):
@@ -153,10 +157,10 @@ def test_float16_keeps_the_direction_of_small_gradients():
 def test_settings_that_a_checkpoint_overrides():
     run = {"model_args": GPT(GPTConfig(8, 65, 1, 2, 8, arch="llama", bias=False)).describe(), "config": {}}
     settings = {"arch": "llama", "n_layer": 1, "n_head": 2, "n_embd": 8, "bias": False, "vocab_size": 0, "dataset": ""}
-    settings |= {"n_kv_head": 0, "n_hidden": 0, "head": "auto"}
+    settings |= {"n_kv_head": 0, "n_hidden": 0, "head": "auto", "n_expert": 0, "n_expert_active": 2}
     assert differences(settings, SimpleNamespace(run=run)) == []
     settings |= {"n_kv_head": 1, "n_hidden": 16, "head": "tied"}
-    said = "the checkpoint's n_kv_head 2, n_hidden 64, head untied apply, not n_kv_head 1, n_hidden 16, head tied"
+    said = "n_kv_head 2, n_hidden 64, head untied of the checkpoint are used, not n_kv_head 1, n_hidden 16, head tied"
     assert differences(settings, SimpleNamespace(run=run)) == [said]
 
 
@@ -187,7 +191,11 @@ SHAPES = {
     "nanochat-kv-tied": dict(n_kv_head=2, tied=True),
     "llama": dict(rope_theta=5e4),
     "llama-kv-tied": dict(n_kv_head=1, tied=True, n_hidden=80, norm_eps=1e-6),
-}
+    "llama-experts": dict(n_expert=4, rope_theta=5e4),
+    "llama-experts-kv-tied": dict(n_expert=5, n_expert_active=3, n_kv_head=1, tied=True, n_hidden=80, norm_eps=1e-6,
+                                  balance_loss=0.02),
+}  # fmt: skip
+NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 def moved(name):
@@ -201,25 +209,84 @@ def moved(name):
     return gpt
 
 
+@torch.no_grad()
+def assert_equal_to(hf, gpt):
+    """Compare logits and greedy text with a model of transformers."""
+    x = torch.randint(97, (3, 48), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(hf.eval()(x).logits, gpt(x, x)[0], atol=1e-5, rtol=0)
+    theirs = hf.generate(x[:, :8], attention_mask=torch.ones_like(x[:, :8]), max_new_tokens=40, do_sample=False)
+    assert torch.equal(theirs, gpt.generate(x[:, :8], 40, temperature=0))
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_same_model_in_transformers_and_back(tmp_path, name):
     from transformers import AutoModelForCausalLM
 
     gpt = moved(name)
-    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), no_ids)
-    hf = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    x = torch.randint(97, (3, 48), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        logits, _ = gpt(x, x)
-        torch.testing.assert_close(hf(x).logits, logits, atol=1e-5, rtol=0)
-        theirs = hf.generate(x[:, :8], attention_mask=torch.ones_like(x[:, :8]), max_new_tokens=40, do_sample=False)
-        assert torch.equal(theirs, gpt.generate(x[:, :8], 40, temperature=0))
-        back = GPT.from_pretrained(str(tmp_path)).eval()
-        assert back.config == gpt.config and torch.equal(back(x, x)[0], logits)
+    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
+    assert_equal_to(AutoModelForCausalLM.from_pretrained(tmp_path), gpt)
+    back = GPT.from_pretrained(str(tmp_path))
+    assert back.config == gpt.config and same_weights(back.state_dict(), gpt.state_dict())
 
 
-@pytest.mark.parametrize("model", ["gpt2-muon", "nanochat-muon", "llama-muon"])
+def same_weights(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], w) for name, w in b.items())
+
+
+@pytest.mark.parametrize("changes", [{}, dict(num_experts_per_tok=3, num_key_value_heads=4, tie_word_embeddings=True)])
+def test_import_of_a_mixtral(tmp_path, changes):
+    from transformers import MixtralConfig, MixtralForCausalLM, set_seed
+
+    set_seed(0)
+    shape = dict(vocab_size=97, hidden_size=32, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=48, num_local_experts=4)  # fmt: skip
+    config = MixtralConfig(**(shape | changes), initializer_range=0.2, router_aux_loss_coef=0.03, **NO_IDS)
+    hf = MixtralForCausalLM(config)
+    hf.save_pretrained(tmp_path)
+    gpt = GPT.from_pretrained(str(tmp_path)).eval()
+    assert_equal_to(hf, gpt)
+    c = gpt.config
+    assert (c.n_expert, c.n_expert_active, c.balance_loss) == (4, config.num_experts_per_tok, 0.03)
+
+
+def test_experts_that_transformers_cannot_represent(tmp_path):
+    for arch in ("gpt2", "nanochat"):
+        gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch=arch, n_expert=3))
+        with pytest.raises(ValueError, match=f"transformers has no class for arch '{arch}' with n_expert 3; possible"):
+            huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
+
+
+@pytest.mark.slow
+def test_export_of_experts_from_shards(zygote, shared_work):
+    out = shared_work / "sharded"
+    args = [*ONE, *MODELS["llama-experts"], "--max_iters=9", "--eval_interval=10", f"--out_dir={out}"]
+    zygote.train([*args, "--ep=2", "--zero=3"], shared_work, 2)
+    assert run_folder.newest(str(out))[0].path.is_dir()
+    for form in ("hf", "ckpt.pt"):
+        zygote.start([out, f"--to={form}"], shared_work, script="export.py").wait()
+    weights = torch.load(out / "ckpt.pt", weights_only=True)["model"]
+    assert same_weights(GPT.from_pretrained(str(out / "hf")).state_dict(), weights)
+
+
+@pytest.mark.slow
+def test_experts_from_a_dense_model_of_transformers(zygote, shared_work):
+    """Each expert is a copy of the MLP: the first loss is the dense model's."""
+    gpt, folder, losses = moved("llama-kv-tied"), shared_work / "dense", []
+    huggingface.save(folder, gpt.describe(), gpt.state_dict(), NO_IDS)
+    for name, nproc, flags in (("one", 1, []), ("experts", 2, ["--n_expert=4", "--ep=2", "--zero=3"])):
+        out = shared_work / f"from-{name}"
+        zygote.train([f"--init_from={folder}", "--max_iters=0", *flags, f"--out_dir={out}"], shared_work, nproc)
+        losses.append(column(out, "loss"))
+    same(*losses, absolute=1e-5)
+
+
+EXPORTED = [
+    "nanochat-muon",
+    *(pytest.param(m, marks=pytest.mark.slow) for m in ("llama-experts", "gpt2-muon", "llama-muon")),
+]
+
+
+@pytest.mark.parametrize("model", EXPORTED)
 def test_export_and_import_of_a_run(zygote, shared_work, one, model):
     """The loss of an imported model is the same bits; a new run can start from the folder."""
     out, folder = shared_work / f"out-{model}", shared_work / f"hf-{model}"
@@ -234,7 +301,7 @@ def test_export_and_import_of_a_run(zygote, shared_work, one, model):
     assert len(losses) == 1
     weights = checkpoint.open_checkpoint(run_folder.best(str(out))[0]).weights  # sample.py uses the best one
     imported = torch.load(folder / "ckpt.pt", weights_only=True)["model"]
-    assert weights.keys() == imported.keys() and all(torch.equal(weights[k], w) for k, w in imported.items())
+    assert same_weights(weights, imported)
 
 
 def test_an_export_deletes_no_checkpoints(zygote, shared_work, one):
@@ -266,10 +333,10 @@ def test_mistakes(zygote, shared_work, said):
 
 
 def test_a_model_that_is_not_supported(tmp_path):
-    from transformers import LlamaConfig, MistralConfig, NanoChatConfig
+    from transformers import LlamaConfig, MistralConfig, MixtralConfig, NanoChatConfig
 
     MistralConfig().save_pretrained(tmp_path / "mistral")
-    with pytest.raises(ValueError, match="its model_type is 'mistral'; possible are gpt2, nanochat, llama"):
+    with pytest.raises(ValueError, match="its model_type is 'mistral'; possible are gpt2, nanochat, llama, mixtral"):
         GPT.from_pretrained(str(tmp_path / "mistral"))
     for wrong, said in (
         (dict(attention_bias=True), "this llama has settings that are not supported: attention_bias=True"),
@@ -280,12 +347,13 @@ def test_a_model_that_is_not_supported(tmp_path):
             huggingface.model_args(LlamaConfig(**wrong))
     with pytest.raises(ValueError, match="this nanochat has settings that are not supported: head_dim=64"):
         huggingface.model_args(NanoChatConfig(head_dim=64))
+    with pytest.raises(ValueError, match="hidden_act=gelu, sliding_window=8, router_jitter_noise=0.1"):
+        huggingface.model_args(MixtralConfig(hidden_act="gelu", sliding_window=8, router_jitter_noise=0.1))
 
 
 def test_weights_that_do_not_belong_to_the_config(tmp_path):
     gpt = moved("llama")
-    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), no_ids)
+    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 97', '"vocab_size": 98'))
     with pytest.raises(ValueError, match=r"lm_head.weight is \(97, 32\), but config.json says \(98, 32\)"):
@@ -300,7 +368,7 @@ def test_muon_orthogonalizes_each_matrix():
     weight = gpt.transformer.h[1].attn.c_attn.weight  # (heads: 4, 2 and 2) x 8 features
     gpt(x := torch.arange(96).view(2, 48), x)[1].backward()
     before, gradient = weight.detach().clone(), weight.grad.clone()
-    optim.set_rates([adamw, muon], 1e-3, 0.95)
+    optim.set_rates([adamw, muon], 300, 1e-3, 0.95)
     muon.step()
     update = (before * (1 - 0.02 * 0.1) - weight.detach()) / 0.02
     for part, g in zip(update.split((32, 16, 16)), gradient.split((32, 16, 16)), strict=True):

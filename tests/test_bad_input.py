@@ -23,6 +23,7 @@ from runs import REPO, TINY, free_port, tiny_data
 
 from configurator import settings_of
 from isogpt import loader, run_folder
+from isogpt.mesh import Mesh
 from isogpt.settings import RENAMED
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
@@ -33,7 +34,8 @@ POSITIVE = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulatio
             "fsdp_prefetch")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "keep_last", "seed", "vocab_size", "warmup_iters", "lr_decay_iters",
                 "learning_rate", "min_lr", "weight_decay", "grad_clip", "nproc", "cooldown_iters", "muon_lr",
-                "embedding_lr", "n_kv_head", "n_hidden")  # fmt: skip
+                "embedding_lr", "n_kv_head", "n_hidden", "n_expert", "balance_loss", "router_z_loss",
+                "base_batch", "islands", "outer_lr")  # fmt: skip
 MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
 
 
@@ -163,7 +165,9 @@ CASES = {
     "replicate-0": Case(["--zero=3", "--dp_replicate=0"], ["dp_replicate is 0", "at least 1"]),
     "replicate-3": Case(["--zero=3", "--dp_replicate=3"],
                         ["divided into dp_replicate 3: start 3 processes, or set --dp_replicate="], BOTH),
-    **{f"{name}-0": Case([f"--{name}=0"], [f"{name} is 0: it must be at least 1"]) for name in ("tp", "pp", "cp")},
+    **{f"{name}-0": Case([f"--{name}=0"], [f"{name} is 0: it must be at least 1"])
+       for name in ("tp", "pp", "cp", "ep", "n_expert_active", "local_steps", "outer_parts")},
+    "outer-momentum": Case(["--outer_momentum=1"], ["outer_momentum is 1.0: it must be in [0, 1)"]),
     "replicate-ddp": Case(["--dp_replicate=2"], ["dp_replicate", "zero 2 or 3", "--zero=3"], BOTH),
     "offload-ddp": Case(["--cpu_offload=True"], ["cpu_offload", "--zero=3"]),
     "grad-sync": Case(["--grad_sync=often"], ["grad_sync is 'often'", "last", "every"]),
@@ -595,7 +599,8 @@ def test_the_windows_of_a_step_are_drawn_once(place):
         return np.arange(12)
 
     share = loader.share_of(12, 0, 1, 2)
-    batches = loader.micro_batches(np.arange(99), starts_of, [5, 6], share, 8, 200, torch.device("cpu"))
+    reader = loader.Reader(None, "random", 1, 8, 12, Mesh(), 2, vocab_size=200, device=torch.device("cpu"))
+    batches = reader.read(np.arange(99), starts_of, [5, 6], share)
     assert len(list(batches)) == 12 and drawn == [5, 6]
 
 

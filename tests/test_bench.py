@@ -58,6 +58,10 @@ def test_two_processes_that_bench_launches_itself(zygote, work):
     check_split(found["report"], 2)
     assert found["report"]["split_ms"]["exposed comm"]["mean"] is not None and "without communication" in text
     assert f"3 steps of {2 * 2 * 16} tokens on 2 processes" in text
+    sent, gradients = found["report"]["run"]["mb_sent"], 4 * found["report"]["run"]["parameters"] / 1e6
+    if sys.platform == "linux":
+        assert gradients < sent["mean"] <= sent["max"] < 1.2 * gradients
+        assert f"{sent['mean']:18.3f} {sent['max']:13.3f}  per rank and step" in text
 
 
 @pytest.mark.slow
@@ -68,7 +72,7 @@ def test_a_sweep_marks_launches_that_failed(zygote, work):
     good, memory, wrong = found["sweep"]
     assert good["tokens_per_s"] > 0 and good["point"] == {"n_embd": "16"}
     assert memory["problem"] == "out of memory" and "n_embd='none': not a whole number" in wrong["problem"]
-    assert re.search(r"^  +16 +32 +[\d,]+ +[\d.]+ +[\d.]+ +[\d.]+% +1\.00x$", text, re.M), text
+    assert re.search(r"^  +16 +32 +[\d,]+ +[\d.]+ +[\d.]+ +n/a +[\d.]+% +1\.00x$", text, re.M), text
     assert re.search(rf"^ +{huge}  failed: out of memory$", text, re.M) and "held fixed: the global batch" in text
     text, found = bench(zygote, work, *TINY, "--sweep=batch_siz:2;nproc:0", ok=False)
     assert "nproc is '0'" in text and "no launch succeeded" in text and "problem" in found["sweep"][0]
@@ -98,6 +102,20 @@ def test_a_sweep_over_layouts(zygote, work):
     assert pipeline["bubble"]["formula"] == pytest.approx(1 / 5) and 0 < pipeline["bubble"]["measured"] < 1
     assert "cannot be divided into pp 2 x tp 2 = 4: start 4 processes" in both["problem"]
     assert len(re.findall(r"^ +[12] +[12] .*%\)$", text, re.M)) == 1 and "bubble (formula)" in text
+
+
+@pytest.mark.slow
+def test_a_sweep_over_ep(zygote, work):
+    """The all-to-alls are found in the trace, and so is their time in the report."""
+    shape = ["--n_layer=2", "--vocab_size=65", "--gradient_accumulation_steps=4", "--nproc=2", "--n_expert=4"]
+    text, found = bench(zygote, work, *TINY, *shape, "--sweep=ep:1,2,4")
+    ddp, experts, wrong = found["sweep"]
+    assert ddp["parameters"] == experts["parameters"] and experts["exposed_ms"] > 0
+    assert "set --ep=2" in wrong["problem"]
+    assert len(re.findall(r"^ +[12] .* n/a$", text, re.M)) == 2, text
+    text, found = bench(zygote, work, *TINY, *shape, "--ep=2")
+    check_split(found["report"], 2)
+    assert found["report"]["limits"]["copy_ratio"] is None and "for each token" in text
 
 
 @pytest.mark.slow

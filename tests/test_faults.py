@@ -265,7 +265,7 @@ def test_a_temperature_near_zero_takes_the_most_likely_token(zygote, place):
 def test_a_resume_says_which_settings_do_not_apply(zygote, place):
     tiny_data(place, name="other")
     run = zygote.train([*RESUME, "--n_layer=4", "--bias=True", "--vocab_size=80", "--dataset=other"], place)
-    assert "checkpoint's n_layer 2, bias False, vocab_size 65 apply, not n_layer 4, bias True" in run.text()
+    assert "n_layer 2, bias False, vocab_size 65 of the checkpoint are used, not n_layer 4, bias True" in run.text()
     assert "was trained on data set tiny, this run reads other" in run.text()
     quiet = zygote.train([*RESUME, "--max_iters=8", "--dataset=other"], place)
     assert "note:" not in quiet.text()

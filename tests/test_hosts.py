@@ -5,102 +5,20 @@ address and with an elastic rendezvous; a cut cable, a machine that fails, one t
 
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
+from hosts import HAS_NAMESPACES, Hosts, ip
 from runs import REPO, TINY, column, records, steps_in, wait_for
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        sys.platform != "linux" or os.geteuid() or not shutil.which("ip"), reason="needs Linux, root and iproute2"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root and iproute2")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
 MASTER = ["--master_addr=10.77.0.1", "--master_port=29500"]
 ELASTIC = ["--nnodes=2:3", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-endpoint=h1:29400", "--rdzv-id=hosts"]
 ELASTIC += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
 JOB = [*TINY, "--gradient_accumulation_steps=6", "--save_interval=10"]
-
-
-def ip(*words, ok=True):
-    run = subprocess.run(["ip", *words], capture_output=True, text=True)
-    assert run.returncode == 0 or not ok, f"ip {' '.join(words)}: {run.stderr}"
-    return run.stdout
-
-
-class Hosts:
-    """h1, h2, ... at 10.77.0.N on a switch. Each resolves its own name to a loopback address, as on Debian."""
-
-    def __init__(self, work, number):
-        self.work, self.tag, self.logs = work, f"iso{os.getpid()}", {}
-        self.spaces = {f"h{i}": f"{self.tag}h{i}" for i in range(1, number + 1)}
-        switch = f"{self.tag}sw"
-        ip("netns", "add", switch)
-        ip("-n", switch, "link", "add", "switch", "type", "bridge")
-        ip("-n", switch, "link", "set", "switch", "up")
-        for i, (host, space) in enumerate(self.spaces.items(), 1):
-            ip("netns", "add", space)
-            ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", host, "netns", switch)
-            ip("-n", switch, "link", "set", host, "master", "switch", "up")
-            ip("-n", space, "addr", "add", f"10.77.0.{i}/24", "dev", "eth0")
-            # a second interface, which leads nowhere
-            ip("-n", space, "link", "add", "backup", "type", "veth", "peer", "name", "nowhere")
-            ip("-n", space, "addr", "add", f"192.168.9.{i}/24", "dev", "backup")
-            for link in ("lo", "eth0", "backup", "nowhere"):
-                ip("-n", space, "link", "set", link, "up")
-            folder = f"/etc/netns/{space}"
-            os.makedirs(folder, exist_ok=True)
-            names = [f"10.77.0.{j} {other}" for j, other in enumerate(self.spaces, 1) if other != host]
-            with open(f"{folder}/hosts", "w") as f:
-                f.write("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host}", *names]) + "\n")
-
-    def start(self, host, command):
-        """Run a command on this host, on one core, with its output in a file."""
-        cores = sorted(os.sched_getaffinity(0))
-        core = str(cores[list(self.spaces).index(host) % len(cores)])
-        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/launchers.md
-        there = [
-            "ip",
-            "netns",
-            "exec",
-            self.spaces[host],
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            f'hostname {host}; exec "$@"',
-        ]
-        self.logs[host] = self.work / f"{host}.txt"
-        with open(self.logs[host], "a") as log:
-            return subprocess.Popen(
-                [*there, "sh", "taskset", "-c", core, *command],
-                cwd=self.work, stdout=log, stderr=log, start_new_session=True, env=env,
-            )  # fmt: skip
-
-    def cable(self, host, state):
-        ip("-n", f"{self.tag}sw", "link", "set", host, state)
-
-    def kill(self, host):
-        """Power off: no more packets leave the host."""
-        self.cable(host, "down")
-        for pid in ip("netns", "pids", self.spaces[host]).split():
-            os.kill(int(pid), signal.SIGKILL)
-
-    def text(self, host):
-        return self.logs[host].read_text(errors="replace")
-
-    def close(self):
-        for space in self.spaces.values():
-            for pid in ip("netns", "pids", space, ok=False).split():
-                os.kill(int(pid), signal.SIGKILL)
-            ip("netns", "delete", space, ok=False)
-            shutil.rmtree(f"/etc/netns/{space}", ignore_errors=True)
-        ip("netns", "delete", f"{self.tag}sw", ok=False)
 
 
 @pytest.fixture
@@ -203,3 +121,31 @@ def test_elastic_hosts_end_with_the_losses_of_an_uninterrupted_run(hosts, zygote
         agents["h2"] = start("h2")
     assert agents["h1"].wait(600) == 0, h.text("h1")[-3000:]
     assert_same_curve(out, work / "one")
+
+
+def test_an_island_that_fails_is_left_out_and_comes_back(hosts, zygote, work):
+    """Each host is an island; two of three go on when one has no power, and it takes part again later."""
+    islands = ["--islands=0", "--local_steps=20", "--outer_parts=2", "--outer_compression=int8"]
+    args = [*JOB, *islands, "--max_iters=1500", "--lr_decay_iters=1500", "--dist_timeout_s=8", "--eval_interval=1500"]
+    h, out = hosts(3), work / "out"
+
+    def start(host):
+        script = [str(REPO / "train.py"), *args, "--out_dir=out", "--init_from=auto"]
+        return h.start(host, [*TORCHRUN, *ELASTIC, *script])
+
+    agents = {host: start(host) for host in h.spaces}
+    wait_for(lambda: steps_in(out) > 20, 90)
+    assert world_sizes(out)[-1] == 3
+    h.kill("h3")
+    wait_for(lambda: world_sizes(out)[-1] == 2, 90)
+    at = steps_in(out)
+    wait_for(lambda: steps_in(out) > at + 20, 90)
+    h.cable("h3", "up")
+    agents["h3"] = start("h3")
+    wait_for(lambda: world_sizes(out)[-1] == 3, 120)
+    assert agents["h1"].wait(600) == 0, h.text("h1")[-3000:]
+    assert sorted(column(out, "loss")) == [*range(1501)]
+    assert "islands: 2 of 1 processes" in h.text("h1")
+    zygote.start([*args, "--islands=1", "--local_steps=1", "--outer_parts=1", "--outer_compression=none",
+                  "--out_dir=one"], work).wait(600)  # fmt: skip
+    assert column(out, "val_loss")[1500] == pytest.approx(column(work / "one", "val_loss")[1500], abs=0.1)

@@ -167,7 +167,7 @@ def test_ranks_of_one_machine_are_consecutive():
     assert network.order_by_machine([b, ("b", "other"), b]) == [0, 2, 1], "two machines with the same name"
     ranks = launch.Ranks(0, 5, torch.device("cpu"), "gloo", hosts=("a", "a", "b", "b", "b"))
     assert ranks.topology() == "5 = 2 nodes (a, b) x 2+3"
-    assert ranks.names()[4] == "rank 4 (b)"
+    assert launch.rank_names(ranks.hosts)[4] == "rank 4 (b)"
     assert launch.Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a")).topology() == "2 = 1 node x 2"
 
 

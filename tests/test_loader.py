@@ -23,7 +23,6 @@ from isogpt.loader import (
     Reader,
     check_ids,
     highest_id,
-    micro_batches,
     open_dataset,
     random_windows,
     read_rows,
@@ -159,8 +158,8 @@ def test_shares_are_even_and_add_up_to_the_batch(sequences, batch_size):
 
 
 def test_the_documented_example_of_a_share():
-    assert share_of(48, 3, 7, 12) == loader.Share(sequences=48, data_rank=3, data_size=7, micro_steps=1, rows=7)
-    assert share_of(480, 0, 8, 12) == loader.Share(480, 0, 8, micro_steps=5, rows=12)  # without padding
+    assert share_of(48, 3, 7, 12) == loader.Share(sequences=48, data_rank=3, micro_steps=1, rows_of=(7,) * 7)
+    assert share_of(480, 0, 8, 12) == loader.Share(480, 0, micro_steps=5, rows_of=(12,) * 8)  # without padding
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,9 +178,12 @@ def test_targets_are_the_inputs_shifted_by_one():
         assert y[row].tolist() == (tokens[start + 1 : start + BLOCK + 1].tolist() if inside else [-1] * BLOCK)
 
 
+def reader_of(vocab_size):
+    return Reader(None, "random", 1, BLOCK, 3, Mesh(), micro_batch=3, vocab_size=vocab_size, device=CPU)
+
+
 def test_padding_rows_are_zeros_without_targets():
-    reader = Reader(None, "random", 1, BLOCK, 3, Mesh(), micro_batch=3, vocab_size=65, device=CPU)
-    x, y = reader.padding_batch()
+    x, y = reader_of(vocab_size=65).padding_batch()
     assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (3, BLOCK)
     assert (x == 0).all() and (y == -1).all()
 
@@ -192,7 +194,7 @@ def batches_of(tokens, share, steps, seen=None, vocab_size=2**16):
             seen.append((step, threading.current_thread().name))
         return random_windows(len(tokens), BLOCK, 1, TRAIN, step, share.sequences)
 
-    return micro_batches(tokens, starts_of, steps, share, BLOCK, vocab_size, CPU)
+    return reader_of(vocab_size).read(tokens, starts_of, steps, share)
 
 
 def loaders():
@@ -244,7 +246,7 @@ def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, 
     np.zeros(N, dtype=np.uint16).tofile(tmp_path / "train.bin")
     tokens = np.memmap(tmp_path / "train.bin", dtype=np.uint16, mode="r+")
     tokens[550 + place] = 65
-    batches = micro_batches(tokens, starts.__getitem__, range(9), share, BLOCK, 65, CPU)
+    batches = reader_of(65).read(tokens, starts.__getitem__, range(9), share)
     read = 0
     message = r"train\.bin holds token id 65, but the vocabulary size is 65: .*vocab_size=66"
     with pytest.raises(ValueError, match=message):
@@ -253,7 +255,7 @@ def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, 
             read += 1
     assert read in (4, 5)  # the last batch before it may be lost
     assert not loaders()
-    fine = micro_batches(tokens, starts.__getitem__, range(9), share, BLOCK, 66, CPU)
+    fine = reader_of(66).read(tokens, starts.__getitem__, range(9), share)
     assert sum(int((x == 65).sum() + (y == 65).sum()) for x, y in fine) > 0
 
 

@@ -12,8 +12,11 @@ import pytest
 import torch
 from runs import REPO, TINY, column, records
 
+from configurator import settings_of
 from isogpt import memory, run_folder
-from model import GPTConfig
+from model import GPT, GPTConfig
+
+DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
 
 # raises OutOfMemoryError in every training forward of more than ROWS rows, on all ranks alike
 INJECT = """
@@ -83,13 +86,26 @@ def collectives(trace):
 
 def test_the_largest_micro_batch_that_fits():
     args = asdict(GPTConfig(bias=False))
-    config = dict(fsdp=False, zero=0, dp_replicate=1, cpu_offload=False, activation_checkpointing="none",
-                  grad_sync="auto", fsdp_prefetch=1, tp=1, pp=1, cp=1, pp_schedule="1f1b")  # fmt: skip
-    cost = memory.cost_of(config, args, 12, "bfloat16", 1, "cuda")
+    cost = memory.cost_of(DEFAULTS, args, 12, "bfloat16", 1, "cuda")
     rows = [memory.largest_micro_batch(cost, gb) for gb in (0.1, 16, 24, 80, 1e6)]
     assert rows[0] == 1 and rows[-1] == 256 and rows == sorted(rows) and len(set(rows)) == 5
     assert memory.memory_estimate(cost | {"rows": rows[3]})["total"] <= 64
     assert memory.memory_estimate(cost | {"rows": 2 * rows[3]})["total"] > 64
+
+
+def test_what_compression_and_islands_keep():
+    args = GPT(GPTConfig(8, 65, 2, 2, 32)).describe()
+    n = memory.parameter_counts(args)[0]
+
+    def optimizer_bytes(world_size, **settings):
+        cost = memory.cost_of(DEFAULTS | settings, args, 1, "float32", world_size, "cpu")
+        return memory.memory_estimate(cost)["optimizer"] * 1e9
+
+    assert optimizer_bytes(2, grad_compression="fp16") == pytest.approx(8 * n)
+    assert optimizer_bytes(2, grad_compression="int8") == pytest.approx(12 * n)
+    assert optimizer_bytes(2, islands=2) == pytest.approx(24 * n)
+    assert optimizer_bytes(2, islands=2, outer_parts=4) == pytest.approx(18 * n)
+    assert optimizer_bytes(8, islands=2, zero=3, dp_replicate=2, grad_compression="sign") == pytest.approx(28 * n / 2)
 
 
 @pytest.mark.parametrize("gib, bytes_per_logit", [(80, 12), (16, 3.2)])
@@ -158,6 +174,29 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
             assert moments <= total[1] * (0.27 if zero >= 2 else 0.45 if zero == 1 else 1.0), (zero, held, total)
 
 
+@pytest.mark.parametrize("n_expert", [0, 8])
+@pytest.mark.parametrize("arch", ["gpt2", "nanochat", "llama"])
+def test_parameters_and_activations_of_a_block_are_counted(arch, n_expert):
+    """The former exactly; of the latter what autograd saves in a float32 forward."""
+    config = GPTConfig(arch=arch, n_layer=1, n_head=4, n_embd=64, block_size=256, vocab_size=65, n_expert=n_expert)
+    model, args = GPT(config), asdict(config)
+    block, experts = model.transformer.h[0], [p for name, p in model.named_parameters() if ".experts." in name]
+    found = (list(model.parameters()), list(block.parameters()), experts)
+    assert memory.parameter_counts(args) == tuple(sum(p.numel() for p in params) for params in found)
+
+    weights, saved = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    rope = model.rotary_angles(torch.arange(256)) if model.arch.rotation else None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = block(torch.randn(4, 256, 64, requires_grad=True), rope)
+    kept = sum(size for where, size in saved.items() if where not in weights) / (4 * 256)
+    assert kept == pytest.approx(memory.block_activations(args, 4, 4, on_cpu=True)[0], rel=0.02), result
+
+
 @pytest.mark.slow
 def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
     """bench.py --estimate: sharding and recomputation lower it as expected, the latter by as much as in a real run."""
@@ -177,7 +216,8 @@ def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
     assert parts("--optimizer=muon")["optimizer"] < 0.6 * none["optimizer"]
     run = ["--max_iters=2", "--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1"]
     run += ["--save_checkpoint=False"]
-    for arch in (["--arch=gpt2"], ["--arch=nanochat"], ["--arch=llama", "--n_kv_head=2"]):
+    archs = (["--arch=gpt2"], ["--arch=nanochat"], ["--arch=llama", "--n_kv_head=2"])
+    for arch in (*archs, ["--arch=llama", "--n_expert=8"]):
         measured, estimated = {}, {}
         for mode in ("none", "full"):
             recompute = [*arch, f"--activation_checkpointing={mode}"]
@@ -269,8 +309,10 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__mai
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["--tp=2", "--cp=2", "--pp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("--tp=2", marks=pytest.mark.extra),
+                                    pytest.param("--cp=2", marks=pytest.mark.extra),
+                                    pytest.param("--pp=2", marks=pytest.mark.slow),
+                                    pytest.param("--ep=2 --n_expert=8", marks=pytest.mark.extra)])  # fmt: skip
 def test_estimate_of_a_layout_is_near_what_a_run_allocates(zygote, shared_work, layout):
     """How much more memory the larger of two ranks uses with micro-batches of 5 rows than with those of one."""
     (shared_work / "peak.py").write_text(PEAK)

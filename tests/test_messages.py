@@ -48,7 +48,7 @@ def test_the_troubleshooting_page_is_short():
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
 COST = dict(model_args=asdict(GPTConfig(**SHAPE)), rows=4, dtype="float32", world_size=2, device_type="cpu", zero=0,
             fsdp=False, dp_replicate=1, grad_sync="auto", fsdp_prefetch=1, cpu_offload=False,
-            activation_checkpointing="none", pp=1, cp=1, tp=1, pp_schedule="1f1b")  # fmt: skip
+            activation_checkpointing="none", pp=1, ep=1, cp=1, tp=1, pp_schedule="1f1b")  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -235,7 +235,7 @@ def test_message_of_a_function(at, text):
 def test_a_faulty_network(at, capsys):
     at.set(dist, "all_reduce", lambda t: t.fill_(1.0))
     with pytest.raises(SystemExit):
-        launch.check_collective(one_rank(world_size=2))
+        launch.check_start(one_rank(world_size=2), {})
     assert capsys.readouterr().err == "error: an all-reduce over 2 ranks returned 1.0: the network is faulty\n"
 
 
@@ -334,7 +334,8 @@ def test_out_of_memory(at, capsys):
 
     at.set(os, "_exit", leave)
     at.set(sys, "excepthook", sys.excepthook)
-    watchdogs.explain_crashes(tiny_watchdog(timeout_s=600), "out", {}, 4, COST)
+    reader = SimpleNamespace(share=loader.share_of(4, 0, 1, 4))
+    watchdogs.explain_crashes(tiny_watchdog(timeout_s=600), "out", {}, reader, COST)
     with pytest.raises(SystemExit):
         sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("tried to allocate 1 TiB"), None)
     lines = capsys.readouterr().err.splitlines()
@@ -544,7 +545,7 @@ def figures(*args, **kw):
     return {
         "tokens_a_step": 64, "tokens_per_s": 6400.0, "step_ms": both, "processes": 1, "dtype": "float32",
         "spans_ms": dict.fromkeys(("data", "forward", "backward", "clip", "optimizer"), {"mean": 1.0, "max": 1.5}),
-        "memory_gb": both, "mfu": 0.25, "settings": {"out_dir": ".", "tp": 1, "pp": 1},
+        "memory_gb": both, "mb_sent": both, "mfu": 0.25, "settings": {"out_dir": ".", "tp": 1, "pp": 1, "ep": 1},
     }  # fmt: skip
 
 
@@ -565,6 +566,7 @@ def test_the_report_of_bench(at, capsys):
         "once more, without communication (grad_sync never)",
         "3 steps of 64 tokens on 2 processes, float32; medians:",
         "memory 10.00 12.00 GB, peak",
+        "MB sent 10.000 12.000 per rank and step, over TCP",
         "matmul peak 2 TFLOP/s of which the step reaches 50.0%",
         "copy peak 20.0 GB/s of which the optimizer reaches n/a",
     ):

@@ -60,7 +60,8 @@ def apart(a, b):
 
 
 # what GPT-2's config has besides nanoGPT's fields, for SMALL
-GPT2 = dict(arch="gpt2", n_kv_head=2, n_hidden=128, tied=True, norm_eps=1e-5, rope_theta=1e4)
+EXPERTS = dict(n_expert=0, n_expert_active=2, balance_loss=0.01, router_z_loss=0.001)
+GPT2 = dict(arch="gpt2", n_kv_head=2, n_hidden=128, tied=True, norm_eps=1e-5, rope_theta=1e4, **EXPERTS)
 
 
 def same_states(a, b):

@@ -110,7 +110,8 @@ def test_the_model_knows_no_processes():
     names = imported(REPO / "model.py")
     assert not any(name.startswith("torch.distributed") for name in names)
     ours = {name for name in names - {"isogpt"} if name.split(".")[0] == "isogpt"}
-    assert all(name.startswith(("isogpt.generation", "isogpt.huggingface", "isogpt.kernels")) for name in ours)
+    allowed = ("architecture", "experts", "generation", "huggingface", "kernels")
+    assert all(name.startswith(tuple(f"isogpt.{module}" for module in allowed)) for name in ours)
 
 
 def test_heavy_packages_are_imported_where_they_are_used():
@@ -154,10 +155,10 @@ def test_files_are_short():
 
 
 def test_lines_of_code():
-    """5,500 with every way of distributing a model; what is added has to make something else superfluous."""
+    """What is added has to make something else superfluous. 5,440, experts 380, slow networks 700."""
     counts = {str(path.relative_to(REPO)): code_lines(path) for path in tracked_files("*.py")}
     total = sum(n for name, n in counts.items() if not name.startswith("config/"))
-    assert total <= 5500, f"{total} lines: {counts}"
+    assert total <= 6520, f"{total} lines: {counts}"
 
 
 def test_no_global_statement_and_no_lambda_with_a_name():

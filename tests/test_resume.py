@@ -39,7 +39,7 @@ def start_until_step(zygote, work, args, nproc, step):
     return run
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nproc", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
     zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
     rng = random.Random(nproc)

@@ -31,9 +31,17 @@ PROMPTS = ["x", "def main(", " two  spaces ", "a line\n\n    and another", "{[("
 BATCHING = ["--continuous-batching", "--cb-num-blocks=32", "--cb-max-batch-tokens=256"]
 
 
-def make_folder(arch, out):
+MODELS = {
+    "gpt2": {},
+    "nanochat": dict(arch="nanochat", n_kv_head=2),
+    "llama": dict(arch="llama", n_kv_head=2),
+    "mixtral": dict(arch="llama", n_kv_head=2, n_expert=4),
+}
+
+
+def make_folder(name, out):
     """Export a run with random weights and a data set of characters; returns what sample.py writes after PROMPTS."""
-    config = GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, arch=arch, n_kv_head=4 if arch == "gpt2" else 2)
+    config = GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, **MODELS[name])
     model = GPT(config, seed=0).eval()
     for name, p in model.named_parameters():  # so that the text depends on all of the prompt
         if p.dim() > 1:
@@ -118,7 +126,7 @@ def serving(folder, options, log):
         process.wait()
 
 
-@pytest.fixture(scope="module", params=["gpt2", "nanochat", "llama"])
+@pytest.fixture(scope="module", params=MODELS)
 def exported(request, tmp_path_factory):
     """(the folder, the texts)"""
     out = tmp_path_factory.mktemp(request.param)

@@ -12,7 +12,7 @@ from collections import defaultdict
 import pytest
 import torch
 from runs import REPO, TINY, column, records, wait_for
-from test_parallel import MODELS, ONE, WAYS
+from test_parallel import MODELS, ONE, WAYS, mark_of
 from test_parity import same
 
 from isogpt import checkpoint, loader, run_folder
@@ -27,7 +27,8 @@ from isogpt import agree, parallel
 complete, forward = parallel.complete_gradients, model.GPT.forward
 saved = {}
 def counted(self, *args):
-    if not self.training or any(hasattr(p, "full_tensor") for p in self.parameters()):
+    has_dtensors = any(hasattr(p, "full_tensor") for p in self.parameters())
+    if not self.training or has_dtensors or self.config.n_expert:
         return forward(self, *args)
     saved.clear()
     weights = {p.untyped_storage().data_ptr() for p in self.parameters()}
@@ -41,7 +42,7 @@ def counted(self, *args):
 def probed(gpt, *args):
     complete(gpt, *args)
     found = [(name, where, piece.clone()) for name, p in gpt.named_parameters()
-             for where, piece in parallel.part_of(p.grad, parallel.split_of(p)).pieces]
+             for where, piece in parallel.part_of(p.grad, parallel.splits_of(p)).pieces]
     sizes = sum(parallel.local(p).numel() for p in gpt.parameters()), sum(saved.values())
     everyone = agree.gather_objects((found, sizes))
     if agree.is_main():
@@ -81,13 +82,18 @@ MORE = [("gpt2-bias", way) for way in ("tp4", "pp2-interleaved", "pp2-zero_bubbl
 MORE += [("nanochat", "pp2-zbv"), ("nanochat", "tp2"), ("llama", "fsdp-tp2-pp2")]
 
 
-@pytest.mark.parametrize(("model", "way"), [*GRADIENTS, *(pytest.param(*p, marks=pytest.mark.slow) for p in MORE)])
+@pytest.mark.parametrize(("model", "way"), [*GRADIENTS, *(pytest.param(*p, marks=mark_of(p[1])) for p in MORE)])
 def test_gradients_are_those_of_one_process(probe, model, way):
     """Each part of each gradient: bit for bit the same on all ranks that hold it, near one process's. Norm: about 1."""
-    (one, _), *_ = probe(model)
-    expected = {name: gradient for name, _, gradient in one}
+    same_gradients(probe(model), probe(model, way))
+
+
+def same_gradients(one, several):
+    """Compare what PROBE finds on one process and on several."""
+    ((pieces, _),) = one
+    expected = {name: gradient for name, _, gradient in pieces}
     parts = defaultdict(list)
-    for pieces, _ in probe(model, way):
+    for pieces, _ in several:
         for name, where, piece in pieces:
             parts[name, where].append(piece)
     covered = dict.fromkeys(expected, 0)
@@ -108,7 +114,7 @@ SHARES = {"tp2": 1 / 2, "tp4": 1 / 4, "cp2": 1, "pp2": 1 / 2, "pp2-zbv": 1 / 2, 
 FIRST = ("tp2-pp2",)
 
 
-@pytest.mark.parametrize("way", [w if w in FIRST else pytest.param(w, marks=pytest.mark.slow) for w in SHARES])
+@pytest.mark.parametrize("way", [w if w in FIRST else pytest.param(w, marks=mark_of(w)) for w in SHARES])
 def test_parameters_per_rank(probe, way):
     """
     Up to 4% of the model more than its share: norms, biases and position embeddings are on all tp ranks, embeddings on
@@ -139,7 +145,7 @@ def test_activations_per_rank(probe, way):
 # ---------------------------------------------------------------------------------------------------------------------
 # faults
 
-# train.py with a fault on one rank: NaN in its loss or in a gradient, a weight that differs, a float16 overflow
+# train.py with a fault on one rank: NaN in its loss, its input or a gradient, a weight that differs, a float16 overflow
 FAULTY = """
 import json, os, sys
 sys.path.insert(0, os.environ["REPO"])
@@ -147,7 +153,8 @@ import torch, model
 from isogpt import parallel, precision
 now = {"step": -1, "rank": -1}
 seed_step, predict, complete = precision.seed_step, model.GPT.predict, parallel.complete_gradients
-faults = {name: json.loads(os.environ.get(name, "0")) for name in ("NAN", "NAN_GRADIENT", "DIFFER", "OVERFLOW")}
+embed, names = model.GPT.embed, ("NAN", "NAN_INPUT", "NAN_GRADIENT", "DIFFER", "OVERFLOW")
+faults = {name: json.loads(os.environ.get(name, "0")) for name in names}
 def here(name):
     return faults[name] == [now["step"], now["rank"]]
 def noted(seed, step, rank):
@@ -156,6 +163,9 @@ def noted(seed, step, rank):
 def faulty(self, *args):
     logits, loss = predict(self, *args)
     return logits, loss * float("nan") if self.training and here("NAN") else loss
+def embedded(self, *args):
+    x = embed(self, *args)
+    return x * float("nan") if self.training and here("NAN_INPUT") else x
 def completed(gpt, *args):
     complete(gpt, *args)
     p = next(gpt.parameters())
@@ -164,6 +174,7 @@ def completed(gpt, *args):
     if here("DIFFER"):
         parallel.local(p.data)[0] += 1e-3
 precision.seed_step, model.GPT.predict, parallel.complete_gradients = noted, faulty, completed
+model.GPT.embed = embedded
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -187,7 +198,7 @@ KINDS = [("tp2-pp2", "NAN"), ("cp2", "NAN"), ("ddp-tp2", "NAN"), ("fsdp-tp2-pp2"
          ("cp2", "NAN_GRADIENT"), ("zero1-pp2", "NAN_GRADIENT")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "kind"), [KINDS[0], *(pytest.param(*k, marks=pytest.mark.slow) for k in KINDS[1:])])
+@pytest.mark.parametrize(("way", "kind"), [KINDS[0], *(pytest.param(*k, marks=mark_of(k[0])) for k in KINDS[1:])])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, shared_work, way, kind):
     """The losses of the other steps are those of one process without that step; the guilty rank's rows are named."""
     (nproc, flags), rank, one, out = WAYS[way], GUILTY[way], shared_work / "skipped", shared_work / f"{kind}-{way}"
@@ -241,7 +252,12 @@ LOST = [("tp2-pp2", "SIGKILL"), ("cp2", "SIGKILL"), ("tp2-pp2", "SIGSTOP"), ("cp
 )
 def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work, way, name):
     nproc, flags = WAYS[way]
-    args = [*TINY, *ONE, *flags, "--out_dir=out", "--save_interval=5", "--dist_timeout_s=3"]
+    lose_a_rank(zygote, work, [*TINY, *ONE, *flags], nproc, name)
+
+
+def lose_a_rank(zygote, work, args, nproc, name):
+    """Send rank 1 a signal: the others name it and exit; the run resumes."""
+    args = [*args, "--out_dir=out", "--save_interval=5", "--dist_timeout_s=3"]
     run = zygote.start([*args, "--max_iters=100000"], work, nproc)
     wait_for(lambda: (work / "out/step_00000005/manifest.json").exists() or run.poll())
     run.kill([1], getattr(signal, name))
@@ -263,7 +279,7 @@ def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work, way, nam
 # ---------------------------------------------------------------------------------------------------------------------
 # messages
 
-DEGREES = dict(pp=1, cp=1, tp=1, dp_replicate=1, pp_schedule="1f1b")
+DEGREES = dict(islands=1, pp=1, ep=1, cp=1, tp=1, dp_replicate=1, pp_schedule="1f1b")
 SHAPE = dict(n_layer=2, n_head=4, n_kv_head=0, n_embd=32, block_size=32, vocab_size=65)
 MISTAKES = {
     "4 processes cannot be divided into tp 3: start 3 or 6 processes, or set --tp=2":
@@ -274,6 +290,8 @@ MISTAKES = {
         (6, dict(tp=2, cp=2), {}),
     "4 processes cannot be divided into dp_replicate 4 x tp 2 = 8: start 8 processes, or lower a degree":
         (4, dict(tp=2, dp_replicate=4), {}),
+    "3 processes cannot be divided into islands 2: start 2 or 4 processes, or set --islands=1":
+        (3, dict(islands=2), {}),
     "tp is 4: it must divide n_head, 6: set --tp=2": (4, dict(tp=4), dict(n_head=6)),
     "tp is 4: it must divide n_kv_head, 2: set --tp=2": (4, dict(tp=4), dict(n_kv_head=2)),
     "pp_schedule '1f1b' makes 4 stages with pp 4, but there are only 2 layers: set --pp=2": (4, dict(pp=4), {}),
@@ -287,8 +305,11 @@ MISTAKES = {
 
 @pytest.mark.parametrize("said", MISTAKES)
 def test_degrees_that_do_not_divide(said):
+    refuse_degrees(said, *MISTAKES[said])
+
+
+def refuse_degrees(said, world_size, degrees, shape):
     """The message, and what it advises is accepted."""
-    world_size, degrees, shape = MISTAKES[said]
     with pytest.raises(ValueError) as problem:
         check_degrees(world_size, DEGREES | degrees, SHAPE | shape)
     assert str(problem.value) == said

@@ -350,7 +350,7 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
         wait_for(lambda: not any(os.path.exists(f"/proc/{w}") for w in workers), 10)
 
 
-@pytest.mark.parametrize("kind", ["killed", "crashed"])
+@pytest.mark.parametrize("kind", ["killed", pytest.param("crashed", marks=pytest.mark.slow)])
 def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     """
     NCCL does not notice that another rank has failed. Here the survivors wait outside of any collective, so that gloo

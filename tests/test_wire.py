@@ -16,7 +16,7 @@ HAS_NAMESPACES = sys.platform == "linux" and os.geteuid() == 0 and shutil.which(
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root, unshare and iproute2")
 def test_the_bytes_sent_are_those_of_the_formulas():
-    names = [key for key in LAYOUTS if key.endswith("2")] + ["tp 4", "pp 4"]
+    names = [key for key in LAYOUTS if key.endswith("2")] + ["tp 4", "pp 4", "ep2 4"]
     command = [sys.executable, str(REPO / "tests" / "wire.py"), *names]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if "unshare failed" in run.stderr:

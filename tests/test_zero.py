@@ -148,7 +148,7 @@ def tensors_of(out):
 
 
 @pytest.mark.parametrize(
-    "name", ["zero1-3", "zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero2", "hsdp"))]
+    "name", ["zero3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("zero1-3", "zero2", "hsdp"))]
 )
 def test_a_resume_on_the_same_layout_has_the_same_bits(zygote, saves, name):
     nproc, flags = LAYOUTS[name]
@@ -192,6 +192,7 @@ def test_convert_and_list(zygote, saves, tmp_path):
     assert not list((tmp_path / "bare").glob("unfinished*"))
 
 
+@pytest.mark.slow
 def test_a_new_run_from_the_weights_of_a_sharded_run(zygote, saves, tmp_path):
     """Step 0 and a new optimizer, on any layout; the folder of the other run does not change."""
     shutil.copytree(saves / "from-zero3", tmp_path / "source", symlinks=True)

@@ -24,7 +24,9 @@ MODEL = [f"--n_layer={L}", f"--n_embd={C}", "--n_head=4", f"--block_size={T}", f
 BLOCK = 4 * (12 * C**2 + 2 * C)  # bytes of a block's parameters, and of the others: wte, wpe and the last norm
 OTHERS = 4 * (V * C + T * C + C)
 STREAM = 4 * ROWS * T * C  # bytes of the residual stream of a micro-batch
-LAYOUTS = {f"{name} {n}": (name, n) for n in (2, 4) for name in ("ddp", "fsdp", "tp", "pp", "cp")}
+E, ACTIVE = 4, 2  # experts, with ep, and how many of them each token uses
+LAYOUTS = {f"{name} {n}": (name, n) for n in (2, 4) for name in ("ddp", "fsdp", "tp", "pp", "cp", "ep")}
+LAYOUTS["ep2 4"] = ("ep2", 4)
 
 
 def all_reduce(n, size):
@@ -40,6 +42,11 @@ def all_gather(n, size):
 def reduce_scatter(n, size):
     """Bytes that each of n ranks sends for its part of the sum. NCCL sends (n - 1) / n; gloo runs an all-reduce."""
     return all_reduce(n, size)
+
+
+def all_to_all(n, size):
+    """Bytes that each of n ranks sends if `size` bytes go to all ranks, itself included, in equal parts."""
+    return (n - 1) / n * size
 
 
 def ddp(n):
@@ -88,10 +95,33 @@ def cp(n):
     return MICRO_STEPS * L * per_block + ddp(n)
 
 
+def ep(n, degree=None):
+    """
+    In each micro-step, each block sends tokens to the ranks with their experts and the results back, and the backward
+    does the same with gradients; before, the ranks exchange how many tokens each expert gets. Once per step, the
+    gradients are reduced: those of experts over the ranks that hold the same ones, the others over all. Mean over the
+    ranks: it does not depend on how even the routing is, as long as it is alike on all ranks, since what popular
+    experts receive from n - 1 ranks the others do not.
+    """
+    degree = degree or n
+    routed, counts = ACTIVE * STREAM, 8 * E
+    mlp = 4 * 8 * C**2
+    others = L * (BLOCK - mlp + 4 * E * C) + OTHERS  # with the routers
+    exchanged = MICRO_STEPS * L * (4 * all_to_all(degree, routed) + all_to_all(degree, counts))
+    return exchanged + all_reduce(n, others) + all_reduce(n // degree, L * E * mlp / degree)
+
+
+def ep2(n):
+    """Pairs of ranks divide the experts, and DDP joins the pairs."""
+    return ep(n, 2)
+
+
 def arguments(name, n):
     """train.py's settings for a layout on n ranks, with MICRO_STEPS micro-steps of ROWS rows on each."""
-    accumulation = MICRO_STEPS * (n if name in ("ddp", "fsdp") else 1)
-    flags = {"ddp": [], "fsdp": ["--zero=3"]}.get(name, [f"--{name}={n}"])
+    accumulation = MICRO_STEPS * (1 if name in ("tp", "pp", "cp") else n)
+    experts = [f"--n_expert={E}", f"--n_expert_active={ACTIVE}"]
+    layouts = {"ddp": [], "fsdp": ["--zero=3"], "ep": [f"--ep={n}", *experts], "ep2": ["--ep=2", *experts]}
+    flags = layouts.get(name, [f"--{name}={n}"])
     return [*MODEL, *flags, f"--gradient_accumulation_steps={accumulation}"]
 
 

@@ -10,22 +10,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from isogpt.agree import exit_together, gather_objects
 from isogpt.mesh import Mesh
 from isogpt.parallel.compilation import compile_model
 from isogpt.parallel.data import fsdp_units, no_sync, reshard, settle_buckets, shard
+from isogpt.parallel.exchange import Exchange, keeps_errors, make_exchange
 from isogpt.parallel.gradients import clip_gradients, complete_gradients, copies_of, gradient_norms, norm_share
-from isogpt.parallel.parts import Part, Split, copy_to_cpu, local, part_of, parts_by_name, split_of
+from isogpt.parallel.parts import Part, Splits, copy_to_cpu, is_split, local, part_of, parts_by_name, splits_of
 from isogpt.parallel.recompute import recompute, recompute_every
 
 if TYPE_CHECKING:
     from isogpt.parallel.pipeline import Pipeline
 
-__all__ = ["Part", "clip_gradients", "compile_model", "complete_gradients", "copies_of", "copy_to_cpu",
-           "gradient_norms", "local", "no_sync", "norm_share", "part_of", "parts_by_name", "recompute",
-           "recompute_every", "reshard", "settle_buckets", "shard", "split_of"]  # fmt: skip
+__all__ = ["Exchange", "Part", "clip_gradients", "compile_model", "complete_gradients", "copies_of", "copy_to_cpu",
+           "gradient_norms", "is_split", "keeps_errors", "local", "make_exchange", "no_sync", "norm_share", "part_of",
+           "parts_by_name", "recompute", "recompute_every", "reshard", "settle_buckets", "shard",
+           "splits_of"]  # fmt: skip
 
 
 def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype,
@@ -51,23 +54,30 @@ def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, d
     if config["compile"]:
         note = compile_model(model, device, by_block)
     if zero >= 2:
-        shard(model, mesh, device, zero, dtype, config["cpu_offload"], config["fsdp_prefetch"],
-              config["pp_schedule"])  # fmt: skip
+        shard(model, mesh, device, zero, dtype, config["cpu_offload"], config["fsdp_prefetch"], config["pp_schedule"],
+              reduces_replicas=config["grad_compression"] == "none")  # fmt: skip
     materialize(model, torch.device("cpu") if config["cpu_offload"] else device, splits)
     return note
 
 
-def split_model(model: nn.Module, mesh: Mesh, pp_schedule: str, splits_sequence: bool = True) -> dict[str, Split]:
-    """Leave this rank's layers, and its part of each matrix, of a model on the meta device; returns the splits."""
+def split_model(model: nn.Module, mesh: Mesh, pp_schedule: str, splits_sequence: bool = True) -> dict[str, Splits]:
+    """
+    Leave this rank's layers and experts, and its part of each matrix, of a model on the meta device. Returns how each
+    parameter has been split, since fully_shard replaces parameters.
+    """
     if mesh.pp > 1:
         from isogpt.parallel.pipeline import split_layers
 
         split_layers(model, mesh, pp_schedule)
-    if mesh.tp == 1:
-        return {}
-    from isogpt.parallel.tensor import parallelize_tensors
+    if mesh.ep > 1:
+        from isogpt.parallel.expert import parallelize_experts
 
-    return parallelize_tensors(model, mesh, splits_sequence)
+        parallelize_experts(model, mesh)
+    if mesh.tp > 1:
+        from isogpt.parallel.tensor import parallelize_tensors
+
+        parallelize_tensors(model, mesh, splits_sequence)
+    return {name: splits_of(p) for name, p in model.named_parameters()}
 
 
 def make_pipeline(model: nn.Module, mesh: Mesh, pp_schedule: str, zero: int, dtype: torch.dtype,
@@ -81,12 +91,12 @@ def make_pipeline(model: nn.Module, mesh: Mesh, pp_schedule: str, zero: int, dty
     return Pipeline(model, mesh, pp_schedule, dtype, device, mesh.tp if splits_sequence else 1)
 
 
-def materialize(model: nn.Module, device: torch.device, splits: dict[str, Split] | None = None) -> None:
+def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits] | None = None) -> None:
     """
     Allocate memory for what this rank holds of a model on the meta device; the values are undefined.
 
     Args:
-        splits: of parameters that tensor parallelism has split, by name.
+        splits: what `split_model` returned.
     """
     if fsdp_units(model):
         model.to_empty(device=device)
@@ -96,7 +106,7 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Split]
                 setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device)))
     model.tie_weights()
     for name, p in model.named_parameters() if splits else ():
-        p.tp_split = splits.get(name)
+        p.splits = splits[name]
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
@@ -105,30 +115,47 @@ def init_weights(model: nn.Module, seed: int) -> None:
         part.put(model.initial_weight(name, part.shape, seed))
 
 
-def check_weights(model: nn.Module, step: int, on_error: Callable) -> None:
+def take_routing(model: nn.Module, is_logged: bool) -> Tensor | None:
+    """
+    What the model's routers have done since the last logged step, over all ranks and divided by the number of tokens
+    (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged.
+    """
+    c = model.config
+    if not c.n_expert or not is_logged:
+        return None
+    sums, model.routing = model.routing, None
+    if sums is None:  # only the last rank of a pipeline knows them
+        sums = torch.zeros(c.n_layer, c.n_expert + 2, device=next(model.parameters()).device)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    tokens = sums[:, 2:].sum(1, keepdim=True) / c.n_expert_active  # (L, 1)
+    return (sums / tokens).cpu()
+
+
+def check_weights(model: nn.Module, step: int, on_error: Callable, island: int = 0) -> None:
     """Compare the weights of ranks that hold the same ones, and exit with a message if they differ (all ranks)."""
-    differences = weight_differences(model)
+    differences = weight_differences(model, island)
     with exit_together(on_error):
         if differences:
             raise ValueError(f"step {step}: weights differ across ranks: {differences}")
 
 
 @torch.no_grad()
-def weight_differences(model: nn.Module) -> str:
+def weight_differences(model: nn.Module, island: int = 0) -> str:
     """
-    Compare a checksum of the weights between ranks that hold the same ones (all ranks). Returns which parameter differs
-    on which rank; '' if none.
+    Compare a checksum of the weights between ranks of an island that hold the same ones (all ranks). Returns which
+    parameter differs on which rank; '' if none.
     """
     pieces = [(name, *piece) for name, part in parts_by_name(model).items() for piece in part.pieces]
     sums = [piece.contiguous().view(torch.int32).sum(dtype=torch.int64) for _, _, piece in pieces]
     sums = torch.stack(sums).tolist() if sums else []  # one copy from the device
-    mine = {(name, offsets): value for (name, offsets, _), value in zip(pieces, sums, strict=True)}
-    found = defaultdict(list)  # {(name, offsets): [(rank, checksum)]}
+    mine = {(name, offsets, island): value for (name, offsets, _), value in zip(pieces, sums, strict=True)}
+    found = defaultdict(list)  # {(name, offsets, island): [(rank, checksum)]}
     for rank, theirs in enumerate(gather_objects(mine)):
         for key, value in theirs.items():
             found[key].append((rank, value))
     wrong = defaultdict(set)
-    for (name, _), values in found.items():
+    for (name, *_), values in found.items():
         usual = most_common([value for _, value in values])
         wrong[name] |= {rank for rank, value in values if value != usual}
     texts = [f"{name} differs on rank {', '.join(map(str, sorted(ranks)))}" for name, ranks in wrong.items() if ranks]

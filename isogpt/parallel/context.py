@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
+from isogpt.experts import MoE
 from isogpt.mesh import Mesh
 from isogpt.parallel.sequence import Gather
 
@@ -28,6 +29,15 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
     attention = partial(context_attention, mesh.group("cp"), order, mesh.chunks(mesh.index("cp")))
     for block in model.transformer.h:
         block.attn.attention = attention
+        if isinstance(block.mlp, MoE):
+            block.mlp.count_sequences = partial(sum_over_ranks, mesh.group("cp"))
+
+
+def sum_over_ranks(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
+    """The sum of the ranks' numbers, which have no gradient."""
+    total = counts.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def context_attention(group: dist.ProcessGroup, order: list[int], own: tuple[int, int], q: Tensor, k: Tensor, v: Tensor,

@@ -5,18 +5,20 @@ the optimizer state over the data-parallel ranks (optim.py), 2 the gradients too
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from isogpt.experts import MoE
 from isogpt.mesh import Mesh
 from isogpt.parallel.parts import is_sharded
 
 
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype, cpu_offload: bool,
-          prefetch: int, pp_schedule: str) -> None:  # fmt: skip
+          prefetch: int, pp_schedule: str, reduces_replicas: bool = True) -> None:  # fmt: skip
     """
     ZeRO-2 and 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered when it is needed;
     embeddings, the tied head and the last norm are another. With zero 2 the gathered parameters stay until the backward
@@ -26,15 +28,23 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
         dtype: the blocks compute in it; weights and the reduction of gradients are float32.
         cpu_offload: keep parameters and optimizer state in CPU memory.
         prefetch: how many blocks ahead are gathered.
+        reduces_replicas: whether fully_shard averages gradients over dp_replicate too.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    root_policy = replace(policy, cast_forward_inputs=False)  # numbers of the router arrive at pipeline stages
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    settings = dict(mesh=mesh.fsdp_mesh(), mp_policy=policy, offload_policy=offload)
+    settings = dict(mesh=mesh.fsdp_mesh(reduces_replicas, "dp_shard", "ep", "cp"), offload_policy=offload)
     blocks, delays_weights = list(model.transformer.h), mesh.pp > 1 and pp_schedule in ("zero_bubble", "zbv")
+    reshards = zero == 3 and not delays_weights
     for block in blocks:
-        fully_shard(block, reshard_after_forward=zero == 3 and not delays_weights, **settings)
+        if isinstance(block.mlp, MoE):
+            fully_shard(block.mlp.router, reshard_after_forward=reshards, **settings)  # computes in float32
+        if mesh.ep > 1:
+            expert_settings = settings | {"mesh": mesh.fsdp_mesh(reduces_replicas, "dp_shard", "cp")}
+            fully_shard(block.mlp.experts, reshard_after_forward=reshards, mp_policy=policy, **expert_settings)
+        fully_shard(block, reshard_after_forward=reshards, mp_policy=policy, **settings)
     for i, block in enumerate(blocks if prefetch > 1 else []):  # 1 is FSDP2's default
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
@@ -42,7 +52,7 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
     for root in getattr(model, "stages", [model]):
         # the head in the last stage can be tied to wte in the first one, which comes first, on the same rank
         done = {p for p in root.parameters() if is_sharded(p)}
-        fully_shard(root, reshard_after_forward=False, ignored_params=done, **settings)
+        fully_shard(root, reshard_after_forward=False, mp_policy=root_policy, ignored_params=done, **settings)
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
@@ -87,14 +97,25 @@ def settle_buckets(model: nn.Module, x: Tensor, y: Tensor, target_count: float,
         model.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
 
 
-def sum_in_buckets(tensors: list[Tensor], group: dist.ProcessGroup, bucket_bytes: int = 2**25) -> None:
-    """Replace each tensor by its sum over the group (all its ranks), many of them in one collective."""
+def in_buckets(tensors: list[Tensor], bucket_bytes: int = 2**25) -> Iterator[list[Tensor]]:
+    """The tensors in order, in lists of at most this size."""
     while tensors:
         n = 1
         while n < len(tensors) and sum(t.nbytes for t in tensors[: n + 1]) <= bucket_bytes:
             n += 1
-        bucket, tensors = tensors[:n], tensors[n:]
+        yield tensors[:n]
+        tensors = tensors[n:]
+
+
+def views_of(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The parts of a flat tensor, in the shapes of the tensors that were concatenated."""
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
+
+
+def sum_in_buckets(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each tensor by its sum over the group (all its ranks), many of them in one collective."""
+    for bucket in in_buckets(tensors):
         flat = torch.cat([t.flatten() for t in bucket])
         dist.all_reduce(flat, group=group)
-        parts = flat.split([t.numel() for t in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+        torch._foreach_copy_(bucket, views_of(flat, bucket))

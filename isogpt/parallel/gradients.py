@@ -1,6 +1,7 @@
 """Gradients over all ways of sharding: what several ranks have to add up, their norm, and clipping."""
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -9,27 +10,37 @@ from torch import Tensor, nn
 from isogpt.agree import gather_objects, number_dtype
 from isogpt.mesh import DATA_AXES, Mesh
 from isogpt.parallel.data import sum_in_buckets
-from isogpt.parallel.parts import is_sharded, local, part_of, split_of
+from isogpt.parallel.parts import is_sharded, is_split, local, part_of, splits_of
+
+if TYPE_CHECKING:
+    from isogpt.parallel.compression import Compression
 
 
-def complete_gradients(model: nn.Module, mesh: Mesh, zero: int, reduces_data: bool) -> None:
+def complete_gradients(model: nn.Module, mesh: Mesh, zero: int, reduces_data: bool,
+                       compression: "Compression | None" = None) -> None:  # fmt: skip
     """
     Add up what the backward has left on several ranks (all ranks): with tp, the gradients of parameters that are on
-    every rank, each from its part of the sequence; with pp, those of data-parallel ranks, since the pipeline's stages
-    are not wrapped with DDP, and of wte tied to the head, if these are on different ranks.
+    every rank, each from its part of the sequence; with ep, those of the same experts; with pp, those of data-parallel
+    ranks, since the pipeline's stages are not wrapped with DDP, and of wte tied to the head, if these are on different
+    ranks; with compression, those of the replicas of sharded parameters.
 
     Args:
         reduces_data: False leaves out the data-parallel ranks, to measure what they cost.
     """
-    if not mesh.splits_model:
+    if not (mesh.splits_model or compression):
         return
     params = [p for p in model.parameters() if p.grad is not None]
     if mesh.tp > 1:
-        sum_in_buckets([local(p.grad) for p in params if split_of(p) is None], mesh.group("tp"))
-    if mesh.pp > 1 and zero < 2 and reduces_data and mesh.size(*DATA_AXES) > 1:
-        grads = [p.grad for p in params]
-        sum_in_buckets(grads, mesh.group(*DATA_AXES))
-        torch._foreach_div_(grads, mesh.size(*DATA_AXES))
+        sum_in_buckets([local(p.grad) for p in params if not is_split(p, "tp")], mesh.group("tp"))
+    experts = [p for p in params if is_split(p, "ep")]
+    if experts:  # each has gradients from all ranks of ep already; what follows is the mean over the other axes
+        torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)
+    if zero >= 2 and compression and reduces_data:
+        average(params, mesh, compression, "dp_replicate")
+    if zero < 2 and reduces_data:
+        average(experts, mesh, compression, "dp_replicate", "cp")
+    if mesh.pp > 1 and zero < 2 and reduces_data:
+        average([p for p in params if not is_split(p, "ep")], mesh, compression, *DATA_AXES)
     if mesh.pp > 1 and is_tied_over_ranks(model):
         grad, group = local(model.lm_head.weight.grad), mesh.group("pp")
         peer = dist.get_global_rank(group, mesh.pp - 1 if mesh.index("pp") == 0 else 0)
@@ -40,6 +51,19 @@ def complete_gradients(model: nn.Module, mesh: Mesh, zero: int, reduces_data: bo
         grad += theirs
 
 
+def average(params: list[nn.Parameter], mesh: Mesh, compression: "Compression | None", *axes: str) -> None:
+    """Replace gradients by their mean over the ranks along these axes (all of them)."""
+    group = mesh.group(*axes)
+    if not (group and params):
+        return
+    if compression:
+        compression.average_all(params, group, " ".join(axes))
+        return
+    grads = [local(p.grad) for p in params]
+    sum_in_buckets(grads, group)
+    torch._foreach_div_(grads, group.size())
+
+
 def is_tied_over_ranks(model: nn.Module) -> bool:
     """Whether this rank of a pipeline has one of wte and the head, tied to the other one on another rank."""
     has_first, has_last = (any(getattr(s, name) for s in model.stages) for name in ("is_first", "is_last"))
@@ -47,12 +71,14 @@ def is_tied_over_ranks(model: nn.Module) -> bool:
 
 
 def copies_of(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
-    """This rank's parameters by how many ranks hold the same part of them."""
+    """
+    This rank's parameters by how many ranks hold the same part of them. Islands count as well, although their gradients
+    differ: so the squared norm is the mean over the islands.
+    """
     found = defaultdict(list)
     for p in model.parameters():
-        copies = mesh.dp_replicate * (1 if is_sharded(p) else mesh.cp * mesh.dp_shard)
-        if split_of(p) is None:
-            copies *= mesh.tp
+        copied_over = ["islands", "tp", "dp_replicate"] + ([] if is_sharded(p) else ["dp_shard", "ep", "cp"])
+        copies = mesh.size(*(axis for axis in copied_over if not is_split(p, axis)))
         if mesh.pp > 1 and p is getattr(model.lm_head, "weight", None) and is_tied_over_ranks(model):
             copies *= 2
         found[copies].append(p)
@@ -82,7 +108,7 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     pieces = {}
     for name, p in model.named_parameters():
         if p.grad is not None:
-            parts = part_of(p.grad, split_of(p)).pieces
+            parts = part_of(p.grad, splits_of(p)).pieces
             pieces |= {(name, offsets): piece.double().square().sum().item() for offsets, piece in parts}
     squares = defaultdict(float)
     for (name, _), square in {k: v for found in gather_objects(pieces) for k, v in found.items()}.items():

@@ -8,14 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+Offsets = tuple[int, ...]  # of a piece in each dimension of the whole tensor
+
 
 @dataclass(frozen=True)
 class Split:
     """
-    How tensor parallelism divides a parameter: along one dimension, where matrices of these heights or widths are
-    stacked (q, k and v), each of which is divided evenly over `count` ranks. This rank is number `index` of them.
+    How tensor or expert parallelism (axis tp or ep of the mesh) divides a parameter: along one dimension, where
+    matrices of these heights or widths are stacked (q, k and v; experts), each of which is divided evenly over `count`
+    ranks. This rank is number `index` of them.
     """
 
+    axis: str
     dim: int
     sections: tuple[int, ...]
     index: int
@@ -33,6 +37,17 @@ class Split:
         """This rank's length along the dimension."""
         return sum(length for _, length in self.ranges())
 
+    def place(self, offsets: Offsets, piece: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
+        """What a piece of this rank's part is of the whole: its parts in each section, with their offsets there."""
+        dim, start = self.dim, 0  # start: of a section in this rank's part
+        first, end = offsets[dim], offsets[dim] + piece.size(dim)
+        for begin, length in self.ranges():
+            low, high = max(start, first), min(start + length, end)
+            if low < high:
+                where = (*offsets[:dim], begin + low - start, *offsets[dim + 1 :])
+                yield where, piece.narrow(dim, low - first, high - low)
+            start += length
+
 
 @dataclass(frozen=True)
 class Part:
@@ -42,13 +57,43 @@ class Part:
     """
 
     shape: torch.Size
-    pieces: tuple[tuple[tuple[int, ...], Tensor], ...]
+    pieces: tuple[tuple[Offsets, Tensor], ...]
+    is_row: bool = False  # of a tensor that stacks what several groups of ranks hold: its first dimension are they
+
+    def in_row(self, index: int, count: int) -> "Part":
+        """This part as row `index` of a stack of `count`; a stack of one is the tensor itself."""
+        if count == 1:
+            return self
+        pieces = tuple(((index, *offsets), piece[None]) for offsets, piece in self.pieces)
+        return Part(torch.Size((count, *self.shape)), pieces, is_row=True)
+
+    def unstacked(self) -> "Part":
+        """The part itself, not as a row."""
+        if not self.is_row:
+            return self
+        return Part(self.shape[1:], tuple((offsets[1:], piece[0]) for offsets, piece in self.pieces))
+
+    def fitted(self, saved: torch.Size) -> tuple["Part", list[tuple[Tensor, Tensor]]]:
+        """
+        The part to read from a saved tensor, which another number of groups of ranks may have stacked.
+
+        Returns:
+            (the part, [(a piece of this one, the rows that are read for it)]); the piece is to be their mean
+        """
+        if saved == self.shape:
+            return self, []
+        single = self.unstacked()
+        if not saved or saved[1:] != single.shape:
+            return single, []
+        rows = [(piece, piece.new_empty(saved[0], *piece.shape)) for _, piece in single.pieces]
+        stacks = (((0, *offsets), stack) for (offsets, _), (_, stack) in zip(single.pieces, rows, strict=True))
+        return Part(saved, tuple(stacks)), rows
 
     def size(self) -> torch.Size:
         """The whole tensor's shape; torch.distributed.checkpoint compares it with the saved tensor's."""
         return self.shape
 
-    def piece(self, offsets: tuple[int, ...]) -> Tensor:
+    def piece(self, offsets: Offsets) -> Tensor:
         """The piece at these offsets."""
         return dict(self.pieces)[tuple(offsets)]
 
@@ -67,38 +112,49 @@ class Part:
 
     def copy(self) -> "Part":
         """A copy on the CPU. From a GPU into pinned memory: the caller waits once for all queued copies."""
-        return Part(self.shape, tuple((offsets, copy_to_cpu(piece)) for offsets, piece in self.pieces))
+        copies = tuple((offsets, copy_to_cpu(piece)) for offsets, piece in self.pieces)
+        return Part(self.shape, copies, self.is_row)
 
 
-def part_of(tensor: Tensor, split: Split | None = None) -> Part:
-    """What this rank holds of a tensor, which may be a DTensor of fully_shard and may be split."""
-    here, offsets, shape = local(tensor), [0] * tensor.dim(), list(tensor.shape)
+Splits = tuple[Split, ...]  # of a parameter, in this order: by expert parallelism, by tensor parallelism
+
+
+def part_of(tensor: Tensor, splits: Splits = ()) -> Part:
+    """What this rank holds of a tensor that may have been split, and may then have become a DTensor of fully_shard."""
+    here, offsets, shape = local(tensor), (0,) * tensor.dim(), list(tensor.shape)
     if is_sharded(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        offsets = list(compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)[1])
-    if split is None or not shape:
-        return Part(tensor.shape, ((tuple(offsets), here),) if here.numel() or not shape else ())
-    dim, start, pieces = split.dim, 0, []  # start: of a section in what this rank of the tp group holds
-    first, end = offsets[dim], offsets[dim] + here.size(dim)  # of what fully_shard has left here
-    for begin, length in split.ranges():
-        low, high = max(start, first), min(start + length, end)
-        if low < high:
-            where = [*offsets[:dim], begin + low - start, *offsets[dim + 1 :]]
-            pieces.append((tuple(where), here.narrow(dim, low - first, high - low)))
-        start += length
-    shape[dim] = sum(split.sections)
+        offsets = tuple(compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)[1])
+    pieces = [(offsets, here)] if here.numel() or not shape else []
+    for split in reversed(splits) if shape else ():
+        pieces = [placed for piece in pieces for placed in split.place(*piece)]
+        shape[split.dim] = sum(split.sections)
     return Part(torch.Size(shape), tuple(pieces))
 
 
-def split_of(p: Tensor) -> Split | None:
-    """How tensor parallelism has split a parameter; None if it has not."""
-    return getattr(p, "tp_split", None)
+def take_part(model: nn.Module, name: str, split: Split) -> None:
+    """Replace a parameter on the meta device by this rank's part of it."""
+    p, (owner, _, leaf) = model.get_parameter(name), name.rpartition(".")
+    shape = [split.length() if dim == split.dim else n for dim, n in enumerate(p.shape)]
+    part = nn.Parameter(torch.empty(shape, device=p.device))
+    part.splits = (*splits_of(p), split)
+    setattr(model.get_submodule(owner), leaf, part)
+
+
+def splits_of(p: Tensor) -> Splits:
+    """How expert and tensor parallelism have split a parameter."""
+    return getattr(p, "splits", ())
+
+
+def is_split(p: Tensor, axis: str) -> bool:
+    """Whether ranks along an axis of the mesh, tp or ep, hold different parts of a parameter."""
+    return any(split.axis == axis for split in splits_of(p))
 
 
 def parts_by_name(model: nn.Module) -> dict[str, Part]:
     """The parts of the model's parameters for a checkpoint, each parameter once (the head can be tied to wte)."""
-    return {name: part_of(p.detach(), split_of(p)) for name, p in model.named_parameters()}
+    return {name: part_of(p.detach(), splits_of(p)) for name, p in model.named_parameters()}
 
 
 def whole_tensors(parts: list[Part], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:

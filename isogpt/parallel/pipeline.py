@@ -4,6 +4,7 @@ micro-batches pass through them. The schedules are those of torch.distributed.pi
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isogpt.architecture import GPTConfig
 from isogpt.kernels import KVCache
 from isogpt.loader import Share
 from isogpt.mesh import Mesh, stages_per_rank
@@ -21,6 +23,8 @@ from isogpt.mesh import Mesh, stages_per_rank
 if TYPE_CHECKING:
     from isogpt.hardware import Clock
 
+# of the last stage's output, see Stage.forward: nothing changes it in place
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 # setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and interleaved:
 # Narayanan et al. 2021, arXiv:2104.04473. Zero bubble, zbv: Qi et al. 2023, arXiv:2401.10241.
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
@@ -46,7 +50,8 @@ def cut_evenly(costs: list[float], n: int) -> list[range]:
 def block_costs(model: nn.Module) -> list[float]:
     """FLOPs of each block's forward for a token, the last one with the head. Embeddings are looked up: no FLOPs."""
     c, block = model.config, model.transformer.h[0]
-    costs = [2.0 * sum(p.numel() for p in block.parameters()) + 2 * c.block_size * c.n_embd] * c.n_layer
+    used = sum(p.numel() for p in block.parameters()) - c.unused_count // c.n_layer
+    costs = [2.0 * used + 2 * c.block_size * c.n_embd] * c.n_layer
     costs[-1] += 2.0 * c.vocab_size * c.n_embd
     return costs
 
@@ -77,17 +82,31 @@ class Stage(nn.Module):
                                     if name in modules})  # fmt: skip
         self.methods = [model]  # in a list: the model is not a part of the stage
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, caches: list[KVCache] | None = None) -> Tensor:
-        """Token ids (B, T) in the first stage, else the output of the stage before, (B, T, C) -> (B, T, C)."""
+    def forward(self, x: Tensor, routing: Tensor | None = None, positions: Tensor | None = None,
+                caches: list[KVCache] | None = None) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """
+        Token ids (B, T) in the first stage, else the output of the stage before, (B, T, C) -> (B, T, C). In training
+        with experts also what run_blocks returns of them, of all blocks up to here.
+        """
         model = self.methods[0]
         if positions is None:  # a training batch
             positions = model.positions(0, model.config.block_size, device=x.device)
         if self.is_first:
             x = model.embed(x, positions)
-        x = model.run_blocks(self.blocks.items(), x, positions, caches)
-        # a view, since the library detaches other outputs of the last stage in place, and the zero-bubble schedules'
-        # second backward still needs the graph
-        return x.view_as(x) if self.is_last else x
+        x, own = model.run_blocks(self.blocks.items(), x, positions, caches)
+        if own is not None and routing is not None:
+            own = torch.cat((routing, own))
+        if self.is_last:  # views: the library detaches other outputs of the last stage in place, and the zero-bubble
+            x = x.view_as(x)  # schedules' second backward still needs the graph
+            own = None if own is None else own.view_as(own)
+        return x if own is None else (x, own)
+
+
+def routing_shapes(blocks: int, rows: int, config: GPTConfig) -> list[Tensor]:
+    """What experts in the first `blocks` blocks return for `rows` sequences, on the meta device; empty without them."""
+    if not config.n_expert or not blocks:
+        return []
+    return [torch.empty(blocks, rows, config.n_expert + 2, device="meta", requires_grad=True)]
 
 
 def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
@@ -152,16 +171,19 @@ class Pipeline:
         hidden = torch.empty(self.shape(tokens), dtype=self.dtype, device="meta", requires_grad=True)
         stages = []
         for number, module in zip(self.numbers, self.stages, strict=True):
-            arrives = hidden if number else tokens
-            stages.append(pipelining.PipelineStage(module, number, len(self.owners), self.device, arrives, hidden,
+            blocks = [int(i) for i in module.blocks]
+            arrives = (hidden if number else tokens, *routing_shapes(blocks[0], share.rows, self.model.config))
+            leaves = (hidden, *routing_shapes(blocks[-1] + 1, share.rows, self.model.config))
+            stages.append(pipelining.PipelineStage(module, number, len(self.owners), self.device, arrives, leaves,
                                                    group=self.group))  # fmt: skip
             stages[-1].forward_one_chunk = timed(stages[-1].forward_one_chunk, clock, autocast)
             stages[-1].backward_one_chunk = timed(stages[-1].backward_one_chunk, clock)
             stages[-1].backward_weight_one_chunk = timed(stages[-1].backward_weight_one_chunk, clock)
 
-        def scaled_loss(x: Tensor, targets: Tensor) -> Tensor:
+        def scaled_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+            x, routing = output if isinstance(output, tuple) else (output, None)
             with clock("stages"), autocast:
-                return scaler.scale(self.model.predict(x, targets, loss_divisor)[1])
+                return scaler.scale(self.model.predict(x, routing, targets, loss_divisor)[1])
 
         scaler.scale(torch.zeros((), device=self.device))  # creates its state: only the last stage scales losses
         self.micro_steps, self.scaler, self.clock = share.micro_steps, scaler, clock
@@ -204,17 +226,17 @@ class Pipeline:
             if number and self.owners[number - 1] != me:
                 x = torch.empty(self.shape(idx), dtype=self.dtype, device=self.device)
                 dist.recv(x, self.owners[number - 1], group=self.group)
-            x = stage(x, positions, caches)
+            x = stage(x, positions=positions, caches=caches)
             if not stage.is_last and self.owners[number + 1] != me:
                 dist.send(x.contiguous(), self.owners[number + 1], group=self.group)
         for i in range(len(caches or ())):
             if str(i) not in self.model.transformer.h._modules:
                 caches[i].length += idx.size(1)  # the other ranks' caches have grown too
         if targets is not None:
-            loss = self.model.predict(x, targets, target_count)[1] if self.has_last else x.new_zeros(())
+            loss = self.model.predict(x, None, targets, target_count)[1] if self.has_last else x.new_zeros(())
             return None, loss.float() * self.mesh.pp
         logits = torch.empty(idx.size(0), 1, self.model.config.vocab_size, device=idx.device)
         if self.has_last:
-            logits.copy_(self.model.predict(x, None, None)[0])
+            logits.copy_(self.model.predict(x, None, None, None)[0])
         dist.broadcast(logits, self.owners[-1], group=self.group)
         return logits, None

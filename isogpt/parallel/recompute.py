@@ -6,13 +6,16 @@ from functools import partial
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
+# the profiler's marks of FSDP's hooks: recomputing a block gathers its units at other times than its forward did
+SAC_IGNORED_OPS.update((torch.ops.profiler._record_function_enter_new.default,
+                        torch.ops.profiler._record_function_exit._RecordFunction))  # fmt: skip
 aten = torch.ops.aten
 # 'selective' keeps the results of matmuls and attention, the expensive ones to recompute
 KEPT = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default]  # fmt: skip
+        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._grouped_mm.default]  # fmt: skip
 
 
 def recompute(model: nn.Module, mode: str) -> None:

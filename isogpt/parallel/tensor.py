@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isogpt.experts import MoE
 from isogpt.kernels import VocabularyPart, summed_loss
 from isogpt.mesh import Mesh
-from isogpt.parallel.parts import Split
+from isogpt.parallel.parts import Split, take_part
 from isogpt.parallel.sequence import Gather, ScatterSum
 
 # The dimension along which a parameter is divided, and the block's matmul that it belongs to. Column-parallel layers
@@ -24,44 +25,44 @@ PLAN = {
     r"transformer\.wte\.weight|lm_head\.weight": 0,  # the vocabulary
     r".*\.attn\.c_attn\.(weight|bias)": 0,  # heads of q, k and v
     r".*\.attn\.c_proj\.weight": 1,  # heads
-    r".*\.mlp\.(c_gate|c_fc)\.(weight|bias)": 0,  # hidden features
-    r".*\.mlp\.c_proj\.weight": 1,  # hidden features
+    r".*\.mlp\.(experts\.)?(c_gate|c_fc)\.(weight|bias)": 0,  # hidden features
+    r".*\.mlp\.(experts\.)?c_proj\.weight": 1,  # hidden features
 }
 
 
-def split_parameters(model: nn.Module, mesh: Mesh) -> dict[str, Split]:
-    """Replace the parameters in PLAN by this rank's parts, on the meta device; returns how each one is split."""
-    splits = {}
+def split_parameters(model: nn.Module, mesh: Mesh) -> None:
+    """Replace the parameters in PLAN by this rank's parts, on the meta device."""
     for name, p in list(model.named_parameters()):
         dim = next((d for pattern, d in PLAN.items() if re.fullmatch(pattern, name)), None)
         if dim is None:
             continue
         sections = model.config.qkv_rows if ".c_attn." in name else (p.size(dim),)
-        splits[name] = split = Split(dim, sections, mesh.index("tp"), mesh.tp)
-        shape = [split.length() if d == dim else n for d, n in enumerate(p.shape)]
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=p.device)))
+        if ".experts." in name and dim == 0:  # the experts' rows are stacked
+            sections = (model.config.n_hidden,) * (p.size(0) // model.config.n_hidden)
+        take_part(model, name, Split("tp", dim, sections, mesh.index("tp"), mesh.tp))
     model.tie_weights()
-    return splits
 
 
-def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = True) -> dict[str, Split]:
+def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = True) -> None:
     """
     Divide the model's matrices over the tp ranks, in place, on the meta device (all ranks).
 
     Args:
         splits_sequence: divide the sequence between the matmuls. False for generation, whose sequences have any length.
-
-    Returns:
-        how each parameter is split, by name.
     """
-    splits, group = split_parameters(model, mesh), mesh.group("tp")
+    split_parameters(model, mesh)
+    group = mesh.group("tp")
     add_up = partial(combine, group, splits_sequence)
     for block in model.transformer.h:
         for layer in (block.attn, block.mlp):
             if splits_sequence:
                 layer.register_forward_pre_hook(partial(gather_input, group))
-            layer.c_proj.forward = partial(row_parallel, layer.c_proj, add_up)
+            if isinstance(layer, MoE):
+                layer.add_up = add_up
+                layer.register_forward_hook(partial(share_of_routing, mesh.tp))
+                layer.experts.c_proj.bias_share = 1 / mesh.tp
+            else:
+                layer.c_proj.forward = partial(row_parallel, layer.c_proj, add_up)
     if "wte" in model.transformer:
         first = ceil(model.config.vocab_size / mesh.tp) * mesh.index("tp")
         model.transformer.wte.forward = partial(embed_part, model.transformer.wte, first, add_up)
@@ -70,7 +71,6 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
     model.loss = partial(vocabulary_parallel_loss, mesh, group, model.config.vocab_size)
     if model.lm_head is not None:
         model.lm_head.register_forward_hook(partial(gather_logits, group, model.config.vocab_size))
-    return splits
 
 
 def combine(group: dist.ProcessGroup, splits_sequence: bool, x: Tensor) -> Tensor:
@@ -85,6 +85,12 @@ def gather_input(group: dist.ProcessGroup, layer: nn.Module, inputs: tuple) -> t
     """Attention and MLP take the whole sequence: (B, T / tp, C) -> (B, T, C)."""
     x, *others = inputs
     return Gather.apply(x, group), *others
+
+
+def share_of_routing(ranks: int, layer: nn.Module, inputs: tuple, outputs: tuple) -> tuple[Tensor, Tensor | None]:
+    """All ranks route the whole sequence: the sum of their shares is what one process has."""
+    y, routing = outputs
+    return y, None if routing is None else routing / ranks
 
 
 def row_parallel(linear: nn.Linear, add_up: partial, x: Tensor) -> Tensor:

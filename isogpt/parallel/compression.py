@@ -1,0 +1,300 @@
+"""
+Gradient compression: data-parallel ranks on a slow network send each other fewer bytes for the mean of their gradients.
+
+The lossy kinds have error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): what a rank's
+gradient has lost is added to its next one. There is no momentum correction (Lin et al. 2018, arXiv:1712.01887): that is
+for SGD, whose momentum is linear in the gradients. AdamW divides by their second moment, which a rank cannot compute
+from its own gradients before the exchange.
+"""
+
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from isogpt.mesh import Mesh
+from isogpt.parallel.data import in_buckets, views_of
+from isogpt.parallel.parts import Part, is_sharded, is_split, local, part_of, splits_of
+
+BLOCK = 256  # elements with one scale
+BITS = 2 ** torch.arange(8, dtype=torch.uint8)
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+POWERSGD_START = 2  # torch's hook reduces whole gradients before this step
+
+
+@dataclass
+class Compression:
+    """
+    How data-parallel ranks exchange gradients, and what this rank's gradients have lost. For each parameter, the mean
+    of the ranks' `errors` is what the mean gradient lacks so far.
+    """
+
+    kind: str  # fp16, bf16, int8, sign, powersgd or topk
+    amount: float  # powersgd: the rank of the matrices that are sent; topk: the fraction of the elements
+    mesh: Mesh
+    device: torch.device
+    uses_feedback: bool = True
+    errors: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    powersgd: PowerSGDState | None = None
+    factors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # from a checkpoint, by PowerSGD's bucket
+
+    def __post_init__(self) -> None:
+        if self.kind == "powersgd":
+            self.powersgd = PowerSGDState(None, int(self.amount), POWERSGD_START, use_error_feedback=False,
+                                          orthogonalization_epsilon=1e-8)  # fmt: skip
+
+    def attach(self, model: nn.Module) -> None:
+        """Let DistributedDataParallel exchange its buckets by this compression; does nothing to another model."""
+        if not isinstance(model, DistributedDataParallel):
+            return
+        half_hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}.get(self.kind)
+        if half_hook and not is_sent_as_bytes(self.kind, model.process_group):
+            model.register_comm_hook(model.process_group, half_hook)
+        else:
+            model.register_comm_hook((self, model.process_group), average_bucket)
+
+    @torch.no_grad()
+    def average(self, bucket: "Bucket | dist.GradBucket", group: ProcessGroup) -> Tensor:
+        """Replace a bucket of gradients by their mean over the group, as far as it was sent (all ranks of it)."""
+        flat = bucket.buffer()
+        if self.kind in HALF:
+            return flat.copy_(half_mean(flat, self.kind, group))
+        errors = [local(self.error_of(p)) for p in bucket.parameters()]
+        if self.uses_feedback:
+            flat += torch.cat([error.flatten() for error in errors])
+        if self.kind == "powersgd":
+            lost = flat.clone()
+            self.low_rank_mean(bucket, group)
+            lost -= flat
+        else:
+            is_sparse = self.kind == "topk"
+            mean, lost = topk_mean(flat, self.amount, group) if is_sparse else coded_mean(flat, self.kind, group)
+            flat.copy_(mean)
+        torch._foreach_copy_(errors, views_of(lost, errors))
+        return flat
+
+    def average_all(self, params: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
+        """`average` for gradients that are not in buckets of DistributedDataParallel; `name` is a unique prefix."""
+        buckets = list(in_buckets([local(p.grad) for p in params]))
+        left = iter(params)
+        for i, grads in enumerate(buckets):
+            bucket = Bucket(list(islice(left, len(grads))), f"{name}{i}", i == len(buckets) - 1)
+            self.average(bucket, group)
+            torch._foreach_copy_(grads, bucket.gradients())
+
+    def error_of(self, p: nn.Parameter) -> Tensor:
+        """What this rank's gradient of a parameter has lost; a DTensor if the parameter is one."""
+        if p not in self.errors:
+            self.errors[p] = torch.zeros_like(p, requires_grad=False)
+        return self.errors[p]
+
+    def low_rank_mean(self, bucket: "Bucket | dist.GradBucket", group: ProcessGroup) -> None:
+        """torch's PowerSGD (Vogels et al. 2019, arXiv:1905.13727), without its own error feedback, in place."""
+        state, key = self.powersgd, f"{bucket.index()}:{len(bucket.buffer())}"
+        if key in self.factors:
+            state.p_memory_dict[bucket.index()], state.q_memory_dict[bucket.index()] = self.factors[key].values()
+        state.process_group = group
+        done = powerSGD_hook(state, bucket)
+        if bucket.buffer().device.type == "cpu":
+            done.wait()  # gloo's threads would start the collectives of several buckets in any order
+        if bucket.index() in state.q_memory_dict:
+            self.factors[key] = {"p": state.p_memory_dict[bucket.index()], "q": state.q_memory_dict[bucket.index()]}
+
+    def forget(self) -> None:
+        """Drop the errors, after a step that was not finite."""
+        self.errors.clear()
+        self.factors.clear()
+        if self.powersgd:
+            self.powersgd.p_memory_dict.clear()
+            self.powersgd.q_memory_dict.clear()
+
+    def restart(self, step: int, saved: dict[str, torch.Size]) -> None:
+        """
+        Start without errors before a step.
+
+        Args:
+            saved: the names (see shards.flat) and shapes in a checkpoint; makes room for PowerSGD's factors.
+        """
+        self.forget()
+        if not self.powersgd:
+            return
+        self.powersgd.iter = step
+        prefix = f"optim.{self.own_name()}."
+        for name, shape in saved.items():
+            if name.startswith(prefix):
+                key, _, letter = name.removeprefix(prefix).rpartition(".")
+                self.factors.setdefault(key, {})[letter] = torch.empty(shape, device=self.device)
+
+    def own_name(self) -> str:
+        """The name in a checkpoint for what belongs to this rank alone."""
+        return f"powersgd.rank{self.mesh.rank}"
+
+    def saved_parts(self, model: nn.Module) -> dict[str, dict[str, Part]]:
+        """
+        The errors by parameter name, as rows of those of all ranks that hold the same part of a parameter, and
+        PowerSGD's factors, whose order in a bucket only torch knows.
+        """
+        found = {}
+        for name, p in model.named_parameters() if self.kind not in HALF else ():
+            axes = ("islands", "dp_replicate") if is_sharded(p) else ("islands", "dp_replicate", "ep", "cp", "tp")
+            row = self.mesh.place(*(axis for axis in axes if not is_split(p, axis)))
+            is_second = self.mesh.index("pp") > 0 and p is getattr(model.lm_head, "weight", None) and model.config.tied
+            key = "error_of_head" if is_second else "error"  # wte tied to the head on another rank has its own
+            found[name] = {key: part_of(self.error_of(p), splits_of(p)).in_row(*row)}
+        factors = {f"{key}.{letter}": part_of(t) for key, pair in self.factors.items() for letter, t in pair.items()}
+        return found | ({self.own_name(): factors} if factors else {})
+
+
+@dataclass
+class Bucket:
+    """Gradients that are not in a bucket of DistributedDataParallel, with the methods of its GradBucket."""
+
+    params: list[nn.Parameter]
+    name: str
+    is_last_one: bool
+    flat: Tensor = field(init=False)  # (elements,)
+
+    def __post_init__(self) -> None:
+        self.flat = torch.cat([local(p.grad).flatten() for p in self.params])
+
+    def buffer(self) -> Tensor:
+        """All gradients in one tensor."""
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        """The parts of the buffer."""
+        return views_of(self.flat, [local(p.grad) for p in self.params])
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that these are the gradients of."""
+        return self.params
+
+    def index(self) -> str:
+        """The bucket's name, where DistributedDataParallel's have a number."""
+        return self.name
+
+    def is_last(self) -> bool:
+        """Whether no bucket follows in this step."""
+        return self.is_last_one
+
+
+def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DistributedDataParallel's communication hook."""
+    compression, group = state
+    done = torch.futures.Future()
+    done.set_result(compression.average(bucket, group))
+    return done
+
+
+def is_sent_as_bytes(kind: str, group: ProcessGroup) -> bool:
+    """Whether a half precision is sent as bytes, because the transport cannot add it."""
+    return kind == "bf16" and dist.get_backend(group) == "gloo"
+
+
+def mean_over(flat: Tensor, kind: str, group: ProcessGroup, generator: torch.Generator) -> Tensor:
+    """The mean of tensors (N,) over a group (all its ranks), sent as they are (none), in fp16 or in int8."""
+    if kind == "int8":
+        return coded_mean(flat, kind, group, generator)[0]
+    if kind in HALF:
+        return half_mean(flat, kind, group)
+    dist.all_reduce(flat, group=group)
+    return flat.div_(group.size())
+
+
+def half_mean(flat: Tensor, kind: str, group: ProcessGroup) -> Tensor:
+    """The mean of tensors over a group, sent in half precision."""
+    if is_sent_as_bytes(kind, group):
+        return coded_mean(flat, kind, group)[0]
+    half = flat.to(HALF[kind]).div_(group.size())
+    dist.all_reduce(half, group=group)
+    return half
+
+
+def coded_mean(corrected: Tensor, kind: str, group: ProcessGroup,
+               generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """
+    The mean of tensors (N,) over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888): each rank receives
+    its share of all tensors, takes the mean, and sends it to all.
+
+    Returns:
+        (the mean, what this rank's tensor has lost; for its own share, the loss of the mean, times the ranks)
+    """
+    n, rank = group.size(), group.rank()
+    shares = F.pad(corrected, (0, -len(corrected) % (n * BLOCK))).view(n, -1)
+    codes = encode(shares, kind, generator)  # (n, bytes)
+    lost = shares - decode(codes, kind)
+    received = torch.empty_like(codes)
+    dist.all_to_all_single(received, codes, group=group)
+    received = decode(received, kind)
+    received[rank] = shares[rank]  # it was not sent
+    mean = received.mean(0, keepdim=True)  # (1, elements of a share)
+    code = encode(mean, kind, generator)
+    lost[rank] = n * (mean - decode(code, kind))[0]
+    dist.all_gather(list(codes.split(1)), code, group=group)
+    return decode(codes, kind).flatten()[: len(corrected)], lost.flatten()[: len(corrected)]
+
+
+def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Tensor:
+    """
+    Rows of numbers as bytes: 16 bits each (bf16), or in blocks with a float32 scale 8 bits each, rounded up or down at
+    random so that the expected value stays (int8; Alistarh et al. 2017, arXiv:1610.02132), or only the signs (sign).
+
+    Args:
+        x: (rows, elements), the elements a multiple of BLOCK.
+
+    Returns:
+        (rows, bytes) uint8
+    """
+    rows = len(x)
+    if kind == "bf16":
+        return x.bfloat16().view(torch.uint8)
+    blocks = x.view(rows, -1, BLOCK)
+    if kind == "int8":
+        scales = blocks.abs().amax(-1, keepdim=True) / 127
+        noise = torch.rand(blocks.shape, generator=generator, device=x.device)
+        levels = (blocks / scales.clamp(min=1e-38)).add_(noise).floor_()
+        content = levels.clamp_(-127, 127).to(torch.int8).view(torch.uint8)
+    else:
+        scales = blocks.abs().mean(-1, keepdim=True)
+        bits = (blocks >= 0).view(rows, -1, 8) * BITS.to(x.device)
+        content = bits.sum(-1, dtype=torch.uint8)
+    return torch.cat((content.view(rows, -1), scales.view(rows, -1).view(torch.uint8)), 1)
+
+
+def decode(codes: Tensor, kind: str) -> Tensor:
+    """The numbers (rows, elements) that `encode` has made bytes (rows, bytes) of."""
+    rows = len(codes)
+    if kind == "bf16":
+        return codes.view(torch.bfloat16).float()
+    per_block = BLOCK if kind == "int8" else BLOCK // 8
+    blocks = codes.size(1) // (per_block + 4)
+    content, scales = codes.split((blocks * per_block, 4 * blocks), 1)
+    scales = scales.contiguous().view(torch.float32)[..., None]  # (rows, blocks, 1)
+    if kind == "int8":
+        values = content.contiguous().view(torch.int8).float()
+    else:
+        values = (content[..., None] & BITS.to(codes.device)).ne(0).float().mul_(2).sub_(1)
+    return (values.view(rows, blocks, BLOCK) * scales).view(rows, -1)
+
+
+def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """
+    The mean over a group of the largest elements of each rank's tensor (N,), the others taken for zero (Aji and
+    Heafield 2017, arXiv:1704.05021), and what this rank's tensor has lost.
+    """
+    n, count = group.size(), max(1, round(fraction * len(corrected)))
+    chosen = corrected.abs().topk(count, sorted=False).indices
+    mine = torch.stack((chosen.int(), corrected[chosen].view(torch.int32)))  # (2, count)
+    everyone = [torch.empty_like(mine) for _ in range(n)]
+    dist.all_gather(everyone, mine, group=group)
+    mean = torch.zeros_like(corrected)
+    for places, values in everyone:
+        mean[places.long()] += values.view(torch.float32) / n
+    return mean, corrected.index_fill(0, chosen, 0.0)

@@ -1,0 +1,48 @@
+"""
+Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): each rank of a group holds some of the experts of each
+block. Tokens are sent to the ranks with their experts, and the results back, each in one all-to-all.
+"""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from isogpt.experts import Reorder
+from isogpt.mesh import Mesh
+from isogpt.parallel.parts import Split, take_part
+
+
+def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Leave this rank's experts of a model on the meta device, in place (all ranks)."""
+    group, parameters = mesh.group("ep"), dict(model.named_parameters())
+    experts = [name for name in parameters if ".experts." in name]
+    for name in experts:
+        take_part(model, name, Split("ep", 0, (parameters[name].size(0),), mesh.index("ep"), mesh.ep))
+    model._ddp_params_and_buffers_to_ignore = experts  # complete_gradients reduces them, over fewer ranks than DDP
+    for block in model.transformer.h:
+        block.mlp.experts.forward = partial(exchange_tokens, group, block.mlp.experts.forward)
+
+
+def exchange_tokens(group: dist.ProcessGroup, run_experts: partial, x: Tensor, counts: Tensor) -> Tensor:
+    """
+    The experts' results for this rank's rows (all ranks of the group).
+
+    Args:
+        run_experts: forward of this rank's experts.
+        x: rows (N, C), sorted by expert.
+        counts: how many rows each expert gets from this rank, (E,).
+    """
+    ranks = dist.get_world_size(group)
+    counts_here = torch.empty_like(counts)  # of this rank's experts, from each rank
+    dist.all_to_all_single(counts_here, counts, group=group)
+    counts_here = counts_here.view(ranks, -1)  # (ranks, E / ranks)
+    sent, received = torch.stack((counts.view(ranks, -1).sum(1), counts_here.sum(1))).tolist()  # waits for a GPU
+    rows = all_to_all_single_autograd(x, received, sent, group)  # by rank, then by expert
+    expert = torch.arange(counts_here.size(1), device=x.device).repeat(ranks)  # (E,)
+    order = expert.repeat_interleave(counts_here.flatten(), output_size=sum(received)).argsort(stable=True)
+    place = order.argsort()
+    y = run_experts(Reorder.apply(rows, order, place), counts_here.sum(0))
+    return all_to_all_single_autograd(Reorder.apply(y, place, order), sent, received, group)

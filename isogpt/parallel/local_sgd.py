@@ -1,0 +1,168 @@
+"""
+Local SGD: groups of ranks, islands, take steps of their own and average their weights now and then, for networks that
+cannot carry gradients at every step. With an outer optimizer this is DiLoCo (Douillard et al. 2023, arXiv:2311.08105).
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isogpt.mesh import Mesh
+from isogpt.parallel.compression import mean_over
+from isogpt.parallel.data import in_buckets, reshard, views_of
+from isogpt.parallel.parts import Part, local, part_of, splits_of
+
+
+@dataclass
+class Islands:
+    """
+    What this rank knows of the islands. Every `local_steps` steps the mean change of their weights is the gradient of
+    an outer step, SGD with Nesterov momentum (Sutskever et al. 2013), from which all islands continue. Each keeps the
+    moments of its own optimizer. Learning rate 1 without momentum is Local SGD (Stich 2018, arXiv:1805.09767).
+
+    With several `parts`, each part of the model is averaged at another one of the local_steps, in the background until
+    the next part's turn (Douillard et al. 2025, arXiv:2501.18512): what an island has learned meanwhile is kept.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    local_steps: int
+    outer_lr: float
+    outer_momentum: float
+    compression: str  # of the changes that are sent: none, fp16 or int8
+    parts: int
+    group: dist.ProcessGroup = field(init=False)
+    names: list[list[str]] = field(init=False)  # of the parameters in each part
+    weights: dict[str, Tensor] = field(init=False)  # after the last outer step: the same on all islands
+    momentum: dict[str, Tensor] = field(init=False)
+    sent: dict[str, Tensor] = field(default_factory=dict)  # this island's weights whose mean is being computed
+    pending: Future | None = None
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="islands"))
+
+    def __post_init__(self) -> None:
+        count, ranks = self.mesh.islands, dist.get_world_size() // self.mesh.islands
+        groups = [[rank + i * ranks for i in range(count)] for rank in range(ranks)]
+        # a group of its own, since the background thread uses it
+        self.group = dist.new_subgroups_by_enumeration(groups, timedelta(seconds=self.mesh.timeout_s))[0]
+        self.params = dict(self.model.named_parameters())
+        total, before = sum(p.numel() for p in self.params.values()), 0
+        self.names = [[] for _ in range(self.parts)]
+        for name, p in self.params.items():
+            self.names[before * self.parts // total].append(name)
+            before += p.numel()
+
+    def restart(self, step: int) -> None:
+        """Start from the model's weights, without momentum. There is room for what is being sent before step `step`."""
+        self.wait()
+        self.pending = None
+        self.weights = {name: p.detach().clone() for name, p in self.params.items()}
+        self.momentum = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        names = [] if self.parts == 1 else next(filter(None, map(self.names_after, self.steps_before(step))), [])
+        self.sent = {name: torch.empty_like(self.weights[name]) for name in names}
+
+    def names_after(self, step: int) -> list[str]:
+        """The parameters whose averaging starts after an inner step."""
+        turns = {(part + 1) * self.local_steps // self.parts % self.local_steps: part for part in range(self.parts)}
+        part = turns.get((step + 1) % self.local_steps)
+        return [] if part is None else self.names[part]
+
+    def steps_before(self, step: int) -> range:
+        """The last local_steps steps before a step, the last one first."""
+        return range(step - 1, max(-1, step - 1 - self.local_steps), -1)
+
+    def after_step(self, step: int) -> None:
+        """Average what is due after an inner step (all ranks)."""
+        names = self.names_after(step)
+        if not names:
+            return
+        self.finish()
+        self.sent = {name: self.params[name].detach().clone() for name in names}
+        self.start(step)
+        if self.parts == 1:
+            self.finish()
+
+    def start(self, step: int) -> None:
+        """Start to compute the mean change of the weights in `sent`, in the background (all ranks)."""
+        changes = [local(self.weights[name]) - local(sent) for name, sent in self.sent.items()]
+        ready = torch.cuda.current_stream().record_event() if changes[0].is_cuda else None
+        self.pending = self.thread.submit(self.average, changes, step, ready)
+
+    def average(self, changes: list[Tensor], step: int, ready: "torch.cuda.Event | None") -> list[Tensor]:
+        """The mean of each change over the islands (in the background)."""
+        device = changes[0].device
+        generator = torch.Generator(device).manual_seed(step * dist.get_world_size() + self.mesh.rank)
+        with torch.cuda.stream(torch.cuda.Stream(device) if ready else None):
+            if ready:
+                ready.wait()
+            for bucket in in_buckets(changes):
+                flat = torch.cat([change.flatten() for change in bucket])
+                mean = mean_over(flat, self.compression, self.group, generator)
+                torch._foreach_copy_(bucket, views_of(mean, bucket))
+            if ready:
+                torch.cuda.current_stream().synchronize()
+        return changes
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take the outer step with the mean change that is being computed, if there is one (all ranks)."""
+        if not self.pending:
+            return
+        reshard(self.model)
+        changes, self.pending = self.pending.result(), None
+        for (name, sent), change in zip(self.sent.items(), changes, strict=True):
+            weight, p = local(self.weights[name]), local(self.params[name])
+            momentum = local(self.momentum[name]).mul_(self.outer_momentum).add_(change)
+            weight.sub_(change.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+            p.sub_(local(sent)).add_(weight)  # with what the island has learned since
+        self.sent = {}
+
+    def wait(self) -> None:
+        """Wait for the background (all ranks)."""
+        if self.pending:
+            self.pending.result()
+
+    @contextmanager
+    @torch.no_grad()
+    def outer_weights(self) -> Iterator[None]:
+        """The model has the weights of the last outer step, for an evaluation."""
+        reshard(self.model)
+        inner = {name: local(p).clone() for name, p in self.params.items()}
+        for name, p in self.params.items():
+            local(p).copy_(local(self.weights[name]))
+        yield
+        reshard(self.model)
+        for name, p in self.params.items():
+            local(p).copy_(inner[name])
+
+    def saved_weights(self) -> dict[str, Part]:
+        """Those of the last outer step."""
+        return {name: part_of(weight, splits_of(self.params[name])) for name, weight in self.weights.items()}
+
+    def saved_parts(self) -> dict[str, dict[str, Part]]:
+        """The outer momentum, and each island's own weights and those that it has sent."""
+        index, found = self.mesh.place("islands"), {}
+        for name, p in self.params.items():
+            splits = splits_of(p)
+            found[name] = {"outer_momentum": part_of(self.momentum[name], splits),
+                           "inner": part_of(p.detach(), splits).in_row(*index)}  # fmt: skip
+            if name in self.sent:
+                found[name]["sent"] = part_of(self.sent[name], splits).in_row(*index)
+        return found
+
+    def resume(self, step: int, read: set[str]) -> None:
+        """
+        Continue from a checkpoint before step `step`: send again what was being sent then (all ranks).
+
+        Args:
+            read: the names of what it had of `saved_parts` (see shards.flat); with other settings it had less.
+        """
+        if not all(f"optim.{name}.sent" in read for name in self.sent):
+            self.sent = {}
+        if self.sent:
+            self.start(next(s for s in self.steps_before(step) if self.names_after(s)))

@@ -1,0 +1,57 @@
+"""The learning rate of each step, and how it follows the size of the batch."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, decay to min_lr by lr_schedule, then min_lr; learning_rate throughout without decay_lr."""
+
+    learning_rate: float  # the maximum
+    min_lr: float
+    warmup_iters: int
+    lr_decay_iters: int
+    cooldown_iters: int
+    lr_schedule: str  # cosine, linear or wsd
+    decay_lr: bool
+    factor: float = 1.0  # which the rates and warmup_iters contain, see `make_schedule`
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step."""
+        if not self.decay_lr:
+            return self.learning_rate
+        if step < self.warmup_iters:
+            return self.learning_rate * (step + 1) / (self.warmup_iters + 1)
+        if step >= self.lr_decay_iters:
+            return self.min_lr
+        start = self.warmup_iters
+        if self.lr_schedule == "wsd":
+            start = max(start, self.lr_decay_iters - self.cooldown_iters)
+        decayed = max(0, step - start) / (self.lr_decay_iters - start)  # 0 to 1
+        remaining = 0.5 * (1 + math.cos(math.pi * decayed)) if self.lr_schedule == "cosine" else 1 - decayed  # 1 to 0
+        return self.min_lr + remaining * (self.learning_rate - self.min_lr)
+
+
+def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
+    """
+    The schedule of train.py's settings. With lr_scaling, learning_rate, min_lr and warmup_iters are multiplied by
+    sequences_per_step / base_batch (linear; Goyal et al. 2017, arXiv:1706.02677) or by its square root (sqrt; for SGD
+    Krizhevsky 2014, arXiv:1404.5997, for Adam Malladi et al. 2022, arXiv:2205.10782). The other optimizers' rates
+    follow learning_rate, see optim.set_rates.
+
+    Raises:
+        ValueError: the warm-up would become longer than the decay allows.
+    """
+    ratio = sequences_per_step / config["base_batch"] if config["base_batch"] else 1.0
+    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config["lr_scaling"]]
+    warmup, latest, limit = round(factor * config["warmup_iters"]), config["lr_decay_iters"], "lr_decay_iters"
+    if config["lr_schedule"] == "wsd":
+        latest, limit = latest - config["cooldown_iters"], "lr_decay_iters - cooldown_iters"
+    if config["decay_lr"] and config["warmup_iters"] <= latest < warmup:
+        raise ValueError(f"lr_scaling multiplies warmup_iters by {factor:.4g}, to {warmup} steps: more than {limit}, "
+                         f"{latest}: set --warmup_iters={int(latest / factor)} or less, or a larger "
+                         f"--lr_decay_iters")  # fmt: skip
+    rates = {name: factor * config[name] for name in ("learning_rate", "min_lr")}
+    same = {name: config[name] for name in ("lr_decay_iters", "cooldown_iters", "lr_schedule", "decay_lr")}
+    return Schedule(**rates, **same, warmup_iters=warmup, factor=factor)

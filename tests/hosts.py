@@ -1,0 +1,130 @@
+"""
+Several machines, each a network namespace with its own name, address and cable (Linux, root, iproute2), whose rate can
+be limited.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+from runs import REPO
+
+HAS_NAMESPACES = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
+
+
+def ip(*words, ok=True):
+    run = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert run.returncode == 0 or not ok, f"ip {' '.join(words)}: {run.stderr}"
+    return run.stdout
+
+
+class Hosts:
+    """h1, h2, ... at 10.77.0.N on a switch. Each resolves its own name to a loopback address, as on Debian."""
+
+    def __init__(self, work, number):
+        self.work, self.tag, self.logs = work, f"iso{os.getpid()}", {}
+        self.spaces = {f"h{i}": f"{self.tag}h{i}" for i in range(1, number + 1)}
+        try:
+            self.build()
+        except BaseException:
+            self.close()
+            raise
+
+    def build(self):
+        """Make the namespaces and their links."""
+        switch = f"{self.tag}sw"
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", switch, "link", "set", "switch", "up")
+        for i, (host, space) in enumerate(self.spaces.items(), 1):
+            ip("netns", "add", space)
+            ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", host, "netns", switch)
+            ip("-n", switch, "link", "set", host, "master", "switch", "up")
+            ip("-n", space, "addr", "add", f"10.77.0.{i}/24", "dev", "eth0")
+            # a second interface, which leads nowhere
+            ip("-n", space, "link", "add", "backup", "type", "veth", "peer", "name", "nowhere")
+            ip("-n", space, "addr", "add", f"192.168.9.{i}/24", "dev", "backup")
+            for link in ("lo", "eth0", "backup", "nowhere"):
+                ip("-n", space, "link", "set", link, "up")
+            folder = f"/etc/netns/{space}"
+            os.makedirs(folder, exist_ok=True)
+            names = [f"10.77.0.{j} {other}" for j, other in enumerate(self.spaces, 1) if other != host]
+            with open(f"{folder}/hosts", "w") as f:
+                f.write("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host}", *names]) + "\n")
+
+    def start(self, host, command, env=None):
+        """Run a command on this host, on one core, with its output in a file."""
+        cores = sorted(os.sched_getaffinity(0))
+        core = str(cores[list(self.spaces).index(host) % len(cores)])
+        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | (env or {})  # docs/launchers.md
+        there = [
+            "ip",
+            "netns",
+            "exec",
+            self.spaces[host],
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname {host}; exec "$@"',
+        ]
+        self.logs[host] = self.work / f"{host}.txt"
+        with open(self.logs[host], "a") as log:
+            return subprocess.Popen(
+                [*there, "sh", "taskset", "-c", core, *command],
+                cwd=self.work, stdout=log, stderr=log, start_new_session=True, env=env,
+            )  # fmt: skip
+
+    def train(self, args):
+        """Start train.py as one process on each host, without a launcher; returns {host: process}."""
+        shared = {"WORLD_SIZE": str(len(self.spaces)), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
+        shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, str(REPO / "train.py"), *args]
+        return {host: self.start(host, command, shared | {"RANK": str(i)}) for i, host in enumerate(self.spaces)}
+
+    def limit(self, rate):
+        """Let each host send at this rate at most, such as 100mbit, with a queue of 50 ms; None: without a limit."""
+        shape = ["noqueue"]
+        if rate:  # a burst holds one packet before segmentation; with less than 256kb, 1gbit was not reached
+            burst = "256kb" if rate.endswith("gbit") else "64kb"
+            shape = ["tbf", "rate", rate, "burst", burst, "latency", "50ms"]
+        for space in self.spaces.values():
+            command = ["tc", "-n", space, "qdisc", "replace", "dev", "eth0", "root", *shape]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode:
+                raise ValueError(f"no link with a rate of {rate!r}: {run.stderr.strip()}")
+
+    def sent(self, host):
+        """Bytes that have left this host, with headers."""
+        (link,) = json.loads(ip("-n", self.spaces[host], "-json", "-stats", "link", "show", "eth0"))
+        return link["stats64"]["tx"]["bytes"]
+
+    def cable(self, host, state):
+        ip("-n", f"{self.tag}sw", "link", "set", host, state)
+
+    def kill(self, host):
+        """Power off: no more packets leave the host."""
+        self.cable(host, "down")
+        for pid in ip("netns", "pids", self.spaces[host]).split():
+            os.kill(int(pid), signal.SIGKILL)
+
+    def text(self, host):
+        return self.logs[host].read_text(errors="replace")
+
+    def end(self):
+        """End all processes."""
+        for space in self.spaces.values():
+            for pid in ip("netns", "pids", space, ok=False).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+
+    def close(self):
+        self.end()
+        for space in self.spaces.values():
+            ip("netns", "delete", space, ok=False)
+            shutil.rmtree(f"/etc/netns/{space}", ignore_errors=True)
+        ip("netns", "delete", f"{self.tag}sw", ok=False)

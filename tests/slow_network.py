@@ -1,0 +1,231 @@
+"""
+Train over slow links: each host is a network namespace with one core and one process (Linux, root, iproute2).
+
+    python tests/slow_network.py --rate=100mbit --hosts=2 -- --zero=1 --max_iters=20     one run
+    python tests/slow_network.py --table                                                every mode at several rates
+
+The table shows how long each mode needs to the training loss that DDP has after --steps steps. How many steps that
+takes does not depend on the link and is measured once, without a limit; how long a step takes is measured at each rate.
+It needs an idle machine. Flags after -- go to train.py in either case, also in place of those in JOB.
+"""
+
+import argparse
+import itertools
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import numpy as np
+from hosts import HAS_NAMESPACES, Hosts
+from runs import REPO, SHARED, column
+
+# 10.65M parameters, 12 sequences per step over all hosts, and a constant learning rate: a mode may take any time
+JOB = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--block_size=64", "--batch_size=12",
+       "--gradient_accumulation_steps=1", "--dropout=0", "--learning_rate=1e-3", "--min_lr=1e-3", "--warmup_iters=50",
+       "--lr_decay_iters=50", "--device=cpu", "--dtype=float32", "--eval_interval=1000000", "--eval_iters=1",
+       "--log_interval=1", "--save_checkpoint=False"]  # fmt: skip
+# name: train.py's flags; {hosts} is their number. The first one determines the loss that the others have to reach.
+MODES = {
+    "DDP": [],
+    "ZeRO-1": ["--zero=1"],
+    "ZeRO-3": ["--zero=3"],
+    "fp16": ["--grad_compression=fp16"],
+    "bf16": ["--grad_compression=bf16"],
+    "int8": ["--grad_compression=int8"],
+    "sign": ["--grad_compression=sign"],
+    "PowerSGD, rank 4": ["--grad_compression=powersgd:4"],
+    "top-k, 1%": ["--grad_compression=topk:0.01"],
+    "local SGD, 8 steps": ["--islands={hosts}", "--local_steps=8", "--outer_lr=1", "--outer_momentum=0"],
+    "DiLoCo, 32 steps": ["--islands={hosts}", "--local_steps=32", "--outer_lr=0.7", "--outer_momentum=0.9"],
+}
+numbers = itertools.count(1)
+
+
+@dataclass
+class Curve:
+    """What a run has logged for each step."""
+
+    losses: list[float]
+    step_ms: list[float]
+    bytes_sent: list[float]
+
+    def smoothed(self, window: int) -> np.ndarray:
+        """The mean of `window` losses, from step window - 1 on."""
+        window = min(window, len(self.losses))
+        return np.convolve(self.losses, np.ones(window) / window, "valid") if window else np.array([])
+
+    def steps_to(self, loss: float, window: int) -> int | None:
+        """After how many steps the smoothed loss is `loss` or less; None: never."""
+        reached = np.flatnonzero(self.smoothed(window) <= loss + 1e-4)  # modes that only round differently are equal
+        return int(reached[0]) + min(window, len(self.losses)) if len(reached) else None
+
+
+def read_curve(out_dir: Path) -> Curve:
+    """A run's Curve, also while it is running."""
+    if not (out_dir / "metrics.jsonl").exists():
+        return Curve([], [], [])
+    return Curve(*(list(column(out_dir, key).values()) for key in ("loss", "step_ms", "bytes_sent")))
+
+
+def train(hosts: Hosts, args: list[str], target: float = -math.inf, window: int = 1) -> Curve:
+    """
+    Train on all hosts until the smoothed loss is `target` or the run ends.
+
+    Raises:
+        ValueError: train.py failed on a host.
+    """
+    out_dir = hosts.work / f"out{next(numbers)}"
+    for log in hosts.logs.values():
+        log.unlink(missing_ok=True)
+    processes = hosts.train([*args, f"--out_dir={out_dir}"])
+    codes = {host: None for host in processes}
+    while None in codes.values():
+        time.sleep(1.0)  # reading the log takes time from the hosts' cores
+        codes = {host: process.poll() for host, process in processes.items()}
+        failed = [host for host, code in codes.items() if code]
+        if failed or (target > -math.inf and read_curve(out_dir).steps_to(target, window)):
+            break
+    hosts.end()
+    for process in processes.values():
+        process.wait()
+    if failed:
+        raise ValueError(f"{failed[0]}: {reason_for(hosts.text(failed[0]))}")
+    return read_curve(out_dir)
+
+
+def reason_for(text: str) -> str:
+    """The error message in a run's output, or else its last line."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["no output"]
+    return next((line for line in lines if line.startswith("error: ")), lines[-1])
+
+
+def prepare_shakespeare(work: Path) -> None:
+    """Make the data set shakespeare_char in work/data."""
+    text, folder = SHARED / "data" / "tinyshakespeare.txt", work / "data" / "shakespeare_char"
+    folder.mkdir(parents=True)
+    if text.exists():  # else prepare.py downloads it
+        shutil.copy(text, folder / "input.txt")
+    shutil.copy(REPO / "data" / "bins.py", work / "data")
+    shutil.copy(REPO / "data" / "shakespeare_char" / "prepare.py", folder)
+    subprocess.run([sys.executable, str(folder / "prepare.py")], check=True, stdout=subprocess.DEVNULL)
+
+
+def run_once(hosts: Hosts, args: list[str], rate: str) -> None:
+    """One run at a rate: its steps, time, traffic and losses."""
+    hosts.limit(rate)
+    curve = train(hosts, args)
+    sent = [n for n in curve.bytes_sent if n is not None]
+    print(f"{len(curve.losses)} steps on {len(hosts.spaces)} hosts at {rate}: median {median(curve.step_ms):.1f} ms, "
+          f"{mean(sent) / 1e6:.3f} MB sent per step and rank")  # fmt: skip
+    print("losses:", " ".join(f"{loss:.4f}" for loss in curve.losses))
+
+
+def step_time(hosts: Hosts, args: list[str], warm_up: int, measured: int) -> tuple[float, float]:
+    """(seconds, bytes sent by a rank) of a step: means over whole periods of local_steps."""
+    local_steps = [int(n) for n in re.findall(r"--local_steps=(\d+)", " ".join(args))]
+    period = max(local_steps[-1:] + [1])
+    steps = -(-measured // period) * period
+    curve = train(hosts, [*args, f"--max_iters={warm_up + steps - 1}"])
+    return mean(curve.step_ms[-steps:]) / 1e3, mean(curve.bytes_sent[-steps:])
+
+
+def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dict[str, dict[str, tuple]]:
+    """
+    Print a row for each mode, in Markdown; returns {rate: {mode: (seconds, smoothed losses)}}. A mode that fails has a
+    row that says why.
+    """
+    rates, window = options.rates.split(","), options.window
+    found, target, first = {rate: {} for rate in rates}, None, {}
+    for name in options.modes or MODES:
+        mode = [*args, *(flag.format(hosts=len(hosts.spaces)) for flag in MODES[name])]
+        limit = options.steps if target is None else options.longest * options.steps
+        try:
+            hosts.limit(None)
+            curve = train(hosts, [*mode, f"--max_iters={limit - 1}"], -math.inf if target is None else target, window)
+            if target is None:
+                target = curve.smoothed(window)[-1]
+                print(f"| mode | MB per step and rank | steps to a loss of {target:.3f} | "
+                      + " | ".join(f"{rate}: ms per step | time | speed-up" for rate in rates)
+                      + " |\n|---|" + "---|" * (2 + 3 * len(rates)))  # fmt: skip
+            steps, losses, cells = curve.steps_to(target, window), curve.smoothed(window), []
+            for rate in rates:
+                hosts.limit(rate)
+                seconds, sent = step_time(hosts, mode, options.warm_up, options.measured)
+                found[rate][name] = (np.arange(window, window + len(losses)) * seconds, losses)
+                total = steps * seconds if steps else math.nan
+                first.setdefault(rate, total)
+                speed_up = f"{first[rate] / total:.2f}x" if steps else ""
+                cells += [f"{seconds * 1e3:.0f}", f"{total:.1f} s" if steps else "", speed_up]
+            cells = [name, f"{sent / 1e6:.3f}", str(steps or f"not in {limit}"), *cells]
+        except ValueError as e:
+            cells = [name, f"failed: {e}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    return found
+
+
+def plot(curves: dict[str, tuple[np.ndarray, np.ndarray]], title: str, path: Path) -> None:
+    """The smoothed losses against the seconds of training."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for i, (name, (seconds, losses)) in enumerate(curves.items()):
+        axes.plot(seconds, losses, label=name, linestyle="-" if i < 10 else "--")  # ten colors
+    axes.set(xscale="log", xlabel="seconds of training", ylabel="training loss, smoothed", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, choices=(2, 3, 4), help="their number")
+    parser.add_argument("--rate", default="100mbit", help="of each host's link, in one run")
+    parser.add_argument("--table", action="store_true", help="compare the modes")
+    parser.add_argument("--modes", type=lambda text: text.split(";"), help="only these: 'DDP;fp16'")
+    parser.add_argument("--rates", default="1gbit,100mbit,25mbit", help="of the table")
+    parser.add_argument("--steps", type=int, default=500, help="of DDP, whose loss the others have to reach")
+    parser.add_argument("--longest", type=int, default=3, help="a mode is given up after this many times --steps")
+    parser.add_argument("--window", type=int, default=50, help="steps over which losses are smoothed")
+    parser.add_argument("--warm_up", type=int, default=4, help="steps before the step time is measured")
+    parser.add_argument("--measured", type=int, default=8, help="steps to measure, rounded up to whole periods")
+    parser.add_argument("--plot_rate", default="100mbit", help="the rate of the plot")
+    parser.add_argument("--plot", type=Path, default=REPO / "docs" / "slow_network.png", help="the image to write")
+    parser.add_argument("args", nargs="*", metavar="-- ARGS", help="train.py's configs and settings")
+    options = parser.parse_args()
+    if unknown := set(options.modes or ()) - MODES.keys():
+        parser.error(f"no such modes: {', '.join(sorted(unknown))}; possible are {'; '.join(MODES)}")
+    if not HAS_NAMESPACES:
+        sys.exit("network namespaces need Linux, root and iproute2")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # close the hosts
+    with tempfile.TemporaryDirectory(prefix="slow_network_") as work:
+        args = [*JOB, *options.args]
+        if not any(arg.startswith("--dataset=") for arg in args):
+            prepare_shakespeare(Path(work))
+            args.append("--dataset=shakespeare_char")
+        hosts = Hosts(Path(work), options.hosts)
+        try:
+            if options.table:
+                found = run_table(hosts, args, options)
+                rate = options.plot_rate if options.plot_rate in found else list(found)[-1]
+                plot(found[rate], f"{options.hosts} hosts, links of {rate}", options.plot)
+            else:
+                run_once(hosts, args, options.rate)
+        except ValueError as e:
+            sys.exit(f"error: {e}")
+        finally:
+            hosts.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core per host
+    main()

@@ -1,0 +1,115 @@
+"""The learning rate of each step, and how it follows the size of the batch."""
+
+import itertools
+import math
+import re
+
+import pytest
+from runs import REPO, TINY, column, script
+
+from configurator import settings_of
+from isogpt.schedule import make_schedule
+
+DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
+
+
+def nanogpt_rate(c, it):
+    """The rate by nanoGPT's formula, with two more ways to decay."""
+    if not c["decay_lr"]:
+        return c["learning_rate"]
+    if it < c["warmup_iters"]:
+        return c["learning_rate"] * (it + 1) / (c["warmup_iters"] + 1)
+    if it >= c["lr_decay_iters"]:
+        return c["min_lr"]
+    begin = c["warmup_iters"]
+    if c["lr_schedule"] == "wsd":
+        begin = max(begin, c["lr_decay_iters"] - c["cooldown_iters"])
+    ratio = max(0, it - begin) / (c["lr_decay_iters"] - begin)
+    coeff = 0.5 * (1.0 + math.cos(math.pi * ratio)) if c["lr_schedule"] == "cosine" else 1 - ratio
+    return c["min_lr"] + coeff * (c["learning_rate"] - c["min_lr"])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_without_scaling_the_rates_are_those_of_nanogpt_bit_for_bit(kind):
+    for warmup, decay, cooldown, decays in itertools.product((0, 1, 7, 40), (0, 7, 30), (1, 10, 50), (True, False)):
+        changes = dict(lr_schedule=kind, warmup_iters=warmup, lr_decay_iters=decay, cooldown_iters=cooldown)
+        c = DEFAULTS | changes | {"decay_lr": decays, "min_lr": 7e-5}
+        schedule = make_schedule(c, 480)
+        assert [schedule.lr(it) for it in range(60)] == [nanogpt_rate(c, it) for it in range(60)]
+
+
+# lr_scaling, sequences per step: factor of the rates, steps of warm-up; by hand, for base_batch 100 and 50 steps
+FACTORS = {("linear", 400): (4, 200), ("sqrt", 400): (2, 100), ("linear", 50): (0.5, 25), ("sqrt", 100): (1, 50),
+           ("linear", 101): (1.01, 50), ("sqrt", 6400): (8, 400)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "sequences"), FACTORS)
+def test_the_rates_and_the_warm_up_follow_the_batch(kind, sequences):
+    factor, warmup = FACTORS[kind, sequences]
+    c = DEFAULTS | dict(lr_scaling=kind, base_batch=100, warmup_iters=50, lr_decay_iters=1000, learning_rate=1e-3,
+                        min_lr=1e-4)  # fmt: skip
+    schedule = make_schedule(c, sequences)
+    assert schedule.factor == pytest.approx(factor) and schedule.warmup_iters == warmup
+    assert schedule.lr(0) == pytest.approx(factor * 1e-3 / (warmup + 1))
+    assert schedule.lr(warmup) == pytest.approx(factor * 1e-3)
+    assert schedule.lr(1000) == pytest.approx(factor * 1e-4)
+    constant = make_schedule(c | {"decay_lr": False}, sequences)
+    assert constant.lr(0) == constant.lr(5000) == pytest.approx(factor * 1e-3)
+
+
+def test_a_warm_up_that_leaves_no_time_to_decay():
+    c = DEFAULTS | dict(lr_scaling="linear", base_batch=100, warmup_iters=50, lr_decay_iters=190, cooldown_iters=20)
+    said = "lr_scaling multiplies warmup_iters by 4, to 200 steps: more than {}: set --warmup_iters={} or less"
+    with pytest.raises(ValueError, match=said.format("lr_decay_iters, 190", 47)):
+        make_schedule(c, 400)
+    with pytest.raises(ValueError, match=said.format("lr_decay_iters - cooldown_iters, 170", 42)):
+        make_schedule(c | {"lr_schedule": "wsd"}, 400)
+    assert make_schedule(c | {"warmup_iters": 47}, 400).warmup_iters == 188
+    assert make_schedule(c | {"decay_lr": False}, 400).lr(0) == 4 * c["learning_rate"]
+
+
+def test_a_run_uses_and_prints_the_scaled_rate(zygote, work):
+    """The log has it, and Muon's follows. 12 sequences, three times base_batch."""
+    args = ["--gradient_accumulation_steps=3", "--max_iters=4", "--warmup_iters=1", "--lr_decay_iters=40"]
+    run = zygote.train([*args, "--lr_scaling=linear", "--base_batch=4", "--out_dir=out"], work)
+    line = (
+        "rate:    0.003 = learning_rate 0.001 x 3 (linear in 12 sequences per step, base_batch 4), warm-up of 3 steps"
+    )
+    assert run.text().count(line) == 1
+    rates = column(work / "out", "lr")
+    assert [rates[s] for s in range(4)] == pytest.approx([0.00075, 0.0015, 0.00225, 0.003])
+    by_hand = ["--learning_rate=0.003", f"--min_lr={3 * DEFAULTS['min_lr']}", "--warmup_iters=3", "--out_dir=by-hand"]
+    text = zygote.train([*args, *by_hand], work).text()
+    assert "rate:" not in text and column(work / "by-hand", "loss") == column(work / "out", "loss")
+
+
+def test_muon_follows(at):
+    """Its groups' rates are ratios of learning_rate, which the schedule has multiplied."""
+    from isogpt import optim
+    from model import GPT, GPTConfig
+
+    c = DEFAULTS | dict(lr_scaling="sqrt", base_batch=10, decay_lr=False)
+    gpt = GPT(GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=1, n_embd=8))
+    optimizers = optim.make_optimizers(gpt, "muon", 0, 0.1, c["learning_rate"], (0.9, 0.95), muon_lr=0.02)
+    optim.set_rates(optimizers, 0, make_schedule(c, 40).lr(0), 0.95)
+    rates = {type(o).__name__: o.param_groups[0]["lr"] for o in optimizers}
+    assert rates == {"AdamW": pytest.approx(2 * c["learning_rate"]), "Muon": pytest.approx(0.04)}
+
+
+MISTAKES = {
+    "lr_scaling is 'log'; possible are none, linear and sqrt": ["--lr_scaling=log"],
+    "base_batch is -1: it must not be negative": ["--base_batch=-1"],
+    "lr_scaling 'sqrt' needs the batch for which learning_rate was chosen: set --base_batch=": ["--lr_scaling=sqrt"],
+    "base_batch is 8, but lr_scaling is 'none': set --lr_scaling=linear or sqrt, or --base_batch=0": ["--base_batch=8"],
+    "lr_scaling multiplies warmup_iters by 16, to 160 steps: more than lr_decay_iters, 100: set --warmup_iters=6": [
+        "--lr_scaling=linear", "--base_batch=1", "--batch_size=8",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_mistakes(at, capsys, said):
+    with pytest.raises(SystemExit) as exit:
+        script(at, "train.py", [*TINY, *MISTAKES[said]])
+    out, err = capsys.readouterr()
+    assert exit.value.code == 1 and not out and err.count("\n") == 1 and said in re.sub(r"\s+", " ", err)

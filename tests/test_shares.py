@@ -1,0 +1,284 @@
+"""Ranks of different speed read different numbers of rows of the same steps: one curve, as with equal shares."""
+
+import math
+import re
+import shlex
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from runs import REPO, TINY, column, script, tiny_data
+from test_parity import same
+from test_zero import tensors_of
+
+from isogpt import hardware, loader
+from isogpt.loader import PADDING, divide_rows, share_of
+from isogpt.mesh import Mesh
+
+ONE = ["--gradient_accumulation_steps=4", "--batch_size=6", "--max_iters=9", "--eval_interval=5", "--eval_iters=3"]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# how rows are divided
+
+# sequences, weights, batch_size: micro-steps, rows; by hand
+DIVIDED = {
+    (48, (2, 1), 12): (3, (11, 5)),
+    (48, (2, 1), 32): (1, (32, 16)),
+    (48, (3, 1, 1), 48): (1, (30, 9, 9)),
+    (40, (3, 1, 1), 12): (2, (12, 4, 4)),
+    (3, (100, 1, 1), 8): (1, (1, 1, 1)),  # no rank without rows
+    (2, (5, 1, 1), 8): (1, (1, 1, 1)),  # one row is padding
+    (10, (1.5, 1), 1): (5, (1, 1)),
+    (9, (1.125, 1), 9): (1, (5, 4)),
+}
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_rows_are_in_proportion_to_the_weights(case):
+    assert divide_rows(*case) == DIVIDED[case]
+
+
+@pytest.mark.parametrize("weights", [(2, 1), (1, 3), (3, 1, 1), (1.5, 4, 1, 2.25), (16, 1), (1,) * 9 + (2,)])
+def test_shares_add_up_to_the_batch(weights):
+    for sequences in (1, 2, 7, 48, 97):
+        starts = 1000 + 10 * np.random.default_rng(0).permutation(sequences)
+        for batch_size in (1, 2, 12, 200):
+            shares = [share_of(sequences, r, len(weights), batch_size, weights=weights) for r in range(len(weights))]
+            assert len({(s.micro_steps, s.rows_of) for s in shares}) == 1  # all ranks have the same plan
+            assert all(1 <= s.rows <= batch_size for s in shares)
+            picked = [s.pick(starts, step) for step in range(shares[0].micro_steps) for s in shares]
+            assert [len(p) for p in picked] == [s.rows for s in shares] * shares[0].micro_steps
+            together = np.concatenate(picked)  # the order of the batch, padding last
+            assert together[:sequences].tolist() == starts.tolist() and (together[sequences:] == PADDING).all()
+            assert (together == PADDING).sum() == shares[0].padding()
+
+
+@pytest.mark.parametrize("weights", [(2, 1), (3, 1, 1), (1.5, 4, 1)])
+def test_no_other_rows_of_a_micro_step_take_less_time(weights):
+    for total in range(len(weights), 20):
+        micro_steps, rows = divide_rows(total, weights, total)
+        assert micro_steps == 1 and sum(rows) == total
+        splits = (r for r in np.ndindex(*(total + 1,) * len(weights)) if sum(r) == total and min(r) >= 1)
+        fastest = min(max(n / w for n, w in zip(r, weights, strict=True)) for r in splits)
+        assert max(n / w for n, w in zip(rows, weights, strict=True)) == fastest
+
+
+def test_equal_weights_are_equal_shares():
+    for weights in ((1, 1, 1), (2.5, 2.5, 2.5)):
+        assert share_of(7, 2, 3, 4, weights=weights) == share_of(7, 2, 3, 4) == loader.Share(7, 2, 1, (3, 3, 3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one curve
+
+
+@pytest.fixture(scope="module")
+def one(zygote, shared_work):
+    zygote.train([*ONE, "--out_dir=one"], shared_work)
+    return shared_work / "one"
+
+
+WAYS = {
+    "2-1": (2, ["--shares=2,1"]),
+    "2-1-zero1": (2, ["--shares=2,1", "--zero=1"]),
+    "2-1-zero3": (2, ["--shares=2,1", "--zero=3"]),
+    "3-1-1": (3, ["--shares=3,1,1"]),
+    "1-3-without-accumulation": (2, ["--shares=1,3", "--gradient_accumulation_steps=1", "--batch_size=24"]),
+    "3-1-1-zero1": (3, ["--shares=3,1,1", "--zero=1"]),
+    "3-1-1-zero3": (3, ["--shares=3,1,1", "--zero=3"]),
+    "2-1-zero2": (2, ["--shares=2,1", "--zero=2"]),
+    "2-1-every": (2, ["--shares=2,1", "--grad_sync=every"]),
+    "2-1-tp2": (4, ["--shares=2,1", "--tp=2"]),
+    "2-1-cp2": (4, ["--shares=2,1", "--cp=2"]),
+}
+QUICK = ("2-1", "2-1-zero1", "2-1-zero3", "3-1-1", "1-3-without-accumulation")
+MARKED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
+
+
+def compare(one, other):
+    same(column(one, "loss"), column(other, "loss"), absolute=1e-5)
+    same(column(one, "grad_norm"), column(other, "grad_norm"), relative=1e-4)
+    assert len(column(other, "loss")) == 10
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_unequal_shares_have_the_curve_of_one_process(zygote, shared_work, one, name):
+    nproc, flags = WAYS[name]
+    zygote.train([*ONE, *flags, f"--out_dir={name}"], shared_work, nproc)
+    compare(one, shared_work / name)
+    if "without" not in name:  # an evaluation's size depends on batch_size
+        same(column(one, "val_loss"), column(shared_work / name, "val_loss"), absolute=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_divided_over_ranks_with_unequal_shares(zygote, shared_work):
+    args = [*ONE, "--n_expert=4"]
+    zygote.train([*args, "--out_dir=moe"], shared_work)
+    zygote.train([*args, "--ep=2", "--shares=3,1", "--out_dir=moe-ep"], shared_work, 2)
+    compare(shared_work / "moe", shared_work / "moe-ep")
+
+
+def test_the_banner_and_the_padding(zygote, work):
+    text = zygote.train(["--gradient_accumulation_steps=4", "--shares=2,1", "--max_iters=0"], work, 2).text()
+    assert "on each rank 3 micro-steps x 4, 2 rows (2 rows are padding)" in text and "shares:" not in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# measured shares
+
+# train.py with other measured seconds on each rank, and a file for each measurement
+MEASURED = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {repo!r})
+from isogpt import hardware
+rank = int(os.environ["RANK"])
+def seconds_per_pass(model, batch, autocast, device):
+    measured = real(model, batch, autocast, device, budget=0.01)
+    assert measured > 0 and any(p.grad is not None for p in model.parameters())
+    Path(f"measured{{len(list(Path('.').glob('measured*-' + str(rank))))}}-{{rank}}").touch()
+    return {seconds}[rank]
+real, hardware.seconds_per_pass = hardware.seconds_per_pass, seconds_per_pass
+sys.argv[0] = path = {repo!r} + "/train.py"
+exec(compile(open(path).read(), path, "exec"), {{"__name__": "__main__", "__file__": path}})
+"""
+
+
+def auto(zygote, cwd, args, seconds, **kw):
+    """A run with shares=auto in which the ranks' passes take these seconds; returns its output."""
+    (cwd / "measured.py").write_text(MEASURED.format(repo=str(REPO), seconds=seconds))
+    args = [*TINY, *ONE, "--shares=auto", *args]
+    return zygote.start(args, cwd, len(seconds), "measured.py", repo=cwd, **kw).wait().text()
+
+
+def measurements(cwd):
+    return len(list(cwd.glob("measured*-0")))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_measured_shares_have_the_bits_of_the_list_that_is_printed(zygote, work, zero):
+    """The measurement leaves nothing behind, with dropout too. 0.52 s is 2.31 times the slowest one's speed."""
+    args = ["--dropout=0.1", f"--zero={zero}"]
+    text = auto(zygote, work, [*args, "--out_dir=auto"], [0.52, 1.2])
+    assert text.count("shares:  in proportion to measured speeds, as --shares=2.25,1\n") == 1
+    assert measurements(work) == 1
+    zygote.train([*ONE, *args, "--shares=2.25,1", "--out_dir=list"], work, 2)
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert column(work / "auto", key) == column(work / "list", key)
+
+
+def test_a_resume_keeps_the_measured_shares_and_has_the_same_bits(zygote, work):
+    """Another measurement would give other shares; with three ranks there has to be one."""
+    args = ["--dropout=0.1", "--save_interval=4", "--max_iters=7"]
+    auto(zygote, work, [*args, "--out_dir=straight"], [1.0, 2.0])
+    assert measurements(work) == 1
+    shutil.copytree(work / "straight", work / "stopped", symlinks=True)
+    shutil.rmtree(work / "stopped/step_00000008")
+    text = auto(zygote, work, [*args, "--init_from=resume", "--out_dir=stopped"], [5.0, 1.0])
+    assert "as --shares=2,1\n" in text and measurements(work) == 1
+    assert column(work / "straight", "loss") == column(work / "stopped", "loss")
+    a, b = tensors_of(work / "straight"), tensors_of(work / "stopped")
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    more = ["--init_from=resume", "--max_iters=9", "--out_dir=stopped"]
+    text = auto(zygote, work, more, [1.0, 3.0, 1.0])
+    assert "as --shares=3,1,3\n" in text and measurements(work) == 2
+    assert torch.load(work / "stopped/ckpt.pt", weights_only=True)["isogpt"]["shares"] == [3, 1, 3]
+
+
+@pytest.mark.slow
+def test_a_slow_rank_gets_fewer_rows(zygote, work):
+    """One whose model computes each block twenty times is measured as several times slower."""
+    slow = "import os, sys; sys.path.insert(0, {repo!r}); from model import Block\n" + (
+        "def forward(self, *args):\n    for _ in range(19):\n        once(self, *args)\n    return once(self, *args)\n"
+        "once = Block.forward\nif os.environ['RANK'] == '0':\n    Block.forward = forward\n"
+        "sys.argv[0] = path = {repo!r} + '/train.py'\n"
+        "exec(compile(open(path).read(), path, 'exec'), {{'__name__': '__main__', '__file__': path}})\n"
+    )
+    (work / "slow.py").write_text(slow.format(repo=str(REPO)))
+    args = [*TINY, *ONE, "--shares=auto", "--batch_size=24", "--out_dir=out"]
+    text = zygote.start(args, work, 2, "slow.py", repo=work).wait().text()
+    first, second = map(int, re.search(r"micro-steps x (\d+), (\d+) rows", text).groups())
+    assert 2 * first < second
+
+
+def test_speeds_are_relative_to_the_slowest_in_eighths(monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+    monkeypatch.setattr(hardware, "seconds_per_pass", lambda *args: 0.5)
+    monkeypatch.setattr(hardware, "gather_number", lambda value, device: torch.tensor([value, 1.0, 0.52, 1.04, 0.01]))
+    speeds = hardware.measured_speeds(model, (), None, torch.device("cpu"))
+    assert speeds == (2.125, 1.0, 2.0, 1.0, 104.0)
+    assert model.weight.grad is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# mistakes, memory, the docs
+
+NOT_A_LIST = "possible are equal, auto, and positive numbers, one for each data-parallel rank, such as 2,1,1"
+MISTAKES = {
+    **{value: f"shares is '{value}'; {NOT_A_LIST}"
+       for value in ("fast", "2,x", "2,,1", "2,0", "2,-1", "nan,1", "inf,1")},
+    "": f"shares is ''; {NOT_A_LIST}",
+    "2,1 --pp=2": "shares is '2,1', but the ranks of a pipeline (pp 2) need equal ones: set --shares=equal",
+    "auto --pp=2": "shares is 'auto', but the ranks of a pipeline (pp 2) need equal ones: set --shares=equal",
+    **{f"auto {way}": "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the "
+       "rank by itself: set a list such as --shares=2,1, or --shares=equal"
+       for way in ("--zero=2", "--fsdp=True", "--tp=2", "--cp=2", "--ep=2 --n_expert=4")},
+    "2,1": "shares is '2,1', but there is only one data-parallel rank: set --shares=equal, or start more processes",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_mistakes(at, capsys, given):
+    tiny_data(at.path)
+    value, *flags = given.split(" ")
+    with pytest.raises(SystemExit) as exit:
+        script(at, "train.py", [*TINY, f"--shares={value}", *flags])
+    out, err = capsys.readouterr()
+    assert exit.value.code == 1 and not out and err.count("\n") == 1 and MISTAKES[given] in err
+
+
+def test_too_few_numbers_for_the_ranks_are_reported_once(zygote, work):
+    run = zygote.train(["--shares=2,1", "--out_dir=out"], work, 3, ok=False)
+    said = "shares is '2,1', 2 numbers for 3 data-parallel ranks: set one for each, such as --shares=2,1,1\n"
+    assert run.codes == [1, 1, 1] and run.text().count(said) == 1 and run.text().count("\n") == 1
+    assert not (work / "out").exists()
+    two = zygote.train(["--shares=2,1,1", "--tp=2", "--out_dir=out"], work, 4, ok=False).text()
+    assert "3 numbers for 2 data-parallel ranks: set one for each, such as --shares=2,1\n" in two
+
+
+def test_the_reader_knows_the_rows_of_every_rank():
+    """What a report of a step that is not finite lists."""
+    mesh = Mesh(rank=2, dp_replicate=2, tp=2)
+    reader = loader.Reader(None, "random", 1, 8, 12, mesh, 12, 65, torch.device("cpu"), (3.0, 1.0))
+    assert [reader.share_of_rank(r).rows for r in range(4)] == [9, 9, 3, 3] and reader.share.rows == 3
+    assert reader.padding_batch()[0].shape == (3, 8)
+
+
+def test_the_estimate_of_memory_is_that_of_the_largest_share(zygote, work):
+    args = ["--estimate_world_size=2", "--device=cpu", "--dataset=tiny", "--n_layer=1", "--n_head=1", "--n_embd=8",
+            "--block_size=16", "--batch_size=12", "--gradient_accumulation_steps=1"]  # fmt: skip
+    text = zygote.start([*args, "--shares=2,1"], work, script="bench.py").wait().text()
+    assert "micro-batches of 8:" in text
+    run = zygote.start([*args, "--shares=2,1,1"], work, script="bench.py").wait(ok=False)
+    assert run.codes == [1] and "3 numbers for 2 data-parallel ranks" in run.text()
+
+
+def documented():
+    """The commands of docs/slow-networks.md that set one of these settings."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (REPO / "docs/slow-networks.md").read_text(), re.S | re.M)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if "--shares" in line or "--lr_scaling" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", documented())
+def test_the_commands_of_the_docs_train(zygote, work, line):
+    words = shlex.split(line.split("#")[0])
+    args = [word for word in words[words.index("train.py") + 1 :] if not word.startswith(("config/", "--nproc"))]
+    shares = next((word for word in args if word.startswith("--shares=")), "")
+    nproc = max(2, shares.count(",") + 1)
+    run = zygote.start([*TINY, *args, "--max_iters=2", "--out_dir=out"], work, nproc)
+    assert "iter 2:" in run.wait().text()
+    assert all(math.isfinite(loss) for loss in column(work / "out", "loss").values())
