@@ -48,7 +48,8 @@ def test_the_troubleshooting_page_is_short():
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
 COST = dict(model_args=asdict(GPTConfig(**SHAPE)), rows=4, dtype="float32", world_size=2, device_type="cpu", zero=0,
             fsdp=False, dp_replicate=1, grad_sync="auto", fsdp_prefetch=1, cpu_offload=False,
-            activation_checkpointing="none", pp=1, ep=1, cp=1, tp=1, pp_schedule="1f1b")  # fmt: skip
+            activation_checkpointing="none", pp=1, ep=1, cp=1, tp=1, islands=1,
+            grad_compression="none", pp_schedule="1f1b")  # fmt: skip
 CPU = torch.device("cpu")
 
 
