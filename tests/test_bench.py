@@ -104,7 +104,7 @@ def test_a_sweep_over_layouts(zygote, work):
     assert len(re.findall(r"^ +[12] +[12] .*%\)$", text, re.M)) == 1 and "bubble (formula)" in text
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_sweep_over_ep(zygote, work):
     """The all-to-alls are found in the trace, and so is their time in the report."""
     shape = ["--n_layer=2", "--vocab_size=65", "--gradient_accumulation_steps=4", "--nproc=2", "--n_expert=4"]

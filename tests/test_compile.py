@@ -60,9 +60,13 @@ def test_a_graph_for_training_and_one_for_evaluation(mode, by_block):
     assert_compiles_once(mode, by_block, 65, "aot_eager")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode, by_block, vocab_size", [("none", False, 2**17), ("none", True, 2**17),
-                                                        ("full", True, 65), ("selective", True, 65)])  # fmt: skip
+INDUCTOR = [("none", True, 2**17), ("full", True, 65), ("selective", True, 65)]
+
+
+@pytest.mark.parametrize("mode, by_block, vocab_size", [
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in INDUCTOR),
+    pytest.param("none", False, 2**17, marks=pytest.mark.extra),
+])  # fmt: skip
 def test_inductor(mode, by_block, vocab_size):
     """The loss of the first two is computed in chunks."""
     assert_compiles_once(mode, by_block, vocab_size, "inductor")

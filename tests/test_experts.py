@@ -48,7 +48,8 @@ WAYS = {
 }
 STARTS = {"one": (1, [])} | WAYS
 SLOW = pytest.mark.slow
-EXTRA = ("ddp2", "ep2-zero2", "ep2-pp2", "ep2-fsdp-last", "ep2-offload", "ep2-tp2-fsdp", "pp2-interleaved")
+EXTRA = ("ddp2", "ep2-zero2", "ep2-pp2", "ep2-fsdp-last", "ep2-offload", "ep2-tp2-fsdp", "pp2-interleaved",
+         "fsdp-tp2-pp2", "ep2-fsdp-selective")  # fmt: skip
 
 
 def first_quick(cases, n):
@@ -110,8 +111,8 @@ def test_every_layout_has_the_curve_of_one_process(ran, model, way):
     assert column(ran(model, way), "dropped_tokens") == dict.fromkeys(range(20), 0)
 
 
-@SLOW
-@pytest.mark.parametrize("way", ["ep2", "ep2-fsdp", "ep2-pp2"])
+@pytest.mark.parametrize("way", [pytest.param("ep2", marks=pytest.mark.extra), pytest.param("ep2-fsdp", marks=SLOW),
+                                 pytest.param("ep2-pp2", marks=pytest.mark.extra)])  # fmt: skip
 def test_bfloat16(ran, way):
     compare(ran("bfloat16"), ran("bfloat16", way), loss=5e-3, norm=0.05)
 
