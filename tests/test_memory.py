@@ -311,7 +311,7 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__mai
 
 @pytest.mark.parametrize("layout", [pytest.param("--tp=2", marks=pytest.mark.extra),
                                     pytest.param("--cp=2", marks=pytest.mark.extra),
-                                    pytest.param("--pp=2", marks=pytest.mark.slow),
+                                    pytest.param("--pp=2", marks=pytest.mark.extra),
                                     pytest.param("--ep=2 --n_expert=8", marks=pytest.mark.extra)])  # fmt: skip
 def test_estimate_of_a_layout_is_near_what_a_run_allocates(zygote, shared_work, layout):
     """How much more memory the larger of two ranks uses with micro-batches of 5 rows than with those of one."""

@@ -99,7 +99,7 @@ MORE += [(arch, way) for arch in ("nanochat", "llama") for way in ("tp2", "pp2",
 MORE += [("nanochat", "fsdp-cp2-tp2"), ("nanochat", "fsdp-tp2")]
 MORE += [("gpt2-bias", "fsdp-tp2-pp2")]
 EXTRA = ("pp2-gpipe", "pp2-zero_bubble", "pp4-gpipe", "pp4-interleaved", "pp4-zero_bubble", "cp4", "ddp-tp2",
-         "zero2-pp2", "fsdp-pp2-zero_bubble", "hsdp-tp2", "tp2-full", "pp2-full")  # fmt: skip
+         "zero2-pp2", "fsdp-pp2-zero_bubble", "hsdp-tp2", "fsdp-cp2-tp2", "tp2-full", "pp2-full")  # fmt: skip
 
 
 def mark_of(way):
@@ -119,7 +119,7 @@ def test_every_layout_has_the_curve_of_one_process(ran, model, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["tp2", "pp2-zbv", "fsdp-cp2"])
+@pytest.mark.parametrize("way", ["tp2", "pp2-zbv", pytest.param("fsdp-cp2", marks=pytest.mark.extra)])
 def test_bfloat16(ran, way):
     """bfloat16 has 8 bits: sums in another order differ by up to 2**-8 of a loss of 4."""
     compare(ran("bfloat16"), ran("bfloat16", way), loss=5e-3, norm=0.05)
@@ -149,8 +149,9 @@ def resume_with_the_same_bits(zygote, cwd, name, args, nproc):
 
 RESUMES = [
     ("gpt2", "one", "tp2"), ("gpt2", "tp2-pp2-zbv", "one"), ("gpt2", "one", "fsdp-tp2-pp2"), ("gpt2", "ddp2", "tp2"),
-    ("gpt2", "zero1", "pp2-zbv"), ("gpt2", "hsdp", "cp2"), ("gpt2", "tp2", "one"), ("gpt2", "tp4", "zero3"),
+    ("gpt2", "zero1", "pp2-zbv"), ("gpt2", "hsdp", "cp2"), ("gpt2", "tp2", "one"),
     ("gpt2", "pp2", "tp2"), ("gpt2", "pp2-zbv", "pp2"), ("gpt2", "cp2", "pp2-zbv"), ("gpt2", "tp2-pp2", "cp2"),
+    ("gpt2", "tp4", "zero3"),
     ("gpt2", "fsdp-tp2", "fsdp-pp2"), ("gpt2", "fsdp-pp2", "zero1-tp2"), ("gpt2", "zero1-tp2", "fsdp-tp2"),
     ("gpt2", "fsdp-tp2-pp2", "one"), ("gpt2", "fsdp-cp2-tp2", "hsdp"), ("gpt2", "fsdp-tp2-pp2", "fsdp-cp2-tp2"),
     ("nanochat", "fsdp-tp2-pp2", "one"), ("llama", "fsdp-cp2-tp2", "tp2"),
@@ -161,8 +162,8 @@ RESUMES = [
     ("model", "before", "after"),
     [
         RESUMES[0],
-        *(pytest.param(*r, marks=pytest.mark.slow) for r in RESUMES[1:12]),
-        *(pytest.param(*r, marks=pytest.mark.extra) for r in RESUMES[12:]),
+        *(pytest.param(*r, marks=pytest.mark.slow) for r in RESUMES[1:11]),
+        *(pytest.param(*r, marks=pytest.mark.extra) for r in RESUMES[11:]),
     ],
 )
 def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, ran, model, before, after):

@@ -232,7 +232,7 @@ def test_weights_that_differ_across_ranks_are_detected(faulty):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["tp2-pp2", "zero1-tp2"])
+@pytest.mark.parametrize("way", [pytest.param("tp2-pp2", marks=pytest.mark.extra), "zero1-tp2"])
 def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, way):
     """The scaler skips the step on all ranks and halves its scale."""
     (nproc, flags), one, out = WAYS[way], shared_work / "float16", shared_work / f"float16-{way}"

@@ -71,7 +71,7 @@ def test_no_count_with_one_process_or_on_another_system(monkeypatch):
 @needs_namespaces
 @pytest.mark.parametrize(
     "modes",
-    [pytest.param(["ddp", "zero 3", "tp", "int8", "topk", "islands"], marks=pytest.mark.slow),
+    [pytest.param(["ddp", "zero 3", "tp", "int8", "topk", "islands"], marks=pytest.mark.extra),
      pytest.param(["fp16", "sign", "powersgd", "streams"], marks=pytest.mark.extra)],
     ids=["some", "others"],
 )  # fmt: skip
