@@ -453,14 +453,15 @@ def test_gradients_are_not_scaled_by_a_rounded_target_count():
 @pytest.mark.parametrize("target", [0, 1])
 def test_gradients_in_float16_neither_underflow_nor_overflow(target):
     """
-    All rows predict token 0. With target 0, the gradients of the other logits are 3e-7, which float16 rounds to a
-    multiple of 6e-8. With target 1, the sum over the rows is more than 65,504 / 1024.
+    All rows predict token 0. With target 0, the gradients of the other logits are 3e-7, which float16 would round to a
+    multiple of 6e-8, by 2.6%, and the target's is -3e-4, with an error of 2% where float32 is summed in vectors of 8
+    (AVX2). With target 1, the sum over the rows is more than 65,504 / 1024.
     """
     weight = torch.eye(1024)
     x, targets = (15 * weight[0]).expand(2, 40, 1024), torch.full((2, 40), target)
     got = loss_and_gradients(chunked_loss, x.half(), weight.half(), targets, scale=32)
     for a, b in zip(got[1:], loss_and_gradients(plain_loss, x, weight, targets, scale=32)[1:], strict=True):
-        torch.testing.assert_close(a.float(), b, atol=0, rtol=0.01)
+        torch.testing.assert_close(a.float(), b, atol=0, rtol=0.025)
 
 
 class Largest(TorchDispatchMode):
