@@ -17,6 +17,12 @@ def check(tmp_path, *args):
 
 
 @pytest.mark.slow
+def test_checks_of_one_process_run_on_a_cpu(tmp_path):
+    lines = check(tmp_path, "--device=cpu", "curve", "resume", "speed", "parts")
+    assert len(lines) > 8 and sum(line["passed"] is True for line in lines) > 3
+
+
+@pytest.mark.extra
 def test_every_check_runs_on_a_cpu(tmp_path):
     lines = check(tmp_path, "--device=cpu")
     assert len(lines) > 25 and sum(line["passed"] is True for line in lines) > 15
