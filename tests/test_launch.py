@@ -145,6 +145,7 @@ def test_a_resume_needs_no_more_memory(zygote, work):
     assert resumed < fresh + 0.75 * state, (fresh, resumed, state)
 
 
+@pytest.mark.slow
 def test_half_precision_trains_on_the_cpu(zygote, work):
     for dtype in ("bfloat16", "float16"):
         zygote.train([f"--dtype={dtype}", f"--out_dir={dtype}"], work, 2)
