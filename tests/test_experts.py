@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from runs import REPO, TINY, column, records, wait_for
-from test_parallel import ONE, compare, resume_with_the_same_bits
+from test_parallel import ONE, compare, compare_texts, resume_with_the_same_bits
 from test_parity import same
 from test_split import FAULTY, PROBE, lose_a_rank, refuse_degrees, same_gradients
 
@@ -281,13 +281,8 @@ SAMPLERS = [("llama", "ep2-tp2", 2, ["--tp=2"]), ("gpt2", "ep2-fsdp", 2, ["--pp=
 
 @pytest.mark.parametrize(("model", "way", "nproc", "flags"), [pytest.param(*case, marks=SLOW) for case in SAMPLERS])
 def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, way, nproc, flags):
-    """From ckpt.pt or shards, beyond the context of 32 tokens."""
-    for temperature in (0, 1):
-        args = [f"--out_dir={ran(model, way)}", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40",
-                "--num_samples=3", f"--temperature={temperature}"]  # fmt: skip
-        one = zygote.start(args, shared_work, script="sample.py").wait().samples()
-        run = zygote.start([*args, *flags], shared_work, nproc, script="sample.py").wait()
-        assert run.samples() == one and one.count("A") >= 3
+    """From ckpt.pt or shards."""
+    compare_texts(zygote, shared_work, ran(model, way), nproc, flags)
 
 
 @SLOW

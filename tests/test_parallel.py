@@ -200,11 +200,14 @@ SAMPLES = [("llama", "tp2-pp2"), *((arch, way) for arch in ("gpt2", "nanochat", 
     ("model", "way"), [SAMPLES[0], *(pytest.param(*s, marks=pytest.mark.slow) for s in dict.fromkeys(SAMPLES[1:6]))]
 )
 def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, way):
+    compare_texts(zygote, shared_work, ran(model), *SAMPLERS[way])
+
+
+def compare_texts(zygote, cwd, out, nproc, flags):
     """Beyond the context of 32 tokens; the most likely tokens, and random ones, which differ more from each other."""
-    nproc, flags = SAMPLERS[way]
     for temperature in (0, 1):
-        args = [f"--out_dir={ran(model)}", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40",
+        args = [f"--out_dir={out}", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40",
                 "--num_samples=3", f"--temperature={temperature}"]  # fmt: skip
-        one = zygote.start(args, shared_work, script="sample.py").wait().samples()
-        run = zygote.start([*args, *flags], shared_work, nproc, script="sample.py").wait()
+        one = zygote.start(args, cwd, script="sample.py").wait().samples()
+        run = zygote.start([*args, *flags], cwd, nproc, script="sample.py").wait()
         assert run.samples() == one and one.count("A") >= 3
