@@ -2,9 +2,10 @@
 Gradient compression: data-parallel ranks on a slow network send each other fewer bytes for the mean of their gradients.
 
 The lossy kinds have error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): what a rank's
-gradient has lost is added to its next one. There is no momentum correction (Lin et al. 2018, arXiv:1712.01887): that is
-for SGD, whose momentum is linear in the gradients. AdamW divides by their second moment, which a rank cannot compute
-from its own gradients before the exchange.
+gradient has lost is added to its next one; with signs, only a part of it (Wu et al. 2018, arXiv:1806.08054), which
+trains better with AdamW. There is no momentum correction (Lin et al. 2018, arXiv:1712.01887): that is for SGD, whose
+momentum is linear in the gradients. AdamW divides by their second moment, which a rank cannot compute from its own
+gradients before the exchange.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from isogpt.mesh import Mesh
 from isogpt.parallel.data import in_buckets, views_of
 from isogpt.parallel.parts import Part, is_sharded, is_split, local, part_of, splits_of
 
-BLOCK = 256  # elements with one scale
+BLOCKS = {"int8": 256, "sign": 64}  # elements with one scale
+KEPT = {"sign": 0.3}  # the part of the errors that is added to the next gradient, where it is not all of them
 BITS = 2 ** torch.arange(8, dtype=torch.uint8)
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWERSGD_START = 2  # torch's hook reduces whole gradients before this step
@@ -77,7 +79,7 @@ class Compression:
             is_sparse = self.kind == "topk"
             mean, lost = topk_mean(flat, self.amount, group) if is_sparse else coded_mean(flat, self.kind, group)
             flat.copy_(mean)
-        torch._foreach_copy_(errors, views_of(lost, errors))
+        torch._foreach_copy_(errors, views_of(lost.mul_(KEPT.get(self.kind, 1.0)), errors))
         return flat
 
     def average_all(self, params: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
@@ -227,7 +229,7 @@ def coded_mean(corrected: Tensor, kind: str, group: ProcessGroup,
         (the mean, what this rank's tensor has lost; for its own share, the loss of the mean, times the ranks)
     """
     n, rank = group.size(), group.rank()
-    shares = F.pad(corrected, (0, -len(corrected) % (n * BLOCK))).view(n, -1)
+    shares = F.pad(corrected, (0, -len(corrected) % (n * max(BLOCKS.values())))).view(n, -1)
     codes = encode(shares, kind, generator)  # (n, bytes)
     lost = shares - decode(codes, kind)
     received = torch.empty_like(codes)
@@ -247,7 +249,7 @@ def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Te
     random so that the expected value stays (int8; Alistarh et al. 2017, arXiv:1610.02132), or only the signs (sign).
 
     Args:
-        x: (rows, elements), the elements a multiple of BLOCK.
+        x: (rows, elements), the elements a multiple of the largest block.
 
     Returns:
         (rows, bytes) uint8
@@ -255,7 +257,7 @@ def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Te
     rows = len(x)
     if kind == "bf16":
         return x.bfloat16().view(torch.uint8)
-    blocks = x.view(rows, -1, BLOCK)
+    blocks = x.view(rows, -1, BLOCKS[kind])
     if kind == "int8":
         scales = blocks.abs().amax(-1, keepdim=True) / 127
         noise = torch.rand(blocks.shape, generator=generator, device=x.device)
@@ -273,7 +275,7 @@ def decode(codes: Tensor, kind: str) -> Tensor:
     rows = len(codes)
     if kind == "bf16":
         return codes.view(torch.bfloat16).float()
-    per_block = BLOCK if kind == "int8" else BLOCK // 8
+    per_block = BLOCKS[kind] if kind == "int8" else BLOCKS[kind] // 8
     blocks = codes.size(1) // (per_block + 4)
     content, scales = codes.split((blocks * per_block, 4 * blocks), 1)
     scales = scales.contiguous().view(torch.float32)[..., None]  # (rows, blocks, 1)
@@ -281,7 +283,7 @@ def decode(codes: Tensor, kind: str) -> Tensor:
         values = content.contiguous().view(torch.int8).float()
     else:
         values = (content[..., None] & BITS.to(codes.device)).ne(0).float().mul_(2).sub_(1)
-    return (values.view(rows, blocks, BLOCK) * scales).view(rows, -1)
+    return (values.view(rows, blocks, BLOCKS[kind]) * scales).view(rows, -1)
 
 
 def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
