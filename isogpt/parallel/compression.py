@@ -275,7 +275,7 @@ def decode(codes: Tensor, kind: str) -> Tensor:
     rows = len(codes)
     if kind == "bf16":
         return codes.view(torch.bfloat16).float()
-    per_block = BLOCKS[kind] if kind == "int8" else BLOCKS[kind] // 8
+    per_block = BLOCKS[kind] if kind == "int8" else BLOCKS[kind] // 8  # bytes
     blocks = codes.size(1) // (per_block + 4)
     content, scales = codes.split((blocks * per_block, 4 * blocks), 1)
     scales = scales.contiguous().view(torch.float32)[..., None]  # (rows, blocks, 1)
