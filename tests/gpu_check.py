@@ -352,7 +352,7 @@ def slow_networks(place: Place) -> Iterator[Line]:
             ("bf16", 0.02),
             ("int8", 0.02),
             ("sign", 0.3),
-            ("powersgd:2", 0.3),
+            ("powersgd:1", 0.3),
             ("topk:0.05", 0.3),
         )
     }

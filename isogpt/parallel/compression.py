@@ -8,6 +8,7 @@ momentum is linear in the gradients. AdamW divides by their second moment, which
 gradients before the exchange.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -29,6 +30,7 @@ KEPT = {"sign": 0.3}  # the part of the errors that is added to the next gradien
 BITS = 2 ** torch.arange(8, dtype=torch.uint8)
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWERSGD_START = 2  # torch's hook reduces whole gradients before this step
+POWERSGD_GAIN = 12  # matrices that would not shrink to 1/12 are sent whole: small embeddings train badly at low rank
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Compression:
     amount: float  # powersgd: the rank of the matrices that are sent; topk: the fraction of the elements
     mesh: Mesh
     device: torch.device
+    rows: dict[nn.Parameter, tuple[int, ...]] = field(default_factory=dict)  # heights of stacked matrices
     uses_feedback: bool = True
     errors: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     powersgd: PowerSGDState | None = None
@@ -49,8 +52,8 @@ class Compression:
 
     def __post_init__(self) -> None:
         if self.kind == "powersgd":
-            self.powersgd = PowerSGDState(None, int(self.amount), POWERSGD_START, use_error_feedback=False,
-                                          orthogonalization_epsilon=1e-8)  # fmt: skip
+            self.powersgd = PowerSGDState(None, int(self.amount), POWERSGD_START, POWERSGD_GAIN,
+                                          use_error_feedback=False, orthogonalization_epsilon=1e-8)  # fmt: skip
 
     def attach(self, model: nn.Module) -> None:
         """Let DistributedDataParallel exchange its buckets by this compression; does nothing to another model."""
@@ -63,12 +66,12 @@ class Compression:
             model.register_comm_hook((self, model.process_group), average_bucket)
 
     @torch.no_grad()
-    def average(self, bucket: "Bucket | dist.GradBucket", group: ProcessGroup) -> Tensor:
+    def average(self, bucket: "Bucket", group: ProcessGroup) -> Tensor:
         """Replace a bucket of gradients by their mean over the group, as far as it was sent (all ranks of it)."""
-        flat = bucket.buffer()
+        flat = bucket.flat
         if self.kind in HALF:
             return flat.copy_(half_mean(flat, self.kind, group))
-        errors = [local(self.error_of(p)) for p in bucket.parameters()]
+        errors = [local(self.error_of(p)) for p in bucket.params]
         if self.uses_feedback:
             flat += torch.cat([error.flatten() for error in errors])
         if self.kind == "powersgd":
@@ -87,9 +90,9 @@ class Compression:
         buckets = list(in_buckets([local(p.grad) for p in params]))
         left = iter(params)
         for i, grads in enumerate(buckets):
-            bucket = Bucket(list(islice(left, len(grads))), f"{name}{i}", i == len(buckets) - 1)
-            self.average(bucket, group)
-            torch._foreach_copy_(grads, bucket.gradients())
+            flat, is_last = torch.cat([grad.flatten() for grad in grads]), i == len(buckets) - 1
+            self.average(Bucket(list(islice(left, len(grads))), flat, f"{name}{i}", is_last, self.rows), group)
+            torch._foreach_copy_(grads, views_of(flat, grads))
 
     def error_of(self, p: nn.Parameter) -> Tensor:
         """What this rank's gradient of a parameter has lost; a DTensor if the parameter is one."""
@@ -97,17 +100,17 @@ class Compression:
             self.errors[p] = torch.zeros_like(p, requires_grad=False)
         return self.errors[p]
 
-    def low_rank_mean(self, bucket: "Bucket | dist.GradBucket", group: ProcessGroup) -> None:
+    def low_rank_mean(self, bucket: "Bucket", group: ProcessGroup) -> None:
         """torch's PowerSGD (Vogels et al. 2019, arXiv:1905.13727), without its own error feedback, in place."""
-        state, key = self.powersgd, f"{bucket.index()}:{len(bucket.buffer())}"
+        state, key = self.powersgd, f"{bucket.name}:{len(bucket.flat)}"
         if key in self.factors:
-            state.p_memory_dict[bucket.index()], state.q_memory_dict[bucket.index()] = self.factors[key].values()
+            state.p_memory_dict[bucket.name], state.q_memory_dict[bucket.name] = self.factors[key].values()
         state.process_group = group
         done = powerSGD_hook(state, bucket)
-        if bucket.buffer().device.type == "cpu":
+        if bucket.flat.device.type == "cpu":
             done.wait()  # gloo's threads would start the collectives of several buckets in any order
-        if bucket.index() in state.q_memory_dict:
-            self.factors[key] = {"p": state.p_memory_dict[bucket.index()], "q": state.q_memory_dict[bucket.index()]}
+        if bucket.name in state.q_memory_dict:
+            self.factors[key] = {"p": state.p_memory_dict[bucket.name], "q": state.q_memory_dict[bucket.name]}
 
     def forget(self) -> None:
         """Drop the errors, after a step that was not finite."""
@@ -156,30 +159,25 @@ class Compression:
 
 @dataclass
 class Bucket:
-    """Gradients that are not in a bucket of DistributedDataParallel, with the methods of its GradBucket."""
+    """Gradients that are exchanged together, with the methods of DDP's GradBucket that torch's PowerSGD calls."""
 
     params: list[nn.Parameter]
+    flat: Tensor  # (elements,)
     name: str
     is_last_one: bool
-    flat: Tensor = field(init=False)  # (elements,)
-
-    def __post_init__(self) -> None:
-        self.flat = torch.cat([local(p.grad).flatten() for p in self.params])
+    rows: dict[nn.Parameter, tuple[int, ...]]  # see Compression
 
     def buffer(self) -> Tensor:
         """All gradients in one tensor."""
         return self.flat
 
-    def gradients(self) -> list[Tensor]:
-        """The parts of the buffer."""
-        return views_of(self.flat, [local(p.grad) for p in self.params])
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that these are the gradients of."""
-        return self.params
+    def gradients(self) -> Iterator[Tensor]:
+        """Views of the buffer: gradients, of stacked matrices each by itself."""
+        for p, grad in zip(self.params, views_of(self.flat, [local(p) for p in self.params]), strict=True):
+            yield from grad.split(self.rows.get(p, grad.shape[:1]))
 
     def index(self) -> str:
-        """The bucket's name, where DistributedDataParallel's have a number."""
+        """The bucket's name, where DDP's have a number."""
         return self.name
 
     def is_last(self) -> bool:
@@ -191,8 +189,21 @@ def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBuc
     """DistributedDataParallel's communication hook."""
     compression, group = state
     done = torch.futures.Future()
-    done.set_result(compression.average(bucket, group))
+    own = Bucket(bucket.parameters(), bucket.buffer(), str(bucket.index()), bucket.is_last(), compression.rows)
+    done.set_result(compression.average(own, group))
     return done
+
+
+def stacked_rows(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Heights of the matrices that are stacked in this rank's part of each parameter that FSDP does not shard."""
+    found = {}
+    for name, p in model.named_parameters():
+        if not is_sharded(p):
+            found[p] = model.config.stacked_rows(name, p.size(0))
+        for split in splits_of(p):
+            if split.axis == "tp" and split.dim == 0 and p in found:
+                found[p] = tuple(length for _, length in split.ranges())
+    return found
 
 
 def is_sent_as_bytes(kind: str, group: ProcessGroup) -> bool:

@@ -83,10 +83,11 @@ def make_exchange(model: nn.Module, mesh: Mesh, config: dict, zero: int) -> Exch
     """The exchange for the settings grad_compression, islands, local_steps and outer_* (all ranks)."""
     exchange, compression = Exchange(model), config["grad_compression"]
     if compression != "none" and mesh.replicas(zero) > 1:
-        from isogpt.parallel.compression import Compression
+        from isogpt.parallel.compression import Compression, stacked_rows
 
         kind, _, amount = compression.partition(":")
-        exchange.compression = Compression(kind, float(amount or 0), mesh, next(model.parameters()).device)
+        device = next(model.parameters()).device
+        exchange.compression = Compression(kind, float(amount or 0), mesh, device, stacked_rows(model))
     if mesh.islands > 1:
         from isogpt.parallel.local_sgd import Islands
 
