@@ -109,10 +109,3 @@ class GPTConfig:
         """Heights of the query, key and value projections that are stacked in `c_attn`."""
         head_size = self.n_embd // self.n_head
         return self.n_head * head_size, self.n_kv_head * head_size, self.n_kv_head * head_size
-
-    def stacked_rows(self, name: str, rows: int) -> tuple[int, ...]:
-        """Heights of the matrices that are stacked in a parameter of `rows` rows: q, k and v, or experts."""
-        if ".c_attn." in name:
-            return self.qkv_rows
-        height = self.n_embd if ".c_proj." in name else self.n_hidden
-        return (height,) * (rows // height) if ".experts." in name else (rows,)

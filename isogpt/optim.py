@@ -116,7 +116,8 @@ def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -
     for name, p in model.named_parameters():
         if HIDDEN_MATRIX.fullmatch(name):
             shape = matrix_part(p, p).shape
-            rows = model.config.stacked_rows(name, shape[0])
+            height = model.config.n_embd if name.endswith("c_proj.weight") else model.config.n_hidden
+            rows = model.config.qkv_rows if name.endswith("c_attn.weight") else (height,) * (shape[0] // height)
             groups.setdefault((shape, rows), []).append(p)
     return [{"params": take(adamw_groups, params), "rows": rows, "lr_scale": lr_scale}
             for (_, rows), params in groups.items()]  # fmt: skip

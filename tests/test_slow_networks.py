@@ -175,16 +175,16 @@ for kind, amount, kept in cases:
 
 assert 0 < part < 1
 
-# stacked matrices are approximated each by itself: three outer products need rank 1
+# tall matrices are approximated as a stack of square ones: three outer products need rank 1
 columns = [noise(i, 50) for i in range(6)]
 stack = torch.cat([torch.outer(a, b) for a, b in zip(columns[::2], columns[1::2])])
-for rows, is_exact in (((50, 50, 50), True), ((150,), False)):
-    p = nn.Parameter(torch.zeros(150, 50))
-    compression = Compression("powersgd", 1, Mesh(rank, dp_replicate=ranks), cpu, {{p: rows}}, uses_feedback=False)
+for rows, is_exact in ((150, True), (149, False)):
+    p = nn.Parameter(torch.zeros(rows, 50))
+    compression = Compression("powersgd", 1, Mesh(rank, dp_replicate=ranks), cpu, uses_feedback=False)
     for _ in range(4):
-        p.grad = stack.clone()
+        p.grad = stack[:rows].clone()
         compression.average_all([p], group, "test")
-    assert torch.allclose(p.grad, stack, atol=1e-5) == is_exact, rows
+    assert torch.allclose(p.grad, stack[:rows], atol=1e-5) == is_exact, rows
 
 # a gradient that is not finite stays so
 for kind, amount in (("int8", 0), ("sign", 0), ("topk", 0.05), ("powersgd", 1), ("fp16", 0), ("bf16", 0)):

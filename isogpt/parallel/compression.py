@@ -10,7 +10,6 @@ gradients before the exchange.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,6 @@ class Compression:
     amount: float  # powersgd: the rank of the matrices that are sent; topk: the fraction of the elements
     mesh: Mesh
     device: torch.device
-    rows: dict[nn.Parameter, tuple[int, ...]] = field(default_factory=dict)  # heights of stacked matrices
     uses_feedback: bool = True
     errors: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     powersgd: PowerSGDState | None = None
@@ -87,11 +85,11 @@ class Compression:
 
     def average_all(self, params: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
         """`average` for gradients that are not in buckets of DistributedDataParallel; `name` is a unique prefix."""
-        buckets = list(in_buckets([local(p.grad) for p in params]))
-        left = iter(params)
-        for i, grads in enumerate(buckets):
-            flat, is_last = torch.cat([grad.flatten() for grad in grads]), i == len(buckets) - 1
-            self.average(Bucket(list(islice(left, len(grads))), flat, f"{name}{i}", is_last, self.rows), group)
+        buckets = list(in_buckets(params))
+        for i, bucket in enumerate(buckets):
+            grads = [local(p.grad) for p in bucket]
+            flat = torch.cat([grad.flatten() for grad in grads])
+            self.average(Bucket(bucket, flat, f"{name}{i}", i == len(buckets) - 1), group)
             torch._foreach_copy_(grads, views_of(flat, grads))
 
     def error_of(self, p: nn.Parameter) -> Tensor:
@@ -165,16 +163,16 @@ class Bucket:
     flat: Tensor  # (elements,)
     name: str
     is_last_one: bool
-    rows: dict[nn.Parameter, tuple[int, ...]]  # see Compression
 
     def buffer(self) -> Tensor:
         """All gradients in one tensor."""
         return self.flat
 
     def gradients(self) -> Iterator[Tensor]:
-        """Views of the buffer: gradients, of stacked matrices each by itself."""
-        for p, grad in zip(self.params, views_of(self.flat, [local(p) for p in self.params]), strict=True):
-            yield from grad.split(self.rows.get(p, grad.shape[:1]))
+        """Views of the buffer: the gradients, tall ones cut into square matrices (stacked q, k and v are three)."""
+        for grad in views_of(self.flat, [local(p) for p in self.params]):
+            is_stack = grad.dim() == 2 and grad.size(0) % grad.size(1) == 0
+            yield from grad.split(grad.size(1)) if is_stack else [grad]
 
     def index(self) -> str:
         """The bucket's name, where DDP's have a number."""
@@ -189,21 +187,9 @@ def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBuc
     """DistributedDataParallel's communication hook."""
     compression, group = state
     done = torch.futures.Future()
-    own = Bucket(bucket.parameters(), bucket.buffer(), str(bucket.index()), bucket.is_last(), compression.rows)
+    own = Bucket(bucket.parameters(), bucket.buffer(), str(bucket.index()), bucket.is_last())
     done.set_result(compression.average(own, group))
     return done
-
-
-def stacked_rows(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
-    """Heights of the matrices that are stacked in this rank's part of each parameter that FSDP does not shard."""
-    found = {}
-    for name, p in model.named_parameters():
-        if not is_sharded(p):
-            found[p] = model.config.stacked_rows(name, p.size(0))
-        for split in splits_of(p):
-            if split.axis == "tp" and split.dim == 0 and p in found:
-                found[p] = tuple(length for _, length in split.ranges())
-    return found
 
 
 def is_sent_as_bytes(kind: str, group: ProcessGroup) -> bool:

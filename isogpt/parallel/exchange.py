@@ -83,11 +83,10 @@ def make_exchange(model: nn.Module, mesh: Mesh, config: dict, zero: int) -> Exch
     """The exchange for the settings grad_compression, islands, local_steps and outer_* (all ranks)."""
     exchange, compression = Exchange(model), config["grad_compression"]
     if compression != "none" and mesh.replicas(zero) > 1:
-        from isogpt.parallel.compression import Compression, stacked_rows
+        from isogpt.parallel.compression import Compression
 
         kind, _, amount = compression.partition(":")
-        device = next(model.parameters()).device
-        exchange.compression = Compression(kind, float(amount or 0), mesh, device, stacked_rows(model))
+        exchange.compression = Compression(kind, float(amount or 0), mesh, next(model.parameters()).device)
     if mesh.islands > 1:
         from isogpt.parallel.local_sgd import Islands
 

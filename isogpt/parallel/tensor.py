@@ -36,7 +36,9 @@ def split_parameters(model: nn.Module, mesh: Mesh) -> None:
         dim = next((d for pattern, d in PLAN.items() if re.fullmatch(pattern, name)), None)
         if dim is None:
             continue
-        sections = model.config.stacked_rows(name, p.size(0)) if dim == 0 else (p.size(1),)
+        sections = model.config.qkv_rows if ".c_attn." in name else (p.size(dim),)
+        if ".experts." in name and dim == 0:  # the experts' rows are stacked
+            sections = (model.config.n_hidden,) * (p.size(0) // model.config.n_hidden)
         take_part(model, name, Split("tp", dim, sections, mesh.index("tp"), mesh.tp))
     model.tie_weights()
 
