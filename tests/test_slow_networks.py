@@ -120,6 +120,36 @@ def test_local_sgd_of_one_step_is_ddp(zygote, shared_work):
     same(column(shared_work / "sgd", "val_loss"), column(shared_work / "local", "val_loss"), absolute=1e-6)
 
 
+FORGETFUL = """
+from isogpt.parallel import compression
+
+make = compression.Compression.__post_init__
+
+def make_without_feedback(self):
+    make(self)
+    self.uses_feedback = False
+
+compression.Compression.__post_init__ = make_without_feedback
+"""
+
+
+@pytest.mark.slow
+def test_topk_without_feedback_is_worse(zygote, shared_work):
+    """With plain SGD; with AdamW and 1% of the elements, feedback is no better than none."""
+    script = SGD.format(repo=str(REPO))
+    (shared_work / "sgd.py").write_text(script)
+    (shared_work / "forgetful.py").write_text(script.replace("sys.argv[0] =", FORGETFUL + "sys.argv[0] ="))
+    flags = [*TINY, "--learning_rate=0.01", "--decay_lr=False", "--grad_clip=0", "--max_iters=400", "--eval_interval=400",
+             "--save_checkpoint=False"]  # fmt: skip
+    topk, found = ["--grad_compression=topk:0.01"], {}
+    for name, script, mode in (("exact", "sgd", []), ("with", "sgd", topk), ("without", "forgetful", topk)):
+        out = f"--out_dir=topk-{name}"
+        zygote.start([*flags, *mode, out], shared_work, 2, script=f"{script}.py", repo=shared_work).wait()
+        found[name] = column(shared_work / f"topk-{name}", "val_loss")[400]
+    print(found)
+    assert found["with"] - found["exact"] < 0.5 * (found["without"] - found["exact"]), found
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # against their formulas, on three ranks
 
