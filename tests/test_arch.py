@@ -45,7 +45,7 @@ QUICK = [("nanochat-muon", "zero1-2"), ("llama-muon", "ddp-2"), ("gpt2-muon", "z
 MORE = [("nanochat-muon", way) for way in WAYS]
 MORE += [(("llama", "llama-muon")[i % 2], way) for i, way in enumerate(WAYS)]
 MORE += [("nanochat", "zero2-2"), ("nanochat", "ddp-3"), ("gpt2-muon", "zero3-2"), ("gpt2-muon", "ddp-4")]
-OFTEN = ("zero1-2", "zero2-2", "zero3-2", "hsdp-4", "offload-2", "every-2", "selective")
+OFTEN = ("zero2-2", "zero3-2", "hsdp-4", "selective")
 ALL = QUICK + [pytest.param(*pair, marks=pytest.mark.slow if pair[1] in OFTEN else pytest.mark.extra)
                for pair in MORE if pair not in QUICK]  # fmt: skip
 
@@ -281,7 +281,8 @@ def test_experts_from_a_dense_model_of_transformers(zygote, shared_work):
 
 EXPORTED = [
     "nanochat-muon",
-    *(pytest.param(m, marks=pytest.mark.slow) for m in ("llama-experts", "gpt2-muon", "llama-muon")),
+    pytest.param("llama-experts", marks=pytest.mark.slow),
+    *(pytest.param(m, marks=pytest.mark.extra) for m in ("gpt2-muon", "llama-muon")),
 ]
 
 

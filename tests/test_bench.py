@@ -92,7 +92,7 @@ def test_a_sweep_over_processes_keeps_the_global_batch(zygote, work):
     assert f"{speed_up:.2f}x {speed_up / 2:11.0%}" in text
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_a_sweep_over_layouts(zygote, work):
     """The communication of tp is found in the trace, the bubble in the spans; a product that does not fit says so."""
     shape = ["--n_layer=2", "--vocab_size=65", "--gradient_accumulation_steps=4", "--nproc=2"]

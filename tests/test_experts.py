@@ -49,7 +49,8 @@ WAYS = {
 STARTS = {"one": (1, [])} | WAYS
 SLOW = pytest.mark.slow
 EXTRA = ("ddp2", "ep2-zero2", "ep2-pp2", "ep2-fsdp-last", "ep2-offload", "ep2-tp2-fsdp", "pp2-interleaved",
-         "fsdp-tp2-pp2", "ep2-fsdp-selective")  # fmt: skip
+         "fsdp-tp2-pp2", "ep2-fsdp-selective", "ddp3", "ep2-hsdp", "ep2-pp2-zbv", "ep2-every-full")  # fmt: skip
+EXTRA_PAIRS = (("gpt2", "ep2-pp2-fsdp"), ("nanochat", "ep2-pp2-fsdp"))
 
 
 def first_quick(cases, n):
@@ -57,7 +58,7 @@ def first_quick(cases, n):
     return [
         *cases[:n],
         *(
-            pytest.param(*case, marks=pytest.mark.extra if case[1] in EXTRA else SLOW)
+            pytest.param(*case, marks=pytest.mark.extra if case[1] in EXTRA or case[:2] in EXTRA_PAIRS else SLOW)
             for case in dict.fromkeys(cases[n:])
             if case not in cases[:n]
         ),
@@ -117,10 +118,16 @@ def test_bfloat16(ran, way):
     compare(ran("bfloat16"), ran("bfloat16", way), loss=5e-3, norm=0.05)
 
 
-@SLOW
+SAME_BITS = (("gpt2", "ep2-fsdp"), ("nanochat", "ep2-zero1"))
+MORE_BITS = (("gpt2", "ep2"), ("gpt2", "ep2-tp2"), ("gpt2", "ep2-pp2"))
+
+
 @pytest.mark.parametrize(
     ("model", "way"),
-    [("gpt2", "ep2"), ("gpt2", "ep2-fsdp"), ("gpt2", "ep2-tp2"), ("gpt2", "ep2-pp2"), ("nanochat", "ep2-zero1")],
+    [
+        *(pytest.param(*pair, marks=SLOW) for pair in SAME_BITS),
+        *(pytest.param(*pair, marks=pytest.mark.extra) for pair in MORE_BITS),
+    ],
 )
 def test_a_resume_on_the_same_layout_has_the_same_bits(zygote, shared_work, model, way):
     resume_with_the_same_bits(zygote, shared_work, way, args_of(model, way), WAYS[way][0])
@@ -180,7 +187,14 @@ def lopsided(shared_work):
     return shared_work / "lopsided"
 
 
-@pytest.mark.parametrize("way", ["ep2", *(pytest.param(way, marks=SLOW) for way in ("ddp3", "ep2-fsdp", "ep2-pp2"))])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "ep2",
+        pytest.param("ep2-fsdp", marks=SLOW),
+        *(pytest.param(w, marks=pytest.mark.extra) for w in ("ddp3", "ep2-pp2")),
+    ],
+)
 def test_padding_rows_do_not_count_and_dead_experts_are_named(zygote, shared_work, lopsided, way):
     """Twenty-five sequences; with ep no token of block 2 is sent to the second rank."""
     args = ["--init_from=lopsided", "--gradient_accumulation_steps=5", "--batch_size=5", "--max_iters=5"]
@@ -279,7 +293,10 @@ SAMPLERS = [("llama", "ep2-tp2", 2, ["--tp=2"]), ("gpt2", "ep2-fsdp", 2, ["--pp=
             ("gpt2", "one", 4, ["--tp=2", "--pp=2"]), ("nanochat", "ep2-zero1", 2, [])]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "way", "nproc", "flags"), [pytest.param(*case, marks=SLOW) for case in SAMPLERS])
+@pytest.mark.parametrize(
+    ("model", "way", "nproc", "flags"),
+    [pytest.param(*case, marks=SLOW if i < 2 else pytest.mark.extra) for i, case in enumerate(SAMPLERS)],
+)
 def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, way, nproc, flags):
     """From ckpt.pt or shards."""
     compare_texts(zygote, shared_work, ran(model, way), nproc, flags)

@@ -99,7 +99,8 @@ MORE += [(arch, way) for arch in ("nanochat", "llama") for way in ("tp2", "pp2",
 MORE += [("nanochat", "fsdp-cp2-tp2"), ("nanochat", "fsdp-tp2")]
 MORE += [("gpt2-bias", "fsdp-tp2-pp2")]
 EXTRA = ("pp2-gpipe", "pp2-zero_bubble", "pp4-gpipe", "pp4-interleaved", "pp4-zero_bubble", "cp4", "ddp-tp2",
-         "zero2-pp2", "fsdp-pp2-zero_bubble", "hsdp-tp2", "fsdp-cp2-tp2", "tp2-full", "pp2-full")  # fmt: skip
+         "zero2-pp2", "fsdp-pp2-zero_bubble", "hsdp-tp2", "fsdp-cp2-tp2", "tp2-full", "pp2-full",
+         "pp4", "tp2-pp2-zbv", "zero1-pp2", "fsdp-pp2-zbv", "cp2-selective", "pp2-cp2")  # fmt: skip
 
 
 def mark_of(way):
@@ -108,7 +109,7 @@ def mark_of(way):
 
 
 EXTRA_PAIRS = (("nanochat", "fsdp-cp2-tp2"), ("nanochat", "fsdp-tp2-pp2"), ("gpt2-bias", "fsdp-tp2-pp2"),
-               ("llama", "fsdp-tp2-pp2"), ("gpt2", "fsdp-tp2"), ("gpt2", "tp2-pp2-selective"))  # fmt: skip
+               ("llama", "fsdp-tp2-pp2"), ("nanochat", "cp2"), ("llama", "pp2"), ("gpt2", "fsdp-tp2"), ("gpt2", "tp2-pp2-selective"))  # fmt: skip
 PAIRS = QUICK + [pytest.param(*pair, marks=pytest.mark.extra if pair in EXTRA_PAIRS else mark_of(pair[1]))
                  for pair in MORE if pair not in QUICK]  # fmt: skip
 
@@ -118,15 +119,20 @@ def test_every_layout_has_the_curve_of_one_process(ran, model, way):
     compare(ran(model), ran(model, way))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["tp2", "pp2-zbv", pytest.param("fsdp-cp2", marks=pytest.mark.extra)])
+@pytest.mark.parametrize("way", [pytest.param("tp2", marks=pytest.mark.slow),
+                                 *(pytest.param(way, marks=pytest.mark.extra) for way in ("pp2-zbv", "fsdp-cp2"))])  # fmt: skip
 def test_bfloat16(ran, way):
     """bfloat16 has 8 bits: sums in another order differ by up to 2**-8 of a loss of 4."""
     compare(ran("bfloat16"), ran("bfloat16", way), loss=5e-3, norm=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["tp2", "pp2", "pp2-zero_bubble", "cp2", "fsdp-tp2-pp2"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("tp2", "pp2-zero_bubble", "fsdp-tp2-pp2")),
+        *(pytest.param(way, marks=pytest.mark.extra) for way in ("pp2", "cp2")),
+    ],
+)
 def test_a_resume_on_the_same_layout_has_the_same_bits(zygote, shared_work, way):
     """With dropout; nanochat with Muon on eight processes."""
     nproc, flags = WAYS[way]
@@ -162,8 +168,8 @@ RESUMES = [
     ("model", "before", "after"),
     [
         RESUMES[0],
-        *(pytest.param(*r, marks=pytest.mark.slow) for r in RESUMES[1:11]),
-        *(pytest.param(*r, marks=pytest.mark.extra) for r in RESUMES[11:]),
+        *(pytest.param(*r, marks=pytest.mark.slow) for r in RESUMES[1:6]),
+        *(pytest.param(*r, marks=pytest.mark.extra) for r in RESUMES[6:]),
     ],
 )
 def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, ran, model, before, after):
@@ -197,7 +203,7 @@ SAMPLES = [("llama", "tp2-pp2"), *((arch, way) for arch in ("gpt2", "nanochat", 
 
 
 @pytest.mark.parametrize(
-    ("model", "way"), [SAMPLES[0], *(pytest.param(*s, marks=pytest.mark.slow) for s in dict.fromkeys(SAMPLES[1:6]))]
+    ("model", "way"), [SAMPLES[0], *(pytest.param(*s, marks=pytest.mark.slow) for s in dict.fromkeys(SAMPLES[1:4]))]
 )
 def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, way):
     compare_texts(zygote, shared_work, ran(model), *SAMPLERS[way])

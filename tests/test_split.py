@@ -248,7 +248,8 @@ LOST = [("tp2-pp2", "SIGKILL"), ("cp2", "SIGKILL"), ("tp2-pp2", "SIGSTOP"), ("cp
 
 
 @pytest.mark.parametrize(
-    ("way", "name"), [LOST[0], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in LOST[1:])]
+    ("way", "name"),
+    [LOST[0], *(pytest.param(*p, marks=pytest.mark.extra if p[0] == "cp2" else pytest.mark.slow) for p in LOST[1:])],
 )
 def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work, way, name):
     nproc, flags = WAYS[way]
