@@ -139,8 +139,8 @@ def test_topk_without_feedback_is_worse(zygote, shared_work):
     script = SGD.format(repo=str(REPO))
     (shared_work / "sgd.py").write_text(script)
     (shared_work / "forgetful.py").write_text(script.replace("sys.argv[0] =", FORGETFUL + "sys.argv[0] ="))
-    flags = [*TINY, "--learning_rate=0.01", "--decay_lr=False", "--grad_clip=0", "--max_iters=400", "--eval_interval=400",
-             "--save_checkpoint=False"]  # fmt: skip
+    flags = [*TINY, "--learning_rate=0.01", "--decay_lr=False", "--grad_clip=0", "--max_iters=400",
+             "--eval_interval=400", "--save_checkpoint=False"]  # fmt: skip
     topk, found = ["--grad_compression=topk:0.01"], {}
     for name, script, mode in (("exact", "sgd", []), ("with", "sgd", topk), ("without", "forgetful", topk)):
         out = f"--out_dir=topk-{name}"
