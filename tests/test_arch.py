@@ -40,12 +40,12 @@ WAYS = {
     "selective": (1, ["--activation_checkpointing=selective"]),
     "every-2": (1, ["--activation_checkpointing=every:2"]),
 }
-QUICK = [("nanochat-muon", "zero1-2"), ("llama-muon", "ddp-2"), ("gpt2-muon", "zero1-3")]
+QUICK = [("llama-muon", "ddp-2"), ("gpt2-muon", "zero1-3")]
 # each architecture on each layout, and each with both optimizers
 MORE = [("nanochat-muon", way) for way in WAYS]
 MORE += [(("llama", "llama-muon")[i % 2], way) for i, way in enumerate(WAYS)]
 MORE += [("nanochat", "zero2-2"), ("nanochat", "ddp-3"), ("gpt2-muon", "zero3-2"), ("gpt2-muon", "ddp-4")]
-OFTEN = ("zero2-2", "zero3-2", "hsdp-4", "selective")
+OFTEN = ("zero1-2", "zero2-2", "zero3-2", "hsdp-4", "selective")
 ALL = QUICK + [pytest.param(*pair, marks=pytest.mark.slow if pair[1] in OFTEN else pytest.mark.extra)
                for pair in MORE if pair not in QUICK]  # fmt: skip
 

@@ -315,6 +315,7 @@ def test_each_of_the_32_complaints_about_nanogpt_is_answered():
 # the scripts
 
 
+@pytest.mark.slow
 def test_torchrun_on_one_node_and_on_two_gives_one_curve(zygote, work):
     """nanoGPT's two torchrun commands: --standalone, and two launches with a master's address."""
     args = [*TINY, "--max_iters=9"]

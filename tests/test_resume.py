@@ -39,7 +39,7 @@ def start_until_step(zygote, work, args, nproc, step):
     return run
 
 
-@pytest.mark.parametrize("nproc", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.parametrize("nproc", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
     zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
     rng = random.Random(nproc)
@@ -155,7 +155,7 @@ def files_in(folder):
     return {str(p.relative_to(folder)): p.lstat().st_mtime_ns for p in sorted(folder.rglob("*"))}
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_new_run_from_the_weights_of_another(zygote, work, nproc):
     """Step 0, a new optimizer, a log of its own; the folder of the other run does not change."""
     zygote.train(["--out_dir=source", "--max_iters=9", "--learning_rate=1e-2"], work)

@@ -156,7 +156,7 @@ def measurements(cwd):
     return len(list(cwd.glob("measured*-0")))
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_measured_shares_have_the_bits_of_the_list_that_is_printed(zygote, work, zero):
     """The measurement leaves nothing behind, with dropout too. 0.52 s is 2.31 times the slowest one's speed."""
     args = ["--dropout=0.1", f"--zero={zero}"]

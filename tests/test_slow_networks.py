@@ -32,7 +32,7 @@ MODES = {
     "islands-fsdp": (4, [*ISLANDS, "--zero=3", "--outer_parts=4", "--gradient_accumulation_steps=4"]),
     "islands-topk": (4, [*ISLANDS, "--grad_compression=topk:0.1", "--gradient_accumulation_steps=4"]),
 }
-QUICK = ("int8", "powersgd", "islands-stream")
+QUICK = ("powersgd", "islands-stream")
 EXTRA = ("fp16", "bf16", "int8-hsdp", "islands-muon", "topk-zero1", "int8-ep", "islands-topk")
 MARKED = [*QUICK, *(pytest.param(name, marks=pytest.mark.extra if name in EXTRA else pytest.mark.slow)
                     for name in MODES if name not in QUICK)]  # fmt: skip

@@ -81,7 +81,13 @@ def events(folder, name):
 
 
 @pytest.mark.parametrize(
-    "nproc, args, name", [(1, [], "SIGINT"), (1, [], "SIGTERM"), (2, [], "SIGUSR1"), (2, ["--zero=3"], "SIGTERM")]
+    "nproc, args, name",
+    [
+        (1, [], "SIGINT"),
+        (2, ["--zero=3"], "SIGTERM"),
+        pytest.param(1, [], "SIGTERM", marks=pytest.mark.slow),
+        pytest.param(2, [], "SIGUSR1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(zygote, work, nproc, args, name):
     args = [*TINY, *args, "--dropout=0.1", "--max_iters=60", "--out_dir=out", "--init_from=auto"]
@@ -350,7 +356,8 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
         wait_for(lambda: not any(os.path.exists(f"/proc/{w}") for w in workers), 10)
 
 
-@pytest.mark.parametrize("kind", ["killed", pytest.param("crashed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["killed", "crashed"])
 def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     """
     NCCL does not notice that another rank has failed. Here the survivors wait outside of any collective, so that gloo

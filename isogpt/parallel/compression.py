@@ -104,9 +104,7 @@ class Compression:
         if key in self.factors:
             state.p_memory_dict[bucket.name], state.q_memory_dict[bucket.name] = self.factors[key].values()
         state.process_group = group
-        done = powerSGD_hook(state, bucket)
-        if bucket.flat.device.type == "cpu":
-            done.wait()  # gloo's threads would start the collectives of several buckets in any order
+        powerSGD_hook(state, bucket).wait()  # gloo's threads would start collectives of several buckets in any order
         if bucket.name in state.q_memory_dict:
             self.factors[key] = {"p": state.p_memory_dict[bucket.name], "q": state.q_memory_dict[bucket.name]}
 
