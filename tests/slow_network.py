@@ -129,13 +129,13 @@ def run_once(hosts: Hosts, args: list[str], rate: str) -> None:
     print("losses:", " ".join(f"{loss:.4f}" for loss in curve.losses))
 
 
-def step_time(hosts: Hosts, args: list[str], warm_up: int, measured: int) -> tuple[float, float]:
-    """(seconds, bytes sent by a rank) of a step: means over whole periods of local_steps."""
+def step_time(hosts: Hosts, args: list[str], warm_up: int, measured: int) -> float:
+    """Seconds of a step: the mean over whole periods of local_steps."""
     local_steps = [int(n) for n in re.findall(r"--local_steps=(\d+)", " ".join(args))]
     period = max(local_steps[-1:] + [1])
     steps = -(-measured // period) * period
     curve = train(hosts, [*args, f"--max_iters={warm_up + steps - 1}"])
-    return mean(curve.step_ms[-steps:]) / 1e3, mean(curve.bytes_sent[-steps:])
+    return mean(curve.step_ms[-steps:]) / 1e3
 
 
 def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dict[str, dict[str, tuple]]:
@@ -159,12 +159,13 @@ def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dic
             steps, losses, cells = curve.steps_to(target, window), curve.smoothed(window), []
             for rate in rates:
                 hosts.limit(rate)
-                seconds, sent = step_time(hosts, mode, options.warm_up, options.measured)
+                seconds = step_time(hosts, mode, options.warm_up, options.measured)
                 found[rate][name] = (np.arange(window, window + len(losses)) * seconds, losses)
                 total = steps * seconds if steps else math.nan
                 first.setdefault(rate, total)
                 speed_up = f"{first[rate] / total:.2f}x" if steps else ""
                 cells += [f"{seconds * 1e3:.0f}", f"{total:.1f} s" if steps else "", speed_up]
+            sent = mean(curve.bytes_sent)  # without a limit: what a slow link drops is sent again
             cells = [name, f"{sent / 1e6:.3f}", str(steps or f"not in {limit}"), *cells]
         except ValueError as e:
             cells = [name, f"failed: {e}"]
