@@ -1,0 +1,69 @@
+"""
+How much unequal shares gain: two processes, each on a core of its own, and a busy loop on the second core (Linux).
+
+    python tests/slow_rank.py [ROUNDS]
+
+Trains nanoGPT's small model for 100 steps with --shares=equal and auto by turns. Prints tokens/s, their ratio, and the
+largest difference of a loss to one process's.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+from runs import REPO, column, free_port
+from slow_network import prepare_shakespeare
+
+STEPS, TOKENS = 100, 48 * 64
+JOB = ["--dataset=shakespeare_char", "--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=64", "--batch_size=24",
+       "--gradient_accumulation_steps=2", "--dropout=0", "--learning_rate=1e-3", "--warmup_iters=10", "--device=cpu",
+       "--dtype=float32", f"--max_iters={STEPS - 1}", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1",
+       "--save_checkpoint=False"]  # fmt: skip
+
+
+def train(work: Path, shares: str, nproc: int) -> Path:
+    """One run, rank r on core r; returns its folder."""
+    out, processes = Path(tempfile.mkdtemp(dir=work)), []
+    common = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    for rank in range(nproc):
+        command = ["taskset", "-c", str(rank), sys.executable, str(REPO / "train.py"), *JOB]
+        env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command += [f"--shares={shares}", f"--out_dir={out}"]
+        processes.append(subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.DEVNULL))
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        sys.exit(f"train.py failed with --shares={shares}: exit status {codes}")
+    return out
+
+
+def tokens_per_s(out: Path) -> float:
+    """The mean after the first ten steps."""
+    return TOKENS / mean(list(column(out, "step_ms").values())[10:]) * 1e3
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the busy loop
+    with tempfile.TemporaryDirectory(prefix="slow_rank_") as folder:
+        work = Path(folder)
+        prepare_shakespeare(work)
+        one = column(train(work, "equal", 1), "loss")
+        busy = subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"])
+        try:
+            for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 2):
+                equal, auto = (train(work, shares, 2) for shares in ("equal", "auto"))
+                slow, fast = tokens_per_s(equal), tokens_per_s(auto)
+                difference = max(abs(loss - one[step]) for step, loss in column(auto, "loss").items())
+                print(
+                    f"equal {slow:,.0f}, auto {fast:,.0f} tokens/s: {fast / slow:.2f}x, losses within {difference:.1e}"
+                )
+        finally:
+            busy.kill()
+
+
+if __name__ == "__main__":
+    main()
