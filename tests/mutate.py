@@ -65,6 +65,8 @@ MUTATIONS = {
         "isogpt/parallel/compression.py", "found[name] = {key: part_of", "found[name] = {} and {key: part_of", NETWORKS),
     "compression: PowerSGD's factors are not saved": (
         "isogpt/parallel/compression.py", "{self.own_name(): factors} if factors else {}", "{}", NETWORKS),
+    "compression: PowerSGD with tall matrices": (
+        "isogpt/parallel/compression.py", "grad.size(0) % grad.size(1) == 0", "False", NETWORKS),
     "compression: replicas of shards are not averaged": (
         "isogpt/parallel/gradients.py", "if zero >= 2 and compression and reduces_data:", "if False:", NETWORKS),
     "islands: no momentum in the outer step": (

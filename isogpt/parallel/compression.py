@@ -27,6 +27,7 @@ from isogpt.parallel.parts import Part, is_sharded, is_split, local, part_of, sp
 BLOCKS = {"int8": 256, "sign": 64}  # elements with one scale
 KEPT = {"sign": 0.3}  # the part of the errors that is added to the next gradient, where it is not all of them
 BITS = 2 ** torch.arange(8, dtype=torch.uint8)
+SIGNS = (torch.arange(256)[:, None] & BITS).ne(0).float() * 2 - 1  # (256, 8): those that a byte stands for
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWERSGD_START = 2  # torch's hook reduces whole gradients before this step
 POWERSGD_GAIN = 12  # matrices that would not shrink to 1/12 are sent whole: small embeddings train badly at low rank
@@ -256,7 +257,7 @@ def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Te
     if kind == "int8":
         scales = blocks.abs().amax(-1, keepdim=True) / 127
         noise = torch.rand(blocks.shape, generator=generator, device=x.device)
-        levels = (blocks / scales.clamp(min=1e-38)).add_(noise).floor_()
+        levels = noise.addcdiv_(blocks, scales.clamp(min=1e-38)).floor_()
         content = levels.clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     else:
         scales = blocks.abs().mean(-1, keepdim=True)
@@ -277,8 +278,8 @@ def decode(codes: Tensor, kind: str) -> Tensor:
     if kind == "int8":
         values = content.contiguous().view(torch.int8).float()
     else:
-        values = (content[..., None] & BITS.to(codes.device)).ne(0).float().mul_(2).sub_(1)
-    return (values.view(rows, blocks, BLOCKS[kind]) * scales).view(rows, -1)
+        values = F.embedding(content.int(), SIGNS.to(codes.device))
+    return values.view(rows, blocks, BLOCKS[kind]).mul_(scales).view(rows, -1)
 
 
 def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
