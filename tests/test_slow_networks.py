@@ -64,6 +64,18 @@ def test_a_resume_has_the_same_bits(zygote, work, name):
     assert [k for k in straight if not torch.equal(straight[k], resumed[k])] == []
 
 
+@pytest.mark.slow
+def test_a_resume_with_another_rank_starts_powersgd_anew(zygote, work):
+    args = ["--n_embd=64", "--max_iters=9"]
+    for rank, other in ((1, 2), (2, 1)):
+        for out, first in (("fresh", rank), ("resumed", other)):
+            flags = [*args, f"--out_dir={out}{rank}"]
+            zygote.train([*flags, f"--grad_compression=powersgd:{first}", "--max_iters=4"], work, 2)
+            zygote.train([*flags, f"--grad_compression=powersgd:{rank}", "--init_from=resume"], work, 2)
+        fresh, resumed = (column(work / f"{out}{rank}", "bytes_sent")[9] for out in ("fresh", "resumed"))
+        assert fresh == pytest.approx(resumed, rel=0.01)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # curves
 
@@ -209,11 +221,11 @@ assert 0 < part < 1
 columns = [noise(i, 50) for i in range(6)]
 stack = torch.cat([torch.outer(a, b) for a, b in zip(columns[::2], columns[1::2])])
 for rows, is_exact in ((150, True), (149, False)):
-    p = nn.Parameter(torch.zeros(rows, 50))
+    p, empty = nn.Parameter(torch.zeros(rows, 50)), nn.Parameter(torch.zeros(0, 50))  # a shard without rows
     compression = Compression("powersgd", 1, Mesh(rank, dp_replicate=ranks), cpu, uses_feedback=False)
     for _ in range(4):
-        p.grad = stack[:rows].clone()
-        compression.average_all([p], group, "test")
+        p.grad, empty.grad = stack[:rows].clone(), torch.zeros(0, 50)
+        compression.average_all([empty, p], group, "test")
     assert torch.allclose(p.grad, stack[:rows], atol=1e-5) == is_exact, rows
 
 # a gradient that is not finite stays so

@@ -101,7 +101,8 @@ class Compression:
 
     def low_rank_mean(self, bucket: "Bucket", group: ProcessGroup) -> None:
         """torch's PowerSGD (Vogels et al. 2019, arXiv:1905.13727), without its own error feedback, in place."""
-        state, key = self.powersgd, f"{bucket.name}:{len(bucket.flat)}"
+        state, columns = self.powersgd, sum(matrix.size(-1) for matrix in bucket.gradients())
+        key = f"{bucket.name}:{len(bucket.flat)}:{columns}"  # another version may have cut them differently
         if key in self.factors:
             state.p_memory_dict[bucket.name], state.q_memory_dict[bucket.name] = self.factors[key].values()
         state.process_group = group
@@ -125,9 +126,8 @@ class Compression:
             saved: the names (see shards.flat) and shapes in a checkpoint; makes room for PowerSGD's factors.
         """
         self.forget()
-        if not self.powersgd:
-            return
-        self.powersgd.iter = step
+        if self.powersgd:
+            self.powersgd.iter = step
         prefix = f"optim.{self.own_name()}."
         for name, shape in saved.items():
             if name.startswith(prefix):
@@ -136,7 +136,7 @@ class Compression:
 
     def own_name(self) -> str:
         """The name in a checkpoint for what belongs to this rank alone."""
-        return f"powersgd.rank{self.mesh.rank}"
+        return f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
     def saved_parts(self, model: nn.Module) -> dict[str, dict[str, Part]]:
         """
@@ -169,7 +169,7 @@ class Bucket:
 
     def gradients(self) -> Iterator[Tensor]:
         """Views of the buffer: the gradients, tall ones cut into square matrices (stacked q, k and v are three)."""
-        for grad in views_of(self.flat, [local(p) for p in self.params]):
+        for grad in filter(Tensor.numel, views_of(self.flat, [local(p) for p in self.params])):
             is_stack = grad.dim() == 2 and grad.size(0) % grad.size(1) == 0
             yield from grad.split(grad.size(1)) if is_stack else [grad]
 
