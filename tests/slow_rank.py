@@ -3,11 +3,12 @@ How much unequal shares gain: two processes, each on a core of its own, and a bu
 
     python tests/slow_rank.py [ROUNDS]
 
-Trains nanoGPT's small model for 100 steps with --shares=equal and auto by turns. Prints tokens/s, their ratio, and the
-largest difference of a loss to one process's.
+Trains nanoGPT's small model for 100 steps with --shares=equal and auto by turns. Prints tokens/s, their ratio, the
+shares that auto measured, and the largest difference of a loss to one process's.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,10 +35,11 @@ def train(work: Path, shares: str, nproc: int) -> Path:
         command = ["taskset", "-c", str(rank), sys.executable, str(REPO / "train.py"), *JOB]
         env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command += [f"--shares={shares}", f"--out_dir={out}"]
-        processes.append(subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.DEVNULL))
-    codes = [process.wait() for process in processes]
-    if any(codes):
-        sys.exit(f"train.py failed with --shares={shares}: exit status {codes}")
+        processes.append(subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, text=True))
+    texts = [process.communicate()[0] for process in processes]
+    if codes := [process.returncode for process in processes if process.returncode]:
+        sys.exit(f"train.py failed with --shares={shares}: exit status {codes[0]}")
+    (out / "stdout").write_text(texts[0])
     return out
 
 
@@ -58,9 +60,9 @@ def main() -> None:
                 equal, auto = (train(work, shares, 2) for shares in ("equal", "auto"))
                 slow, fast = tokens_per_s(equal), tokens_per_s(auto)
                 difference = max(abs(loss - one[step]) for step, loss in column(auto, "loss").items())
-                print(
-                    f"equal {slow:,.0f}, auto {fast:,.0f} tokens/s: {fast / slow:.2f}x, losses within {difference:.1e}"
-                )
+                measured = re.search(r"--shares=(\S+)", (auto / "stdout").read_text())[1]
+                print(f"equal {slow:,.0f}, auto {fast:,.0f} tokens/s: {fast / slow:.2f}x with shares {measured}, "
+                      f"losses within {difference:.1e}", flush=True)  # fmt: skip
         finally:
             busy.kill()
 
