@@ -8,7 +8,8 @@ model of 10.65M parameters, which takes a minute.
     python bench.py --sweep='nproc:1,2,4;batch_size:4,8'               every combination, each in a launch of its own
     python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'                  layouts of four processes; also cp, ep and zero
     python bench.py --comm --nproc=2                                   the collectives, by message size
-    python bench.py config/train_gpt2.py --tune                        the fastest settings for the same global batch
+    python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
+    python bench.py config/train_gpt2.py --tune                        measure the plan's best few here
 """
 
 import isogpt.threads  # noqa: F401  (before torch, which reads the variable that this may set)
@@ -24,7 +25,6 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import mean, median
 from tempfile import TemporaryDirectory, TemporaryFile
 
 import numpy as np
@@ -32,10 +32,15 @@ import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of
-from isogpt import hardware, launch, loader, memory, mesh, network, precision, settings
+from isogpt import launch, layouts, loader, memory, precision, settings
 from isogpt.collectives import measure_collectives, shown
-from isogpt.files import read_records, write_whole
-from model import GPTConfig
+from isogpt.devices import hardware_here, named_hardware
+from isogpt.files import write_whole
+from isogpt.hardware import PROFILE_SKIP, PROFILE_STEPS, fastest, measured_matmul
+from isogpt.network import own_cores
+from isogpt.planner import Plan
+from isogpt.step_report import bubble, figures, own_lines, reason_for, shown_bubble, split_step
+from model import GPT, GPTConfig
 
 # -- what to run ------------------------------------------------------------------------------------------------------
 batch_size = 12  # sequences per micro-batch; on a GPU by default as many as fit (small model: 8)
@@ -51,7 +56,12 @@ steps = 20  # steps to measure, after a quarter as many for warm-up
 # -- what to report ---------------------------------------------------------------------------------------------------
 sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination and print a table
 comm = False  # measure the collectives' bandwidth and latency by message size; no training
-tune = False  # search for the fastest micro-batch, recomputation and communication for the same global batch
+plan = False  # predict time and memory of all layouts for the same global batch, and print the best; no training
+tune = False  # measure the best few of the plan for the processes that are launched, and print the fastest command
+devices = 0  # to plan for (0: the processes that are launched)
+per_node = 8  # devices of each machine
+hardware = "this"  # to plan for: h100, h200, a100, 4090, cpu (a core), or this (measured now)
+network = 0.0  # Gbit/s from a machine to others (0: usual for the hardware)
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
@@ -62,7 +72,6 @@ SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_
 FIXED = dict(out_dir="", max_iters=0, log_interval=1, eval_interval=10**9, eval_iters=1, eval_only=False)
 FIXED |= dict(save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0)
 FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
-TUNED = dict(compile=(True, False), grad_sync=("last", "every"), ddp_bucket_mb=(5, 25, 100), fsdp_prefetch=(1, 2, 3))
 LAYOUT = {"tp", "pp", "cp", "ep", "pp_schedule", "zero", "fsdp", "dp_replicate"}  # they change the communication
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
 
@@ -89,7 +98,7 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
     has_others = any(str(work[name]) != "1" for name in ("tp", "cp", "ep"))
     is_traced = (profile and show) or (work["grad_sync"] == "never" and has_others)
     out = scratch / f"launch{number}"
-    warm_up = hardware.PROFILE_SKIP + hardware.PROFILE_STEPS + 1 if is_traced else max(3, timed // 4)
+    warm_up = PROFILE_SKIP + PROFILE_STEPS + 1 if is_traced else max(3, timed // 4)
     arguments = work | FIXED | {"profile": is_traced, "out_dir": out, "max_iters": warm_up + timed - 1}
     arguments["gradient_accumulation_steps"] = work["gradient_accumulation_steps"] or n
     arguments["nproc"] = 0 if is_launched or int(n) == 1 else n  # train.py launches as many processes
@@ -112,96 +121,13 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
     return figures(out, timed) if rank == 0 else {}
 
 
-def own_lines(errors: str) -> str:
-    """What train.py wrote to stderr. torchrun adds warnings before it, and its report of a failure after it."""
-    return re.sub(r"^[WI]\d{4} .*\n", "", re.split(r"^E\d{4} ", errors, flags=re.M)[0], flags=re.M)
-
-
-def reason_for(code: int, errors: str) -> str:
-    """Why a launch failed, in one line, from its exit status and stderr."""
-    if re.search(r"out of memory|OutOfMemoryError|DefaultCPUAllocator", errors):
-        return "out of memory"
-    if code == -9 or "Signal 9 (SIGKILL)" in errors:
-        return "killed (SIGKILL), probably because the machine ran out of memory"
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in own_lines(errors).splitlines()]
-    lines = [x for x in lines if x.strip() and not x.startswith((" ", "Traceback")) and "lost the connection" not in x]
-    messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (messages or lines or [f"exit status {code}"])[-1]
-
-
-def figures(out: Path, timed: int) -> dict:
-    """What train.py recorded in folder `out`: mostly medians over the timed steps of the ranks' mean and maximum."""
-    records = read_records(out / "metrics.jsonl")
-    start, steps = records[0], [r for r in records if "step_ms" in r][-timed:]
-    config, mean_ms = start["config"], median(r["step_ms"] for r in steps)
-    tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
-    sends = steps[0]["bytes_sent"] is not None
-    sent = {"mean": "bytes_sent", "max": "bytes_sent_max"}  # a mean over the steps, since not all of them may send
-    return {name: start[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
-        "processes": start["world_size"],
-        "tokens_a_step": tokens,
-        "tokens_per_s": tokens / mean_ms * 1e3,
-        "step_ms": {"mean": mean_ms, "max": median(r["step_ms_max"] for r in steps)},
-        "spans_ms": records[-1]["spans_ms"],
-        "collectives_ms": hardware.traced_collectives(out / "trace.json", config["ep"] > 1),
-        "memory_gb": {"mean": steps[-1]["memory_gb"], "max": steps[-1]["memory_gb_max"]},
-        "mb_sent": {kind: mean(r[key] for r in steps) / 1e6 if sends else None for kind, key in sent.items()},
-        "mfu": median(r["mfu"] for r in steps) if start["peak_flops"] else None,
-        "settings": config,
-    }
-
-
-def bubble(run: dict) -> dict[str, float | None]:
-    """The share of a pipeline in which a rank waits: mean over the ranks, and by formula."""
-    c, spans = run["settings"], run["spans_ms"]
-    data_size = run["processes"] // (c["pp"] * c["cp"] * c["tp"])
-    sequences = c["gradient_accumulation_steps"] * c["batch_size"]
-    share = loader.share_of(sequences, 0, data_size, run["micro_batch"], c["pp"])
-    formula = mesh.bubble_formula(c["pp"], share.micro_steps, c["pp_schedule"])
-    return {"measured": 1 - spans["stages"]["mean"] / spans["pipeline"]["mean"], "formula": formula}
-
-
-def shown_bubble(found: dict | None) -> str:
-    """Both figures of `bubble`; n/a without a pipeline."""
-    return f"{found['measured']:.1%} ({shown(found['formula'], '.1%')})" if found else "n/a"
-
-
-def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | None]]:
-    """
-    The parts of a step in ms, each the mean over the ranks and the slowest rank's; these need not add up to the slowest
-    step. `silent` is the same launch with grad_sync 'never': the difference is the exposed communication, which no
-    computation hides, and its backward pass waits for no other rank. The collectives of tp, cp and ep, and what is
-    reduced after the backward, are exposed too. In a pipeline, a rank computes in `stages` and waits in the bubble.
-    """
-    parts = {}
-    for kind in ("mean", "max"):
-        step_ms, exposed = run["step_ms"][kind], None
-        ms = {name: span[kind] for name, span in run["spans_ms"].items()}
-        waits = (silent or {}).get("collectives_ms", {})
-        if silent:
-            other = {name: span[kind] for name, span in silent["spans_ms"].items()}
-            without = silent["step_ms"][kind] - other["clip"] - other["optimizer"]
-            has_copies = run["processes"] > run["settings"]["tp"] * run["settings"]["pp"]  # to average gradients of
-            exposed = max(0.0, step_ms - ms["clip"] - ms["optimizer"] - without) if has_copies else 0.0
-            exposed += other.get("reduce", 0.0) + sum(waits.values())
-            ms["backward"] = min(ms.get("backward", 0.0), other.get("backward", 0.0))
-        names, part = ("stages",) if "pipeline" in ms else ("forward", "backward"), {"data wait": ms["data"]}
-        part |= {name: max(0.0, ms[name] - waits.get(name, 0.0)) for name in names}
-        part |= {"bubble": max(0.0, ms["pipeline"] - ms["stages"] - ms["data"])} if "pipeline" in ms else {}
-        part |= {"exposed comm": exposed, "optimizer": ms["clip"] + ms["optimizer"]}
-        part["other"] = max(0.0, step_ms - sum(value or 0.0 for value in part.values()))
-        for name, value in part.items():
-            parts.setdefault(name, {})[kind] = value
-    return parts
-
-
 def limits(run: dict) -> dict[str, float | None]:
     """The speed of matmuls and of copies on this device, measured now, and which part of it the run reached."""
     if where.type == "cpu":
-        torch.set_num_threads(len(network.own_cores()))  # torchrun sets one
+        torch.set_num_threads(len(own_cores()))  # torchrun sets one
     precision.set_numerics(where, run["dtype"], False)
-    matmul, source = hardware.measured_matmul(where, run["dtype"]), torch.ones(2**26, device=where)  # 256 MiB
-    copy = 2 * source.nbytes / hardware.fastest(torch.empty_like(source).copy_, source, 0.3)  # read and written
+    matmul, source = measured_matmul(where, run["dtype"]), torch.ones(2**26, device=where)  # 256 MiB
+    copy = 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)  # read and written
     config, n = run["settings"], run["processes"]
     # the processes of one machine share its cores
     devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
@@ -262,7 +188,7 @@ def run_report() -> dict:
 def try_point(point: dict, work: dict, timed: int, tried: list[dict]) -> dict:
     """Launch with the settings of `point` (all ranks), append the figures to `tried` and print them as a row."""
     run = {"point": point} | run_train(work | point, timed)
-    if LAYOUT.intersection(point) and "problem" not in run:
+    if shows_waits(point) and "problem" not in run:
         silent = run_train(work | point | {"grad_sync": "never"}, timed)
         if rank == 0:
             run["exposed_ms"] = None if "problem" in silent else split_step(run, silent)["exposed comm"]["mean"]
@@ -273,6 +199,11 @@ def try_point(point: dict, work: dict, timed: int, tried: list[dict]) -> dict:
     return tried[-1]
 
 
+def shows_waits(point: dict) -> bool:
+    """Whether a row shows what ranks wait for, which takes a second launch: in sweeps of layouts."""
+    return bool(sweep) and not LAYOUT.isdisjoint(point)
+
+
 def row_of(run: dict, tried: list[dict]) -> str:
     """A row of the table: settings and figures, or why the launch failed. The first one with a header."""
     point, row = run["point"], ""
@@ -280,7 +211,7 @@ def row_of(run: dict, tried: list[dict]) -> str:
         row = "".join(f"  {name:>9}" for name in point) + "  tokens/step   tokens/s   ms/step       GB"
         row += "   MB sent    MFU  speed-up"
         row += "  efficiency" if "nproc" in point else ""
-        row += "   comm ms  bubble (formula)\n" if LAYOUT.intersection(point) else "\n"
+        row += "   comm ms  bubble (formula)\n" if shows_waits(point) else "\n"
     row += "".join(f"  {value!s:>{max(len(name), 9)}}" for name, value in point.items())
     if "problem" in run:
         return f"{row}  failed: {run['problem']}"
@@ -320,45 +251,74 @@ def run_sweep() -> list[dict]:
     return tried
 
 
-def run_tune() -> dict:
-    """
-    Search for the fastest settings with the same global batch: first recomputation and the micro-batch, then each of
-    TUNED. Prints what was tried and the best command.
-    """
+def make_plans(n: int) -> tuple[list[Plan], str]:
+    """Rank the plans for n devices; prints a table and returns the plans and the best one's command."""
     if is_launched:
-        fail("a search launches the processes itself: start bench.py without torchrun, with --nproc=N")
-    size, sequences = work["batch_size"], work["batch_size"] * (work["gradient_accumulation_steps"] or processes)
-    sizes = sorted({int(size * 2.0**k) for k in range(-16, 17)}, reverse=True)
-    sizes = [b for b in sizes if 0 < b <= max(size, math.ceil(sequences / processes)) and sequences % b == 0]
-    micro_batches = [{"batch_size": b, "gradient_accumulation_steps": sequences // b} for b in sizes]
-    stages = [[m | {"activation_checkpointing": mode} for m in micro_batches] for mode in ("none", "selective", "full")]
-    names = ["compile"] if where.type == "cuda" else []  # train.py does not compile on a CPU
-    if processes > 1:
-        names += ["fsdp_prefetch" if work["fsdp"] or work["zero"] >= 2 else "ddp_bucket_mb"]
-        names += ["grad_sync"] if sequences > processes * sizes[0] else []  # with several micro-steps
-    stages += [[{name: value} for value in TUNED[name]] for name in names]
+        fail("a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N")
+    machine, here, links = min(n, per_node), None, []
+    if hardware == "this":
+        if machine > 1:
+            target = scratch / "comm.json"
+            command = [sys.executable, str(HERE / "bench.py"), "--comm", f"--nproc={machine}", f"--device={device}"]
+            subprocess.run([*command, f"--json_path={target}"], stdout=subprocess.DEVNULL, check=True)
+            links = json.loads(target.read_text())["comm"]
+        here = hardware_here(where, precision.resolve_dtype(dtype, where), machine, links)
+    cost, hw = memory_cost(n), named_hardware(hardware, network, here)
+    cost["gradient_accumulation_steps"] = cost["gradient_accumulation_steps"] or n
+    if hardware not in ("this", "cpu"):
+        cost |= {"device_type": "cuda", "dtype": "bfloat16" if dtype == "auto" else dtype}
+    plans, sequences = layouts.ranked(cost, hw, machine), cost["batch_size"] * cost["gradient_accumulation_steps"]
+    print(f"the global batch of {sequences} sequences on {n} x {hardware}, {machine} on each machine, predicted:")
+    with torch.device("meta"):
+        flops = GPT(GPTConfig(**cost["model_args"])).flops_per_token()
+    if plans:
+        print(layouts.table(plans, sequences * work["block_size"], n, flops))
+    if not plans or plans[0].problem:
+        fewest = layouts.smallest_world(cost, hw, per_node)
+        fail(f"no layout fits on {n} devices" + (f": start with {fewest}, the fewest that do" if fewest else ""))
+    return plans, command_for(plans[0].settings, n)
 
-    say(f"held fixed: the global batch of {sequences} sequences")
-    best, speed, tried = stages[0][0] | {name: work[name] for name in names}, 0.0, []
-    for stage in stages:
-        for change in stage:
-            point = best | change
-            if point in [run["point"] for run in tried]:
-                continue
-            run = try_point(point, work, 5, tried)
-            if run.get("tokens_per_s", 0.0) > 1.03 * speed:  # less is noise in so few steps
-                best, speed = point, run["tokens_per_s"]
-            elif "batch_size" in change and "memory" not in run.get("problem", ""):
-                break  # micro-batches get smaller until they fit, and for as long as that is faster
-    if not speed:
-        return {"tried": tried}
-    chosen = small | best
-    kept = accepted.keys() - chosen.keys() - {"nproc", "profile"}
+
+def command_for(point: dict, n: int) -> str:
+    """The command that trains with the settings of `point` on n devices."""
+    chosen = small | {name: value for name, value in point.items() if value != layouts.LAYOUT.get(name)}
+    kept = accepted.keys() - chosen.keys() - layouts.LAYOUT.keys() - {"nproc", "profile"}
     typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] in kept]
-    program = f"torchrun --standalone --nproc_per_node={processes}" if processes > 1 else "python"
-    command = f"{program} train.py {shlex.join([*typed, *(f'--{name}={chosen[name]}' for name in chosen)])}"
-    say(f"\nthe fastest, {speed:,.0f} tokens/s:\n{command}")
+    program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
+    if n > per_node:
+        program = f"torchrun --nnodes={n // per_node} --node_rank=RANK --nproc_per_node={per_node} --master_addr=HOST"
+    return f"{program} train.py {shlex.join([*typed, *(f'--{name}={chosen[name]}' for name in chosen)])}"
+
+
+def run_plan() -> dict:
+    """Print the plans for `devices` devices and the best command."""
+    plans, command = make_plans(devices or processes)
+    print(f"\nthe fastest, predicted:\n{command}")
+    return {"plans": [asdict(plan) | {"total_s": plan.total_s} for plan in plans], "command": command}
+
+
+def run_tune() -> dict:
+    """Measure the best few plans for the processes that are launched; print the fastest one's command."""
+    plans, _ = make_plans(processes)
+    fitting = [plan for plan in plans if not plan.problem]
+    few = layouts.best_of_layouts(fitting)[:4]
+    few += [plan for plan in fitting if plan not in few and layouts.degrees(plan) == layouts.degrees(few[0])][:2]
+    varied = [name for name in few[0].settings if len({plan.settings[name] for plan in few}) > 1]
+    print("\nmeasured:")
+    tried = []
+    for plan in few:
+        try_point({name: plan.settings[name] for name in varied}, work | plan.settings, 5, tried)
+    best = max(tried, key=tokens_per_s)
+    if "problem" in best:
+        return {"tried": tried}
+    command = command_for(few[tried.index(best)].settings, processes)
+    print(f"\nthe fastest, {best['tokens_per_s']:,.0f} tokens/s:\n{command}")
     return {"tried": tried, "command": command}
+
+
+def tokens_per_s(run: dict) -> float:
+    """The speed of a launch; 0 if it failed."""
+    return run.get("tokens_per_s", 0.0)
 
 
 def memory_cost(world_size: int) -> dict:
@@ -388,8 +348,8 @@ try:
     if config.get("gradient_accumulation_steps") == 0:
         del config["gradient_accumulation_steps"]
     problems = settings.problems_of(config)
-    if [comm, bool(sweep), tune].count(True) > 1:
-        problems.append("comm, sweep and tune are separate reports: set one of them")
+    if [comm, bool(sweep), plan, tune].count(True) > 1:
+        problems.append("comm, sweep, plan and tune are separate reports: set one of them")
     if not Path(json_path).absolute().parent.is_dir():
         problems.append(f"json_path is {json_path!r}: no such folder")
     elif json_path and (Path(json_path).is_dir() or not os.access(Path(json_path).absolute().parent, os.W_OK)):
@@ -403,7 +363,7 @@ try:
     # train.py's settings
     chooses_model = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")  # or a config file
     is_default = not any(map(chooses_model.match, sys.argv[1:]))
-    is_small = is_default and where.type != "cuda"
+    is_small = is_default and where.type != "cuda" and hardware in ("this", "cpu")
     small = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
     work = {name: config.get(name, setting.default) for name, setting in accepted.items()}
     work |= small | {"nproc": processes}
@@ -422,7 +382,7 @@ try:
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = (re.findall(r"model name\s*: (.+)", cpuinfo) or [where.type])[0]
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else cpu
-    cores = len(network.own_cores())
+    cores = len(own_cores())
     result = {"machine": {"device": name, "cores": cores, "torch": torch.__version__}}
     say(f"{name}, {cores} cores, torch {torch.__version__}")
     if comm:
@@ -439,6 +399,8 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
         work["dataset"] = folder
     if sweep:
         result["sweep"] = run_sweep()
+    elif plan:
+        result["plan"] = run_plan()
     elif tune:
         result["tune"] = run_tune()
     elif not comm:

@@ -64,7 +64,7 @@ def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
         ("broadcast", 1.0, dist.broadcast, whole, 0),
         ("all-to-all", (n - 1) / n, dist.all_to_all_single, other, whole),
     ):
-        cell = {"operation": name, "bytes": whole.nbytes}
+        cell = {"operation": name, "bytes": whole.nbytes, "ranks": n}
         try:
             seconds = mean_seconds(device, function, *arguments)
             cell |= {"us": seconds * 1e6, "gb_per_s": factor * whole.nbytes / seconds / 1e9}

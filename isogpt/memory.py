@@ -3,6 +3,7 @@ Estimates of the memory that a training step needs, by formula: for `bench.py --
 running out of memory.
 """
 
+from functools import lru_cache
 from math import ceil
 
 from isogpt import loader
@@ -80,7 +81,7 @@ def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
     flops = [2.0 * (used + model_args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
     flops[-1] += 2.0 * V * C
     stages, own = pp * stages_per_rank(schedule), stages_of(pp_rank, pp, schedule)
-    runs, is_first, is_last = cut_evenly(flops, stages), 0 in own, stages - 1 in own
+    runs, is_first, is_last = cut_evenly(tuple(flops), stages), 0 in own, stages - 1 in own
     edges = n - L * block if is_first else V * C
     if is_first and not is_last and not model_args["tied"]:
         edges -= V * C  # the head is on another rank
@@ -122,7 +123,13 @@ def memory_report(cost: dict) -> str:
 
 def parameter_counts(model_args: dict) -> tuple[int, int, int]:
     """Number of parameters of the whole model, of one block, and of all experts of a block."""
-    c = GPTConfig(**model_args)
+    return counts_of(tuple(model_args.items()))
+
+
+@lru_cache
+def counts_of(model_args: tuple[tuple[str, object], ...]) -> tuple[int, int, int]:
+    """`parameter_counts`, which the planner asks for thousands of times."""
+    c = GPTConfig(**dict(model_args))
     C, qkv, experts = c.n_embd, sum(c.qkv_rows), c.n_expert * c.mlp_count
     norm = (2 if c.bias else 1) * C if ARCHS[c.arch].norm_weights else 0
     attention = C * (qkv + C) + (qkv + C if c.bias else 0)

@@ -9,6 +9,8 @@ import sys
 import pytest
 from runs import REPO
 
+from isogpt.step_report import split_step
+
 TINY = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=1", "--n_head=2", "--n_embd=16"]
 TINY += ["--block_size=16", "--batch_size=2", "--steps=3"]
 PARTS = ["data wait", "forward", "backward", "exposed comm", "optimizer", "other"]
@@ -136,23 +138,39 @@ def test_collectives_on_two_processes(zygote, work):
 @pytest.mark.slow
 def test_tuning_ends_in_a_command_that_runs(zygote, work):
     """It keeps the global batch, chooses settings that worked, and includes every setting that was typed."""
-    _, sharded = bench(zygote, work, *TINY, "--tune=True", "--nproc=2", "--zero=3", "--batch_size=1")
-    assert {t["point"].get("fsdp_prefetch") for t in sharded["tune"]["tried"]} == {1, 2, 3}
-    assert "--fsdp_prefetch=" in sharded["tune"]["command"]
-    text, found = bench(zygote, work, *TINY, "--tune=True")
+    text, found = bench(zygote, work, *TINY, "--tune=True", "--nproc=2", "--hardware=cpu", "--batch_size=4")
     tried, command = found["tune"]["tried"], found["tune"]["command"]
-    assert text.rstrip().endswith(command) and {t["tokens_a_step"] for t in tried} == {2 * 16}
-    assert {t["point"]["activation_checkpointing"] for t in tried} == {"none", "selective", "full"}
-    assert {t["point"]["batch_size"] for t in tried} >= {1, 2}
-    chosen = [t for t in tried if all(f"--{k}={v}" in command for k, v in t["point"].items())]
-    assert len(chosen) == 1 and "--n_embd=16" in command
-    assert 1.1 * chosen[0]["tokens_per_s"] > max(t["tokens_per_s"] for t in tried)
+    assert text.rstrip().endswith(command) and {t["tokens_a_step"] for t in tried} == {8 * 16}
+    points = [t["point"] for t in tried]
+    assert len({p["zero"] for p in points}) > 1 and len({p["batch_size"] for p in points}) > 1
+    assert "\nmeasured:\n" in text and "predicted:\n" in text and "--n_embd=16" in command
+    best = max(tried, key=lambda t: t["tokens_per_s"])["point"]
+    assert (f"--zero={best['zero']}" in command) == (
+        best["zero"] > 0
+    ) and f"--batch_size={best['batch_size']}" in command
     words = shlex.split(command)
-    assert words[:2] == ["python", "train.py"] and not any("tune" in w or "steps=3" in w for w in words)
-    run = zygote.start(
-        [*words[2:], "--max_iters=2", "--eval_iters=1", "--save_checkpoint=False", "--out_dir=out"], work
-    ).wait()
-    assert "iter 2:" in run.text() and "32 tokens" in run.text()
+    assert words[:4] == ["torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
+    assert not any("tune" in w or "steps=3" in w or "hardware" in w for w in words)
+    more = ["--max_iters=2", "--eval_iters=1", "--save_checkpoint=False", "--out_dir=out"]
+    run = zygote.start([*words[4:], *more], work, 2).wait()
+    assert "iter 2:" in run.text() and "128 tokens" in run.text()
+
+
+def test_a_plan_is_a_command_that_runs(zygote, work):
+    """For another number of devices and for other hardware; it starts nothing."""
+    text, found = bench(zygote, work, *TINY, "--plan=True", "--devices=2", "--hardware=cpu")
+    plans, command = found["plan"]["plans"], found["plan"]["command"]
+    assert text.rstrip().endswith(command) and "the global batch of 4 sequences on 2 x cpu" in text
+    times = [plan["total_s"] for plan in plans]
+    assert times == sorted(times) and len(plans) > 8
+    words = shlex.split(command)
+    assert words[:4] == ["torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
+    more = ["--max_iters=2", "--eval_iters=1", "--save_checkpoint=False", "--out_dir=out"]
+    run = zygote.start([*words[4:], *more], work, 2).wait()
+    assert "iter 2:" in run.text() and "64 tokens" in run.text()
+    many = ["--plan=True", "--devices=64", "--hardware=h100", "--n_layer=8", "--block_size=1024", "--batch_size=1"]
+    text, found = bench(zygote, work, *TINY, *many)
+    assert "torchrun --nnodes=8 --node_rank=RANK --nproc_per_node=8 --master_addr=HOST train.py" in text
 
 
 @pytest.mark.slow
@@ -183,14 +201,6 @@ def test_a_launch_that_fails_prints_why(zygote, work):
     assert "n_embd is 16: it must be a multiple of n_head, 3" in text and found is None
 
 
-def function(name):
-    """A function of bench.py, which is a script: importing it would run it."""
-    source, namespace = (REPO / "bench.py").read_text(), {}
-    start = source.index(f"def {name}(")
-    exec(source[start : source.index("\n\n\n", start)], namespace)
-    return namespace[name]
-
-
 def test_exposed_communication_is_what_the_silent_launch_saves():
     def run(step, backward, clip, optimizer):
         spans = {"data": 1, "forward": 30, "backward": backward, "clip": clip, "optimizer": optimizer, "agree": 2}
@@ -201,13 +211,12 @@ def test_exposed_communication_is_what_the_silent_launch_saves():
             "spans_ms": {k: {"mean": v, "max": v} for k, v in spans.items()},
         }
 
-    split = function("split_step")
     wanted = {"data wait": 1, "forward": 30, "backward": 35, "exposed comm": 20, "optimizer": 15, "other": 4}
     # a slower optimizer in the second launch is not communication
-    parts = split(run(105, 50, 5, 10), run(90, 35, 8, 12))
+    parts = split_step(run(105, 50, 5, 10), run(90, 35, 8, 12))
     assert parts == {name: {"mean": v, "max": v} for name, v in wanted.items()}
-    assert split(run(105, 50, 5, 10), run(120, 60, 5, 10))["exposed comm"] == {"mean": 0, "max": 0}, "noise"
-    assert split(run(105, 50, 5, 10), None)["exposed comm"] == {"mean": None, "max": None}
+    assert split_step(run(105, 50, 5, 10), run(120, 60, 5, 10))["exposed comm"] == {"mean": 0, "max": 0}, "noise"
+    assert split_step(run(105, 50, 5, 10), None)["exposed comm"] == {"mean": None, "max": None}
 
 
 def test_help_shows_the_defaults_of_bench(zygote, work):

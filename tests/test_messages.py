@@ -602,11 +602,12 @@ def test_the_tables_of_a_sweep_and_of_a_search(at, capsys):
     assert out.startswith("held fixed: the global batch, so that the speed-up by nproc is strong scaling\n")
     assert re.search(r"\n +nproc .* speed-up  efficiency\n +1 .* 1\.00x +100%\n", out), out
     assert "failed: nproc is '0': it must be a whole number of at least 1" in out
-    space["work"] |= {"batch_size": 2, "nproc": 1}
+    space["work"] |= {"batch_size": 2, "nproc": 1, "block_size": 256}
+    space |= {"processes": 1, "hardware": "cpu"}
     space["run_tune"]()
     out = capsys.readouterr().out
-    assert out.startswith("held fixed: the global batch of 2 sequences\n")
-    assert "\nthe fastest, 6,400 tokens/s:\npython train.py" in out
+    assert out.startswith("the global batch of 2 sequences on 1 x cpu, 1 on each machine, predicted:\n")
+    assert "\nmeasured:\n" in out and "\nthe fastest, 6,400 tokens/s:\npython train.py" in out
     space = bench(at, "--sweep=batch_size:2,4")
     space["run_train"] = figures
     capsys.readouterr()
@@ -648,7 +649,7 @@ def test_mistakes_of_bench_py(at, capsys):
     assert fails("--steps=0", "--nproc=-1", "--comm", "--tune", "--json_path=nowhere/x").err.splitlines() == [
         "steps is 0: it must be at least 1",
         "nproc is -1: it must not be negative",
-        "comm, sweep and tune are separate reports: set one of them",
+        "comm, sweep, plan and tune are separate reports: set one of them",
         "json_path is 'nowhere/x': no such folder",
     ]
     assert fails("--nproc=3").err == "nproc is 3, but the launcher started 2 processes: omit --nproc\n"
@@ -656,7 +657,7 @@ def test_mistakes_of_bench_py(at, capsys):
     machine, text = output.out.splitlines()
     assert re.fullmatch(r".+, \d+ cores, torch \d\S+", machine)
     assert text == "random tokens, since openwebtext is not prepared"
-    assert output.err == "a search launches the processes itself: start bench.py without torchrun, with --nproc=N\n"
+    assert output.err == "a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N\n"
     text = "a sweep over nproc launches the processes itself: start bench.py without torchrun\n"
     assert fails("--sweep=nproc:1").err == text
     text = "sweep is 'batch_size': type --sweep='nproc:1,2;batch_size:4,8' or the like\n"

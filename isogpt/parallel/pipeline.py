@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,20 +33,28 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "S
              "zero_bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble"}  # fmt: skip
 
 
-def cut_evenly(costs: list[float], n: int) -> list[range]:
+@lru_cache
+def cut_evenly(costs: tuple[float, ...], n: int) -> tuple[range, ...]:
     """Cut a row of blocks into n runs of at least one block, such that the most expensive run is as cheap as it can."""
+    before = (0.0, *accumulate(costs))
 
     @cache
-    def best(first: int, runs: int) -> tuple[float, list[range]]:
+    def best(first: int, runs: int) -> tuple[float, int]:
+        """The cost of the most expensive of the runs that begin at `first`, and where the first of them ends."""
         if runs == 1:
-            return sum(costs[first:]), [range(first, len(costs))]
-        found = []
+            return before[-1] - before[first], len(costs)
+        found = (inf, len(costs))
         for end in range(first + 1, len(costs) - runs + 2):
-            cost, others = best(end, runs - 1)
-            found.append((max(cost, sum(costs[first:end])), [range(first, end), *others]))
-        return min(found, key=lambda choice: choice[0])
+            own = before[end] - before[first]
+            found = min(found, (max(best(end, runs - 1)[0], own), end))
+            if own > found[0]:
+                break  # longer first runs cost more
+        return found
 
-    return best(0, n)[1]
+    cuts = [0]
+    for runs in range(n, 0, -1):
+        cuts.append(best(cuts[-1], runs)[1])
+    return tuple(range(*ends) for ends in pairwise(cuts))
 
 
 def block_costs(model: nn.Module) -> list[float]:
@@ -112,7 +122,7 @@ def routing_shapes(blocks: int, rows: int, config: GPTConfig) -> list[Tensor]:
 def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     """Remove the layers of other ranks from a model on the meta device; returns this rank's stages."""
     n = mesh.pp * stages_per_rank(pp_schedule)
-    runs, own = cut_evenly(block_costs(model), n), stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
+    runs, own = cut_evenly(tuple(block_costs(model)), n), stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
     stages = [Stage(model, number, n, runs[number]) for number in own]
     for i in {*range(model.config.n_layer)} - {i for number in own for i in runs[number]}:
         del model.transformer.h._modules[str(i)]  # deleting from a ModuleList would number the others anew

@@ -1,0 +1,161 @@
+"""The planner's formulas, its choice of layouts, and its predictions of published runs."""
+
+from dataclasses import asdict, replace
+from itertools import combinations, pairwise
+
+import pytest
+from runs import REPO
+
+from configurator import settings_of
+from isogpt import layouts, memory, planner
+from isogpt.devices import HARDWARE, Link, links_of, named_hardware
+from isogpt.loader import share_of
+from isogpt.mesh import AXES, Mesh, make_mesh
+from isogpt.parallel.pipeline import cut_evenly
+from isogpt.settings import check_training
+from model import GPTConfig
+
+DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
+GPT2 = {"bias": False}
+LLAMA_7B = dict(arch="llama", n_layer=32, n_head=32, n_embd=4096, n_hidden=11008, vocab_size=32000, block_size=4096)
+LLAMA_8B = dict(arch="llama", n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, n_hidden=14336, vocab_size=128256,
+                block_size=8192)  # fmt: skip
+SIMPLE = replace(HARDWARE["h100"], matmul=1e14, bytes_per_s=1e12, local=Link(1e-6, 1e11), network=Link(1e-5, 8e10),
+                 half=100)  # fmt: skip
+
+
+def cost_of(model, devices, batch_size, accumulation, dtype="bfloat16", **settings):
+    config = DEFAULTS | {"batch_size": batch_size, "gradient_accumulation_steps": accumulation} | settings
+    return memory.cost_of(config, asdict(GPTConfig(**model)), batch_size, dtype, devices, "cuda")
+
+
+def test_a_matmul_takes_its_flops_or_its_memory_traffic():
+    assert planner.matmul_s(SIMPLE, 1000, 2000, 4000, 2) == pytest.approx(2 * 8e9 / 1e14 * 1.1)
+    assert planner.matmul_s(SIMPLE, 1, 4000, 4000, 2) == pytest.approx(2 * (2 * 4000 + 16e6) / 1e12, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tp": 4}, {"tp": 8, "pp": 2}, {"cp": 2, "tp": 2}, {"zero": 3, "dp_replicate": 4}]
+)
+@pytest.mark.parametrize("devices", [4, 8, 32])
+def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
+    """Against counting the ranks of each ring on each machine."""
+    config = DEFAULTS | settings
+    if devices < 16 and settings.get("tp") == 8:
+        return
+    mesh, per_node = make_mesh(0, devices, config, config["zero"]), 8
+    for axes in (("tp",), ("cp",), ("pp",), ("dp_replicate",), ("dp_shard", "ep", "cp"), ("dp_replicate", "ep", "cp")):
+        group = [r for r in range(devices) if all(mesh.index(a, r) == 0 for a in AXES if a not in axes)]
+        n, found = len(group), planner.ring_s(SIMPLE, mesh, per_node, axes, 8e9)
+        crossings = sum(a // per_node != b // per_node for a, b in zip(group, [*group[1:], group[0]], strict=True))
+        here = sum(r < per_node for r in group)
+        bandwidth = min(1e11 if here > 1 else 1e99, 8e10 * here / min(devices, per_node) if crossings else 1e99)
+        expected = 8e9 * (n - 1) / n / bandwidth if n > 1 else 0
+        latency = crossings * 1e-5 + (n - max(1, crossings)) * 1e-6 if n > 1 else 0
+        assert found == pytest.approx(expected + latency), (axes, group)
+
+
+def test_layers_are_cut_as_well_as_any_cut_does():
+    costs = (3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0)
+    for n in range(1, 9):
+        cut = cut_evenly(costs, n)
+        assert [i for run in cut for i in run] == list(range(8)) and all(cut) and len(cut) == n
+        ends = ([0, *inner, 8] for inner in combinations(range(1, 8), n - 1))
+        best = min(max(sum(costs[a:b]) for a, b in pairwise(e)) for e in ends)
+        assert max(sum(costs[i] for i in run) for run in cut) == best
+
+
+def test_plans_are_valid_and_have_the_same_global_batch():
+    cost = cost_of(LLAMA_7B, 64, 4, 64)
+    plans = layouts.ranked(cost, HARDWARE["h100"], 8)
+    assert len({layouts.degrees(plan) for plan in plans}) > 100
+    times = [plan.total_s for plan in plans]
+    assert times == sorted(times)
+    for plan in plans[:: len(plans) // 200]:
+        s = plan.settings
+        assert s["batch_size"] * s["gradient_accumulation_steps"] == 256
+        config = DEFAULTS | s | {"arch": "llama", "n_layer": 32, "n_head": 32, "n_embd": 4096, "block_size": 4096}
+        check_training(config)
+        data_size = make_mesh(0, 64, config, s["zero"]).data_size
+        assert share_of(256, 0, data_size, s["batch_size"], s["pp"]).rows >= 1
+        assert bool(plan.problem) == (plan.gb > 80)
+    ddp = [plan for plan in plans if layouts.degrees(plan) == (0, 1, 1, 1, 1, 1)]
+    assert ddp and all("does not fit" in plan.problem for plan in ddp), "16 bytes per parameter are more than 80 GB"
+    table = layouts.table(plans, 256 * 4096, 64, 4e10)
+    assert "communication +" in table and "bubble +" in table and "does not fit: " in table
+    assert len(table.splitlines()) == 1 + 15 + 3
+
+
+def test_slower_networks_change_the_choice():
+    """Over 1 Gbit/s, what communicates each micro-step between machines loses."""
+    cost = cost_of(GPT2, 16, 8, 16)
+    fast, slow = (layouts.ranked(cost, named_hardware("h100", gbit), 8)[0] for gbit in (0, 1))
+    assert fast.settings["zero"] == 3 and fast.settings["pp"] == 1 and slow.settings["pp"] > 1
+    sharded = planner.predict(cost | {"zero": 3}, named_hardware("h100", 1), 8)
+    assert sharded.seconds["communication"] > 20 * slow.seconds["communication"]
+
+
+def test_the_number_of_predictions_for_1024_devices(monkeypatch):
+    """Each takes a quarter of a millisecond."""
+    count = [0]
+
+    def counted(*args):
+        count[0] += 1
+        return planner.predict(*args)
+
+    monkeypatch.setattr(layouts, "predict", counted)
+    assert not layouts.ranked(cost_of(LLAMA_7B, 1024, 1, 1024), HARDWARE["h100"], 8)[0].problem
+    assert count[0] < 16000
+
+
+def test_the_fewest_devices_on_which_a_model_fits():
+    cost = cost_of(LLAMA_7B, 1, 1, 64)
+    fewest = layouts.smallest_world(cost, HARDWARE["4090"], 2)
+    assert fewest == 6, "three machines of two"
+    assert not layouts.ranked(cost | {"world_size": 6}, HARDWARE["4090"], 2)[0].problem
+    assert all(plan.problem for plan in layouts.ranked(cost | {"world_size": 4}, HARDWARE["4090"], 2))
+    huge = cost_of(LLAMA_7B | {"n_layer": 1, "n_embd": 2**20, "n_head": 1}, 1, 1, 1)
+    assert layouts.smallest_world(huge, HARDWARE["4090"], 8) == 0
+
+
+def test_names_of_hardware():
+    assert named_hardware("a100", 10).network.bytes_per_s == pytest.approx(1.25e9, rel=0.1)
+    assert named_hardware("this", 0, SIMPLE) is SIMPLE
+    with pytest.raises(ValueError, match="hardware is 'h800'; possible are h100, h200, a100, 4090, cpu and this"):
+        named_hardware("h800", 0)
+    cells = [{"operation": "all-reduce", "bytes": size, "us": us, "gb_per_s": 2.0, "ranks": 3} for size, us in
+             ((2**10, 80.0), (2**20, 1000.0))]  # fmt: skip
+    assert links_of(cells)[0] == Link(pytest.approx(2e-5), 2e9)
+
+
+# docs/scaling.md names the sources. The H100s of torchtitan's benchmarks have 500 W instead of 700 and slower memory.
+A100_40GB = replace(HARDWARE["a100"], memory_gb=40, bytes_per_s=0.85 * 1.555e12)
+COMPOSED = replace(A100_40GB, attention=0.55 / 7)  # FlashAttention-2 is 5 to 9 times as fast (Dao 2023)
+H100_500W = replace(HARDWARE["h100"], memory_gb=103, matmul=0.65 * 835e12, bytes_per_s=0.85 * 2.4e12)
+TITAN = dict(zero=3, activation_checkpointing="selective")
+
+
+@pytest.mark.parametrize("hw, model, devices, batch_size, accumulation, settings, published, gib", [
+    (COMPOSED, GPT2, 8, 12, 40, {}, 491520 / 0.562 / 8, None),
+    (HARDWARE["a100"], GPT2, 8, 64, 8, {}, 10e9 / (90 * 60) / 8, None),
+    (H100_500W, LLAMA_8B, 8, 2, 8, TITAN, 6667, 77.0),
+    (H100_500W, LLAMA_8B, 128, 2, 128, TITAN, 6514, 62.0),
+], ids=["nanoGPT", "llm.c", "torchtitan-8", "torchtitan-128"])  # fmt: skip
+def test_published_runs(hw, model, devices, batch_size, accumulation, settings, published, gib):
+    """Tokens/s of a device within 25%."""
+    cost = cost_of(model, devices, batch_size, accumulation, **settings)
+    plan = planner.predict(cost, hw, 8)
+    assert not plan.problem
+    speed = batch_size * accumulation * cost["model_args"]["block_size"] / plan.total_s / devices
+    print(
+        f"predicted {speed:,.0f}, published {published:,.0f} tokens/s: {speed / published - 1:+.1%}, {plan.gb:.1f} GB"
+    )
+    assert speed == pytest.approx(published, rel=0.25)
+    if gib:
+        assert 0.95 < plan.gb / (gib * 1.0737) < 1.15
+
+
+def test_a_mesh_of_one_communicates_nothing():
+    assert planner.ring_s(SIMPLE, Mesh(), 8, ("dp_replicate",), 1e9) == 0
+    alone = planner.predict(cost_of(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
+    assert alone.seconds["communication"] == 0 and alone.seconds["bubble"] == 0
