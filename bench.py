@@ -34,11 +34,11 @@ from torch.distributed import DistError
 from configurator import configure, fail, settings_of
 from isogpt import launch, layouts, loader, memory, precision, settings
 from isogpt.collectives import measure_collectives, shown
-from isogpt.devices import hardware_here, named_hardware
+from isogpt.devices import Hardware, calibrated, hardware_here, named_hardware
 from isogpt.files import write_whole
 from isogpt.hardware import PROFILE_SKIP, PROFILE_STEPS, fastest, measured_matmul
 from isogpt.network import own_cores
-from isogpt.planner import Plan
+from isogpt.planner import Plan, micro_step_s, two_blocks
 from isogpt.step_report import bubble, figures, own_lines, reason_for, shown_bubble, split_step
 from model import GPT, GPTConfig
 
@@ -255,28 +255,35 @@ def make_plans(n: int) -> tuple[list[Plan], str]:
     """Rank the plans for n devices; prints a table and returns the plans and the best one's command."""
     if is_launched:
         fail("a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N")
-    machine, here, links = min(n, per_node), None, []
-    if hardware == "this":
-        if machine > 1:
-            target = scratch / "comm.json"
-            command = [sys.executable, str(HERE / "bench.py"), "--comm", f"--nproc={machine}", f"--device={device}"]
-            subprocess.run([*command, f"--json_path={target}"], stdout=subprocess.DEVNULL, check=True)
-            links = json.loads(target.read_text())["comm"]
-        here = hardware_here(where, precision.resolve_dtype(dtype, where), machine, links)
-    cost, hw = memory_cost(n), named_hardware(hardware, network, here)
+    cost, machine = memory_cost(n), min(n, per_node)
     cost["gradient_accumulation_steps"] = cost["gradient_accumulation_steps"] or n
     if hardware not in ("this", "cpu"):
         cost |= {"device_type": "cuda", "dtype": "bfloat16" if dtype == "auto" else dtype}
+    hw = named_hardware(hardware, network, measured_machine(cost, machine) if hardware == "this" else None)
     plans, sequences = layouts.ranked(cost, hw, machine), cost["batch_size"] * cost["gradient_accumulation_steps"]
     print(f"the global batch of {sequences} sequences on {n} x {hardware}, {machine} on each machine, predicted:")
     with torch.device("meta"):
         flops = GPT(GPTConfig(**cost["model_args"])).flops_per_token()
-    if plans:
-        print(layouts.table(plans, sequences * work["block_size"], n, flops))
+    print(layouts.table(plans, sequences * work["block_size"], n, flops))
     if not plans or plans[0].problem:
         fewest = layouts.smallest_world(cost, hw, per_node)
         fail(f"no layout fits on {n} devices" + (f": start with {fewest}, the fewest that do" if fewest else ""))
     return plans, command_for(plans[0].settings, n)
+
+
+def measured_machine(cost: dict, n: int) -> Hardware:
+    """This machine with n processes: the large operations, two of the model's blocks, and the collectives."""
+    links, target = [], scratch / "comm.json"
+    if n > 1:
+        command = [sys.executable, str(HERE / "bench.py"), "--comm", f"--nproc={n}", f"--device={device}"]
+        subprocess.run([*command, f"--json_path={target}"], stdout=subprocess.DEVNULL, check=True)
+        links = json.loads(target.read_text())["comm"]
+    found = hardware_here(where, cost["dtype"], n, links)
+    if where.type == "cuda":
+        return found
+    cost, rows = two_blocks(cost)
+    model = GPT(GPTConfig(**cost["model_args"]))
+    return calibrated(found, model, rows, sum(micro_step_s(found, cost, 0)), n)
 
 
 def command_for(point: dict, n: int) -> str:
@@ -308,17 +315,12 @@ def run_tune() -> dict:
     tried = []
     for plan in few:
         try_point({name: plan.settings[name] for name in varied}, work | plan.settings, 5, tried)
-    best = max(tried, key=tokens_per_s)
+    best = max(tried, key=lambda run: run.get("tokens_per_s", 0.0))
     if "problem" in best:
         return {"tried": tried}
     command = command_for(few[tried.index(best)].settings, processes)
     print(f"\nthe fastest, {best['tokens_per_s']:,.0f} tokens/s:\n{command}")
     return {"tried": tried, "command": command}
-
-
-def tokens_per_s(run: dict) -> float:
-    """The speed of a launch; 0 if it failed."""
-    return run.get("tokens_per_s", 0.0)
 
 
 def memory_cost(world_size: int) -> dict:

@@ -1,14 +1,16 @@
 """What devices and their links reach: known GPUs, and this machine, measured."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from isogpt.hardware import fastest, measured_matmul
+from isogpt.hardware import fastest, measured_matmul, seconds_per_pass
 from isogpt.network import own_cores
 from isogpt.precision import DTYPES, set_numerics
 
@@ -91,6 +93,20 @@ def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: lis
     part = max(1, cores // nproc) / cores
     return replace(found, memory_gb=found.memory_gb / nproc, matmul=part * matmul, bytes_per_s=part * copy,
                    sharing=max(1.0, nproc * part), fixed_gb=0.4)  # fmt: skip
+
+
+def calibrated(hw: Hardware, model: nn.Module, rows: int, predicted_s: float, nproc: int) -> Hardware:
+    """
+    `hw` with the speeds that make a forward and backward of `rows` sequences take as long as it does: a prediction
+    knows the large operations only. A process of `nproc` has its share of the cores while this is measured.
+    """
+    device, threads = next(model.parameters()).device, torch.get_num_threads()
+    tokens = torch.randint(model.config.vocab_size, (rows, model.config.block_size), device=device)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, len(own_cores()) // nproc))
+    factor = predicted_s / seconds_per_pass(model, (tokens, tokens), nullcontext(), device, 1.0)
+    torch.set_num_threads(threads)
+    return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)
 
 
 def links_of(collectives: list[dict]) -> tuple[Link, Link]:

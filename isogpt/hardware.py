@@ -4,7 +4,6 @@ import json
 import math
 import re
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -80,11 +79,12 @@ def memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     if device.type == "mps":
         return torch.mps.driver_allocated_memory() / 1e9
+    with suppress(OSError, TypeError):  # Linux, whose ru_maxrss begins with the peak of the parent process
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e9
     with suppress(ImportError):  # Windows
         import resource
 
-        bytes_per_unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9  # bytes on macOS
     return 0.0
 
 

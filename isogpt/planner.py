@@ -207,6 +207,16 @@ def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: 
 # a step
 
 
+def two_blocks(cost: dict, tokens: int = 4096) -> tuple[dict, int]:
+    """
+    The cost of two of the model's blocks on one device with about `tokens` tokens, to compare with a measurement, and
+    the number of sequences.
+    """
+    rows = max(1, tokens // cost["model_args"]["block_size"])
+    args = cost["model_args"] | {"n_layer": 2}
+    return cost | LAYOUT | {"model_args": args, "rows": rows, "world_size": 1, "dtype": "float32"}, rows
+
+
 def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
     """What a step with the settings in `cost` (memory.cost_of) takes on `per_node` devices of each machine."""
     zero, pp = stage_of(cost), cost["pp"]

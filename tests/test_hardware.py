@@ -61,3 +61,11 @@ def test_deterministic_means_inductor_too():
             "import torch._inductor.config as c; assert c.deterministic; print('yes')")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.stdout == "yes\n", done.stderr
+
+
+def test_memory_of_a_process_is_not_that_of_the_one_that_started_it():
+    child = "import torch\nfrom isogpt.hardware import memory_gb\nprint(memory_gb(torch.device('cpu')))"
+    run = f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    parent = f"import subprocess, sys\nheld = b'x' * 10**9\n{run}"
+    result = subprocess.run([sys.executable, "-c", parent], cwd=REPO, capture_output=True, text=True, check=True)
+    assert 0.1 < float(result.stdout) < 0.9

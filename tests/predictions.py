@@ -1,0 +1,158 @@
+"""
+Predicted beside measured: train.py on this machine in many layouts, each with two models (Linux, root, iproute2 for
+the runs over a link). It needs an idle machine and takes a quarter of an hour.
+
+    python tests/predictions.py [NPROC ...]     only runs with these numbers of processes
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import numpy as np
+import torch
+from hosts import Hosts
+from runs import REPO, column
+from slow_network import prepare_shakespeare, train
+
+from configurator import settings_of
+from isogpt import memory, planner
+from isogpt.devices import Hardware, Link, calibrated, hardware_here
+from isogpt.settings import model_args_of
+from model import GPT, GPTConfig
+
+STEPS, WARM_UP = 5, 2
+COMMON = {"dropout": 0.0, "device": "cpu", "dtype": "float32", "eval_interval": 10**6, "eval_iters": 1,
+          "log_interval": 1, "save_checkpoint": False, "max_iters": STEPS + WARM_UP - 1,
+          "dataset": "shakespeare_char"}  # fmt: skip
+MODELS = {
+    "gpt2": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=2, gradient_accumulation_steps=4),
+    "llama": dict(arch="llama", n_layer=8, n_head=8, n_embd=256, block_size=512, batch_size=1,
+                  gradient_accumulation_steps=8),
+}  # fmt: skip
+EXPERTS = {"n_expert": 4}
+LAYOUTS = (
+    (1, {}), (1, {"activation_checkpointing": "full"}), (1, EXPERTS),
+    (2, {}), (2, {"zero": 1}), (2, {"zero": 2}), (2, {"zero": 3}), (2, {"tp": 2}), (2, {"cp": 2}), (2, {"pp": 2}),
+    (2, {"pp": 2, "pp_schedule": "zbv"}), (2, {"ep": 2, **EXPERTS}),
+    (4, {}), (4, {"zero": 3}), (4, {"zero": 3, "dp_replicate": 2}), (4, {"tp": 2}), (4, {"pp": 2, "tp": 2}),
+    (4, {"cp": 2, "zero": 2}),
+    (8, {"zero": 1}), (8, {"tp": 2, "pp": 2}),
+)  # fmt: skip
+OVER_A_LINK = ({}, {"zero": 1}, {"zero": 3})  # two hosts of one process, 1 Gbit/s
+DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
+
+
+def cost_of(settings: dict, nproc: int) -> dict:
+    """What the planner needs to know of a run."""
+    config = DEFAULTS | COMMON | settings
+    args = asdict(GPTConfig(**model_args_of(config, 65)))
+    return memory.cost_of(config, args, config["batch_size"], "float32", nproc, "cpu")
+
+
+def flags(settings: dict) -> list[str]:
+    return [f"--{name}={value}" for name, value in (COMMON | settings).items()]
+
+
+def figures(out: Path) -> tuple[float, float]:
+    """(median seconds of a step, GB of the largest rank)."""
+    return median(list(column(out, "step_ms").values())[WARM_UP:]) / 1e3, max(column(out, "memory_gb_max").values())
+
+
+def measured_here(work: Path, settings: dict, nproc: int) -> tuple[float, float]:
+    """Train with `nproc` processes of this machine."""
+    out = Path(tempfile.mkdtemp(dir=work))
+    launch = [f"--nproc={nproc}"] if nproc > 1 else []
+    command = [sys.executable, str(REPO / "train.py"), *flags(settings), *launch, f"--out_dir={out}"]
+    run = subprocess.run(command, cwd=work, capture_output=True, text=True)
+    if run.returncode:
+        sys.exit(f"{settings}: {run.stderr[-1500:]}")
+    return figures(out)
+
+
+def measured_over_a_link(work: Path, settings: dict, hosts: Hosts) -> tuple[float, float]:
+    """Train with a process on each host."""
+    before = {path.name for path in work.iterdir()}
+    train(hosts, flags(settings))
+    (out,) = (path for path in work.iterdir() if path.name not in before and path.name.startswith("out"))
+    return figures(out)
+
+
+def links_here(nproc: int, work: Path) -> list[dict]:
+    """What bench.py --comm measures."""
+    if nproc == 1:
+        return []
+    command = [sys.executable, str(REPO / "bench.py"), "--comm", f"--nproc={nproc}", "--device=cpu"]
+    subprocess.run([*command, f"--json_path={work / 'comm.json'}"], stdout=subprocess.DEVNULL, check=True, cwd=work)
+    return json.loads((work / "comm.json").read_text())["comm"]
+
+
+def machine_of(model: dict, nproc: int, links: list[dict]) -> Hardware:
+    """This machine with `nproc` processes, as bench.py --plan measures it."""
+    found = hardware_here(torch.device("cpu"), "float32", nproc, links)
+    cost, rows = planner.two_blocks(cost_of(model, nproc))
+    predicted = sum(planner.micro_step_s(found, cost, 0))
+    return calibrated(found, GPT(GPTConfig(**cost["model_args"])), rows, predicted, nproc)
+
+
+def ranks(values: list[float]) -> np.ndarray:
+    return np.argsort(np.argsort(values))
+
+
+def main() -> None:
+    wanted = [int(n) for n in sys.argv[1:]] or [1, 2, 4, 8, 0]
+    rows = []  # (group, time predicted, measured, memory predicted, measured)
+    with tempfile.TemporaryDirectory(prefix="predictions_") as folder:
+        work = Path(folder)
+        prepare_shakespeare(work)
+        print("| processes | model | layout | ms predicted | measured | | GB predicted | measured | |\n|" + "---|" * 9)
+
+        def add(place: str, name: str, layout: dict, plan: planner.Plan, found: tuple[float, float]) -> None:
+            (seconds, gb), predicted = found, plan.total_s
+            rows.append(((place, name), predicted, seconds, plan.gb, gb, layout))
+            text = " ".join(f"--{key}={value}" for key, value in layout.items())
+            time = f"{predicted * 1e3:.0f} | {seconds * 1e3:.0f} | {predicted / seconds - 1:+.0%}"
+            size = f"{plan.gb:.2f} | {gb:.2f} | {plan.gb / gb - 1:+.0%}"
+            print(f"| {place} | {name} | `{text}` | {time} | {size} |", flush=True)
+
+        for nproc in (n for n in (1, 2, 4, 8) if n in wanted):
+            links = links_here(nproc, work)
+            hw = {name: machine_of(model, nproc, links) for name, model in MODELS.items()}
+            for n, layout in LAYOUTS:
+                for name, model in MODELS.items() if n == nproc else ():
+                    plan = planner.predict(cost_of(model | layout, n), hw[name], n)
+                    add(str(n), name, layout, plan, measured_here(work, model | layout, n))
+        if 0 in wanted:
+            os.environ["OMP_NUM_THREADS"] = "1"
+            hosts, hw = Hosts(work, 2), {name: machine_of(model, 2, []) for name, model in MODELS.items()}
+            hw = {name: replace(part, network=Link(1e-4, 1e9 / 8 * 0.94)) for name, part in hw.items()}
+            try:
+                hosts.limit("1gbit")
+                for layout in OVER_A_LINK:
+                    for name, model in MODELS.items():
+                        plan = planner.predict(cost_of(model | layout, 2), hw[name], 1)
+                        add("2 hosts", name, layout, plan, measured_over_a_link(work, model | layout, hosts))
+            finally:
+                hosts.close()
+    predicted, measured, gb, gb_measured = (np.array(values) for values in list(zip(*rows, strict=True))[1:5])
+    error, gb_error = predicted / measured - 1, gb / gb_measured - 1
+    correlation = np.corrcoef(ranks(predicted), ranks(measured))[0, 1]
+    medians = f"time {np.median(abs(error)):.0%}, memory {np.median(abs(gb_error)):.0%}"
+    print(f"\n{len(rows)} runs, median errors: {medians}; memory at least {gb_error.min():+.0%}")
+    print(f"rank correlation of time {correlation:.2f}")
+    for group in dict.fromkeys(row[0] for row in rows):
+        ours = [row for row in rows if row[0] == group and "n_expert" not in row[5]]
+        best = min(ours, key=lambda row: row[1])
+        place = sorted(ours, key=lambda row: row[2]).index(best) + 1
+        print(f"{' '.join(group)}: the best predicted layout {best[5]} is number {place} of {len(ours)} measured")
+
+
+if __name__ == "__main__":
+    main()
