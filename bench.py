@@ -255,17 +255,21 @@ def make_plans(n: int) -> tuple[list[Plan], str]:
     """Rank the plans for n devices; prints a table and returns the plans and the best one's command."""
     if is_launched:
         fail("a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N")
+    if work["init_from"] not in ("scratch", "auto", "resume"):
+        raise ValueError(f"init_from is {work['init_from']!r}: a plan needs n_layer, n_head and n_embd of the model")
     cost, machine = memory_cost(n), min(n, per_node)
     cost["gradient_accumulation_steps"] = cost["gradient_accumulation_steps"] or n
-    if hardware not in ("this", "cpu"):
-        cost |= {"device_type": "cuda", "dtype": "bfloat16" if dtype == "auto" else dtype}
+    if n > machine and n % machine:
+        fail(f"devices is {n}: it must be a multiple of per_node, {per_node}: set --devices={n - n % machine}")
     hw = named_hardware(hardware, network, measured_machine(cost, machine) if hardware == "this" else None)
     plans, sequences = layouts.ranked(cost, hw, machine), cost["batch_size"] * cost["gradient_accumulation_steps"]
     print(f"the global batch of {sequences} sequences on {n} x {hardware}, {machine} on each machine, predicted:")
     with torch.device("meta"):
         flops = GPT(GPTConfig(**cost["model_args"])).flops_per_token()
+    if not plans:
+        fail(f"no layout of {n} devices: {sequences} sequences are too few for them, or the settings exclude all")
     print(layouts.table(plans, sequences * work["block_size"], n, flops))
-    if not plans or plans[0].problem:
+    if plans[0].problem:
         fewest = layouts.smallest_world(cost, hw, per_node)
         fail(f"no layout fits on {n} devices" + (f": start with {fewest}, the fewest that do" if fewest else ""))
     return plans, command_for(plans[0].settings, n)
@@ -288,7 +292,8 @@ def measured_machine(cost: dict, n: int) -> Hardware:
 
 def command_for(point: dict, n: int) -> str:
     """The command that trains with the settings of `point` on n devices."""
-    chosen = small | {name: value for name, value in point.items() if value != layouts.LAYOUT.get(name)}
+    # what a config file sets is set anew
+    chosen = small | {k: value for k, value in point.items() if value != layouts.LAYOUT.get(k) or k in config}
     kept = accepted.keys() - chosen.keys() - layouts.LAYOUT.keys() - {"nproc", "profile"}
     typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] in kept]
     program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
@@ -301,7 +306,7 @@ def run_plan() -> dict:
     """Print the plans for `devices` devices and the best command."""
     plans, command = make_plans(devices or processes)
     print(f"\nthe fastest, predicted:\n{command}")
-    return {"plans": [asdict(plan) | {"total_s": plan.total_s} for plan in plans], "command": command}
+    return {"plans": [asdict(p) | {"total_s": None if p.problem else p.total_s} for p in plans], "command": command}
 
 
 def run_tune() -> dict:
@@ -329,10 +334,15 @@ def memory_cost(world_size: int) -> dict:
     data_size = max(1, world_size // (work["pp"] * work["cp"] * work["tp"]))
     weights = loader.weights_of(work["shares"], data_size)
     rows = max(loader.share_of(sequences, 0, data_size, work["batch_size"], work["pp"], weights).rows_of)
-    dtype = precision.resolve_dtype(work["dtype"], where)
+    if hardware in ("this", "cpu"):
+        kind, dtype = where.type, precision.resolve_dtype(work["dtype"], where)
+    elif work["dtype"] in ("auto", "bfloat16", "float16"):
+        kind, dtype = "cuda", work["dtype"].replace("auto", "bfloat16")
+    else:
+        raise ValueError(f"dtype is {work['dtype']!r}: for {hardware}, set --dtype=bfloat16 or float16")
     vocab_size = work["vocab_size"] or loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
     model_args = asdict(GPTConfig(**settings.model_args_of(work, vocab_size)))
-    return memory.cost_of(work, model_args, rows, dtype, world_size, where.type)
+    return memory.cost_of(work, model_args, rows, dtype, world_size, kind)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -393,20 +403,23 @@ except (ValueError, DistError) as e:
     fail(str(e))
 with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
     scratch = Path(folder)
-    if is_random and not comm:
-        say(f"random tokens, since {work['dataset']} is not prepared" if real_data else "random tokens")
-        length, ids = max(2**20, 2 * work["block_size"]), min(work["vocab_size"], 50257)
-        for split in ("train", "val"):
-            np.random.default_rng(0).integers(0, ids, length, dtype=np.uint16).tofile(scratch / f"{split}.bin")
-        work["dataset"] = folder
-    if sweep:
-        result["sweep"] = run_sweep()
-    elif plan:
-        result["plan"] = run_plan()
-    elif tune:
-        result["tune"] = run_tune()
-    elif not comm:
-        result["report"] = run_report()
+    try:
+        if is_random and not comm:
+            say(f"random tokens, since {work['dataset']} is not prepared" if real_data else "random tokens")
+            length, ids = max(2**20, 2 * work["block_size"]), min(work["vocab_size"], 50257)
+            for split in ("train", "val"):
+                np.random.default_rng(0).integers(0, ids, length, dtype=np.uint16).tofile(scratch / f"{split}.bin")
+            work["dataset"] = folder
+        if sweep:
+            result["sweep"] = run_sweep()
+        elif plan:
+            result["plan"] = run_plan()
+        elif tune:
+            result["tune"] = run_tune()
+        elif not comm:
+            result["report"] = run_report()
+    except ValueError as e:
+        fail(str(e))
 if json_path and rank == 0:
     write_whole(Path(json_path), json.dumps(result, indent=2) + "\n")
 tried = result.get("sweep") or result.get("tune", {}).get("tried", [])

@@ -5,7 +5,7 @@ from itertools import product
 
 from isogpt.mesh import stages_per_rank
 from isogpt.planner import LAYOUT, SCHEDULES, Hardware, Plan, predict
-from isogpt.settings import check_degrees
+from isogpt.settings import check_degrees, check_training
 
 MOST_DEVICES = 2**17  # how far to look for a number of devices on which the model fits
 DEGREES = ("zero", "dp_replicate", "tp", "pp", "cp", "ep")
@@ -32,15 +32,20 @@ def layouts(cost: dict, devices: int, per_node: int) -> Iterator[dict]:
         if rest or left * ep > sequences:
             continue
         layout = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
-        try:
-            check_degrees(devices, cost | LAYOUT | layout, args)
-        except ValueError:
-            continue
         copies = {1, devices // per_node} if left % (devices // per_node) == 0 else {1}
         sharded = [{"zero": zero, "dp_replicate": n} for zero in (2, 3) for n in sorted(copies) if left // n > 1]
         stages = [{"zero": 0}, {"zero": 1}] if left * ep * cp > 1 else [{"zero": 0}]
-        for stage in [*stages, *sharded]:
-            yield LAYOUT | layout | stage
+        yield from (LAYOUT | layout | s for s in [*stages, *sharded] if is_valid(cost | LAYOUT | layout | s, devices))
+
+
+def is_valid(settings: dict, devices: int) -> bool:
+    """Whether train.py accepts these settings."""
+    try:
+        check_training(settings | {"out_dir": "out"})  # bench.py has none
+        check_degrees(devices, settings, settings["model_args"])
+    except ValueError:
+        return False
+    return True
 
 
 def plans_of(cost: dict, layout: dict, hw: Hardware, per_node: int) -> Iterator[Plan]:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from isogpt.checkpoint import Source
 
 AT_LEAST_1 = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
-              "n_layer", "n_head", "n_embd", "n_expert_active", "dp_replicate", "pp", "ep", "cp", "tp", "nan_patience",
-              "fsdp_prefetch", "local_steps", "outer_parts", "num_samples", "max_new_tokens", "steps")  # fmt: skip
+              "n_layer", "n_head", "n_embd", "n_expert_active", "per_node", "dp_replicate", "pp", "ep", "cp", "tp",
+              "nan_patience", "fsdp_prefetch", "local_steps", "outer_parts", "num_samples", "max_new_tokens",
+              "steps")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate",
                 "min_lr", "cooldown_iters", "muon_lr", "embedding_lr", "n_kv_head", "n_hidden", "weight_decay",
                 "grad_clip", "keep_last", "time_limit_s", "max_rollbacks", "nproc", "check_ranks_interval",
                 "temperature", "top_k", "islands", "outer_lr", "n_expert", "balance_loss", "router_z_loss",
-                "base_batch")  # fmt: skip
+                "base_batch", "devices", "network")  # fmt: skip
 # names, condition on the value, and how the message states it
 RANGES = ((AT_LEAST_1, lambda v: v >= 1, "be at least 1"), (NOT_NEGATIVE, lambda v: v >= 0, "not be negative"),
           (("dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),
@@ -32,7 +33,7 @@ CHOICES = {"data_order": ("random", "shuffle"), "on_nan": ("stop", "skip"), "zer
            "grad_sync": ("auto", "last", "every", "never"), "arch": ("gpt2", "nanochat", "llama"),
            "head": ("auto", "tied", "untied"), "optimizer": ("adamw", "muon"),
            "lr_schedule": ("cosine", "linear", "wsd"), "lr_scaling": ("none", "linear", "sqrt"),
-           "outer_compression": ("none", "fp16", "int8"),
+           "outer_compression": ("none", "fp16", "int8"), "hardware": ("h100", "h200", "a100", "4090", "cpu", "this"),
            "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")}  # fmt: skip
 # old name -> new name
 RENAMED = {"prefetch": "fsdp_prefetch", "bucket_mb": "ddp_bucket_mb", "timeout_s": "dist_timeout_s",

@@ -168,7 +168,15 @@ def test_a_plan_is_a_command_that_runs(zygote, work):
     more = ["--max_iters=2", "--eval_iters=1", "--save_checkpoint=False", "--out_dir=out"]
     run = zygote.start([*words[4:], *more], work, 2).wait()
     assert "iter 2:" in run.text() and "64 tokens" in run.text()
-    many = ["--plan=True", "--devices=64", "--hardware=h100", "--n_layer=8", "--block_size=1024", "--batch_size=1"]
+    many = [
+        "--plan=True",
+        "--devices=64",
+        "--hardware=h100",
+        "--dtype=bfloat16",
+        "--n_layer=8",
+        "--block_size=1024",
+        "--batch_size=1",
+    ]
     text, found = bench(zygote, work, *TINY, *many)
     assert "torchrun --nnodes=8 --node_rank=RANK --nproc_per_node=8 --master_addr=HOST train.py" in text
 

@@ -121,8 +121,6 @@ def test_the_fewest_devices_on_which_a_model_fits():
 def test_names_of_hardware():
     assert named_hardware("a100", 10).network.bytes_per_s == pytest.approx(1.25e9, rel=0.1)
     assert named_hardware("this", 0, SIMPLE) is SIMPLE
-    with pytest.raises(ValueError, match="hardware is 'h800'; possible are h100, h200, a100, 4090, cpu and this"):
-        named_hardware("h800", 0)
     cells = [{"operation": "all-reduce", "bytes": size, "us": us, "gb_per_s": 2.0, "ranks": 3} for size, us in
              ((2**10, 80.0), (2**20, 1000.0))]  # fmt: skip
     assert links_of(cells)[0] == Link(pytest.approx(2e-5), 2e9)
