@@ -36,7 +36,7 @@ from isogpt import launch, layouts, loader, memory, precision, settings
 from isogpt.collectives import measure_collectives, shown
 from isogpt.devices import Hardware, calibrated, hardware_here, named_hardware
 from isogpt.files import write_whole
-from isogpt.hardware import PROFILE_SKIP, PROFILE_STEPS, fastest, measured_matmul
+from isogpt.hardware import PROFILE_SKIP, PROFILE_STEPS, measured_copy, measured_matmul
 from isogpt.network import own_cores
 from isogpt.planner import Plan, micro_step_s, two_blocks
 from isogpt.step_report import bubble, figures, own_lines, reason_for, shown_bubble, split_step
@@ -72,7 +72,7 @@ SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_
 FIXED = dict(out_dir="", max_iters=0, log_interval=1, eval_interval=10**9, eval_iters=1, eval_only=False)
 FIXED |= dict(save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0)
 FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
-LAYOUT = {"tp", "pp", "cp", "ep", "pp_schedule", "zero", "fsdp", "dp_replicate"}  # they change the communication
+LAYOUT = layouts.LAYOUT.keys() - {"activation_checkpointing"}  # they change the communication
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
 
 
@@ -126,8 +126,7 @@ def limits(run: dict) -> dict[str, float | None]:
     if where.type == "cpu":
         torch.set_num_threads(len(own_cores()))  # torchrun sets one
     precision.set_numerics(where, run["dtype"], False)
-    matmul, source = measured_matmul(where, run["dtype"]), torch.ones(2**26, device=where)  # 256 MiB
-    copy = 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)  # read and written
+    matmul, copy = measured_matmul(where, run["dtype"]), measured_copy(where)
     config, n = run["settings"], run["processes"]
     # the processes of one machine share its cores
     devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
@@ -287,7 +286,7 @@ def measured_machine(cost: dict, n: int) -> Hardware:
         return found
     cost, rows = two_blocks(cost)
     model = GPT(GPTConfig(**cost["model_args"]))
-    return calibrated(found, model, rows, sum(micro_step_s(found, cost, 0)), n)
+    return calibrated(found, model, rows, cost["dtype"], sum(micro_step_s(found, cost, 0)), n)
 
 
 def command_for(point: dict, n: int) -> str:

@@ -1,7 +1,6 @@
 """What devices and their links reach: known GPUs, and this machine, measured."""
 
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from isogpt.hardware import fastest, measured_matmul, seconds_per_pass
+from isogpt.hardware import fastest, measured_copy, measured_matmul, seconds_per_pass
 from isogpt.network import own_cores
 from isogpt.precision import DTYPES, set_numerics
 
@@ -78,14 +77,12 @@ def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: lis
     q = torch.randn(4, 8, 512, 64, device=device).to(DTYPES[dtype])
     causal = partial(F.scaled_dot_product_attention, key=q, value=q, is_causal=True)
     attention = 2 * q.numel() * q.size(2) / fastest(causal, q)
-    source, tiny = torch.ones(2**26, device=device), torch.ones(1, device=device)
-    copy = 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)
-    is_gpu, (local, network) = device.type == "cuda", links_of(collectives)
-    gb = (
-        torch.cuda.mem_get_info(device)[1] if is_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    ) / 1e9
-    found = Hardware(gb, matmul, copy, local, network, narrow * max(0.0, matmul / small - 1),
-                     attention / matmul, fastest(tiny.add, tiny), is_gpu)  # fmt: skip
+    tiny, is_gpu, (local, network) = torch.ones(1, device=device), device.type == "cuda", links_of(collectives)
+    memory = torch.cuda.mem_get_info(device)[1] if is_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    half, copy = narrow * max(0.0, matmul / small - 1), measured_copy(device)
+    found = Hardware(
+        memory / 1e9, matmul, copy, local, network, half, attention / matmul, fastest(tiny.add, tiny), is_gpu
+    )
     if is_gpu:
         return found
     # a process is a device: it has some of the cores, and shares them if there are more processes than cores
@@ -95,7 +92,7 @@ def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: lis
                    sharing=max(1.0, nproc * part), fixed_gb=0.4)  # fmt: skip
 
 
-def calibrated(hw: Hardware, model: nn.Module, rows: int, predicted_s: float, nproc: int) -> Hardware:
+def calibrated(hw: Hardware, model: nn.Module, rows: int, dtype: str, predicted_s: float, nproc: int) -> Hardware:
     """
     `hw` with the speeds that make a forward and backward of `rows` sequences take as long as it does: a prediction
     knows the large operations only. A process of `nproc` has its share of the cores while this is measured.
@@ -104,7 +101,8 @@ def calibrated(hw: Hardware, model: nn.Module, rows: int, predicted_s: float, np
     tokens = torch.randint(model.config.vocab_size, (rows, model.config.block_size), device=device)
     if device.type == "cpu":
         torch.set_num_threads(max(1, len(own_cores()) // nproc))
-    factor = predicted_s / seconds_per_pass(model, (tokens, tokens), nullcontext(), device, 1.0)
+    autocast = torch.autocast(device.type, DTYPES[dtype], enabled=DTYPES[dtype].itemsize == 2)
+    factor = predicted_s / seconds_per_pass(model, (tokens, tokens), autocast, device, 1.0)
     torch.set_num_threads(threads)
     return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)
 

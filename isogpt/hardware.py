@@ -55,6 +55,12 @@ def measured_matmul(device: torch.device, dtype: str) -> float:
     return 2 * n**3 / fastest(a.matmul, b)
 
 
+def measured_copy(device: torch.device) -> float:
+    """Bytes/s read and written by a copy of 256 MiB."""
+    source = torch.ones(2**26, device=device)
+    return 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)
+
+
 def fastest(function: Callable[[torch.Tensor], object], argument: torch.Tensor, budget: float = 0.15) -> float:
     """Seconds of the fastest call of function(argument), of as many as fit into `budget` seconds."""
     best, end = math.inf, time.perf_counter() + budget

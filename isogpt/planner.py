@@ -19,7 +19,7 @@ from isogpt.precision import DTYPES
 
 LAYOUT = {"zero": 0, "fsdp": False, "dp_replicate": 1, "tp": 1, "pp": 1, "pp_schedule": "1f1b", "cp": 1, "ep": 1,
           "activation_checkpointing": "none"}  # fmt: skip
-SHARD_AXES = ("dp_shard", "ep", "cp")  # of size 1 for the stages 0 and 1 of ZeRO, but for ep and cp
+SHARD_AXES = ("dp_shard", "ep", "cp")  # of the stages 2 and 3 of ZeRO
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # the idle part of a pipeline as a multiple of 1F1B's: zero_bubble fills two thirds of it with gradients of weights, and
 # zbv nearly all of it (Qi et al. 2023, arXiv:2401.10241, table 2)
@@ -99,7 +99,7 @@ def head_s(hw: Hardware, cost: dict, size: int) -> tuple[float, float]:
 def micro_step_s(hw: Hardware, cost: dict, pp_rank: int) -> tuple[float, float]:
     """Seconds of the forward and of the backward of a micro-batch on one rank of a pipeline."""
     size = DTYPES[cost["dtype"]].itemsize
-    layers, edges, has_loss = pipeline_part(cost, pp_rank)
+    layers, _, has_loss = pipeline_part(cost, pp_rank)
     forward, backward = block_s(hw, cost, size)
     every = recompute_every(cost["activation_checkpointing"])
     again = forward / every if every else 0.0
@@ -109,7 +109,7 @@ def micro_step_s(hw: Hardware, cost: dict, pp_rank: int) -> tuple[float, float]:
     if has_loss:
         head = head_s(hw, cost, size)
         forward, backward = forward + head[0], backward + head[1]
-    held = (layers * parameter_counts(cost["model_args"])[1] + edges) / cost["tp"]
+    held = sum(parameters_held(cost, pp_rank))
     if size == 2 and stage_of(cost) < 2:  # autocast reads each weight in float32 and writes it
         forward += 6 * held / hw.bytes_per_s
     backward += 12 * held / hw.bytes_per_s  # adds to the gradient: two are read, one is written
@@ -118,6 +118,13 @@ def micro_step_s(hw: Hardware, cost: dict, pp_rank: int) -> tuple[float, float]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # communication
+
+
+def parameters_held(cost: dict, pp_rank: int) -> tuple[float, float]:
+    """How many parameters a rank of a pipeline has before ZeRO divides them: experts', after the others'."""
+    layers, edges, _ = pipeline_part(cost, pp_rank)
+    _, block, experts = parameter_counts(cost["model_args"])
+    return ((block - experts) * layers + edges) / cost["tp"], experts * layers / cost["tp"] / cost["ep"]
 
 
 def stage_of(cost: dict) -> int:
@@ -174,10 +181,7 @@ def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: 
     the weights of each block in the dtype, once or twice in a micro-step, and scatter its gradients.
     """
     zero, size = stage_of(cost), DTYPES[cost["dtype"]].itemsize
-    layers, edges, _ = pipeline_part(cost, 0)
-    _, block, experts = parameter_counts(cost["model_args"])
-    dense = ((block - experts) * layers + edges) / cost["tp"]
-    experts = experts * layers / cost["tp"] / cost["ep"]
+    dense, experts = parameters_held(cost, 0)
     times = micro_steps if cost["grad_sync"] == "every" or (cost["grad_sync"] == "auto" and zero >= 2) else 1
     hidden_by = (forward, backward) if hw.overlaps else (0.0, 0.0)
 
@@ -193,7 +197,7 @@ def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: 
         exposed += over(*axes, 4) if zero == 1 else 0.0
     else:
         axes = ("dp_shard", "ep", "cp"), ("dp_shard", "cp")
-        gather, scatter, unit = over(*axes, size), over(*axes, 4), 1 / (layers + 1)
+        gather, scatter, unit = over(*axes, size), over(*axes, 4), 1 / (pipeline_part(cost, 0)[0] + 1)
         again = gather if zero == 3 else 0.0
         exposed = micro_steps * max(gather - hidden_by[0], unit * gather)
         exposed += times * max(again + scatter - hidden_by[1], unit * scatter)
@@ -214,7 +218,7 @@ def two_blocks(cost: dict, tokens: int = 4096) -> tuple[dict, int]:
     """
     rows = max(1, tokens // cost["model_args"]["block_size"])
     args = cost["model_args"] | {"n_layer": 2}
-    return cost | LAYOUT | {"model_args": args, "rows": rows, "world_size": 1, "dtype": "float32"}, rows
+    return cost | LAYOUT | {"model_args": args, "rows": rows, "world_size": 1}, rows
 
 
 def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
@@ -237,9 +241,9 @@ def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
     bubble = max(busy + idle, mean_busy * hw.sharing) - compute
     exposed = share.micro_steps * activations_s(hw, cost, mesh, per_node)
     exposed += weights_s(hw, cost, mesh, per_node, share.micro_steps, forward, backward)
-    layers, edges, _ = pipeline_part(cost, 0)
-    own = (layers * parameter_counts(cost["model_args"])[1] + edges) / cost["tp"]
-    own /= mesh.size(*DATA_AXES if zero == 1 else SHARD_AXES)
+    dense, experts = parameters_held(cost, 0)  # ZeRO divides experts, which ep has divided already, by less
+    shard_axes = {0: (), 1: DATA_AXES}.get(zero, SHARD_AXES)
+    own = dense / mesh.size(*shard_axes) + experts / mesh.size(*(axis for axis in shard_axes if axis != "ep"))
     # AdamW reads weights, gradients and two moments, and writes all but the gradients, which clipping scales before
     optimizer = 40 * own / hw.bytes_per_s * hw.sharing
     seconds = {"compute": compute, "bubble": bubble, "communication": exposed, "optimizer": optimizer}

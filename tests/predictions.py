@@ -99,7 +99,7 @@ def machine_of(model: dict, nproc: int, links: list[dict]) -> Hardware:
     found = hardware_here(torch.device("cpu"), "float32", nproc, links)
     cost, rows = planner.two_blocks(cost_of(model, nproc))
     predicted = sum(planner.micro_step_s(found, cost, 0))
-    return calibrated(found, GPT(GPTConfig(**cost["model_args"])), rows, predicted, nproc)
+    return calibrated(found, GPT(GPTConfig(**cost["model_args"])), rows, "float32", predicted, nproc)
 
 
 def ranks(values: list[float]) -> np.ndarray:

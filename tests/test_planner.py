@@ -153,6 +153,15 @@ def test_published_runs(hw, model, devices, batch_size, accumulation, settings, 
         assert 0.95 < plan.gb / (gib * 1.0737) < 1.15
 
 
+def test_only_zero_divides_the_optimizer():
+    def optimizer_s(**settings):
+        return planner.predict(cost_of(GPT2, 4, 4, 4, **settings), SIMPLE, 8).seconds["optimizer"]
+
+    whole = optimizer_s()
+    assert optimizer_s(cp=2) == whole
+    assert optimizer_s(zero=1) == optimizer_s(zero=3, cp=2) == pytest.approx(whole / 4)
+
+
 def test_a_mesh_of_one_communicates_nothing():
     assert planner.ring_s(SIMPLE, Mesh(), 8, ("dp_replicate",), 1e9) == 0
     alone = planner.predict(cost_of(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
