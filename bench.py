@@ -34,11 +34,11 @@ from torch.distributed import DistError
 from configurator import configure, fail, settings_of
 from isogpt import launch, layouts, loader, memory, precision, settings
 from isogpt.collectives import measure_collectives, shown
-from isogpt.devices import Hardware, calibrated, hardware_here, named_hardware
+from isogpt.devices import Hardware, hardware_here, named_hardware
 from isogpt.files import write_whole
 from isogpt.hardware import PROFILE_SKIP, PROFILE_STEPS, measured_copy, measured_matmul
 from isogpt.network import own_cores
-from isogpt.planner import Plan, micro_step_s, two_blocks
+from isogpt.planner import Plan, calibrated, two_blocks
 from isogpt.step_report import bubble, figures, own_lines, reason_for, shown_bubble, split_step
 from model import GPT, GPTConfig
 
@@ -254,28 +254,23 @@ def make_plans(n: int) -> tuple[list[Plan], str]:
     """Rank the plans for n devices; prints a table and returns the plans and the best one's command."""
     if is_launched:
         fail("a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N")
-    if work["init_from"] not in ("scratch", "auto", "resume"):
-        raise ValueError(f"init_from is {work['init_from']!r}: a plan needs n_layer, n_head and n_embd of the model")
     cost, machine = memory_cost(n), min(n, per_node)
-    cost["gradient_accumulation_steps"] = cost["gradient_accumulation_steps"] or n
-    if n > machine and n % machine:
+    if n % machine:
         fail(f"devices is {n}: it must be a multiple of per_node, {per_node}: set --devices={n - n % machine}")
+    cost["gradient_accumulation_steps"] = cost["gradient_accumulation_steps"] or n
+    cost["islands"] = cost["islands"] or n // machine
     hw = named_hardware(hardware, network, measured_machine(cost, machine) if hardware == "this" else None)
     plans, sequences = layouts.ranked(cost, hw, machine), cost["batch_size"] * cost["gradient_accumulation_steps"]
     print(f"the global batch of {sequences} sequences on {n} x {hardware}, {machine} on each machine, predicted:")
     with torch.device("meta"):
         flops = GPT(GPTConfig(**cost["model_args"])).flops_per_token()
-    if not plans:
-        fail(f"no layout of {n} devices: {sequences} sequences are too few for them, or the settings exclude all")
     print(layouts.table(plans, sequences * work["block_size"], n, flops))
-    if plans[0].problem:
-        fewest = layouts.smallest_world(cost, hw, per_node)
-        fail(f"no layout fits on {n} devices" + (f": start with {fewest}, the fewest that do" if fewest else ""))
+    layouts.check_fits(plans, cost, hw, per_node)
     return plans, command_for(plans[0].settings, n)
 
 
 def measured_machine(cost: dict, n: int) -> Hardware:
-    """This machine with n processes: the large operations, two of the model's blocks, and the collectives."""
+    """This machine with n processes: the large operations, the collectives, and two of the model's blocks."""
     links, target = [], scratch / "comm.json"
     if n > 1:
         command = [sys.executable, str(HERE / "bench.py"), "--comm", f"--nproc={n}", f"--device={device}"]
@@ -284,16 +279,15 @@ def measured_machine(cost: dict, n: int) -> Hardware:
     found = hardware_here(where, cost["dtype"], n, links)
     if where.type == "cuda":
         return found
-    cost, rows = two_blocks(cost)
-    model = GPT(GPTConfig(**cost["model_args"]))
-    return calibrated(found, model, rows, cost["dtype"], sum(micro_step_s(found, cost, 0)), n)
+    run = run_train(work | two_blocks(cost, n) | {"nproc": n}, 5)
+    return found if "problem" in run else calibrated(found, cost, n, run["step_ms"]["mean"] / 1e3)
 
 
 def command_for(point: dict, n: int) -> str:
     """The command that trains with the settings of `point` on n devices."""
     # what a config file sets is set anew
     chosen = small | {k: value for k, value in point.items() if value != layouts.LAYOUT.get(k) or k in config}
-    kept = accepted.keys() - chosen.keys() - layouts.LAYOUT.keys() - {"nproc", "profile"}
+    kept = accepted.keys() - chosen.keys() - layouts.LAYOUT.keys() - {"nproc", "profile", "layout"}
     typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] in kept]
     program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
     if n > per_node:
@@ -377,7 +371,7 @@ try:
     is_small = is_default and where.type != "cuda" and hardware in ("this", "cpu")
     small = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
     work = {name: config.get(name, setting.default) for name, setting in accepted.items()}
-    work |= small | {"nproc": processes}
+    work |= small | {"nproc": processes} | ({"layout": "manual"} if plan or tune else {})
     is_random = not real_data or ("dataset" not in config and work["dataset"] not in loader.prepared_datasets())
     if is_random:
         work["vocab_size"] = work["vocab_size"] or (65 if is_small else loader.GPT2_VOCAB)

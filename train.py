@@ -11,17 +11,15 @@ Train a GPT on one process or many: the same script, the same loss curve (at dro
 
 import isogpt.threads  # noqa: F401  (before torch: may set an environment variable that torch reads on import)
 
-import os
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import configure, fail
-from isogpt import agree, checkpoint, launch, loader, memory, metrics, optim, parallel, precision, resilience
+from isogpt import agree, checkpoint, launch, layouts, loader, memory, metrics, optim, parallel, precision, resilience
 from isogpt.evaluation import evaluate
 from isogpt.hardware import Clock, measured_speeds, memory_gb, over_ranks, start_profiler, total_peak_flops
 from isogpt.mesh import make_mesh
@@ -66,6 +64,7 @@ batch_size = 12  # sequences per micro-batch; a step has gradient_accumulation_s
 block_size = 1024  # tokens per sequence
 vocab_size = 0  # number of token ids (0: from the data set's metadata)
 # -- distribution and memory ------------------------------------------------------------------------------------------
+layout = "manual"  # auto: the fastest of all layouts by prediction, with those settings below that are not at defaults
 zero = 0  # what is sharded over the ranks: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters
 fsdp = False  # short for zero=3
 dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2 or 3)
@@ -136,27 +135,28 @@ try:
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
     schedule = make_schedule(config, sequences_per_step)
     launch.start_workers(nproc, __file__)
-    layout = config | {"islands": islands or launch.machine_count()}
-    check_degrees(launch.rank_variables()[1], layout, config if init_from == "scratch" else {})
+    degrees = {"islands": islands or launch.machine_count()}
+    check_degrees(launch.rank_variables()[1], config | degrees, config if init_from == "scratch" else {})
     ranks = launch.connect(device, backend, dist_timeout_s)
-    zero_stage = 3 if fsdp else zero
-    mesh = make_mesh(ranks.rank, ranks.world_size, layout, zero_stage)
-    if ranks.store or zero_stage > 0:  # sharding needs a group even for a single process
+    if ranks.store or fsdp or zero > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-        mesh.connect(ranks.device.type, shards=zero_stage >= 2)
+    with agree.exit_together():  # an error on any rank ends all
+        data = loader.open_dataset(dataset, block_size, vocab_size)
+    config = configure(globals(), layouts.chosen(config, data.vocab_size, ranks))
+    zero_stage, degrees = 3 if fsdp else zero, config | degrees
+    mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
+    mesh.connect(ranks.device.type, shards=zero_stage >= 2)
+    weights = loader.weights_of(shares, mesh.data_size)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 
-# data, log, and what a previous attempt left behind (all ranks; exit_together: an error on any rank ends all)
+# log, and what a previous attempt left behind (all ranks)
 progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
-logger = metrics.Logger(Path(out_dir), ranks, progress, alert_command, max_iters)
-with agree.exit_together():
-    data = loader.open_dataset(dataset, block_size, vocab_size)
-    weights = loader.weights_of(shares, mesh.data_size)
+logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters)
 launch.check_start(ranks, config | {"the data's digest": data.digest})
 stop = resilience.watch_signals(time_limit_s)
 job = resilience.describe_job(config, ranks.world_size)
-micro_batch = agree.broadcast(resilience.recorded_micro_batch(out_dir, job, batch_size))
+micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
 source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step)  # rank 0 looks, all ranks open what it found
 if is_resume:
     progress.load(source.run)
@@ -171,7 +171,7 @@ with agree.exit_together():
     else:
         pretrained = GPT.from_pretrained(init_from.removeprefix("auto:"))
         model_args = pretrained.describe()
-    model_args = fit_model_args(model_args, layout, ranks.world_size, data, is_resume)
+    model_args = fit_model_args(model_args, degrees, ranks.world_size, data, is_resume)
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
     model_args = raw_model.describe()
@@ -376,5 +376,5 @@ watchdog.stop()
 saver = exchange = None
 model = raw_model = optimizers = batches = pipeline = copies_of = None  # drop references to the process group
 launch.leave()
-if is_preempted and stop.agreed > 0 and "RANK" not in os.environ:  # a launcher would restart a run that failed
+if is_preempted and stop.agreed > 0 and not ranks.store:  # a launcher would restart a run that failed
     raise SystemExit(128 + stop.agreed)

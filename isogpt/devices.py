@@ -1,15 +1,16 @@
 """What devices and their links reach: known GPUs, and this machine, measured."""
 
 import os
+import re
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from math import ceil, log2
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from isogpt.hardware import fastest, measured_copy, measured_matmul, seconds_per_pass
+from isogpt.hardware import fastest, measured_copy, measured_matmul
 from isogpt.network import own_cores
 from isogpt.precision import DTYPES, set_numerics
 
@@ -35,6 +36,8 @@ class Hardware:
         bytes_per_s: memory traffic.
         kernel_s: seconds to launch an operation.
         local, network: a device's link to others on its machine, and a machine's link to other machines.
+        gather, scatter: time of the bytes of an all-gather and of a reduce-scatter, as a multiple of half an
+            all-reduce's; more than 1 where the backend copies, as gloo does.
         overlaps: whether collectives run beside computation; on a CPU they take its time.
         sharing: processes per device; more than 1 where processes share the cores of a CPU.
         fixed_gb: memory that a process takes before it has a model.
@@ -48,6 +51,8 @@ class Hardware:
     half: float = 96.0
     attention: float = 0.55
     kernel_s: float = 4e-6
+    gather: float = 1.0
+    scatter: float = 1.0
     overlaps: bool = True
     sharing: float = 1.0
     fixed_gb: float = 1.5
@@ -59,8 +64,17 @@ HARDWARE = {
     "a100": Hardware(80, 0.75 * 312e12, 0.85 * 2.0e12, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
     "4090": Hardware(24, 0.85 * 165e12, 0.85 * 1.0e12, Link(1e-5, 20e9), Link(5e-5, 1.2e9)),
     # of a core; `--hardware=this` measures
-    "cpu": Hardware(4, 40e9, 8e9, Link(5e-5, 1e9), Link(1e-4, 0.12e9), 16, 0.4, 8e-6, overlaps=False, fixed_gb=0.4),
+    "cpu": Hardware(4, 40e9, 8e9, Link(5e-5, 1e9), Link(1e-4, 0.12e9), 16, 0.4, 8e-6, overlaps=False, fixed_gb=0.42),
 }
+
+
+def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
+    """What is known of a GPU, or this device as it is measured now, with usual links."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        if key := next((key for key in HARDWARE if re.search(rf"\b{key}\b", properties.name, re.IGNORECASE)), None):
+            return replace(HARDWARE[key], memory_gb=properties.total_memory / 1e9)
+    return hardware_here(device, dtype, nproc, [])
 
 
 def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: list[dict]) -> Hardware:
@@ -71,49 +85,48 @@ def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: lis
         collectives: what measure_collectives found for that many processes; empty for one.
     """
     set_numerics(device, dtype, False)
+    is_gpu, threads, cores = device.type == "cuda", torch.get_num_threads(), len(own_cores())
+    if not is_gpu:
+        torch.set_num_threads(cores)
     matmul, narrow = measured_matmul(device, dtype), 64
     a, b = (torch.randn(size, device=device).to(DTYPES[dtype]) for size in ((1024, narrow), (narrow, 1024)))
     small = 2 * 1024 * narrow * 1024 / fastest(a.matmul, b)
     q = torch.randn(4, 8, 512, 64, device=device).to(DTYPES[dtype])
     causal = partial(F.scaled_dot_product_attention, key=q, value=q, is_causal=True)
     attention = 2 * q.numel() * q.size(2) / fastest(causal, q)
-    tiny, is_gpu, (local, network) = torch.ones(1, device=device), device.type == "cuda", links_of(collectives)
+    tiny, links = torch.ones(1, device=device), links_of(collectives, is_gpu)
     memory = torch.cuda.mem_get_info(device)[1] if is_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     half, copy = narrow * max(0.0, matmul / small - 1), measured_copy(device)
-    found = Hardware(
-        memory / 1e9, matmul, copy, local, network, half, attention / matmul, fastest(tiny.add, tiny), is_gpu
-    )
+    found = Hardware(memory / 1e9, matmul, copy, half=half, attention=attention / matmul,
+                     kernel_s=fastest(tiny.add, tiny), overlaps=is_gpu, **links)  # fmt: skip
     if is_gpu:
         return found
     # a process is a device: it has some of the cores, and shares them if there are more processes than cores
-    cores = len(own_cores())
+    torch.set_num_threads(threads)
     part = max(1, cores // nproc) / cores
     return replace(found, memory_gb=found.memory_gb / nproc, matmul=part * matmul, bytes_per_s=part * copy,
-                   sharing=max(1.0, nproc * part), fixed_gb=0.4)  # fmt: skip
+                   sharing=max(1.0, nproc * part), fixed_gb=0.42 if nproc > 1 else 0.34)  # fmt: skip
 
 
-def calibrated(hw: Hardware, model: nn.Module, rows: int, dtype: str, predicted_s: float, nproc: int) -> Hardware:
+def links_of(collectives: list[dict], is_gpu: bool) -> dict:
     """
-    `hw` with the speeds that make a forward and backward of `rows` sequences take as long as it does: a prediction
-    knows the large operations only. A process of `nproc` has its share of the cores while this is measured.
+    The fields of Hardware that describe links: as measured within the machine, and usual ones where nothing is known.
     """
-    device, threads = next(model.parameters()).device, torch.get_num_threads()
-    tokens = torch.randint(model.config.vocab_size, (rows, model.config.block_size), device=device)
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, len(own_cores()) // nproc))
-    autocast = torch.autocast(device.type, DTYPES[dtype], enabled=DTYPES[dtype].itemsize == 2)
-    factor = predicted_s / seconds_per_pass(model, (tokens, tokens), autocast, device, 1.0)
-    torch.set_num_threads(threads)
-    return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)
-
-
-def links_of(collectives: list[dict]) -> tuple[Link, Link]:
-    """The links that measured all-reduces show; all are taken for links within the machine."""
-    found = [cell for cell in collectives if cell["operation"] == "all-reduce" and "us" in cell]
-    if not found:
-        return HARDWARE["cpu"].local, HARDWARE["cpu"].network
-    large = median(cell["gb_per_s"] for cell in found if cell["bytes"] >= 2**20) * 1e9
-    return Link(found[0]["us"] * 1e-6 / (2 * (found[0]["ranks"] - 1)), large), HARDWARE["cpu"].network
+    usual = HARDWARE["4090" if is_gpu else "cpu"]
+    found = {name: [cell for cell in collectives if cell["operation"] == name and "us" in cell]
+             for name in ("all-reduce", "all-gather", "reduce-scatter")}  # fmt: skip
+    if not all(found.values()):
+        return {"local": usual.local, "network": usual.network}
+    large = {
+        name: [cell["gb_per_s"] * 1e9 for cell in cells if cell["bytes"] >= 2**20] for name, cells in found.items()
+    }
+    reduce, gather, scatter = map(np.array, large.values())
+    smallest = found["all-reduce"][0]
+    latency = smallest["us"] * 1e-6 / (2 * ceil(log2(smallest["ranks"])))
+    # between computations threads have to be woken up, which takes as long again as a small collective
+    local = Link(latency if is_gpu else 2 * latency, float(np.median(reduce)))
+    slowness = {"gather": float(np.median(reduce / gather)), "scatter": float(np.median(reduce / scatter))}
+    return {"local": local, "network": usual.network} | slowness
 
 
 def named_hardware(name: str, network_gbit: float, here: Hardware | None = None) -> Hardware:

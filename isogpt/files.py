@@ -21,6 +21,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
+def record(path: Path, job: dict, value: object) -> None:
+    """Record a value for later attempts at the same job: out/layout.json has the keys "layout" and "job"."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({path.stem: value, "job": job}))
+
+
+def recorded(path: Path, job: dict) -> object | None:
+    """What `record` wrote for the same job; None if there is nothing."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text())
+        return found[path.stem] if found["job"] == job else None
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in this folder survive a power failure."""
     if os.name == "posix":  # Windows cannot do this

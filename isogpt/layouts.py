@@ -1,12 +1,28 @@
-"""The layouts that a number of devices allows, ranked by isogpt.planner's predictions, and the table of them."""
+"""
+The layouts that a number of devices allows, ranked by isogpt.planner's predictions: the table of `bench.py --plan`, and
+the choice of `train.py --layout=auto`. A setting of the layout that is not at its default is kept.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import product
+from math import gcd
+from pathlib import Path
 
+import torch
+
+from isogpt.agree import broadcast, exit_together
+from isogpt.architecture import GPTConfig
+from isogpt.devices import hardware_of
+from isogpt.files import record, recorded
+from isogpt.launch import Ranks, machine_count, rank_variables
+from isogpt.memory import cost_of
 from isogpt.mesh import stages_per_rank
-from isogpt.planner import LAYOUT, SCHEDULES, Hardware, Plan, predict
-from isogpt.settings import check_degrees, check_training
+from isogpt.planner import LAYOUT, SCHEDULES, Hardware, Plan, predict, stage_of
+from isogpt.precision import resolve_dtype
+from isogpt.settings import check_degrees, check_training, model_args_of
 
+FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
 MOST_DEVICES = 2**17  # how far to look for a number of devices on which the model fits
 DEGREES = ("zero", "dp_replicate", "tp", "pp", "cp", "ep")
 RECOMPUTE = ("none", "selective", "full")
@@ -23,19 +39,26 @@ def layouts(cost: dict, devices: int, per_node: int) -> Iterator[dict]:
     are machines: other choices communicate more over slower links.
     """
     args = cost["model_args"]
-    experts = args.get("n_expert", 0)
+    experts, machines = args.get("n_expert", 0), devices // per_node
     sizes = (divisors(per_node, args["n_kv_head"]), divisors(devices, args["n_layer"]),
              divisors(devices, max(1, args["block_size"] // 256)), divisors(devices, max(1, experts)))  # fmt: skip
-    sequences = cost["batch_size"] * cost["gradient_accumulation_steps"]
-    for tp, pp, cp, ep in product(*sizes):
-        left, rest = divmod(devices, tp * pp * cp * ep)
-        if rest or left * ep > sequences:
+    sequences, islands = cost["batch_size"] * cost["gradient_accumulation_steps"], max(1, cost["islands"])
+    for tp, pp, cp, ep in product(*(fixed_or(cost, name, sizes[i]) for i, name in enumerate(("tp", "pp", "cp", "ep")))):
+        left, rest = divmod(devices, islands * tp * pp * cp * ep)
+        if rest or left * ep * islands > sequences:
             continue
-        layout = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
-        copies = {1, devices // per_node} if left % (devices // per_node) == 0 else {1}
-        sharded = [{"zero": zero, "dp_replicate": n} for zero in (2, 3) for n in sorted(copies) if left // n > 1]
-        stages = [{"zero": 0}, {"zero": 1}] if left * ep * cp > 1 else [{"zero": 0}]
-        yield from (LAYOUT | layout | s for s in [*stages, *sharded] if is_valid(cost | LAYOUT | layout | s, devices))
+        copies = fixed_or(cost, "dp_replicate", sorted({1, machines} if left % machines == 0 else {1}))
+        for zero, n in product(fixed_or(cost, "zero", [0, 1, 2, 3]), copies):
+            layout = LAYOUT | {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "dp_replicate": n}
+            shards = left * ep * cp if zero == 1 else left // n
+            is_zero_0 = zero not in (0, cost["zero"]) and shards == 1
+            if not is_zero_0 and is_valid(cost | layout, devices):
+                yield layout
+
+
+def fixed_or(cost: dict, name: str, values: Sequence) -> Sequence:
+    """The value that a setting has, if it is not the default, else `values`."""
+    return values if cost[name] == LAYOUT[name] else [cost[name]]
 
 
 def is_valid(settings: dict, devices: int) -> bool:
@@ -54,9 +77,10 @@ def plans_of(cost: dict, layout: dict, hw: Hardware, per_node: int) -> Iterator[
     most = -(-sequences * layout["tp"] * pp * layout["cp"] // cost["world_size"])  # sequences of a rank
     sizes = {2**k for k in range(11)} | {cost["batch_size"]}
     sizes = sorted((size for size in sizes if sequences % size == 0 and size < 2 * most), reverse=True)
-    has_fit = False
-    for mode, schedule in product(RECOMPUTE, [s for s in SCHEDULES if allows(cost, layout, s)]):
-        if mode != RECOMPUTE[0] and has_fit:
+    modes, has_fit = fixed_or(cost, "activation_checkpointing", RECOMPUTE), False
+    schedules = [s for s in fixed_or(cost, "pp_schedule", SCHEDULES) if allows(cost, layout, s)]
+    for mode, schedule in product(modes, schedules):
+        if mode != modes[0] and has_fit:
             return  # recomputation only costs time if a plan without it fits
         fits = 0
         for size in sizes:
@@ -76,8 +100,8 @@ def allows(cost: dict, layout: dict, schedule: str) -> bool:
     ones ZeRO-3 is ZeRO-2 (isogpt/parallel/data.py).
     """
     if layout["pp"] == 1:
-        return schedule == LAYOUT["pp_schedule"]
-    is_known = layout["zero"] == 3 and schedule in ("zero_bubble", "zbv")
+        return schedule in (LAYOUT["pp_schedule"], cost["pp_schedule"])
+    is_known = layout["zero"] == 3 and schedule in ("zero_bubble", "zbv") and cost["zero"] != 3
     return cost["model_args"]["n_layer"] >= layout["pp"] * stages_per_rank(schedule) and not is_known
 
 
@@ -88,14 +112,34 @@ def order(plan: Plan) -> tuple[float, float]:
 
 def all_plans(cost: dict, hw: Hardware, per_node: int) -> Iterator[Plan]:
     """The plans for cost["world_size"] devices."""
-    per_node = min(per_node, cost["world_size"])
+    cost, per_node = cost | {"zero": stage_of(cost), "fsdp": False}, min(per_node, cost["world_size"])
     for layout in layouts(cost, cost["world_size"], per_node):
         yield from plans_of(cost, layout, hw, per_node)
 
 
 def ranked(cost: dict, hw: Hardware, per_node: int) -> list[Plan]:
-    """All plans, fastest first; those that do not fit are last."""
-    return sorted(all_plans(cost, hw, per_node), key=order)
+    """
+    All plans, fastest first; those that do not fit are last.
+
+    Raises:
+        ValueError: there are none, or the settings do not describe the model.
+    """
+    if cost["init_from"] not in ("scratch", "auto", "resume"):
+        raise ValueError(f"init_from is {cost['init_from']!r}: a plan needs n_layer, n_head and n_embd of the model")
+    plans = sorted(all_plans(cost, hw, per_node), key=order)
+    if not plans:
+        sequences = cost["batch_size"] * cost["gradient_accumulation_steps"]
+        raise ValueError(f"no layout of {cost['world_size']} devices: {sequences} sequences are too few for them, or "
+                         "the settings exclude all")  # fmt: skip
+    return plans
+
+
+def check_fits(plans: list[Plan], cost: dict, hw: Hardware, per_node: int) -> None:
+    """Raise ValueError if none of the ranked plans fits, with the number of devices that would do."""
+    if plans[0].problem:
+        fewest = smallest_world(cost, hw, per_node)
+        hint = f": start with {fewest}, the fewest that do" if fewest else ""
+        raise ValueError(f"no layout fits on {cost['world_size']} devices{hint}")
 
 
 def degrees(plan: Plan) -> tuple[int, ...]:
@@ -132,9 +176,9 @@ def smallest_world(cost: dict, hw: Hardware, per_node: int) -> int:
 # the report
 
 
-def typed(plan: Plan) -> list[str]:
+def spelled(settings: dict) -> str:
     """The settings of a plan that differ from the defaults, as they are typed."""
-    return [f"--{name}={value}" for name, value in plan.settings.items() if value != LAYOUT.get(name)]
+    return " ".join(f"--{name}={value}" for name, value in settings.items() if value != LAYOUT.get(name))
 
 
 def reason(plan: Plan, best: Plan) -> str:
@@ -165,5 +209,51 @@ def table(plans: list[Plan], tokens: int, devices: int, flops: float, rows: int 
             s = plan.total_s
             figures = f"{s * 1e3:9,.1f} {tokens / s:12,.0f} {tokens * flops / s / devices / 1e12:8.1f}"
         why = reason(plan, plans[0])
-        lines.append(f"  {figures} {plan.gb:6.1f}  {' '.join(typed(plan))}{f'  ({why})' if why else ''}")
+        lines.append(f"  {figures} {plan.gb:6.1f}  {spelled(plan.settings)}{f'  ({why})' if why else ''}")
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train.py --layout=auto
+
+
+def chosen(config: dict, vocab_size: int, ranks: Ranks) -> list[str]:
+    """
+    With layout=auto, the settings of the fastest plan for these processes, as arguments of a command line; otherwise
+    none (all ranks). Exits with a message if no layout fits.
+    """
+    settings = {}
+    with exit_together():
+        if ranks.is_main and config["layout"] == "auto":
+            settings = choose(config, vocab_size, ranks)
+    return [f"--{name}={value}" for name, value in broadcast(settings).items()]
+
+
+def choose(config: dict, vocab_size: int, ranks: Ranks) -> dict:
+    """
+    The settings of the fastest plan (rank 0). They are printed with the reason, and recorded in out_dir: a restart of
+    the same job on as many processes has the same layout, and on another number it plans again.
+    """
+    args = asdict(GPTConfig(**model_args_of(config, vocab_size)))
+    dtype, n = resolve_dtype(config["dtype"], ranks.device), ranks.world_size
+    cost = cost_of(config, args, config["batch_size"], dtype, n, ranks.device.type)
+    per_node = gcd(n, rank_variables()[3])
+    cost["islands"] = config["islands"] or machine_count()
+    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
+    same = ("model_args", "world_size", "dtype", "islands", "optimizer", "cpu_offload", "fsdp", *LAYOUT)
+    job = {key: cost[key] for key in (*same, "batch_size", "gradient_accumulation_steps")}
+    job |= {"per_node": per_node, "device": name}
+    path = Path(config["out_dir"]) / FILE
+    if settings := recorded(path, job):
+        print(f"layout:  {spelled(settings)}, recorded in {path}", flush=True)
+        return settings
+    hw = hardware_of(ranks.device, dtype, per_node)
+    plans = ranked(cost, hw, per_node)
+    check_fits(plans, cost, hw, per_node)
+    best, *others = best_of_layouts(plans)
+    print(f"layout:  {spelled(best.settings)}, the fastest of {1 + len(others)} layouts by prediction: "
+          f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB", flush=True)  # fmt: skip
+    for plan in others[:2]:
+        print(f"         {spelled(plan.settings)}: {reason(plan, best)}", flush=True)
+    record(path, job, best.settings)
+    return best.settings

@@ -41,7 +41,7 @@ class Logger:
     evaluations, the alert command the events.
     """
 
-    out_dir: Path
+    out_dir: str | Path
     ranks: Ranks
     progress: Progress
     alert_command: str = ""
@@ -84,7 +84,7 @@ class Logger:
         """
         if not self.ranks.is_main:
             return []
-        path = self.out_dir / "metrics.jsonl"
+        path = Path(self.out_dir, "metrics.jsonl")
         if self.file:
             self.file.close()
         records = read_records(path)
@@ -94,7 +94,7 @@ class Logger:
         if self.summary_writer:
             if self.tensorboard:
                 self.tensorboard.close()
-            self.tensorboard = self.summary_writer(self.out_dir / "tensorboard", purge_step=self.progress.step)
+            self.tensorboard = self.summary_writer(Path(self.out_dir, "tensorboard"), purge_step=self.progress.step)
         return records
 
     def start_services(self, config: dict) -> None:
@@ -270,7 +270,7 @@ class Logger:
     def plot(self) -> str:
         """Plot the loss curve; returns a sentence about it. No error while drawing is a reason to stop a run."""
         try:
-            return f"the loss curve: {plot_loss(self.out_dir)}" if self.ranks.is_main else ""
+            return f"the loss curve: {plot_loss(Path(self.out_dir))}" if self.ranks.is_main else ""
         except ImportError:
             return "no plot of the loss curve: pip install matplotlib"
         except Exception as e:  # matplotlib raises many types

@@ -7,7 +7,7 @@ rings (Thakur et al. 2005, doi:10.1177/1094342005051521).
 """
 
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf, log2
 
 from isogpt.architecture import ARCHS
 from isogpt.devices import Hardware
@@ -132,10 +132,17 @@ def stage_of(cost: dict) -> int:
     return 3 if cost["fsdp"] else cost["zero"]
 
 
-def ring_s(hw: Hardware, mesh: Mesh, per_node: int, axes: tuple[str, ...], size: float) -> float:
+def ring_s(hw: Hardware, mesh: Mesh, per_node: int, axes: tuple[str, ...], size: float, count: int = 1,
+           slowness: float = 1.0) -> float:  # fmt: skip
     """
-    Seconds of an all-gather, reduce-scatter or all-to-all of `size` bytes over the ranks along some axes; an all-reduce
-    takes twice as long. A ring over several machines uses as many of a machine's links as it has ranks there.
+    Seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes; an all-reduce takes twice as
+    long. Latency grows with the logarithm of the ranks, as in trees (Sanders et al. 2009,
+    doi:10.1016/j.parco.2009.09.001); bytes move around a ring. A ring over several machines uses as many of a machine's
+    links as it has ranks there.
+
+    Args:
+        size: bytes of all `count` collectives together.
+        slowness: of the operation: Hardware.gather or scatter.
     """
     n = mesh.size(*axes)
     if n == 1 or not size:
@@ -148,9 +155,8 @@ def ring_s(hw: Hardware, mesh: Mesh, per_node: int, axes: tuple[str, ...], size:
     hops, bandwidth = n / here, hw.local.bytes_per_s if here > 1 else inf  # hops between machines
     if hops > 1:
         bandwidth = min(bandwidth, hw.network.bytes_per_s * here / per_node)
-    messages = hops if hops > 1 else 0  # between machines
-    latency = messages * hw.network.latency_s + (n - max(1, messages)) * hw.local.latency_s
-    return latency + size * (n - 1) / n / bandwidth
+    latency = ceil(log2(hops)) * hw.network.latency_s + ceil(log2(here)) * hw.local.latency_s
+    return count * latency + slowness * size * (n - 1) / n / bandwidth
 
 
 def activations_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int) -> float:
@@ -163,8 +169,11 @@ def activations_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int) -> float:
     layers = pipeline_part(cost, 0)[0]
     hidden = size * cost["rows"] * args["block_size"] / cost["cp"] * args["n_embd"]
     kv = 2 * hidden * cost["cp"] * args["n_kv_head"] / args["n_head"] / cost["tp"]
-    seconds = (8 * layers + 4) * ring_s(hw, mesh, per_node, ("tp",), hidden)
-    seconds += 3 * layers * ring_s(hw, mesh, per_node, ("cp",), kv)
+    gathers, scatters = (4 * layers + 2) * hidden, (4 * layers + 2) * hidden
+    seconds = ring_s(hw, mesh, per_node, ("tp",), gathers, 4 * layers + 2, hw.gather)
+    seconds += ring_s(hw, mesh, per_node, ("tp",), scatters, 4 * layers + 2, hw.scatter)
+    seconds += ring_s(hw, mesh, per_node, ("cp",), 2 * layers * kv, 2 * layers, hw.gather)
+    seconds += ring_s(hw, mesh, per_node, ("cp",), layers * kv, layers, hw.scatter)
     if cost["ep"] > 1:
         seconds += 4 * layers * ring_s(hw, mesh, per_node, ("ep",), hidden * args["n_expert_active"])
     if cost["pp"] > 1:  # each stage receives and sends, forwards and backwards: a ring of two ranks moves half
@@ -185,25 +194,29 @@ def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: 
     times = micro_steps if cost["grad_sync"] == "every" or (cost["grad_sync"] == "auto" and zero >= 2) else 1
     hidden_by = (forward, backward) if hw.overlaps else (0.0, 0.0)
 
-    def over(axes: tuple[str, ...], expert_axes: tuple[str, ...], element: float) -> float:
-        of_experts = ring_s(hw, mesh, per_node, expert_axes, element * experts)
-        return ring_s(hw, mesh, per_node, axes, element * dense) + of_experts
+    def over(axes: tuple[str, ...], expert_axes: tuple[str, ...], element: float, piece: float,
+             slowness: float = 1.0) -> float:  # fmt: skip
+        """Of the dense weights and of the experts, in pieces of so many parameters."""
+        sizes = ((axes, dense), (expert_axes, experts))
+        return sum(ring_s(hw, mesh, per_node, along, element * n, ceil(n / piece), slowness) for along, n in sizes)
 
+    bucket = cost["ddp_bucket_mb"] * 2**20 / 4
     if zero < 2:
         axes = ("dp_replicate", "ep", "cp"), ("dp_replicate", "cp")
-        reduction = 2 * over(*axes, 4)
-        last = min(1.0, cost["ddp_bucket_mb"] * 2**20 / (4 * dense))
-        exposed = times * max(reduction - hidden_by[1], last * reduction)
-        exposed += over(*axes, 4) if zero == 1 else 0.0
+        reduction = 2 * over(*axes, 4, bucket)
+        exposed = times * max(reduction - hidden_by[1], min(1.0, bucket / dense) * reduction)
+        exposed += over(*axes, 4, bucket, hw.gather) if zero == 1 else 0.0
     else:
-        axes = ("dp_shard", "ep", "cp"), ("dp_shard", "cp")
-        gather, scatter, unit = over(*axes, size), over(*axes, 4), 1 / (pipeline_part(cost, 0)[0] + 1)
+        axes, unit = (("dp_shard", "ep", "cp"), ("dp_shard", "cp")), 1 / (pipeline_part(cost, 0)[0] + 1)
+        piece = unit * (dense + experts)
+        gather, scatter = over(*axes, size, piece, hw.gather), over(*axes, 4, piece, hw.scatter)
         again = gather if zero == 3 else 0.0
         exposed = micro_steps * max(gather - hidden_by[0], unit * gather)
         exposed += times * max(again + scatter - hidden_by[1], unit * scatter)
         exposed += (micro_steps - times) * max(again - hidden_by[1], unit * again)
-        exposed += times * 2 * over(("dp_replicate",), ("dp_replicate",), 4 / mesh.size("dp_shard", "ep", "cp"))
-    islands = 2 * ring_s(hw, mesh, per_node, ("islands",), 4 * (dense + experts))
+        own = 4 / mesh.size("dp_shard", "ep", "cp")
+        exposed += times * 2 * over(("dp_replicate",), ("dp_replicate",), own, piece)
+    islands = 2 * ring_s(hw, mesh, per_node, ("islands",), 4 * (dense + experts), ceil(dense / bucket))
     return exposed + islands / cost["local_steps"]
 
 
@@ -211,14 +224,42 @@ def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: 
 # a step
 
 
-def two_blocks(cost: dict, tokens: int = 4096) -> tuple[dict, int]:
+def lost_gb(cost: dict) -> float:
     """
-    The cost of two of the model's blocks on one device with about `tokens` tokens, to compare with a measurement, and
-    the number of sequences.
+    What ZeRO-2 and 3 and experts cost on a CPU besides memory_estimate: FSDP's modules, and gaps in the heap. glibc
+    places pieces that come and go at ever new addresses; after ten steps the gaps were 28 times the largest of them: a
+    block of weights, or the hidden layer of the experts. Pieces of more than 32 MiB are not in the heap.
+    """
+    if cost["device_type"] != "cpu":
+        return 0.0
+    args, pieces = cost["model_args"], [0.0]
+    if stage_of(cost) >= 2:
+        pieces.append(4 * parameter_counts(args)[1] / cost["tp"] / cost["ep"])
+    if args.get("n_expert"):
+        pieces.append(4 * cost["rows"] * args["block_size"] / cost["cp"] * args["n_expert_active"] * args["n_hidden"])
+    pieces = [piece for piece in pieces if piece <= 2**25]
+    return (0.07 if stage_of(cost) >= 2 else 0.0) + 28 * max(pieces) / 1e9
+
+
+def two_blocks(cost: dict, n: int, tokens: int = 1024) -> dict:
+    """
+    The settings with which n processes train two of the model's blocks by themselves, on about `tokens` tokens each.
     """
     rows = max(1, tokens // cost["model_args"]["block_size"])
+    run = {"n_layer": 2, "batch_size": rows, "gradient_accumulation_steps": n, "grad_sync": "never"}
+    run |= {"islands": 1, "local_steps": 1, "grad_compression": "none", "cpu_offload": False, "layout": "manual"}
+    return LAYOUT | run
+
+
+def calibrated(hw: Hardware, cost: dict, n: int, measured_s: float) -> Hardware:
+    """
+    `hw` with the speeds with which a step of `two_blocks` takes as long as it was measured to take: a prediction knows
+    the large operations only.
+    """
     args = cost["model_args"] | {"n_layer": 2}
-    return cost | LAYOUT | {"model_args": args, "rows": rows, "world_size": 1}, rows
+    seconds = predict(cost | two_blocks(cost, n) | {"model_args": args, "world_size": n}, hw, n).seconds
+    factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
+    return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)
 
 
 def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
@@ -229,7 +270,7 @@ def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
     share = share_of(sequences, 0, mesh.data_size, cost["batch_size"], pp)
     cost = cost | {"rows": share.rows}
     settings = {name: cost[name] for name in (*LAYOUT, "batch_size", "gradient_accumulation_steps")}
-    gb = memory_estimate(cost)["total"] + hw.fixed_gb
+    gb = memory_estimate(cost)["total"] + hw.fixed_gb + lost_gb(cost)
     if gb > hw.memory_gb:
         return Plan(settings, gb, problem=f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
     stages = [micro_step_s(hw, cost, rank) for rank in sorted({0, pp // 2, pp - 1})]

@@ -21,7 +21,7 @@ import torch.nn as nn
 
 from isogpt import run_folder
 from isogpt.agree import StepNumbers, broadcast, exit_together, gather_number, is_main
-from isogpt.files import write_whole
+from isogpt.files import recorded
 from isogpt.loader import Reader
 from isogpt.parallel import gradient_norms
 
@@ -290,19 +290,10 @@ def describe_job(config: dict, world_size: int) -> dict:
     return job | {"zero": 3 if config["fsdp"] else config["zero"], "recompute": config["activation_checkpointing"]}
 
 
-def recorded_micro_batch(out_dir: str, job: dict, batch_size: int) -> int:
+def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:
     """
     The micro-batch size to use (rank 0): batch_size, or the smaller one that a previous attempt at the same job
     recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
     """
-    try:
-        record = json.loads((Path(out_dir) / MICRO_BATCH).read_text())
-        return min(batch_size, int(record["micro_batch"])) if record["job"] == job else batch_size
-    except (OSError, ValueError, KeyError, TypeError):
-        return batch_size
-
-
-def record_micro_batch(out_dir: str, job: dict, rows: int) -> None:
-    """Record a smaller micro-batch size for the next attempt at this job."""
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    write_whole(Path(out_dir) / MICRO_BATCH, json.dumps({"micro_batch": rows, "job": job}))
+    rows = recorded(Path(out_dir) / MICRO_BATCH, job)
+    return min(batch_size, rows) if isinstance(rows, int) else batch_size

@@ -34,7 +34,8 @@ CHOICES = {"data_order": ("random", "shuffle"), "on_nan": ("stop", "skip"), "zer
            "head": ("auto", "tied", "untied"), "optimizer": ("adamw", "muon"),
            "lr_schedule": ("cosine", "linear", "wsd"), "lr_scaling": ("none", "linear", "sqrt"),
            "outer_compression": ("none", "fp16", "int8"), "hardware": ("h100", "h200", "a100", "4090", "cpu", "this"),
-           "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")}  # fmt: skip
+           "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
+           "layout": ("manual", "auto")}  # fmt: skip
 # old name -> new name
 RENAMED = {"prefetch": "fsdp_prefetch", "bucket_mb": "ddp_bucket_mb", "timeout_s": "dist_timeout_s",
            "stop_after_s": "time_limit_s", "json": "json_path", "world_size": "estimate_world_size"}  # fmt: skip

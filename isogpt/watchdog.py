@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from isogpt import resilience
 from isogpt.checkpoint import Progress, Saver
+from isogpt.files import record
 from isogpt.hardware import Clock
 from isogpt.launch import Ranks, connect_store, rank_names
 from isogpt.loader import DataError, Reader
@@ -232,7 +234,7 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
         cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
         problem, hint = f"error: out of memory {cause}: {str(error).splitlines()[0]}", ""
         if watchdog.progress.step < first_step + 3 and most > 1 and not is_allocating:
-            resilience.record_micro_batch(out_dir, job, most // 2)
+            record(Path(out_dir) / resilience.MICRO_BATCH, job, most // 2)
             hint = (f"\nthe next start in {out_dir} uses micro-batches of {most // 2} (same global batch, same curve): "
                     "torchrun --max-restarts does so by itself, otherwise repeat the command")  # fmt: skip
         print(f"{problem}\n{memory_report(cost | {'rows': rows})}{hint}", file=sys.stderr, flush=True)

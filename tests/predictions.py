@@ -24,11 +24,11 @@ from slow_network import prepare_shakespeare, train
 
 from configurator import settings_of
 from isogpt import memory, planner
-from isogpt.devices import Hardware, Link, calibrated, hardware_here
+from isogpt.devices import Hardware, Link, hardware_here
 from isogpt.settings import model_args_of
-from model import GPT, GPTConfig
+from model import GPTConfig
 
-STEPS, WARM_UP = 5, 2
+STEPS, WARM_UP = 7, 3
 COMMON = {"dropout": 0.0, "device": "cpu", "dtype": "float32", "eval_interval": 10**6, "eval_iters": 1,
           "log_interval": 1, "save_checkpoint": False, "max_iters": STEPS + WARM_UP - 1,
           "dataset": "shakespeare_char"}  # fmt: skip
@@ -94,12 +94,11 @@ def links_here(nproc: int, work: Path) -> list[dict]:
     return json.loads((work / "comm.json").read_text())["comm"]
 
 
-def machine_of(model: dict, nproc: int, links: list[dict]) -> Hardware:
+def machine_of(model: dict, nproc: int, links: list[dict], work: Path) -> Hardware:
     """This machine with `nproc` processes, as bench.py --plan measures it."""
-    found = hardware_here(torch.device("cpu"), "float32", nproc, links)
-    cost, rows = planner.two_blocks(cost_of(model, nproc))
-    predicted = sum(planner.micro_step_s(found, cost, 0))
-    return calibrated(found, GPT(GPTConfig(**cost["model_args"])), rows, "float32", predicted, nproc)
+    found, cost = hardware_here(torch.device("cpu"), "float32", nproc, links), cost_of(model, nproc)
+    seconds, _ = measured_here(work, model | planner.two_blocks(cost, nproc), nproc)
+    return planner.calibrated(found, cost, nproc, seconds)
 
 
 def ranks(values: list[float]) -> np.ndarray:
@@ -124,15 +123,16 @@ def main() -> None:
 
         for nproc in (n for n in (1, 2, 4, 8) if n in wanted):
             links = links_here(nproc, work)
-            hw = {name: machine_of(model, nproc, links) for name, model in MODELS.items()}
+            hw = {name: machine_of(model, nproc, links, work) for name, model in MODELS.items()}
             for n, layout in LAYOUTS:
                 for name, model in MODELS.items() if n == nproc else ():
                     plan = planner.predict(cost_of(model | layout, n), hw[name], n)
                     add(str(n), name, layout, plan, measured_here(work, model | layout, n))
         if 0 in wanted:
+            links, slow = links_here(2, work), Link(1e-4, 1e9 / 8 * 0.94)
+            hw = {name: replace(machine_of(model, 2, links, work), network=slow) for name, model in MODELS.items()}
             os.environ["OMP_NUM_THREADS"] = "1"
-            hosts, hw = Hosts(work, 2), {name: machine_of(model, 2, []) for name, model in MODELS.items()}
-            hw = {name: replace(part, network=Link(1e-4, 1e9 / 8 * 0.94)) for name, part in hw.items()}
+            hosts = Hosts(work, 2)
             try:
                 hosts.limit("1gbit")
                 for layout in OVER_A_LINK:

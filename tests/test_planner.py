@@ -1,14 +1,18 @@
 """The planner's formulas, its choice of layouts, and its predictions of published runs."""
 
+import json
 from dataclasses import asdict, replace
 from itertools import combinations, pairwise
+from math import ceil, log2
+from types import SimpleNamespace
 
 import pytest
-from runs import REPO
+import torch
+from runs import REPO, column, records
 
 from configurator import settings_of
 from isogpt import layouts, memory, planner
-from isogpt.devices import HARDWARE, Link, links_of, named_hardware
+from isogpt.devices import HARDWARE, Link, hardware_of, links_of, named_hardware
 from isogpt.loader import share_of
 from isogpt.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly
@@ -51,8 +55,10 @@ def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
         here = sum(r < per_node for r in group)
         bandwidth = min(1e11 if here > 1 else 1e99, 8e10 * here / min(devices, per_node) if crossings else 1e99)
         expected = 8e9 * (n - 1) / n / bandwidth if n > 1 else 0
-        latency = crossings * 1e-5 + (n - max(1, crossings)) * 1e-6 if n > 1 else 0
+        latency = ceil(log2(max(1, crossings))) * 1e-5 + ceil(log2(here)) * 1e-6
         assert found == pytest.approx(expected + latency), (axes, group)
+        found = planner.ring_s(SIMPLE, mesh, per_node, axes, 8e9, count=3, slowness=2.0)
+        assert found == pytest.approx(2 * expected + 3 * latency), (axes, group)
 
 
 def test_layers_are_cut_as_well_as_any_cut_does():
@@ -121,9 +127,22 @@ def test_the_fewest_devices_on_which_a_model_fits():
 def test_names_of_hardware():
     assert named_hardware("a100", 10).network.bytes_per_s == pytest.approx(1.25e9, rel=0.1)
     assert named_hardware("this", 0, SIMPLE) is SIMPLE
-    cells = [{"operation": "all-reduce", "bytes": size, "us": us, "gb_per_s": 2.0, "ranks": 3} for size, us in
-             ((2**10, 80.0), (2**20, 1000.0))]  # fmt: skip
-    assert links_of(cells)[0] == Link(pytest.approx(2e-5), 2e9)
+    cells = [{"operation": name, "bytes": size, "us": us, "gb_per_s": gb, "ranks": 4} for size, us in
+             ((2**10, 80.0), (2**20, 1000.0)) for name, gb in
+             (("all-reduce", 2.0), ("all-gather", 1.0), ("reduce-scatter", 0.5))]  # fmt: skip
+    found = links_of(cells, is_gpu=True)
+    assert found["local"] == Link(pytest.approx(2e-5), 2e9) and (found["gather"], found["scatter"]) == (2, 4)
+    assert links_of(cells, is_gpu=False)["local"] == Link(pytest.approx(4e-5), 2e9)
+    assert links_of(cells[:1], is_gpu=True)["local"] == HARDWARE["4090"].local
+
+
+def test_the_calibration_makes_a_step_take_what_was_measured():
+    cost = cost_of(GPT2, 2, 4, 4, "float32") | {"device_type": "cpu"}
+    hw = replace(HARDWARE["cpu"], sharing=2.0, memory_gb=99)
+    found = planner.calibrated(hw, cost, 2, 7.0)
+    two = cost | planner.two_blocks(cost, 2) | {"model_args": cost["model_args"] | {"n_layer": 2}}
+    seconds = planner.predict(two, found, 2).seconds
+    assert seconds["compute"] + seconds["optimizer"] == pytest.approx(7.0, rel=0.02)
 
 
 # docs/scaling.md names the sources. The H100s of torchtitan's benchmarks have 500 W instead of 700 and slower memory.
@@ -166,3 +185,52 @@ def test_a_mesh_of_one_communicates_nothing():
     assert planner.ring_s(SIMPLE, Mesh(), 8, ("dp_replicate",), 1e9) == 0
     alone = planner.predict(cost_of(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
     assert alone.seconds["communication"] == 0 and alone.seconds["bubble"] == 0
+
+
+@pytest.mark.parametrize("settings, kept", [
+    ({"tp": 2, "pp": 4}, {"tp": 2, "pp": 4}),
+    ({"fsdp": True, "dp_replicate": 2}, {"zero": 3, "dp_replicate": 2}),
+    ({"activation_checkpointing": "every:2", "cp": 2}, {"activation_checkpointing": "every:2", "cp": 2}),
+    ({"pp": 2, "pp_schedule": "zbv", "zero": 1}, {"pp": 2, "pp_schedule": "zbv", "zero": 1}),
+])  # fmt: skip
+def test_settings_that_are_not_at_their_defaults_are_kept(settings, kept):
+    plans = layouts.ranked(cost_of(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
+    assert len(plans) > 8 and all(plan.settings.items() >= kept.items() for plan in plans)
+
+
+def test_known_gpus_are_found_by_name(monkeypatch):
+    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert hardware_of(torch.device("cuda"), "bfloat16", 8) == replace(HARDWARE["h100"], memory_gb=85)
+
+
+def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
+    """Two processes plan, a restart keeps their layout, and another number of processes plans anew; one curve."""
+    zygote.train(["--out_dir=one", "--max_iters=19"], work)
+    auto = ["--layout=auto", "--init_from=auto", "--save_interval=5"]
+    text = zygote.train([*auto, "--max_iters=4"], work, 2).text()
+    assert text.count("layouts by prediction: ") == text.count("layout:  --batch_size=") == 1
+    path = work / "out" / "layout.json"
+    found = json.loads(path.read_text())
+    assert found["job"]["world_size"] == 2 and found["layout"].keys() >= layouts.LAYOUT.keys() - {"fsdp"}
+    found["layout"] |= {"zero": 3, "batch_size": 1, "gradient_accumulation_steps": 8}  # not what it would choose
+    path.write_text(json.dumps(found))
+    text = zygote.train([*auto, "--max_iters=9"], work, 2).text()
+    kept = "layout:  --zero=3 --batch_size=1 --gradient_accumulation_steps=8, recorded in out/layout.json\n"
+    assert text.count(kept) == 1 and "by prediction" not in text
+    text = zygote.train([*auto, "--max_iters=14", "--tp=2"], work, 2).text()
+    assert "by prediction" in text and json.loads(path.read_text())["layout"]["tp"] == 2
+    text = zygote.train([*auto, "--max_iters=19"], work).text()
+    assert "by prediction" in text and json.loads(path.read_text())["job"]["world_size"] == 1
+    exact = column(work / "one", "loss")
+    assert column(work / "out", "loss") == pytest.approx(exact, abs=1e-5) and len(exact) == 20
+    starts = [r["config"] for r in records(work / "out") if r.get("event") in ("start", "resume")]
+    assert [(c["zero"], c["tp"]) for c in starts[1:3]] == [(3, 1), (starts[2]["zero"], 2)]
+
+
+def test_a_layout_that_cannot_be_chosen(zygote, work):
+    huge = ["--n_layer=48", "--n_embd=8192", "--n_head=64", "--layout=auto"]
+    text = zygote.train(huge, work, 2, ok=False).text()
+    assert text.count("error: no layout fits on 2 devices: start with ") == 1 and "Traceback" not in text
+    text = zygote.train(["--init_from=gpt2", "--layout=auto"], work, ok=False).text()
+    assert text == "error: init_from is 'gpt2': a plan needs n_layer, n_head and n_embd of the model\n"
