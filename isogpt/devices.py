@@ -105,7 +105,7 @@ def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: lis
     torch.set_num_threads(threads)
     part = max(1, cores // nproc) / cores
     return replace(found, memory_gb=found.memory_gb / nproc, matmul=part * matmul, bytes_per_s=part * copy,
-                   sharing=max(1.0, nproc * part), fixed_gb=0.42 if nproc > 1 else 0.34)  # fmt: skip
+                   sharing=max(1.0, nproc * part), fixed_gb=0.42 if nproc > 1 else 0.38)  # fmt: skip
 
 
 def links_of(collectives: list[dict], is_gpu: bool) -> dict:

@@ -227,7 +227,7 @@ def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: 
 def lost_gb(cost: dict) -> float:
     """
     What ZeRO-2 and 3 and experts cost on a CPU besides memory_estimate: FSDP's modules, and gaps in the heap. glibc
-    places pieces that come and go at ever new addresses; after ten steps the gaps were 28 times the largest of them: a
+    places pieces that come and go at ever new addresses; after ten steps the gaps were 32 times the largest of them: a
     block of weights, or the hidden layer of the experts. Pieces of more than 32 MiB are not in the heap.
     """
     if cost["device_type"] != "cpu":
@@ -238,7 +238,7 @@ def lost_gb(cost: dict) -> float:
     if args.get("n_expert"):
         pieces.append(4 * cost["rows"] * args["block_size"] / cost["cp"] * args["n_expert_active"] * args["n_hidden"])
     pieces = [piece for piece in pieces if piece <= 2**25]
-    return (0.07 if stage_of(cost) >= 2 else 0.0) + 28 * max(pieces) / 1e9
+    return (0.07 if stage_of(cost) >= 2 else 0.0) + 32 * max(pieces) / 1e9
 
 
 def two_blocks(cost: dict, n: int, tokens: int = 1024) -> dict:

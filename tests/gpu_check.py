@@ -338,6 +338,24 @@ def experts(place: Place) -> Iterator[Line]:
 # several processes
 
 
+def planned(place: Place) -> Iterator[Line]:
+    """--layout=auto: the curve, and the predicted step beside the measured one."""
+    n, exact = place.processes, ["--dtype=float32", "--compile=False"]
+    reference = losses(Place(place.folder, "cpu", 1, None), "planned", exact)
+    found = distance(reference, losses(place, "planned", [*exact, "--layout=auto"], n))
+    yield at_most(f"float32 on {n} processes --layout=auto: losses of 20 steps against the CPU's", found, 1e-4)
+    args = [*place.gpt2(), "--layout=auto", "--max_iters=23", "--eval_interval=100000", "--eval_iters=1",
+            f"--gradient_accumulation_steps={8 * n}", "--batch_size=8", "--save_checkpoint=False",
+            "--out_dir=predicted"]  # fmt: skip
+    text = run(place, "train.py", args, n)
+    predicted = float(re.search(r"by prediction: ([\d,.]+) ms", text)[1].replace(",", ""))
+    rows = [r for r in records(place.folder / "predicted") if "step_ms" in r][8:]
+    measured = statistics.median(r["step_ms"] for r in rows)
+    yield Line(f"--layout=auto on {n} processes: the predicted step / the measured one", "0.75 to 1.25",
+               f"{predicted / measured:.2f} ({predicted:.1f} and {measured:.1f} ms)",
+               0.75 <= predicted / measured <= 1.25 if place.on_gpu else None)  # fmt: skip
+
+
 def slow_networks(place: Place) -> Iterator[Line]:
     """How far compressed gradients and islands take the curve from the exact one; the lossy ones have to learn."""
     n, exact = place.processes, ["--dtype=float32", "--compile=False"]
@@ -403,7 +421,7 @@ def killed(place: Place, n: int) -> Iterator[Line]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-CHECKS = (curve, compiled, resume, speed, nanogpt, parts, large, experts, slow_networks, several)
+CHECKS = (curve, compiled, resume, speed, nanogpt, parts, large, experts, planned, slow_networks, several)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@ Several machines, each a network namespace with its own name, address and cable 
 address and with an elastic rendezvous; a cut cable, a machine that fails, one that joins late.
 """
 
+import json
 import os
 import re
 import signal
@@ -92,21 +93,29 @@ def test_without_restarts_every_survivor_names_the_failed_host(hosts, work):
 
 
 def test_elastic_hosts_end_with_the_losses_of_an_uninterrupted_run(hosts, zygote, work):
-    """A third host joins late; a cable is cut for longer than dist_timeout_s; a host is killed and comes back."""
-    args = [*JOB, "--learning_rate=1e-4", "--max_iters=3000", "--lr_decay_iters=3000", "--dist_timeout_s=8"]
+    """
+    A third host joins late; a cable is cut for longer than dist_timeout_s; a host is killed and comes back. Each number
+    of hosts plans its own layout.
+    """
+    args = [*JOB, "--learning_rate=1e-4", "--max_iters=1500", "--lr_decay_iters=1500", "--dist_timeout_s=8"]
     zygote.start([*args, "--out_dir=one"], work, env={"OMP_NUM_THREADS": "1"}).wait(600)  # as on the hosts
     h, out = hosts(3), work / "out"
 
     def start(host):
-        script = [str(REPO / "train.py"), *args, "--out_dir=out", "--init_from=auto"]
+        script = [str(REPO / "train.py"), *args, "--out_dir=out", "--init_from=auto", "--layout=auto"]
         return h.start(host, [*TORCHRUN, *ELASTIC, *script])
+
+    def planned():
+        return json.loads((out / "layout.json").read_text())["job"]["world_size"]
 
     agents = {"h1": start("h1"), "h2": start("h2")}
     wait_for(lambda: steps_in(out) > 20, 90)
+    assert planned() == 2
     agents["h3"] = start("h3")  # late
     wait_for(lambda: world_sizes(out)[-1] == 3, 90)
     at = steps_in(out)
     wait_for(lambda: steps_in(out) > at + 20, 90)
+    assert planned() == 3
     h.cable("h2", "down")
     wait_for(lambda: world_sizes(out)[-1] == 2, 90)  # h1 and h3 continue
     h.cable("h2", "up")
