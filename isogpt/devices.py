@@ -63,9 +63,10 @@ HARDWARE = {
     "h200": Hardware(141, 0.65 * 989e12, 0.85 * 4.8e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
     "a100": Hardware(80, 0.75 * 312e12, 0.85 * 2.0e12, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
     "4090": Hardware(24, 0.85 * 165e12, 0.85 * 1.0e12, Link(1e-5, 20e9), Link(5e-5, 1.2e9)),
-    # of a core; `--hardware=this` measures
-    "cpu": Hardware(4, 40e9, 8e9, Link(5e-5, 1e9), Link(1e-4, 0.12e9), 16, 0.4, 8e-6, overlaps=False, fixed_gb=0.42),
-}
+    # of a core, with gloo; `--hardware=this` measures
+    "cpu": Hardware(4, 40e9, 8e9, Link(5e-4, 1e9), Link(1e-3, 0.12e9), half=16, attention=0.4, kernel_s=8e-6,
+                    gather=1.6, scatter=3.4, overlaps=False, fixed_gb=0.42),
+}  # fmt: skip
 
 
 def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
@@ -113,10 +114,11 @@ def links_of(collectives: list[dict], is_gpu: bool) -> dict:
     The fields of Hardware that describe links: as measured within the machine, and usual ones where nothing is known.
     """
     usual = HARDWARE["4090" if is_gpu else "cpu"]
+    links = {name: getattr(usual, name) for name in ("local", "network", "gather", "scatter")}
     found = {name: [cell for cell in collectives if cell["operation"] == name and "us" in cell]
              for name in ("all-reduce", "all-gather", "reduce-scatter")}  # fmt: skip
     if not all(found.values()):
-        return {"local": usual.local, "network": usual.network}
+        return links
     large = {
         name: [cell["gb_per_s"] * 1e9 for cell in cells if cell["bytes"] >= 2**20] for name, cells in found.items()
     }
@@ -126,7 +128,7 @@ def links_of(collectives: list[dict], is_gpu: bool) -> dict:
     # between computations threads have to be woken up, which takes as long again as a small collective
     local = Link(latency if is_gpu else 2 * latency, float(np.median(reduce)))
     slowness = {"gather": float(np.median(reduce / gather)), "scatter": float(np.median(reduce / scatter))}
-    return {"local": local, "network": usual.network} | slowness
+    return links | {"local": local} | slowness
 
 
 def named_hardware(name: str, network_gbit: float, here: Hardware | None = None) -> Hardware:

@@ -40,10 +40,11 @@ def layouts(cost: dict, devices: int, per_node: int) -> Iterator[dict]:
     """
     args = cost["model_args"]
     experts, machines = args.get("n_expert", 0), devices // per_node
-    sizes = (divisors(per_node, args["n_kv_head"]), divisors(devices, args["n_layer"]),
-             divisors(devices, max(1, args["block_size"] // 256)), divisors(devices, max(1, experts)))  # fmt: skip
+    sizes = {"tp": divisors(per_node, args["n_kv_head"]), "pp": divisors(devices, args["n_layer"]),
+             "cp": divisors(devices, max(1, args["block_size"] // 256)),
+             "ep": divisors(devices, max(1, experts))}  # fmt: skip
     sequences, islands = cost["batch_size"] * cost["gradient_accumulation_steps"], max(1, cost["islands"])
-    for tp, pp, cp, ep in product(*(fixed_or(cost, name, sizes[i]) for i, name in enumerate(("tp", "pp", "cp", "ep")))):
+    for tp, pp, cp, ep in product(*(fixed_or(cost, name, values) for name, values in sizes.items())):
         left, rest = divmod(devices, islands * tp * pp * cp * ep)
         if rest or left * ep * islands > sequences:
             continue
