@@ -20,6 +20,7 @@ from isogpt.memory import cost_of
 from isogpt.mesh import stages_per_rank
 from isogpt.planner import LAYOUT, SCHEDULES, Hardware, Plan, predict, stage_of
 from isogpt.precision import resolve_dtype
+from isogpt.run_folder import prepare
 from isogpt.settings import check_degrees, check_training, model_args_of
 
 FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
@@ -43,7 +44,7 @@ def layouts(cost: dict, devices: int, per_node: int) -> Iterator[dict]:
     sizes = {"tp": divisors(per_node, args["n_kv_head"]), "pp": divisors(devices, args["n_layer"]),
              "cp": divisors(devices, max(1, args["block_size"] // 256)),
              "ep": divisors(devices, max(1, experts))}  # fmt: skip
-    sequences, islands = cost["batch_size"] * cost["gradient_accumulation_steps"], max(1, cost["islands"])
+    sequences, islands = sequences_of(cost), max(1, cost["islands"])
     for tp, pp, cp, ep in product(*(fixed_or(cost, name, values) for name, values in sizes.items())):
         left, rest = divmod(devices, islands * tp * pp * cp * ep)
         if rest or left * ep * islands > sequences:
@@ -55,6 +56,11 @@ def layouts(cost: dict, devices: int, per_node: int) -> Iterator[dict]:
             is_zero_0 = zero not in (0, cost["zero"]) and shards == 1
             if not is_zero_0 and is_valid(cost | layout, devices):
                 yield layout
+
+
+def sequences_of(cost: dict) -> int:
+    """The global batch."""
+    return cost["batch_size"] * cost["gradient_accumulation_steps"]
 
 
 def fixed_or(cost: dict, name: str, values: Sequence) -> Sequence:
@@ -74,7 +80,7 @@ def is_valid(settings: dict, devices: int) -> bool:
 
 def plans_of(cost: dict, layout: dict, hw: Hardware, per_node: int) -> Iterator[Plan]:
     """A layout's plans: schedules, recomputation and micro-batches for the same global batch."""
-    sequences, pp = cost["batch_size"] * cost["gradient_accumulation_steps"], layout["pp"]
+    sequences, pp = sequences_of(cost), layout["pp"]
     most = -(-sequences * layout["tp"] * pp * layout["cp"] // cost["world_size"])  # sequences of a rank
     sizes = {2**k for k in range(11)} | {cost["batch_size"]}
     sizes = sorted((size for size in sizes if sequences % size == 0 and size < 2 * most), reverse=True)
@@ -129,9 +135,8 @@ def ranked(cost: dict, hw: Hardware, per_node: int) -> list[Plan]:
         raise ValueError(f"init_from is {cost['init_from']!r}: a plan needs n_layer, n_head and n_embd of the model")
     plans = sorted(all_plans(cost, hw, per_node), key=order)
     if not plans:
-        sequences = cost["batch_size"] * cost["gradient_accumulation_steps"]
-        raise ValueError(f"no layout of {cost['world_size']} devices: {sequences} sequences are too few for them, or "
-                         "the settings exclude all")  # fmt: skip
+        few = f"{sequences_of(cost)} sequences are too few for them"
+        raise ValueError(f"no layout of {cost['world_size']} devices: {few}, or the settings exclude all")
     return plans
 
 
@@ -241,20 +246,30 @@ def choose(config: dict, vocab_size: int, ranks: Ranks) -> dict:
     per_node = gcd(n, rank_variables()[3])
     cost["islands"] = config["islands"] or machine_count()
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
-    same = ("model_args", "world_size", "dtype", "islands", "optimizer", "cpu_offload", "fsdp", *LAYOUT)
-    job = {key: cost[key] for key in (*same, "batch_size", "gradient_accumulation_steps")}
-    job |= {"per_node": per_node, "device": name}
+    same = ("model_args", "world_size", "dtype", "islands", "optimizer", "cpu_offload", "fsdp", *LAYOUT, "batch_size",
+            "gradient_accumulation_steps")  # fmt: skip
+    job = {key: cost[key] for key in same} | {"per_node": per_node, "device": name}
+    prepare(config["out_dir"])
     path = Path(config["out_dir"]) / FILE
-    if settings := recorded(path, job):
+    settings = recorded(path, job)
+    if settings and is_usable(settings, cost):
         print(f"layout:  {spelled(settings)}, recorded in {path}", flush=True)
         return settings
     hw = hardware_of(ranks.device, dtype, per_node)
     plans = ranked(cost, hw, per_node)
     check_fits(plans, cost, hw, per_node)
     best, *others = best_of_layouts(plans)
-    print(f"layout:  {spelled(best.settings)}, the fastest of {1 + len(others)} layouts by prediction: "
+    print(f"layout:  {spelled(best.settings)}, the fastest of {1 + len(others)} by prediction: "
           f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB", flush=True)  # fmt: skip
     for plan in others[:2]:
         print(f"         {spelled(plan.settings)}: {reason(plan, best)}", flush=True)
     record(path, job, best.settings)
     return best.settings
+
+
+def is_usable(settings: object, cost: dict) -> bool:
+    """Whether a recorded choice, which someone may have edited, is a layout for the same global batch."""
+    if not isinstance(settings, dict) or any(type(v) is not type(cost.get(name)) for name, v in settings.items()):
+        return False
+    new = cost | settings
+    return sequences_of(new) == sequences_of(cost) and is_valid(new, cost["world_size"])

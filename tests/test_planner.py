@@ -209,7 +209,7 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     zygote.train(["--out_dir=one", "--max_iters=19"], work)
     auto = ["--layout=auto", "--init_from=auto", "--save_interval=5"]
     text = zygote.train([*auto, "--max_iters=4"], work, 2).text()
-    assert text.count("layouts by prediction: ") == text.count("layout:  --batch_size=") == 1
+    assert text.count(" by prediction: ") == text.count("layout:  --batch_size=") == 1
     path = work / "out" / "layout.json"
     found = json.loads(path.read_text())
     assert found["job"]["world_size"] == 2 and found["layout"].keys() >= layouts.LAYOUT.keys() - {"fsdp"}
@@ -218,6 +218,10 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     text = zygote.train([*auto, "--max_iters=9"], work, 2).text()
     kept = "layout:  --zero=3 --batch_size=1 --gradient_accumulation_steps=8, recorded in out/layout.json\n"
     assert text.count(kept) == 1 and "by prediction" not in text
+    for damage in ([1], {"tp": 7}, {"batch_size": 2}, {"tp": "2"}, {"nothing": 1}):
+        path.write_text(json.dumps(found | {"layout": damage}))
+        text = zygote.train([*auto, "--max_iters=9"], work, 2).text()
+        assert "by prediction" in text and "error" not in text
     text = zygote.train([*auto, "--max_iters=14", "--tp=2"], work, 2).text()
     assert "by prediction" in text and json.loads(path.read_text())["layout"]["tp"] == 2
     text = zygote.train([*auto, "--max_iters=19"], work).text()
@@ -225,7 +229,7 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     exact = column(work / "one", "loss")
     assert column(work / "out", "loss") == pytest.approx(exact, abs=1e-5) and len(exact) == 20
     starts = [r["config"] for r in records(work / "out") if r.get("event") in ("start", "resume")]
-    assert [(c["zero"], c["tp"]) for c in starts[1:3]] == [(3, 1), (starts[2]["zero"], 2)]
+    assert (starts[1]["zero"], starts[1]["tp"], starts[-2]["tp"]) == (3, 1, 2)
 
 
 def test_a_layout_that_cannot_be_chosen(zygote, work):
