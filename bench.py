@@ -258,7 +258,7 @@ def make_plans(n: int) -> tuple[list[Plan], str]:
     if n % machine:
         fail(f"devices is {n}: it must be a multiple of per_node, {per_node}: set --devices={n - n % machine}")
     cost["gradient_accumulation_steps"] = cost["gradient_accumulation_steps"] or n
-    cost["islands"] = cost["islands"] or n // machine
+    cost = layouts.by_machine(cost, n // machine)
     hw = named_hardware(hardware, network, measured_machine(cost, machine) if hardware == "this" else None)
     plans, sequences = layouts.ranked(cost, hw, machine), cost["batch_size"] * cost["gradient_accumulation_steps"]
     print(f"the global batch of {sequences} sequences on {n} x {hardware}, {machine} on each machine, predicted:")

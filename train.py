@@ -142,7 +142,9 @@ try:
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
     with agree.exit_together():  # an error on any rank ends all
         data = loader.open_dataset(dataset, block_size, vocab_size)
-    config = configure(globals(), layouts.chosen(config, data.vocab_size, ranks))
+    stop = resilience.watch_signals(time_limit_s)
+    source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step)  # rank 0 looks, all ranks open it
+    config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
     zero_stage, degrees = 3 if fsdp else zero, config | degrees
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
     mesh.connect(ranks.device.type, shards=zero_stage >= 2)
@@ -154,10 +156,8 @@ except (ValueError, dist.DistError) as e:
 progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
 logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters)
 launch.check_start(ranks, config | {"the data's digest": data.digest})
-stop = resilience.watch_signals(time_limit_s)
 job = resilience.describe_job(config, ranks.world_size)
 micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
-source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step)  # rank 0 looks, all ranks open what it found
 if is_resume:
     progress.load(source.run)
 

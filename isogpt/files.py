@@ -29,7 +29,7 @@ def record(path: Path, job: dict, value: object) -> None:
 
 def recorded(path: Path, job: dict) -> object | None:
     """What `record` wrote for the same job; None if there is nothing."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         found = json.loads(path.read_text())
         return found[path.stem] if found["job"] == job else None
 

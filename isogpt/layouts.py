@@ -13,11 +13,13 @@ import torch
 
 from isogpt.agree import broadcast, exit_together
 from isogpt.architecture import GPTConfig
+from isogpt.checkpoint import Source
 from isogpt.devices import hardware_of
 from isogpt.files import record, recorded
 from isogpt.launch import Ranks, machine_count, rank_variables
+from isogpt.loader import weights_of
 from isogpt.memory import cost_of
-from isogpt.mesh import stages_per_rank
+from isogpt.mesh import make_mesh, stages_per_rank
 from isogpt.planner import LAYOUT, SCHEDULES, Hardware, Plan, predict, stage_of
 from isogpt.precision import resolve_dtype
 from isogpt.run_folder import prepare
@@ -58,6 +60,13 @@ def layouts(cost: dict, devices: int, per_node: int) -> Iterator[dict]:
                 yield layout
 
 
+def by_machine(cost: dict, machines: int) -> dict:
+    """The cost with islands=0 resolved; a single island takes no outer steps."""
+    islands = cost["islands"] or machines
+    outer = {"local_steps": 1, "outer_parts": 1, "outer_compression": "none"} if islands == 1 else {}
+    return cost | {"islands": islands} | outer
+
+
 def sequences_of(cost: dict) -> int:
     """The global batch."""
     return cost["batch_size"] * cost["gradient_accumulation_steps"]
@@ -73,6 +82,7 @@ def is_valid(settings: dict, devices: int) -> bool:
     try:
         check_training(settings | {"out_dir": "out"})  # bench.py has none
         check_degrees(devices, settings, settings["model_args"])
+        weights_of(settings["shares"], make_mesh(0, devices, settings, stage_of(settings)).data_size)
     except ValueError:
         return False
     return True
@@ -132,7 +142,10 @@ def ranked(cost: dict, hw: Hardware, per_node: int) -> list[Plan]:
         ValueError: there are none, or the settings do not describe the model.
     """
     if cost["init_from"] not in ("scratch", "auto", "resume"):
-        raise ValueError(f"init_from is {cost['init_from']!r}: a plan needs n_layer, n_head and n_embd of the model")
+        raise ValueError(f"init_from is {cost['init_from']!r}: a plan is for the model that n_layer, n_head and n_embd "
+                         "describe: choose the layout yourself")  # fmt: skip
+    check_training(cost | {"out_dir": "out"})
+    check_degrees(cost["world_size"], cost, cost["model_args"])
     plans = sorted(all_plans(cost, hw, per_node), key=order)
     if not plans:
         few = f"{sequences_of(cost)} sequences are too few for them"
@@ -223,28 +236,34 @@ def table(plans: list[Plan], tokens: int, devices: int, flops: float, rows: int 
 # train.py --layout=auto
 
 
-def chosen(config: dict, vocab_size: int, ranks: Ranks) -> list[str]:
+def chosen(config: dict, source: Source | None, vocab_size: int, ranks: Ranks) -> list[str]:
     """
     With layout=auto, the settings of the fastest plan for these processes, as arguments of a command line; otherwise
     none (all ranks). Exits with a message if no layout fits.
+
+    Args:
+        source: the checkpoint whose model is trained further, if there is one.
     """
+    args = model_args_of(config, vocab_size)
+    if source:
+        args = source.run["model_args"] | {"block_size": config["block_size"]}
+        args |= {"n_expert": args.get("n_expert") or config["n_expert"]}
     settings = {}
     with exit_together():
         if ranks.is_main and config["layout"] == "auto":
-            settings = choose(config, vocab_size, ranks)
+            settings = choose(config | {"init_from": "scratch"} if source else config, args, ranks)
     return [f"--{name}={value}" for name, value in broadcast(settings).items()]
 
 
-def choose(config: dict, vocab_size: int, ranks: Ranks) -> dict:
+def choose(config: dict, model_args: dict, ranks: Ranks) -> dict:
     """
     The settings of the fastest plan (rank 0). They are printed with the reason, and recorded in out_dir: a restart of
     the same job on as many processes has the same layout, and on another number it plans again.
     """
-    args = asdict(GPTConfig(**model_args_of(config, vocab_size)))
+    args = asdict(GPTConfig(**model_args))
     dtype, n = resolve_dtype(config["dtype"], ranks.device), ranks.world_size
-    cost = cost_of(config, args, config["batch_size"], dtype, n, ranks.device.type)
     per_node = gcd(n, rank_variables()[3])
-    cost["islands"] = config["islands"] or machine_count()
+    cost = by_machine(cost_of(config, args, config["batch_size"], dtype, n, ranks.device.type), machine_count())
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
     same = ("model_args", "world_size", "dtype", "islands", "optimizer", "cpu_offload", "fsdp", *LAYOUT, "batch_size",
             "gradient_accumulation_steps")  # fmt: skip

@@ -198,6 +198,20 @@ def test_settings_that_are_not_at_their_defaults_are_kept(settings, kept):
     assert len(plans) > 8 and all(plan.settings.items() >= kept.items() for plan in plans)
 
 
+@pytest.mark.parametrize("settings, message", [
+    ({"tp": 3}, "16 processes cannot be divided into tp 3"), ({"ep": 2}, "ep is 2, but the model has no experts"),
+    ({"fsdp": True, "zero": 1}, "fsdp is short for zero=3, but zero is 1"), ({"shares": "2,1,1"}, "exclude all"),
+])  # fmt: skip
+def test_settings_that_no_layout_can_have(settings, message):
+    with pytest.raises(ValueError, match=message):
+        layouts.ranked(cost_of(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
+
+
+def test_shares_choose_the_number_of_data_parallel_ranks():
+    plans = layouts.ranked(cost_of(LLAMA_7B, 16, 4, 16, shares="2,1"), HARDWARE["h100"], 8)
+    assert plans and all(16 // (p.settings["tp"] * p.settings["pp"] * p.settings["cp"]) == 2 for p in plans)
+
+
 def test_known_gpus_are_found_by_name(monkeypatch):
     found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
@@ -222,6 +236,10 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
         path.write_text(json.dumps(found | {"layout": damage}))
         text = zygote.train([*auto, "--max_iters=9"], work, 2).text()
         assert "by prediction" in text and "error" not in text
+    path.write_text("[" * 100000)
+    other = [*auto, "--max_iters=9", "--n_layer=30", "--islands=0", "--local_steps=2"]  # the checkpoint's layers count
+    zygote.train(other, work, 2)
+    assert json.loads(path.read_text())["job"]["model_args"]["n_layer"] == 2
     text = zygote.train([*auto, "--max_iters=14", "--tp=2"], work, 2).text()
     assert "by prediction" in text and json.loads(path.read_text())["layout"]["tp"] == 2
     text = zygote.train([*auto, "--max_iters=19"], work).text()
@@ -237,4 +255,4 @@ def test_a_layout_that_cannot_be_chosen(zygote, work):
     text = zygote.train(huge, work, 2, ok=False).text()
     assert text.count("error: no layout fits on 2 devices: start with ") == 1 and "Traceback" not in text
     text = zygote.train(["--init_from=gpt2", "--layout=auto"], work, ok=False).text()
-    assert text == "error: init_from is 'gpt2': a plan needs n_layer, n_head and n_embd of the model\n"
+    assert text.startswith("error: init_from is 'gpt2': a plan is for the model that n_layer, n_head and n_embd ")
