@@ -148,7 +148,6 @@ try:
     zero_stage, degrees = 3 if fsdp else zero, config | degrees
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
     mesh.connect(ranks.device.type, shards=zero_stage >= 2)
-    weights = loader.weights_of(shares, mesh.data_size)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 
@@ -164,6 +163,7 @@ if is_resume:
 # model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
 pretrained = None
 with agree.exit_together():
+    weights = loader.weights_of(shares, mesh.data_size)
     if source:
         model_args = source.run["model_args"]
     elif init_from.removeprefix("auto:") in ("scratch", "auto"):

@@ -125,10 +125,10 @@ def measured_speeds(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: Ab
 
 
 def seconds_per_pass(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager,
-                     device: torch.device) -> float:  # fmt: skip
+                     device: torch.device, budget: float = 3.0) -> float:  # fmt: skip
     """
-    Mean seconds of a forward and backward (all ranks), of as many as fit into three seconds, at least three. The ranks
-    begin together: those of one machine share its memory bandwidth, as in a step.
+    Mean seconds of a forward and backward (all ranks), of as many as fit into `budget` seconds, at least three. The
+    ranks begin together: those of one machine share its memory bandwidth, as in a step.
     """
 
     def run_pass() -> None:
@@ -141,7 +141,7 @@ def seconds_per_pass(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: A
     run_pass()
     gather_number(0.0, device)
     began, passes = time.perf_counter(), 0
-    while passes < 3 or time.perf_counter() - began < 3:
+    while passes < 3 or time.perf_counter() - began < budget:
         run_pass()
         passes += 1
     return (time.perf_counter() - began) / passes
