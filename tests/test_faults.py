@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
 
 from isogpt import checkpoint, launch, loader, metrics, run_folder, shards
-from isogpt.files import write_whole
+from isogpt.files import load_pickle, write_whole
 from isogpt.parallel import part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
@@ -375,3 +376,19 @@ def test_prepare_is_killed_at_random_moments(tmp_path):
         text = "".join(itos[i] for i in [*data.train.tolist(), *data.val.tolist()])
         found.append([name for name, expected in texts.items() if text == expected])
     assert all(found) and len({name for names in found for name in names}) == 2
+
+
+def test_a_pickle_may_read_members_of_enums_and_no_other_attributes(tmp_path):
+    class Reads:
+        def __init__(self, *what):
+            self.what = what
+
+        def __reduce__(self):
+            return getattr, self.what
+
+    path, allowed = tmp_path / "it.pkl", {"signal": {"Signals"}, "numpy": {"dtype"}}
+    path.write_bytes(pickle.dumps(Reads(signal.Signals, "SIGTERM")))
+    assert load_pickle(path, allowed) is signal.SIGTERM
+    path.write_bytes(pickle.dumps(Reads(np.dtype, "mro")))
+    with pytest.raises(pickle.UnpicklingError, match="only plain values are read"):
+        load_pickle(path, allowed)
