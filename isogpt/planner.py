@@ -257,7 +257,7 @@ def calibrated(hw: Hardware, cost: dict, n: int, measured_s: float) -> Hardware:
     the large operations only.
     """
     args = cost["model_args"] | {"n_layer": 2}
-    seconds = predict(cost | two_blocks(cost, n) | {"model_args": args, "world_size": n}, hw, n).seconds
+    seconds = predict(cost | two_blocks(cost, n) | {"model_args": args, "world_size": n}, replace(hw, memory_gb=inf), n).seconds
     factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
     return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)
 

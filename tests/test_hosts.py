@@ -136,7 +136,7 @@ def test_elastic_hosts_end_with_the_losses_of_an_uninterrupted_run(hosts, zygote
 def test_an_island_that_fails_is_left_out_and_comes_back(hosts, zygote, work):
     """Each host is an island; two of three go on when one has no power, and it takes part again later."""
     islands = ["--islands=0", "--local_steps=20", "--outer_parts=2", "--outer_compression=int8"]
-    args = [*JOB, *islands, "--max_iters=1000", "--lr_decay_iters=1000", "--dist_timeout_s=8", "--eval_interval=1500"]
+    args = [*JOB, *islands, "--max_iters=1500", "--lr_decay_iters=1500", "--dist_timeout_s=8", "--eval_interval=1500"]
     h, out = hosts(3), work / "out"
 
     def start(host):
