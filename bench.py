@@ -260,7 +260,7 @@ def make_plans(n: int) -> tuple[list[Plan], str]:
     cost["gradient_accumulation_steps"] = cost["gradient_accumulation_steps"] or n
     cost = layouts.by_machine(cost, n // machine)
     hw = named_hardware(hardware, network, measured_machine(cost, machine) if hardware == "this" else None)
-    plans, sequences = layouts.ranked(cost, hw, machine), cost["batch_size"] * cost["gradient_accumulation_steps"]
+    plans, sequences = layouts.ranked(cost, hw, machine), layouts.sequences_of(cost)
     print(f"the global batch of {sequences} sequences on {n} x {hardware}, {machine} on each machine, predicted:")
     with torch.device("meta"):
         flops = GPT(GPTConfig(**cost["model_args"])).flops_per_token()

@@ -64,7 +64,7 @@ batch_size = 12  # sequences per micro-batch; a step has gradient_accumulation_s
 block_size = 1024  # tokens per sequence
 vocab_size = 0  # number of token ids (0: from the data set's metadata)
 # -- distribution and memory ------------------------------------------------------------------------------------------
-layout = "manual"  # auto: the fastest of all layouts by prediction, with those settings below that are not at defaults
+layout = "manual"  # manual (the settings below), or auto (the fastest plan; settings not at their defaults are kept)
 zero = 0  # what is sharded over the ranks: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters
 fsdp = False  # short for zero=3
 dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2 or 3)

@@ -119,11 +119,8 @@ def links_of(collectives: list[dict], is_gpu: bool) -> dict:
              for name in ("all-reduce", "all-gather", "reduce-scatter")}  # fmt: skip
     if not all(found.values()):
         return links
-    large = {
-        name: [cell["gb_per_s"] * 1e9 for cell in cells if cell["bytes"] >= 2**20] for name, cells in found.items()
-    }
-    reduce, gather, scatter = map(np.array, large.values())
-    smallest = found["all-reduce"][0]
+    large = [[cell["gb_per_s"] * 1e9 for cell in cells if cell["bytes"] >= 2**20] for cells in found.values()]
+    (reduce, gather, scatter), smallest = map(np.array, large), found["all-reduce"][0]
     latency = smallest["us"] * 1e-6 / (2 * ceil(log2(smallest["ranks"])))
     # between computations threads have to be woken up, which takes as long again as a small collective
     local = Link(latency if is_gpu else 2 * latency, float(np.median(reduce)))

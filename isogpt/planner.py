@@ -169,9 +169,9 @@ def activations_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int) -> float:
     layers = pipeline_part(cost, 0)[0]
     hidden = size * cost["rows"] * args["block_size"] / cost["cp"] * args["n_embd"]
     kv = 2 * hidden * cost["cp"] * args["n_kv_head"] / args["n_head"] / cost["tp"]
-    gathers, scatters = (4 * layers + 2) * hidden, (4 * layers + 2) * hidden
-    seconds = ring_s(hw, mesh, per_node, ("tp",), gathers, 4 * layers + 2, hw.gather)
-    seconds += ring_s(hw, mesh, per_node, ("tp",), scatters, 4 * layers + 2, hw.scatter)
+    count = 4 * layers + 2  # of gathers, and of scatters
+    seconds = ring_s(hw, mesh, per_node, ("tp",), count * hidden, count, hw.gather)
+    seconds += ring_s(hw, mesh, per_node, ("tp",), count * hidden, count, hw.scatter)
     seconds += ring_s(hw, mesh, per_node, ("cp",), 2 * layers * kv, 2 * layers, hw.gather)
     seconds += ring_s(hw, mesh, per_node, ("cp",), layers * kv, layers, hw.scatter)
     if cost["ep"] > 1:
@@ -256,8 +256,8 @@ def calibrated(hw: Hardware, cost: dict, n: int, measured_s: float) -> Hardware:
     `hw` with the speeds with which a step of `two_blocks` takes as long as it was measured to take: a prediction knows
     the large operations only.
     """
-    args = cost["model_args"] | {"n_layer": 2}
-    seconds = predict(cost | two_blocks(cost, n) | {"model_args": args, "world_size": n}, replace(hw, memory_gb=inf), n).seconds
+    two = cost | two_blocks(cost, n) | {"model_args": cost["model_args"] | {"n_layer": 2}, "world_size": n}
+    seconds = predict(two, replace(hw, memory_gb=inf), n).seconds
     factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
     return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)
 
