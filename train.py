@@ -315,15 +315,19 @@ while progress.step <= max_iters or eval_only:
             scaler.unscale_(part)
         grad_square = parallel.norm_share(copies_of)
 
-    # all ranks decide from the same numbers: the one small collective of a step, which also waits for the device
+    # all ranks decide from the same numbers: the one small collective of a step
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
-        numbers = agree.gather_numbers(agree.StepNumbers(
+        gathered = agree.gather_numbers(agree.StepNumbers(
             loss=loss_sum, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
             memory_gb=memory_gb(ranks.device), forward_ms=clock.last("forward"), stop=stop.code(step_s, saver.seconds),
             bytes_sent=logger.traffic.per_step(step % log_interval == 0),
+            loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
         ), ranks.device)  # fmt: skip
-    if not nan_policy.accepts(numbers, scaler):  # not finite; a float16 overflow is left to the scaler
+    with clock("optimizer"):  # changes nothing if a loss or gradient is not finite on any rank
+        optim.step(optimizers, scaler, gathered, grad_clip)
+    numbers = gathered.read()  # waits for the GPU to finish the backward; it continues with the optimizer
+    if not nan_policy.accepts(numbers):
         watchdog.armed = False
         clock.discard()
         # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop exits here
@@ -331,8 +335,6 @@ while progress.step <= max_iters or eval_only:
         model.zero_grad(set_to_none=model is raw_model)
         raw_model.routing = None  # the routers' numbers may not be finite either
         exchange.forget()
-        if scaler.is_enabled():
-            scaler.update()
         if back:
             with agree.exit_together(logger.failed):
                 source = checkpoint.open_checkpoint(back)
@@ -341,11 +343,7 @@ while progress.step <= max_iters or eval_only:
             nan_policy.rolled_back(progress, logger)
             batches = reader.train(progress)
         continue
-    with clock("clip"):
-        parallel.clip_gradients(copies_of, grad_clip, numbers.grad_norm.item())
-    with clock("optimizer"):
-        optim.step(optimizers, scaler, numbers.grad_norm)
-        model.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
+    model.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
     exchange.after_step(step)
     clock.step()
 

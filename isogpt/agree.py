@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,28 @@ def number_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
 
 
-def gather_numbers(numbers: Numbers, device: torch.device) -> Numbers:
-    """
-    Gather a NamedTuple of scalars from every rank (all ranks): the same NamedTuple with float64 CPU tensors
-    (world_size,), by rank. This is the one small collective of a step, and it waits for the device.
-    """
+@dataclass
+class Gathered(Generic[Numbers]):
+    """Numbers from every rank. A GPU may not have computed them yet."""
+
+    kind: type[Numbers]
+    columns: Tensor  # (fields, world_size) on the device
+    copy: Tensor  # the same on the CPU, once it has arrived
+    arrived: torch.cuda.Event | None  # None: it is there
+
+    def on(self, device: torch.device) -> Numbers:
+        """The same NamedTuple with tensors (world_size,) for computations on a device, which need not wait for them."""
+        return self.kind(*self.columns) if device == self.columns.device else self.read()
+
+    def read(self) -> Numbers:
+        """The same NamedTuple with float64 CPU tensors (world_size,). Waits for a GPU, but not for later work."""
+        if self.arrived:
+            self.arrived.synchronize()
+        return self.kind(*self.copy.double())
+
+
+def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
+    """Gather a NamedTuple of scalars from every rank (all ranks): the one small collective of a step."""
     # numbers of the CPU go to the device in one copy from pinned memory: each other copy would wait for the device
     is_there = [torch.is_tensor(v) and v.device.type == device.type for v in numbers]
     mine = torch.tensor([0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)],
@@ -67,12 +85,16 @@ def gather_numbers(numbers: Numbers, device: torch.device) -> Numbers:
     for i, v in enumerate(numbers):
         if is_there[i]:
             mine[i] = v
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return type(numbers)(*mine[:, None].cpu().double())
-    rows = mine.new_empty(dist.get_world_size() * len(mine))
-    # the name since torch 2.13, which warns about the old one; 2.11 has only the old one
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, mine)
-    return type(numbers)(*rows.view(-1, len(mine)).T.cpu())
+    rows = mine
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        rows = mine.new_empty(dist.get_world_size() * len(mine))
+        # the name since torch 2.13, which warns about the old one; 2.11 has only the old one
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, mine)
+    columns = rows.view(-1, len(mine)).T  # (fields, world_size)
+    # from a GPU the copy goes to pinned memory, behind what has been queued so far
+    copy = columns.to("cpu", non_blocking=device.type == "cuda")
+    arrived = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+    return Gathered(type(numbers), columns, copy, arrived)
 
 
 class StepNumbers(NamedTuple):
@@ -86,11 +108,17 @@ class StepNumbers(NamedTuple):
     forward_ms: Tensor | float
     stop: Tensor | float  # Stop.code
     bytes_sent: Tensor | float  # Traffic.per_step
+    loss_scale: Tensor | float  # by which float16 multiplies the loss, else 1
 
     @property
     def grad_norm(self) -> Tensor:
         """The norm of the global batch's gradient, from gathered numbers."""
         return self.grad_square.sum().sqrt()
+
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether the loss and the gradient are finite on every rank, from gathered numbers: a bool tensor."""
+        return self.loss.isfinite().all() & self.grad_norm.isfinite()
 
 
 class Number(NamedTuple):
@@ -101,7 +129,7 @@ class Number(NamedTuple):
 
 def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
     """One number from every rank (all ranks): (world_size,) float64 on the CPU."""
-    return gather_numbers(Number(value), device).value
+    return gather_numbers(Number(value), device).read().value
 
 
 @contextmanager

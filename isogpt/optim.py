@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as update_adamw
 
+from isogpt.agree import Gathered, StepNumbers
 from isogpt.mesh import Mesh
 from isogpt.parallel import is_split, local, part_of, splits_of
 from isogpt.parallel.parts import Part, whole_tensors
@@ -221,15 +222,33 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muo
                 group["momentum"] = momentum
 
 
-def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, grad_norm: Tensor) -> None:
-    """Update the parameters and the scale, or only the scale if a gradient has overflowed in float16 on any rank."""
-    if grad_norm.isfinite():  # the scaler would skip only the optimizers whose own gradients have overflowed
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-    elif scaler.is_enabled():  # it knows of this rank's gradients only
-        for optimizer in optimizers:
+def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, gathered: Gathered[StepNumbers],
+         max_norm: float) -> None:  # fmt: skip
+    """
+    Clip the gradients and update the parameters; if a loss or a gradient is not finite on any rank, leave them as they
+    are. In both cases, update the scale of float16. A fused AdamW clips and decides on the device, so that a GPU need
+    not wait for the host between the backward and the optimizer.
+
+    Args:
+        scaler: its `unscale_` was called.
+        max_norm: maximum norm of the gradient (0: no clipping).
+    """
+    for optimizer in optimizers:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers, divisor = gathered.on(params[0].device), None
+        if max_norm:  # clip_grad_norm_'s formula
+            divisor = ((numbers.grad_norm + 1e-6) / max_norm).clamp(min=1.0).float()
+        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
+        if inner.defaults.get("fused"):
+            inner.grad_scale, inner.found_inf = divisor, (~numbers.is_finite).float()
+            optimizer.step()
+        elif gathered.read().is_finite:
+            if divisor is not None:
+                torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
+            optimizer.step()
+        if scaler.is_enabled():  # it knows of this rank's gradients only
             for overflowed in scaler._found_inf_per_device(optimizer).values():
-                overflowed.fill_(1.0)
+                overflowed.copy_(~numbers.is_finite)
     scaler.update()
 
 

@@ -142,13 +142,13 @@ class NanPolicy:
             return "skip"
         return "rollback" if self.rollbacks < self.max_rollbacks else "stop"
 
-    def accepts(self, numbers: StepNumbers, scaler: torch.amp.GradScaler) -> bool:
+    def accepts(self, numbers: StepNumbers) -> bool:
         """
-        Whether the step may be taken (the same on all ranks). A float16 overflow is left to the scaler, which skips the
-        step and halves its scale; at a scale of 1 it is not the scale's fault.
+        Whether the step is as it should be (the same on all ranks). It is if a gradient has overflowed in float16: then
+        the parameters stay as they were, and the scale is halved. At a scale of 1 it is not the scale's fault.
         """
-        scaler_handles = scaler.is_enabled() and scaler.get_scale() > 1
-        accepted = bool(numbers.loss.isfinite().all() and (scaler_handles or numbers.grad_norm.isfinite()))
+        is_overflow = bool(numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1)
+        accepted = is_overflow or bool(numbers.is_finite)
         if accepted:
             self.consecutive.clear()
         return accepted

@@ -35,7 +35,7 @@ from runs import REPO, TINY, children, column, records, steps_in, tiny_data, wai
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from isogpt import generation, kernels, memory, settings
+from isogpt import agree, generation, kernels, memory, optim, settings
 from model import GPT, GPTConfig
 
 
@@ -285,6 +285,17 @@ def parts(place: Place) -> Iterator[Line]:
     ms = milliseconds(place, "optimizer.step()", optimizer=optimizer)
     moved = 28 * sum(p.numel() for p in model.parameters()) / ms / 1e6
     yield Line("AdamW", "", f"{ms:.2f} ms, {moved:,.0f} GB/s")
+    numbers = agree.StepNumbers(**dict.fromkeys(agree.StepNumbers._fields, torch.ones((), device=device)))
+    gathered, said = agree.gather_numbers(numbers, device), "does not wait"
+    if place.on_gpu:
+        torch.cuda.set_sync_debug_mode("error")  # an operation that waits for the GPU raises
+    try:
+        optim.step([optimizer], torch.amp.GradScaler(place.device, enabled=False), gathered, 0.5)
+    except RuntimeError as e:
+        said = str(e)
+    if place.on_gpu:
+        torch.cuda.set_sync_debug_mode("default")
+    yield Line("clipping and AdamW: the host", "does not wait", said, said == "does not wait")
 
     generation.prepare(model, dtype)
     prompt = torch.zeros(8, 1, dtype=torch.long, device=device)

@@ -1,6 +1,8 @@
 """Fault tolerance: signals, NaN, hangs, killed processes, restarts, and the messages if a run cannot continue."""
 
+import copy
 import json
+import math
 import os
 import re
 import signal
@@ -12,7 +14,8 @@ import pytest
 import torch
 from runs import REPO, TINY, children, column, free_port, records, steps_in, wait_for
 
-from isogpt import launch, resilience
+from isogpt import agree, launch, optim, resilience
+from model import GPT, GPTConfig
 
 # train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that differ; a wait
 FAULTY = """
@@ -182,6 +185,48 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
             reference = column(without, "loss")
         else:
             assert all(abs(reference[s] - loss) < 1e-5 for s, loss in column(out, "loss").items())
+
+
+def small_model_with_gradients(value: float):
+    """A model whose gradients are all `value`, and what `optim.step` decides by; reading it on the host is an error."""
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
+    square = sum(p.grad.double().square().sum() for p in model.parameters())
+    facts = {name: 0.0 for name in agree.StepNumbers._fields} | {"loss": 1.0, "grad_square": square}
+    gathered = agree.gather_numbers(agree.StepNumbers(**facts), torch.device("cpu"))
+    return model, gathered
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e6, 0.0])
+def test_adamw_clips_without_waiting_for_the_host(monkeypatch, max_norm):
+    model, gathered = small_model_with_gradients(0.5)
+    expected = copy.deepcopy(model)
+    optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-2, (0.9, 0.95))
+    with monkeypatch.context() as m:
+        m.setattr(agree.Gathered, "read", lambda self: pytest.fail("the host waited"))
+        optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
+    for p in expected.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    if max_norm:
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
+    expected.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu").step()
+    for (name, p), q in zip(expected.named_parameters(), model.parameters(), strict=True):
+        assert (p - q).abs().max() <= 1e-7, name
+        assert max_norm == 1.0 or torch.equal(p, q), name  # not clipped: the same bits
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("loss, gradient", [(1.0, math.inf), (math.nan, 0.5)])
+def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimizer, loss, gradient):
+    model, gathered = small_model_with_gradients(gradient)
+    gathered.columns[0] = loss
+    optimizers = optim.make_optimizers(model, optimizer, 0, 0.1, 1e-2, (0.9, 0.95), muon_lr=0.02)
+    before = copy.deepcopy((model.state_dict(), optim.state_by_name(model, optimizers)))
+    optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, 1.0)
+    after = model.state_dict(), optim.state_by_name(model, optimizers)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert all(torch.equal(p.grad, torch.full_like(p, gradient)) for p in model.parameters())  # for the report
 
 
 def test_stopping_reports_rank_step_rows_and_layers(faulty, work):

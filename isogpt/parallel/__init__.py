@@ -18,14 +18,14 @@ from isogpt.mesh import Mesh
 from isogpt.parallel.compilation import compile_model
 from isogpt.parallel.data import fsdp_units, no_sync, reshard, settle_buckets, shard
 from isogpt.parallel.exchange import Exchange, keeps_errors, make_exchange
-from isogpt.parallel.gradients import clip_gradients, complete_gradients, copies_of, gradient_norms, norm_share
+from isogpt.parallel.gradients import complete_gradients, copies_of, gradient_norms, norm_share
 from isogpt.parallel.parts import Part, Splits, copy_to_cpu, is_split, local, part_of, parts_by_name, splits_of
 from isogpt.parallel.recompute import recompute, recompute_every
 
 if TYPE_CHECKING:
     from isogpt.parallel.pipeline import Pipeline
 
-__all__ = ["Exchange", "Part", "clip_gradients", "compile_model", "complete_gradients", "copies_of", "copy_to_cpu",
+__all__ = ["Exchange", "Part", "compile_model", "complete_gradients", "copies_of", "copy_to_cpu",
            "gradient_norms", "is_split", "keeps_errors", "local", "make_exchange", "no_sync", "norm_share", "part_of",
            "parts_by_name", "recompute", "recompute_every", "reshard", "settle_buckets", "shard",
            "splits_of"]  # fmt: skip

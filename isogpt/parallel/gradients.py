@@ -1,4 +1,4 @@
-"""Gradients over all ways of sharding: what several ranks have to add up, their norm, and clipping."""
+"""Gradients over all ways of sharding: what several ranks have to add up, and their norm."""
 
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -93,14 +93,6 @@ def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
         norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
         shares.append(norms.to(number_dtype(norms.device)).square().sum() / n)
     return torch.stack(shares).sum()
-
-
-def clip_gradients(copies: dict[int, list[nn.Parameter]], max_norm: float, grad_norm: float) -> None:
-    """Scale the gradients like clip_grads_with_norm_, given their norm over all ranks. With max_norm 0: no clipping."""
-    scale = max_norm / (grad_norm + 1e-6)
-    grads = [local(p.grad) for params in copies.values() for p in params if p.grad is not None]
-    if 0 < scale < 1:
-        torch._foreach_mul_(grads, scale)
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:
