@@ -235,16 +235,14 @@ def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, 
     """
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers, divisor = gathered.on(params[0].device), None
-        if max_norm:  # clip_grad_norm_'s formula
-            divisor = ((numbers.grad_norm + 1e-6) / max_norm).clamp(min=1.0).float()
+        numbers = gathered.on(params[0].device)
+        divisor = ((numbers.grad_norm + 1e-6) / (max_norm or math.inf)).clamp(min=1.0).float()  # as in clip_grad_norm_
         inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
         if inner.defaults.get("fused"):
             inner.grad_scale, inner.found_inf = divisor, (~numbers.is_finite).float()
             optimizer.step()
         elif gathered.read().is_finite:
-            if divisor is not None:
-                torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
+            torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
             optimizer.step()
         if scaler.is_enabled():  # it knows of this rank's gradients only
             for overflowed in scaler._found_inf_per_device(optimizer).values():

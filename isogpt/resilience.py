@@ -147,8 +147,7 @@ class NanPolicy:
         Whether the step is as it should be (the same on all ranks). It is if a gradient has overflowed in float16: then
         the parameters stay as they were, and the scale is halved. At a scale of 1 it is not the scale's fault.
         """
-        is_overflow = bool(numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1)
-        accepted = is_overflow or bool(numbers.is_finite)
+        accepted = bool(numbers.is_finite or (numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1))
         if accepted:
             self.consecutive.clear()
         return accepted

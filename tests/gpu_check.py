@@ -155,6 +155,18 @@ def compiled(place: Place) -> Iterator[Line]:
         yield at_most(f"{name}: losses", distance(plain, column(place.folder / "compiled", "loss")), 1e-4)
 
 
+def cuda_graphs(place: Place) -> Iterator[Line]:
+    """A small model with one micro-batch a step, whose kernels are launched together (inductor's own switch)."""
+    found, times, switch = [], [], "TORCHINDUCTOR_CUDAGRAPHS"
+    for value in ("0", "1"):
+        os.environ[switch] = value
+        found.append(losses(place, "graphs", ["--gradient_accumulation_steps=1", "--batch_size=12", "--dtype=float32"]))
+        times.append(statistics.median(r["step_ms"] for r in records(place.folder / "graphs") if "step_ms" in r))
+    del os.environ[switch]
+    yield at_most(f"{switch}=1: losses", distance(*found), 1e-4)
+    yield Line(f"{switch}=1: ms per step, without and with", "", " and ".join(f"{ms:.2f}" for ms in times))
+
+
 def resume(place: Place) -> Iterator[Line]:
     """A run that is stopped and resumed has the bits of one that is not."""
     for flags in (["--dtype=float32"], ["--dtype=bfloat16"], ["--dtype=float32", "--zero=3"]):
@@ -432,7 +444,7 @@ def killed(place: Place, n: int) -> Iterator[Line]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-CHECKS = (curve, compiled, resume, speed, nanogpt, parts, large, experts, planned, slow_networks, several)
+CHECKS = (curve, compiled, cuda_graphs, resume, speed, nanogpt, parts, large, experts, planned, slow_networks, several)
 
 
 def main() -> None:

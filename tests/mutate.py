@@ -29,8 +29,8 @@ MUTATIONS = {
     "all-reduce: of the last micro-step": (
         "train.py", 'reduce_now = reduce_every or (is_last and grad_sync != "never")', "reduce_now = reduce_every", PARITY),
     "all-reduce: of the step's loss": (
-        "isogpt/agree.py", "return type(numbers)(*rows.view(-1, len(mine)).T.cpu())",
-        "return type(numbers)(*mine[:, None].expand(-1, dist.get_world_size()).cpu())", PARITY),
+        "isogpt/agree.py", "columns = rows.view(-1, len(mine)).T",
+        "columns = mine[:, None].expand(-1, len(rows) // len(mine))", PARITY),
     "all-reduce: of the evaluation": (
         "isogpt/evaluation.py", "total = gather_number(total, device).mean().item() * copies", "total = total * copies",
         PARITY),
@@ -171,6 +171,9 @@ MUTATIONS = {
         f"{SAMPLE}::test_a_folder_is_sampled_with_its_own_tokenizer"),
     "stop: one rank alone": (
         "train.py", "if stop.decide(numbers.stop):", "if stop.decide(torch.tensor([stop.code()])):", SURVIVE),
+    "not finite: the step is taken": (
+        "isogpt/optim.py", ", (~numbers.is_finite).float()", ", None",
+        f"{SURVIVE}::test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are"),
     "stop: no checkpoint": ("train.py", "    if save_checkpoint:\n        save()\n", "", SURVIVE),
     "skip: the step is taken": ("isogpt/resilience.py", "        return accepted\n", "        return True\n", SURVIVE),
     "hang: no rank is named": (
