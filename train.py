@@ -37,6 +37,7 @@ dtype = "auto"  # auto (the fastest one suitable for training on the device), fl
 backend = "auto"  # auto (nccl for GPUs, else gloo), nccl or gloo
 nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started)
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
+cuda_graphs = False  # with compile, on one GPU: launch kernels together, faster for small models, more memory
 deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once and exit
@@ -247,7 +248,7 @@ first_step, copies_of = progress.step, parallel.copies_of(raw_model, mesh)
 nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
 reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2)
 loss_divisor = progress.tokens_per_step / copies  # the mean over the ranks is the batch's mean
-parallel.settle_buckets(model, *reader.padding_batch(), loss_divisor, autocast)
+keeps_gradients = parallel.settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
 exchange.attach(model)
 if is_resume:
     checkpoint.restore_exchange(source, exchange, progress.step)
@@ -332,7 +333,7 @@ while progress.step <= max_iters or eval_only:
         clock.discard()
         # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop exits here
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
-        model.zero_grad(set_to_none=model is raw_model)
+        model.zero_grad(set_to_none=not keeps_gradients)
         raw_model.routing = None  # the routers' numbers may not be finite either
         exchange.forget()
         if back:
@@ -343,7 +344,7 @@ while progress.step <= max_iters or eval_only:
             nan_policy.rolled_back(progress, logger)
             batches = reader.train(progress)
         continue
-    model.zero_grad(set_to_none=model is raw_model)  # DDP's gradients stay: they are views of its buckets
+    model.zero_grad(set_to_none=not keeps_gradients)
     exchange.after_step(step)
     clock.step()
 

@@ -47,6 +47,8 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
     n, shard = block * layers + edges / tp, (whole * layers + edges / tp) / shards
     size = DTYPES[cost["dtype"]].itemsize
     weights, gradients, moments = 4 * n, 4 * n, 8 * (shard if zero >= 1 else n)
+    if cost["cuda_graphs"] and cost["device_type"] == "cuda":
+        gradients *= 2  # the graph's, and those to which they are added
     if cost.get("optimizer") == "muon":  # one moment for the matrices of the blocks
         moments -= 4 * layers * (whole / shards if zero >= 1 else block)
     if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in

@@ -236,9 +236,10 @@ def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, 
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = gathered.on(params[0].device)
-        divisor = ((numbers.grad_norm + 1e-6) / (max_norm or math.inf)).clamp(min=1.0).float()  # as in clip_grad_norm_
+        divisor = (numbers.grad_norm + 1e-6) / (max_norm or math.inf)  # as in clip_grad_norm_
+        divisor = divisor.clamp(1.0, torch.finfo(torch.float32).max).float()
         inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
-        if inner.defaults.get("fused"):
+        if inner.defaults.get("fused") and divisor.device.type != "mps":  # MPS before torch 2.13 ignores both settings
             inner.grad_scale, inner.found_inf = divisor, (~numbers.is_finite).float()
             optimizer.step()
         elif gathered.read().is_finite:

@@ -127,6 +127,9 @@ def check_training(config: dict) -> None:
          "on each machine"),
         (c.outer_parts > max(1, c.local_steps), f"outer_parts is {c.outer_parts}: it must not be above local_steps, "
          f"{c.local_steps}, since one part is sent after a step"),
+        (c.cuda_graphs and not c.compile, "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False"),
+        (c.cuda_graphs and (c.zero >= 2 or c.fsdp), "cuda_graphs needs gradients that stay in place, and zero 2 and 3 "
+         "allocate new ones: set --zero=0, or --cuda_graphs=False"),
         ((c.cpu_offload or c.dp_replicate != 1) and not c.fsdp and c.zero < 2,
          f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {c.zero}: set --zero=3"))  # fmt: skip
     report(problems_of(config) + [message for is_wrong, message in checks if is_wrong])
@@ -134,7 +137,7 @@ def check_training(config: dict) -> None:
 
 def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequence: bool = True) -> None:
     """
-    Check that the degrees of parallelism divide the ranks and the model.
+    Check that the degrees of parallelism divide the ranks and the model, and that both allow CUDA graphs.
 
     Args:
         model_args: the fields of GPTConfig that determine the model's shape; empty if they are not known yet.
@@ -152,6 +155,8 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
         started = "1 process" if world_size == 1 else f"{world_size} processes"
         found.append(f"{started} cannot be divided into {text}: start {counts} processes, or "
                      f"{nearest if len(degrees) == 1 else 'lower a degree'}")  # fmt: skip
+    if config.get("cuda_graphs") and world_size > 1:
+        found.append(f"cuda_graphs is for one process, but there are {world_size}: set --cuda_graphs=False")
     if not model_args:
         return report(found)
     heads = model_args["n_kv_head"] or model_args["n_head"]
@@ -159,6 +164,8 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
         name = "n_head" if heads == model_args["n_head"] else "n_kv_head"
         found.append(f"tp is {tp}: it must divide {name}, {heads}: set --tp={gcd(heads, tp)}")
     experts = model_args.get("n_expert", 0)
+    if config.get("cuda_graphs") and experts:
+        found.append("cuda_graphs is for models without experts: set --cuda_graphs=False")
     if ep > 1 and not experts:
         found.append(f"ep is {ep}, but the model has no experts: set --ep=1, or --n_expert={ceil(8 / ep) * ep}")
     elif experts % ep:

@@ -156,15 +156,21 @@ def compiled(place: Place) -> Iterator[Line]:
 
 
 def cuda_graphs(place: Place) -> Iterator[Line]:
-    """A small model with one micro-batch a step, whose kernels are launched together (inductor's own switch)."""
-    found, times, switch = [], [], "TORCHINDUCTOR_CUDAGRAPHS"
-    for value in ("0", "1"):
-        os.environ[switch] = value
-        found.append(losses(place, "graphs", ["--gradient_accumulation_steps=1", "--batch_size=12", "--dtype=float32"]))
-        times.append(statistics.median(r["step_ms"] for r in records(place.folder / "graphs") if "step_ms" in r))
-    del os.environ[switch]
-    yield at_most(f"{switch}=1: losses", distance(*found), 1e-4)
-    yield Line(f"{switch}=1: ms per step, without and with", "", " and ".join(f"{ms:.2f}" for ms in times))
+    """A small model whose kernels are launched together, with one micro-batch a step and with several."""
+    base = [*TINY, "--dtype=float32", "--batch_size=12", "--max_iters=19", "--eval_interval=10"]
+    for accumulation in (1, 4):
+        found, ms = [], []
+        for value in (False, True):
+            args = [*base, f"--gradient_accumulation_steps={accumulation}", f"--cuda_graphs={value}"]
+            said = run(place, "train.py", [*args, "--save_checkpoint=False", "--out_dir=graphs"])
+            found.append(column(place.folder / "graphs", "loss"))
+            ms.append(statistics.median(r["step_ms"] for r in records(place.folder / "graphs") if "step_ms" in r))
+        name = f"--cuda_graphs --gradient_accumulation_steps={accumulation}"
+        yield at_most(f"{name}: losses", distance(*found), 1e-4)
+        report = re.findall(r"compile: [^\n]*", said)[-1]
+        is_recorded = "0 graph breaks" in report and "without CUDA graphs" not in report
+        yield Line(f"{name}: graphs", "all recorded", report, is_recorded or not place.on_gpu)
+        yield Line(f"{name}: ms per step, without and with", "", f"{ms[0]:.2f} and {ms[1]:.2f}")
 
 
 def resume(place: Place) -> Iterator[Line]:

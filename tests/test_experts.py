@@ -385,6 +385,7 @@ MISTAKES = {
     "ep is 2, but the model has no experts: set --ep=1, or --n_expert=8": (2, dict(ep=2), {}),
     "ep is 3, but the model has no experts: set --ep=1, or --n_expert=9": (3, dict(ep=3), {}),
     "ep is 16, but the model has no experts: set --ep=1, or --n_expert=16": (16, dict(ep=16), {}),
+    "cuda_graphs is for models without experts: set --cuda_graphs=False": (1, dict(cuda_graphs=True), dict(n_expert=4)),
 }  # fmt: skip
 
 

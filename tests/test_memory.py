@@ -93,6 +93,12 @@ def test_the_largest_micro_batch_that_fits():
     assert memory.memory_estimate(cost | {"rows": 2 * rows[3]})["total"] > 64
 
 
+def test_cuda_graphs_keep_gradients_twice():
+    cost = memory.cost_of(DEFAULTS, asdict(GPTConfig(bias=False)), 12, "bfloat16", 1, "cuda")
+    without, graphs = (memory.memory_estimate(cost | {"cuda_graphs": value}) for value in (False, True))
+    assert graphs["gradients"] == 2 * without["gradients"] and graphs["weights"] == without["weights"]
+
+
 def test_what_compression_and_islands_keep():
     args = GPT(GPTConfig(8, 65, 2, 2, 32)).describe()
     n = memory.parameter_counts(args)[0]

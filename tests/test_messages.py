@@ -48,7 +48,7 @@ def test_the_troubleshooting_page_is_short():
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
 COST = dict(model_args=asdict(GPTConfig(**SHAPE)), rows=4, dtype="float32", world_size=2, device_type="cpu", zero=0,
             fsdp=False, dp_replicate=1, grad_sync="auto", fsdp_prefetch=1, cpu_offload=False,
-            activation_checkpointing="none", pp=1, ep=1, cp=1, tp=1, islands=1,
+            activation_checkpointing="none", pp=1, ep=1, cp=1, tp=1, islands=1, cuda_graphs=False,
             grad_compression="none", pp_schedule="1f1b")  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -402,11 +402,15 @@ WRONG = {
 
 
 def test_settings_of_train_py(at, capsys):
-    """All mistakes at once; then the two that exclude others."""
+    """All mistakes at once; then those that exclude others."""
     output = script_that_fails(at, capsys, "train.py", list(WRONG))
     assert sorted(output.err.splitlines()) == sorted(WRONG.values())
-    output = script_that_fails(at, capsys, "train.py", ["--fsdp=True", "--zero=1", "--grad_sync=never"])
-    assert output.err.splitlines() == [
+    excluding = ["--fsdp=True", "--zero=1", "--grad_sync=never", "--cuda_graphs=True", "--compile=False"]
+    output = script_that_fails(at, capsys, "train.py", excluding)
+    assert sorted(output.err.splitlines()) == [
+        "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
+        "cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new ones: set --zero=0, or "
+        "--cuda_graphs=False",
         "fsdp is short for zero=3, but zero is 1: set only one of them",
         "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set --save_checkpoint=False",
     ]

@@ -302,6 +302,7 @@ MISTAKES = {
     "block_size is 33: it must be a multiple of tp, 2: set --block_size=32 or 34": (2, dict(tp=2), dict(block_size=33)),
     "block_size is 36: it must be a multiple of 2 x cp x tp, 8: set --block_size=32 or 40":
         (4, dict(cp=2, tp=2), dict(block_size=36)),
+    "cuda_graphs is for one process, but there are 2: set --cuda_graphs=False": (2, dict(cuda_graphs=True), {}),
 }  # fmt: skip
 
 
@@ -316,7 +317,7 @@ def refuse_degrees(said, world_size, degrees, shape):
         check_degrees(world_size, DEGREES | degrees, SHAPE | shape)
     assert str(problem.value) == said
     for name, value in re.findall(r"--(\w+)=(\w+)", said):
-        changed = {name: int(value) if value.isdigit() else value}
+        changed = {name: int(value) if value.isdigit() else {"False": False}.get(value, value)}
         check_degrees(world_size, DEGREES | degrees | changed, SHAPE | shape | changed)
     for counts in re.findall(r"start ([\d or]+) processes", said):
         for n in counts.split(" or "):

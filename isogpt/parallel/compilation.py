@@ -9,13 +9,15 @@ from isogpt.agree import gather_objects
 from isogpt.kernels import summed_loss
 
 
-def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str:
+def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_graphs: bool = False) -> str:
     """
     Compile the model in place (all ranks); its parameters keep their names. Not on a CPU, where compilation takes 10 s
     and gains nothing, and not if a trial compilation fails on any rank, for instance because there is no C compiler.
 
     Args:
         by_block: compile each block and the loss by themselves, as FSDP needs it.
+        cuda_graphs: record the kernels of a forward or backward in a CUDA graph and launch them together. Gradients
+            must be allocated before, see `settle_gradients`.
 
     Returns:
         a sentence for the user about what was done.
@@ -31,7 +33,7 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool) -> str
     if problems := [p for p in gather_objects(problem) if p]:
         return f"compile: does not work on this machine, training without it (slower): {problems[0]}"
     torch._dynamo.config.suppress_errors = True  # functions that fail to compile later run uncompiled, with a warning
-    compile_parts(model, by_block)
+    compile_parts(model, by_block, mode="reduce-overhead" if cuda_graphs else None)
     return "compile: the first step takes about a minute longer"
 
 
@@ -55,5 +57,7 @@ def compile_report() -> str:
     text = f"compile: {graphs} graphs, {sum(breaks.values())} graph breaks"
     if breaks:
         text += f" ({'; '.join(' '.join(reason.split())[:100] for reason in breaks)})"
+    if skips := counters["inductor"]["cudagraph_skips"]:
+        text += f", {skips} without CUDA graphs: TORCH_LOGS=cudagraphs shows why"
     failed = frames["total"] - frames["ok"]
     return f"{text}, {failed} functions failed and run uncompiled: TORCH_LOGS=dynamo shows why" if failed else text

@@ -81,20 +81,29 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def settle_buckets(model: nn.Module, x: Tensor, y: Tensor, target_count: float,
-                   autocast: AbstractContextManager) -> None:  # fmt: skip
+def settle_gradients(model: nn.Module, cuda_graphs: bool, x: Tensor, y: Tensor, target_count: float,
+                     autocast: AbstractContextManager) -> bool:  # fmt: skip
     """
-    One discarded forward and backward before the first step (all ranks), called exactly as in a step, so that
-    torch.compile does not compile a second graph.
+    Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns whether
+    there are such gradients, which must be set to zero after a step and not to None.
 
-    DDP reorders its buckets after the first backward, and with three or more ranks another order of summation gives
-    other bits. Without this a resumed run would differ in the last bits from an uninterrupted one.
+    DDP's are views of its buckets. DDP reorders the buckets after the first backward, and with three or more ranks
+    another order of summation gives other bits: without one discarded forward and backward, a resumed run would differ
+    in the last bits from an uninterrupted one. They are called exactly as in a step, so that torch.compile does not
+    compile a second graph.
+
+    With CUDA graphs, autograd would make the graph's own output the first micro-batch's gradient, and the graph's next
+    run would overwrite it (pytorch issue 169545). It adds to a gradient that is already there.
     """
     if isinstance(model, DistributedDataParallel):
         with autocast:
             _, loss = model(x, y, target_count)
         loss.backward()
-        model.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
+        model.zero_grad(set_to_none=False)
+        return True
+    for p in model.parameters() if cuda_graphs else ():
+        p.grad = torch.zeros_like(p)
+    return cuda_graphs
 
 
 def in_buckets(tensors: list[Tensor], bucket_bytes: int = 2**25) -> Iterator[list[Tensor]]:
