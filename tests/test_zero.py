@@ -3,6 +3,8 @@
 import os
 import pickle
 import shutil
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -370,3 +372,21 @@ def test_shards_are_written_without_copying_ahead(tmp_path):
     from isogpt import shards
 
     assert shards.writer_for(tmp_path).per_thread_copy_ahead == 0
+
+
+def test_copies_from_a_gpu_are_queued_into_pinned_memory(monkeypatch):
+    """What is asked of torch: without a GPU there is nothing to see."""
+    made, value = Mock(), SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(torch, "empty_like", made)
+    parallel.copy_to_cpu(value)
+    made.assert_called_once_with(value, device="cpu", pin_memory=True)
+    made().copy_.assert_called_once_with(value, non_blocking=True)
+
+
+def test_a_copy_of_the_state_waits_for_the_queued_copies(monkeypatch):
+    waited = Mock()
+    monkeypatch.setattr(checkpoint, "synchronize", waited)
+    model = GPT(GPTConfig(block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=8), 0)
+    optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95))
+    checkpoint.nanogpt_state({"model_args": {}, "isogpt": {}}, model, optimizers)
+    waited.assert_called_once_with(torch.device("cpu"))
