@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -182,6 +183,19 @@ def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
     assert threads == [2, 2, 2]
     network.divide_cores([["a", "1", [0]]] * 3, 0, 3)
     assert threads[3:] == [1]
+
+
+def test_cores_are_divided_among_ranks_with_gpus_too(monkeypatch):
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    monkeypatch.setattr(os, "environ", os.environ | variables)
+    monkeypatch.setattr(launch, "pick_device", lambda *_: torch.device("cuda", 0))
+    for where, name in ((torch.cuda, "set_device"), (torch.cuda, "get_device_properties"), (network, "bind_to_gpu"),
+                        (network, "divide_cores")):  # fmt: skip
+        monkeypatch.setattr(where, name, Mock())
+    assert launch.connect("cuda", "auto", 30).device.type == "cuda"
+    (machine,), rank, local_world_size = network.divide_cores.call_args.args
+    assert (machine[-1], rank, local_world_size) == (network.own_cores(), 0, 1)
 
 
 def test_interface_is_chosen_or_the_candidates_are_listed(monkeypatch):
