@@ -101,8 +101,9 @@ def settle_gradients(model: nn.Module, cuda_graphs: bool, x: Tensor, y: Tensor, 
         loss.backward()
         model.zero_grad(set_to_none=False)
         return True
-    for p in model.parameters() if cuda_graphs else ():
-        p.grad = torch.zeros_like(p)
+    if cuda_graphs:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
     return cuda_graphs
 
 
