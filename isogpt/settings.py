@@ -129,7 +129,7 @@ def check_training(config: dict) -> None:
          f"{c.local_steps}, since one part is sent after a step"),
         (c.cuda_graphs and not c.compile, "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False"),
         (c.cuda_graphs and (c.zero >= 2 or c.fsdp), "cuda_graphs needs gradients that stay in place, and zero 2 and 3 "
-         "allocate new ones: set --zero=0, or --cuda_graphs=False"),
+         f"allocate new ones: set {'--fsdp=False' if c.fsdp else '--zero=0'}, or --cuda_graphs=False"),
         ((c.cpu_offload or c.dp_replicate != 1) and not c.fsdp and c.zero < 2,
          f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {c.zero}: set --zero=3"))  # fmt: skip
     report(problems_of(config) + [message for is_wrong, message in checks if is_wrong])

@@ -409,7 +409,7 @@ def test_settings_of_train_py(at, capsys):
     output = script_that_fails(at, capsys, "train.py", excluding)
     assert sorted(output.err.splitlines()) == [
         "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
-        "cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new ones: set --zero=0, or "
+        "cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new ones: set --fsdp=False, or "
         "--cuda_graphs=False",
         "fsdp is short for zero=3, but zero is 1: set only one of them",
         "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set --save_checkpoint=False",
