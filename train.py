@@ -327,7 +327,8 @@ while progress.step <= max_iters or eval_only:
         ), ranks.device)  # fmt: skip
     with clock("optimizer"):  # changes nothing if a loss or gradient is not finite on any rank
         optim.step(optimizers, scaler, gathered, grad_clip)
-    numbers = gathered.read()  # waits for the GPU to finish the backward; it continues with the optimizer
+    with clock("agree"):
+        numbers = gathered.read()  # waits for the GPU to finish the backward; it continues with the optimizer
     if not nan_policy.accepts(numbers):
         watchdog.armed = False
         clock.discard()

@@ -115,6 +115,8 @@ def memory_report(cost: dict) -> str:
     options = {f"--batch_size={half}": {"rows": half}, "--activation_checkpointing=full": full}
     if cost["zero"] < 3 and not cost["fsdp"] and cost["world_size"] > 1:
         options |= {"--fsdp=True": fsdp, "--fsdp=True --activation_checkpointing=full": fsdp | full}
+    if cost["cuda_graphs"]:
+        options["--cuda_graphs=False"] = {"cuda_graphs": False}
     if cost["zero"] >= 2 or cost["fsdp"]:
         options["--cpu_offload=True"] = {"cpu_offload": True}
     totals = {flags: memory_estimate(cost | changes)["total"] for flags, changes in options.items()}

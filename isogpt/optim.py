@@ -225,9 +225,9 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muo
 def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, gathered: Gathered[StepNumbers],
          max_norm: float) -> None:  # fmt: skip
     """
-    Clip the gradients and update the parameters; if a loss or a gradient is not finite on any rank, leave them as they
-    are. In both cases, update the scale of float16. A fused AdamW clips and decides on the device, so that a GPU need
-    not wait for the host between the backward and the optimizer.
+    Clip the gradients and update the parameters, or skip the update if a loss or a gradient is not finite on any rank.
+    In both cases, update float16's loss scale. A fused AdamW clips and skips on the device, so that a GPU does not wait
+    for the host between the backward and the optimizer.
 
     Args:
         scaler: its `unscale_` was called.

@@ -144,8 +144,8 @@ class NanPolicy:
 
     def accepts(self, numbers: StepNumbers) -> bool:
         """
-        Whether the step is as it should be (the same on all ranks). It is if a gradient has overflowed in float16: then
-        the parameters stay as they were, and the scale is halved. At a scale of 1 it is not the scale's fault.
+        Whether the step needs no report (the same on all ranks): it is finite, or it is a float16 step whose gradient
+        overflowed because of the loss scale, which is then halved. A scale of 1 cannot be the cause.
         """
         accepted = bool(numbers.is_finite or (numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1))
         if accepted:

@@ -97,6 +97,7 @@ def test_cuda_graphs_keep_gradients_twice():
     cost = memory.cost_of(DEFAULTS, asdict(GPTConfig(bias=False)), 12, "bfloat16", 1, "cuda")
     without, graphs = (memory.memory_estimate(cost | {"cuda_graphs": value}) for value in (False, True))
     assert graphs["gradients"] == 2 * without["gradients"] and graphs["weights"] == without["weights"]
+    assert f"--cuda_graphs=False {without['total']:.2f}" in memory.memory_report(cost | {"cuda_graphs": True})
 
 
 def test_what_compression_and_islands_keep():

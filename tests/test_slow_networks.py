@@ -239,6 +239,20 @@ for kind, amount in (("int8", 0), ("sign", 0), ("topk", 0.05), ("powersgd", 1), 
         compression.average_all([p], group, "test")
         assert p.grad.isfinite().all() == (step < 3), (kind, step)
 
+# after a step that was not finite, a run that was resumed before it sends the same as one that was not
+sent = []
+for first in (0, 4):
+    p = nn.Parameter(torch.zeros(60, 50))
+    compression = Compression("powersgd", 1, Mesh(rank, dp_replicate=ranks), cpu)
+    compression.restart(first, {{}})
+    for step in range(first, 6):
+        if step == 5:
+            compression.forget()
+        p.grad = noise(step * ranks + rank, 60, 50)
+        compression.average_all([p], group, "test")
+    sent.append(p.grad)
+assert torch.equal(*sent)
+
 # stochastic rounding has the right mean, and the error of each element is below a level of its block
 x, generator = noise(5, 4096), torch.Generator().manual_seed(rank)
 found = torch.stack([mean_over(x.clone(), "int8", group, generator) for _ in range(200)])
