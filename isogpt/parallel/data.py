@@ -92,8 +92,8 @@ def settle_gradients(model: nn.Module, cuda_graphs: bool, x: Tensor, y: Tensor, 
     in the last bits from an uninterrupted one. They are called exactly as in a step, so that torch.compile does not
     compile a second graph.
 
-    With CUDA graphs, autograd would make the graph's own output the first micro-batch's gradient, and the graph's next
-    run would overwrite it (pytorch issue 169545). It adds to a gradient that is already there.
+    With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the graph's next
+    run would overwrite it (pytorch issue 169545). To a gradient that already exists, autograd adds the output.
     """
     if isinstance(model, DistributedDataParallel):
         with autocast:
