@@ -235,15 +235,18 @@ def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, 
     """
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = gathered.on(params[0].device)
+        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
+        # fused AdamW on MPS ignores grad_scale and found_inf before torch 2.13
+        on_device = inner.defaults.get("fused") and params[0].device.type != "mps"
+        numbers = gathered.on(params[0].device) if on_device else gathered.read()
         divisor = (numbers.grad_norm + 1e-6) / (max_norm or math.inf)  # as in clip_grad_norm_
         divisor = divisor.clamp(1.0, torch.finfo(torch.float32).max).float()
-        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
-        if inner.defaults.get("fused") and divisor.device.type != "mps":  # MPS before torch 2.13 ignores both settings
+        if on_device:
             inner.grad_scale, inner.found_inf = divisor, (~numbers.is_finite).float()
             optimizer.step()
-        elif gathered.read().is_finite:
-            torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor)
+        elif numbers.is_finite:
+            if divisor > 1:
+                torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor.item())
             optimizer.step()
         if scaler.is_enabled():  # it knows of this rank's gradients only
             for overflowed in scaler._found_inf_per_device(optimizer).values():
