@@ -236,7 +236,7 @@ def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, 
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
-        # fused AdamW on MPS ignores grad_scale and found_inf before torch 2.13
+        # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
         on_device = inner.defaults.get("fused") and params[0].device.type != "mps"
         numbers = gathered.on(params[0].device) if on_device else gathered.read()
         divisor = (numbers.grad_norm + 1e-6) / (max_norm or math.inf)  # as in clip_grad_norm_

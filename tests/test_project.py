@@ -155,10 +155,10 @@ def test_files_are_short():
 
 
 def test_lines_of_code():
-    """What is added makes something else superfluous. 5,440, experts 380, slow networks 700, planner 540, GPUs 41."""
+    """What is added makes something else superfluous. 5,440, experts 380, slow networks 700, planner 540, GPUs 40."""
     counts = {str(path.relative_to(REPO)): code_lines(path) for path in tracked_files("*.py")}
     total = sum(n for name, n in counts.items() if not name.startswith("config/"))
-    assert total <= 7096, f"{total} lines: {counts}"
+    assert total <= 7095, f"{total} lines: {counts}"
 
 
 def test_no_global_statement_and_no_lambda_with_a_name():

@@ -8,7 +8,6 @@ momentum is linear in the gradients. AdamW divides by their second moment, which
 gradients before the exchange.
 """
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -107,7 +106,6 @@ class Compression:
         if key in self.factors:
             state.p_memory_dict[bucket.name], state.q_memory_dict[bucket.name] = self.factors[key].values()
         state.process_group = group
-        state.rng.seed(zlib.crc32(key.encode()))  # for factors of a new bucket: the same in a resumed run
         powerSGD_hook(state, bucket).wait()  # gloo's threads would start collectives of several buckets in any order
         if bucket.name in state.q_memory_dict:
             self.factors[key] = {"p": state.p_memory_dict[bucket.name], "q": state.q_memory_dict[bucket.name]}
@@ -119,6 +117,7 @@ class Compression:
         if self.powersgd:
             self.powersgd.p_memory_dict.clear()
             self.powersgd.q_memory_dict.clear()
+            self.powersgd.rng.seed(0)  # new factors are those of a run that was just started or resumed
 
     def restart(self, step: int, saved: dict[str, torch.Size]) -> None:
         """
