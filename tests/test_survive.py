@@ -216,6 +216,25 @@ def test_adamw_clips_without_waiting_for_the_host(monkeypatch, max_norm):
         assert max_norm == 1.0 or torch.equal(p, q), name  # not clipped: the same bits
 
 
+@pytest.mark.parametrize("max_norm", [1.0, 1e6])
+def test_muon_clips(max_norm):
+    """Its momentum shows the size of the gradients; its updates do not."""
+    model, gathered = small_model_with_gradients(0.5)
+    expected = copy.deepcopy(model)
+    optimizers, others = (
+        optim.make_optimizers(m, "muon", 0, 0.1, 1e-2, (0.9, 0.95), muon_lr=0.02) for m in (model, expected)
+    )
+    optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
+    for p in expected.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
+    for optimizer in others:
+        optimizer.step()
+    actual_state, expected_state = optim.state_by_name(model, optimizers), optim.state_by_name(expected, others)
+    torch.testing.assert_close(actual_state, expected_state, rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("loss, gradient", [(1.0, math.inf), (math.nan, 0.5)])
 def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimizer, loss, gradient):
