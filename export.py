@@ -18,16 +18,21 @@ from pathlib import Path
 import torch
 
 from isogpt import checkpoint, huggingface, optim, parallel, run_folder, tokenizer
+from isogpt.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
+from isogpt.vocabulary import Vocabulary
 from model import GPT, GPTConfig
 
 
-def convert(out_dir: str, form: str) -> Path:
+def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     Write the newest valid checkpoint of a run as 'ckpt.pt' or 'shards', or the best one as 'hf', since sample.py uses
     that one too; returns what was written.
 
+    Args:
+        dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint records.
+
     Raises:
-        ValueError: there is no checkpoint, it has this form already, or the tokenizer is missing.
+        ValueError: there is no checkpoint, it has this form already, or its ids cannot be decoded.
     """
     found, damaged = run_folder.best(out_dir) if form == "hf" else run_folder.newest(out_dir)
     for report in damaged:
@@ -42,7 +47,7 @@ def convert(out_dir: str, form: str) -> Path:
     parallel.materialize(model, torch.device("cpu"))
     if form == "hf":
         checkpoint.restore(source, model)
-        return write_hf(out_dir, model, source.run["config"].get("dataset", ""))
+        return write_hf(out_dir, model, vocabulary_of_run(source.run, Path(out_dir), dataset))
     kind = source.run["config"].get("optimizer", "adamw")
     optimizers = optim.make_optimizers(model, kind, 0, 0.1, 1e-3, (0.9, 0.95))
     checkpoint.restore(source, model, optimizers)
@@ -75,7 +80,7 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_hf(out_dir: str, model: GPT, dataset: str) -> Path:
+def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
     """
     Write OUT_DIR/hf: weights, configuration and tokenizer; an older one is replaced. Returns the folder. Raises
     ValueError if the older one contains checkpoints.
@@ -84,8 +89,7 @@ def write_hf(out_dir: str, model: GPT, dataset: str) -> Path:
     if run_folder.is_run(str(target)):
         raise ValueError(f"{target} contains checkpoints, which would be deleted: rename it")
     with unfinished_folder(out_dir) as unfinished:
-        meta = tokenizer.find_meta(dataset, c.vocab_size)
-        token_ids = tokenizer.save_tokenizer(unfinished / "hf", meta, c.vocab_size, c.block_size)
+        token_ids = tokenizer.save_tokenizer(unfinished / "hf", vocabulary, c.vocab_size, c.block_size)
         huggingface.save(unfinished / "hf", model.describe(), model.state_dict(), token_ids)
         if target.exists():
             target.rename(unfinished / "old")
@@ -102,7 +106,9 @@ def convert_hf(folder: str) -> Path:
     if run_folder.is_run(folder):
         raise ValueError(f"{folder} contains checkpoints, which would be hidden by the new one: use another folder")
     model = GPT.from_pretrained(folder)
-    run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}, "isogpt": {}}
+    words = vocabulary_of_weights(folder, model.config.vocab_size)
+    run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}}
+    run["isogpt"] = {"vocabulary": words.describe()}
     state = checkpoint.nanogpt_state(run, model, optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95)))
     with unfinished_folder(folder) as unfinished:
         checkpoint.write_file(unfinished / "ckpt.pt", state)
@@ -142,13 +148,14 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="list the checkpoints (the default)")
     parser.add_argument("--to", choices=["ckpt.pt", "shards", "hf"], help="convert the newest checkpoint; hf: the best")
     parser.add_argument("--from", dest="source", choices=["hf"], help="convert a model of transformers")
+    parser.add_argument("--dataset", default="", help="with --to=hf: the data set whose vocabulary is written")
     # argparse takes a folder whose name begins with a dash for an option
     options = parser.parse_args([f"./{a}" if a.startswith("-") and Path(a).is_dir() else a for a in sys.argv[1:]])
     try:
         if not Path(options.out_dir).is_dir():
             raise ValueError(f"{options.out_dir} is not a folder")
         if options.to:
-            print(f"wrote {convert(options.out_dir, options.to)}")
+            print(f"wrote {convert(options.out_dir, options.to, options.dataset)}")
         if options.source:
             print(f"wrote {convert_hf(options.out_dir)}")
         if options.list or not (options.to or options.source):

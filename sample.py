@@ -13,7 +13,6 @@ rounding does.
 
 import isogpt.threads  # noqa: F401  (before torch, which reads the variable that this may set)
 
-import os
 import sys
 import time
 from contextlib import nullcontext
@@ -26,12 +25,15 @@ import torch.distributed as dist
 from configurator import configure, fail
 from isogpt import agree, checkpoint, generation, launch, parallel, precision, run_folder, settings, tokenizer
 from isogpt.mesh import make_mesh
+from isogpt.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
+from isogpt.vocabulary import check_size
 from model import GPT, GPTConfig
 
 # -- model ------------------------------------------------------------------------------------------------------------
 init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], or a folder of Hugging Face weights
 out_dir = "out"  # the run's folder
 best = True  # use the checkpoint with the best val loss; False: the newest
+dataset = ""  # the data set whose vocabulary is used (empty: the vocabulary that the checkpoint records)
 # -- text -------------------------------------------------------------------------------------------------------------
 start = "\n"  # the prompt, or FILE:name of a file that contains it
 num_samples = 10  # number of samples; each process generates its share as one batch
@@ -39,6 +41,8 @@ max_new_tokens = 500  # tokens to generate per sample
 temperature = 0.8  # below 1: less random, above 1: more random; 0: always the most likely token
 top_k = 200  # sample among the k most likely tokens (0: all)
 top_p = 1.0  # sample among the most likely tokens whose probabilities sum to this (1: all)
+stop = ""  # end a sample before the first occurrence of this text after the prompt (empty: at max_new_tokens)
+special_tokens = True  # the text of a special token, such as <|endoftext|>, in the prompt is the token; False: text
 # -- run --------------------------------------------------------------------------------------------------------------
 seed = 1337  # the same seed gives the same text
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
@@ -64,7 +68,7 @@ except (ValueError, dist.DistError) as e:
 launch.check_start(ranks, config)
 
 # the model (rank 0 looks for the checkpoint, all ranks load it; exit_together: an error on any rank ends all)
-found, dataset = None, ""  # "": GPT-2's tokens
+found = None
 with agree.exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
     if init_from == "resume" and ranks.is_main:
@@ -80,12 +84,20 @@ source = pretrained = None
 with agree.exit_together():
     if found:
         source = checkpoint.open_checkpoint(found)
-        dataset = source.run["config"].get("dataset", "")
         if ranks.is_main:
             print(f"{found.path}: step {found.step}, best val loss {source.run['best_val_loss']:.4f}", file=sys.stderr)
     else:
         pretrained = GPT.from_pretrained(init_from)
     model_args = source.run["model_args"] if source else pretrained.describe()
+    if source or dataset:
+        run = source.run if source else {"model_args": model_args}
+        vocabulary = vocabulary_of_run(run, Path(out_dir), dataset)
+    else:
+        vocabulary = vocabulary_of_weights(init_from, model_args["vocab_size"])
+    words = tokenizer.load(vocabulary, special_tokens)
+    check_size(words.n_ids, model_args["vocab_size"])
+    if words.note and ranks.is_main:
+        print(f"note: {words.note}", file=sys.stderr)
     settings.check_degrees(ranks.world_size, degrees, {"n_kv_head": 0} | model_args, splits_sequence=False)
     with torch.device("meta"):
         model = GPT(GPTConfig(**model_args))
@@ -110,21 +122,16 @@ if compile:
 
 # the prompt (all ranks)
 with agree.exit_together():
-    vocab_size = model.config.vocab_size
-    if not found and os.path.isdir(init_from):
-        encode, decode, n_ids = tokenizer.load_folder(init_from, vocab_size)
-    else:
-        encode, decode, n_ids = tokenizer.load_tokenizer(tokenizer.find_meta(dataset, vocab_size), dataset)
     try:
         text = Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"--start={start} cannot be read as text: {e}") from e
-    prompt = encode(text)
+    try:
+        prompt = words.encode(text)
+    except ValueError as e:
+        raise ValueError(f"--start: {e}") from e
     if not prompt:
         raise ValueError("--start is empty: give at least one character")
-    if max(prompt) >= vocab_size:
-        raise ValueError(f"--start has token id {max(prompt)}, but the model's vocabulary size is {vocab_size}: its "
-                         f"tokenizer is another one")  # fmt: skip
 
 # this rank's samples: there may be none
 first, end = (num_samples * n // mesh.data_size for n in (mesh.data_rank, mesh.data_rank + 1))
@@ -134,8 +141,8 @@ if first < end:
     # ids that only pad the vocabulary cannot be decoded: do not sample them
     with context:
         samples = model.generate(idx, max_new_tokens, temperature, top_k, top_p=top_p,
-                                 vocab_size=min(n_ids, vocab_size), seed=seed, first_sample=first)  # fmt: skip
-    texts = [decode(sample) for sample in samples.tolist()]
+                                 vocab_size=words.n_ids, seed=seed, first_sample=first)  # fmt: skip
+    texts = [tokenizer.cut_at(words.decode(sample), stop, len(words.decode(prompt))) for sample in samples.tolist()]
 is_first = mesh.index("pp") == mesh.index("tp") == 0  # of the ranks that generate the same samples
 gathered = agree.gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens

@@ -24,6 +24,7 @@ from isogpt.evaluation import evaluate
 from isogpt.hardware import Clock, measured_speeds, memory_gb, over_ranks, start_profiler, total_peak_flops
 from isogpt.mesh import make_mesh
 from isogpt.run_folder import enter_folder, mark_preempted
+from isogpt.run_vocabulary import vocabulary_for_run
 from isogpt.schedule import make_schedule
 from isogpt.settings import RENAMED, check_degrees, check_training, fit_model_args, model_args_of
 from isogpt.watchdog import Watchdog, explain_crashes
@@ -173,6 +174,8 @@ with agree.exit_together():
         pretrained = GPT.from_pretrained(init_from.removeprefix("auto:"))
         model_args = pretrained.describe()
     model_args = fit_model_args(model_args, degrees, ranks.world_size, data, is_resume)
+    weights_from = out_dir if is_resume else init_from.removeprefix("auto:")
+    vocabulary, data_notes = vocabulary_for_run(data, source, weights_from, model_args["vocab_size"], is_resume)
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
     model_args = raw_model.describe()
@@ -182,7 +185,8 @@ compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
-saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, config)
+origin = {"data": {"dataset": dataset, "digest": data.digest}, "vocabulary": vocabulary.describe()}
+saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, config, origin)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
                        model_args["vocab_size"], ranks.device, weights)  # fmt: skip
 clock = Clock(ranks.device)
@@ -228,6 +232,8 @@ saver.owner, clock.doing = agree.broadcast(saver.owner), "the first step"
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
 logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
               schedule)  # fmt: skip
+for note in data_notes:
+    logger.print(f"note:    {note}")
 logger.event("resume" if is_resume else "start", config=config, world_size=ranks.world_size, dtype=compute_dtype,
              micro_batch=micro_batch, parameters=parameter_count, peak_flops=logger.peak_flops)  # fmt: skip
 

@@ -12,8 +12,8 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
@@ -23,11 +23,21 @@ from urllib.request import urlopen
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
+
+from isogpt.tokenizer import Tokenizer, load
+from isogpt.vocabulary import Vocabulary, of_folder
+
 SHAKESPEARE = {
     "url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     "sha256": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 }
 VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
+TOKENIZER_HELP = (
+    "char (an id for each character), the name of a tiktoken encoding, a folder with a tokenizer.json of Hugging Face, "
+    "or the folder of a training run, whose vocabulary is used"
+)
+SPECIAL_HELP = "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
 CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
 BATCH_ROWS = 1000
 
@@ -41,10 +51,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--data_files", help="your own .txt, .jsonl, .parquet files: comma-separated paths or globs")
         self.add_argument("--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text")
         self.add_argument("--val_fraction", type=float, default=val_fraction, help="fraction of the data for val.bin")
-        if tokenizer == "char":
-            self.set_defaults(tokenizer="char")
-        else:
-            self.add_argument("--tokenizer", default=tokenizer, help="name of a tiktoken encoding")
+        self.add_argument("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
+        self.add_argument("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
 
     def error(self, message: str) -> None:
         """Raise ValueError. argparse calls this method for a wrong option."""
@@ -228,33 +236,27 @@ def prepare_text(script: str, description: str, argv: list[str], read: Callable[
         text, source = "\n".join(read_documents(args.data_files, args.text_key)), {"data_files": args.data_files}
     else:
         text, source = read(folder)
-    report(folder, write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction))
+    meta = write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction, args.special_tokens == "True")
+    report(folder, meta)
 
 
-def write_text_dataset(folder: Path, text: str, source: dict, tokenizer: str = "char",
-                       val_fraction: float = 0.1) -> dict:  # fmt: skip
+def write_text_dataset(folder: Path, text: str, source: dict, tokenizer: str = "char", val_fraction: float = 0.1,
+                       special_tokens: bool = True) -> dict:  # fmt: skip
     """Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin (the
-    rest) and meta.json, whose content is returned. With tokenizer char there is one id per character, in their sort
-    order, and meta.pkl has nanoGPT's vocab_size, itos and stoi. `source` describes the origin of the text. ValueError
-    if the text is too short."""
+    rest) and its metadata; returns the content of meta.json. With tokenizer char there is one id per character, in
+    their sort order. `source` describes the origin of the text. ValueError if the text is too short, or contains a
+    character that the vocabulary does not contain."""
     cut = int(len(text) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
     if not 0 < cut < len(text):
         raise ValueError(f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty")
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
-    if tokenizer == "char":
-        itos = dict(enumerate(sorted(set(text))))
-        stoi = {character: number for number, character in itos.items()}
-        encode, size, others = partial(map, stoi.get), len(itos), ["meta.pkl", "meta.json"]
-    else:
-        encoding = load_tokenizer(tokenizer)
-        encode, size, others = encoding.encode_ordinary, encoding.n_vocab, ["meta.json"]
-    with atomic_files(folder, "train.bin", "val.bin", *others) as files:
-        files["train.bin"].write(pack_ids(list(encode(text[:cut])), size))
-        files["val.bin"].write(pack_ids(list(encode(text[cut:])), size))
-        if tokenizer == "char":
-            files["meta.pkl"].write(pickle.dumps({"vocab_size": size, "itos": itos, "stoi": stoi}))
-        return write_meta(files, tokenizer, size, source)
+    vocabulary = characters_of(text) if tokenizer == "char" else find_vocabulary(tokenizer)
+    words = load_words(vocabulary, tokenizer, special_tokens)
+    with atomic_files(folder, "train.bin", "val.bin", *names_of(vocabulary)) as files:
+        files["train.bin"].write(pack_ids(words.encode(text[:cut]), words.n_ids))
+        files["val.bin"].write(pack_ids(words.encode(text[cut:]), words.n_ids))
+        return write_meta(files, vocabulary, words.n_ids, source)
 
 
 def prepare_documents(script: str, description: str, argv: list[str], dataset: str, selection: dict, rows: int = 0,
@@ -287,30 +289,32 @@ def prepare_documents(script: str, description: str, argv: list[str], dataset: s
             print(f"note: the hub has {total} of the {rows} documents")
     # disable=None: no progress bar if stderr is not a terminal
     documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
-    meta = write_bpe_dataset(folder, documents, source, args.tokenizer, args.val_fraction, args.seed, args.num_proc)
+    vocabulary = find_vocabulary(args.tokenizer)
+    words = load_words(vocabulary, args.tokenizer, args.special_tokens == "True")
+    meta = write_documents(folder, documents, source, vocabulary, words, args.val_fraction, args.seed, args.num_proc)
     report(folder, meta)
 
 
-def write_bpe_dataset(folder: Path, documents: Iterable[str], source: dict, tokenizer: str, val_fraction: float,
-                      seed: int, num_proc: int) -> dict:  # fmt: skip
-    """Write a data set of BPE tokens: train.bin, val.bin and meta.json, whose content is returned. The documents keep
-    their order, and each is followed by the end-of-text token. `num_proc` does not change the result. ValueError if
-    there are fewer than two documents, or the tokenizer cannot be loaded or has no end-of-text token."""
+def write_documents(folder: Path, documents: Iterable[str], source: dict, vocabulary: Vocabulary, words: Tokenizer,
+                    val_fraction: float, seed: int, num_proc: int) -> dict:  # fmt: skip
+    """Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
+    documents keep their order, and each is followed by the end-of-text token. `num_proc` does not change the result.
+    ValueError if there are fewer than two documents, or the tokenizer has no end-of-text token."""
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val_fraction={val_fraction} is not between 0 and 1, e.g. --val_fraction=0.0005")
     if num_proc < 1:
         raise ValueError(f"--num_proc={num_proc} is not a number of threads, e.g. --num_proc=1")
-    encoding = load_tokenizer(tokenizer)
-    if "<|endoftext|>" not in encoding.special_tokens_set:
-        raise ValueError(f"--tokenizer={tokenizer} has no <|endoftext|> to end documents with, e.g. --tokenizer=gpt2")
+    if words.end_of_text is None:
+        problem = f"the tokenizer has no {vocabulary.end_of_text} to end documents with"
+        raise ValueError(f"{problem}: set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text")
     count = 0
-    with atomic_files(folder, "train.bin", "val.bin", "meta.json") as files:
-        for count, ids in enumerate(tokenize(documents, encoding, num_proc), 1):
+    with atomic_files(folder, "train.bin", "val.bin", *names_of(vocabulary)) as files:
+        for count, ids in enumerate(tokenize(documents, words, num_proc), 1):
             files["val.bin" if goes_to_val(seed, count - 1, val_fraction) else "train.bin"].write(ids)
         if count < 2:
             raise ValueError(f"found {count} non-empty documents, need 2; data/shakespeare/prepare.py splits one text")
         source = source | {"val_fraction": val_fraction, "seed": seed}
-        return write_meta(files, tokenizer, encoding.n_vocab, source, documents=count)
+        return write_meta(files, vocabulary, words.n_ids, source, documents=count)
 
 
 def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
@@ -322,35 +326,77 @@ def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
     return int.from_bytes(digest, "little") < val_fraction * 2**64
 
 
-def write_meta(files: dict[str, BinaryIO], tokenizer: str, size: int, source: dict, **counts: int) -> dict:
-    """Write meta.json and return its content. train.bin and val.bin must be written already; `size` is the number of
-    ids of the tokenizer."""
+def names_of(vocabulary: Vocabulary) -> list[str]:
+    """The files of a data set's metadata, in the order in which they are written: meta.json is the last."""
+    kinds = {
+        "table": ["meta.pkl"],
+        "bytes": ["meta.pkl"],
+        "tokenizer.json": ["tokenizer_config.json", "tokenizer.json"],
+    }
+    return [*kinds.get(vocabulary.kind, []), "meta.json"]
+
+
+def write_meta(files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, source: dict, **counts: int) -> dict:
+    """Write the metadata and return the content of meta.json. train.bin and val.bin must be written already; `size` is
+    the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl."""
     dtype = dtype_for(size)
-    padded = size if tokenizer == "char" else -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    is_table = "meta.pkl" in files
+    padded = size if is_table else -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if is_table:
+        encoding = "latin-1" if vocabulary.kind == "bytes" else None
+        stoi = {token.encode(encoding) if encoding else token: i for token, i in vocabulary.content.items()}
+        itos = {i: token for token, i in reversed(stoi.items())}
+        files["meta.pkl"].write(pickle.dumps({"vocab_size": size, "itos": itos, "stoi": stoi}))
+    if vocabulary.kind == "tokenizer.json":
+        files["tokenizer.json"].write(vocabulary.content.encode())
+        files["tokenizer_config.json"].write(json.dumps({"eos_token": vocabulary.end_of_text}).encode())
     tokens = {f"{split}_tokens": files[f"{split}.bin"].tell() // dtype.itemsize for split in ("train", "val")}
-    meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": tokenizer, "tokenizer_size": size}
+    name = {"tiktoken": vocabulary.content, "tokenizer.json": "tokenizer.json"}.get(vocabulary.kind, "char")
+    meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": name, "tokenizer_size": size}
     meta |= tokens | counts | {"source": source}
     files["meta.json"].write((json.dumps(meta, indent=2) + "\n").encode())
     return meta
 
 
-def load_tokenizer(name: str) -> Any:
-    """Return the tiktoken.Encoding `name`. ValueError if it is unknown, or neither cached nor downloadable."""
-    import tiktoken
+def characters_of(text: str) -> Vocabulary:
+    """The vocabulary of the characters of a text, in their sort order."""
+    return Vocabulary("table", {character: number for number, character in enumerate(sorted(set(text)))})
 
+
+def find_vocabulary(name: str) -> Vocabulary:
+    """The vocabulary that --tokenizer names: of a folder with a tokenizer, of a training run's folder, or an encoding
+    of tiktoken. ValueError if there is none."""
+    if not os.path.isdir(name):
+        if os.sep in name:
+            raise ValueError(f"--tokenizer={name}: no such folder")
+        return Vocabulary("tiktoken", name)
+    if found := of_folder(name):
+        return found
+    from isogpt.run_folder import newest
+    from isogpt.run_vocabulary import vocabulary_of_run
+
+    found, reports = newest(name)
+    if not found:
+        problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
+        raise ValueError("; ".join([problem, *reports]))
+    from isogpt.checkpoint import open_checkpoint
+
+    return vocabulary_of_run(open_checkpoint(found).run, Path(name))
+
+
+def load_words(vocabulary: Vocabulary, name: str, special_tokens: bool) -> Tokenizer:
+    """The tokenizer of the vocabulary that --tokenizer=`name` gave. ValueError if it cannot be loaded."""
     try:
-        return tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:
-        possible = ", ".join(sorted(tiktoken.list_encoding_names()))
-        advice = "offline, set TIKTOKEN_CACHE_DIR to a folder that has its files"
-        problem = f"could not load --tokenizer={name} ({type(error).__name__})"
-        raise ValueError(f"{problem}; possible: {possible}; {advice}") from error
+        return load(vocabulary, special_tokens)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer={name}: {error}") from error
 
 
-def tokenize(documents: Iterable[str], encoding: Any, num_proc: int) -> Iterator[bytes]:
-    """Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file. `encoding`
-    is a tiktoken.Encoding."""
+def tokenize(documents: Iterable[str], words: Tokenizer, num_proc: int) -> Iterator[bytes]:
+    """Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file."""
     documents = filter(None, documents)
-    while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
-        for ids in encoding.encode_ordinary_batch(chunk, num_threads=num_proc):
-            yield pack_ids([*ids, encoding.eot_token], encoding.n_vocab).tobytes()
+    with ThreadPoolExecutor(num_proc) as threads:  # tokenizers leave Python while they work
+        while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
+            for ids in threads.map(words.encode, chunk):
+                end = [] if ids[-1:] == [words.end_of_text] else [words.end_of_text]
+                yield pack_ids([*ids, *end], words.n_ids).tobytes()

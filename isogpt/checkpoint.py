@@ -283,6 +283,7 @@ class Saver:
     zero: int
     model_args: dict
     config: dict
+    origin: dict = field(default_factory=dict)  # of the tokens: the data set, its digest and the vocabulary
     exchange: Exchange | None = None  # known before the first checkpoint, like owner
     owner: str = ""
     pending: Future | None = None
@@ -316,6 +317,7 @@ class Saver:
         """Copy the state and start to write it (all ranks; without shards, ranks other than 0 have nothing to do)."""
         began, self.step, self.problem = time.perf_counter(), progress.step, ""
         extra = {"dtype": dtype, "scaler": scaler.state_dict(), **progress.describe(), "world_size": self.world_size}
+        extra |= self.origin
         run = {"model_args": self.model_args, "iter_num": progress.step, "best_val_loss": progress.best_val_loss}
         run |= {"config": self.config, "isogpt": extra}
         self.folder = run_folder.step_folder(Path(self.out_dir), self.step)

@@ -25,8 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isogpt import vocabulary
 from isogpt.files import load_pickle
 from isogpt.mesh import Mesh
+from isogpt.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from isogpt.checkpoint import Progress
@@ -35,7 +37,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size)
 PADDING = -1  # the start of a padding row
-PICKLED = {"numpy": {"dtype"}, "numpy._core.multiarray": {"scalar"}, "numpy.core.multiarray": {"scalar"}}  # in meta.pkl
+# plain values that a meta.pkl may contain besides builtin ones
+ARRAYS = {"scalar", "_reconstruct"}
+PICKLED = {"numpy": {"dtype", "ndarray"}, "numpy._core.multiarray": ARRAYS, "numpy.core.multiarray": ARRAYS,
+           "collections": {"OrderedDict", "defaultdict", "Counter"},
+           "builtins": {"int", "float", "str", "list", "dict", "set", "tuple"}}  # fmt: skip
 
 # one stream of random numbers for each use, so that none depends on how much another one has drawn
 TRAIN, EVAL_TRAIN, EVAL_VAL, SHUFFLE, SAMPLING = range(5)
@@ -55,6 +61,7 @@ class Dataset:
     vocab_size: int
     highest: int  # the highest id found when the files were checked
     digest: str  # of the files' lengths and a sample of their content, to be compared between machines
+    vocabulary: Vocabulary | None = None  # what the ids mean; None if the folder does not say
 
 
 def find_dataset(name: str) -> Path:
@@ -94,12 +101,12 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
             cannot be read.
     """
     folder = find_dataset(name)
-    meta = {"vocab_size": GPT2_VOCAB, "dtype": "uint16", **read_meta(folder)}
-    try:
-        vocab_size = vocab_size or operator.index(meta["vocab_size"])
-    except TypeError:
-        where = " or ".join(n for n in ("meta.json", "meta.pkl") if (folder / n).exists())
-        raise ValueError(f"{folder / where}: vocab_size is {meta['vocab_size']!r}, not an integer") from None
+    meta = {"dtype": "uint16", **read_meta(folder)}
+    words = vocabulary.of_data(meta, folder)
+    vocab_size = vocab_size or default_vocab_size(meta, words, folder)
+    if words and words.size and words.size > vocab_size:
+        problem = f"{folder} describes {words.size} token ids, but the vocabulary size is {vocab_size}"
+        raise ValueError(f"{problem}: set --vocab_size={words.size} or more")
     if meta["dtype"] not in ("uint16", "uint32"):
         raise ValueError(f"{folder / 'meta.json'}: dtype is {meta['dtype']!r}, possible are uint16 and uint32")
     splits = {split: map_tokens(folder / f"{split}.bin", meta["dtype"], block_size) for split in ("train", "val")}
@@ -114,7 +121,22 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
         check_ids(highest[split], vocab_size, folder / f"{split}.bin")
     content = b"".join(len(t).to_bytes(8, "little") + b"".join(samples(t, 64)) for t in splits.values())
     digest = hashlib.sha256(content).hexdigest()[:12]
-    return Dataset(folder, splits["train"], splits["val"], vocab_size, max(highest.values()), digest)
+    return Dataset(folder, splits["train"], splits["val"], vocab_size, max(highest.values()), digest, words)
+
+
+def default_vocab_size(meta: dict, words: Vocabulary | None, folder: Path) -> int:
+    """
+    The size of the vocabulary according to the metadata, else of the ids that have a meaning, else of GPT-2. Raises
+    ValueError if the metadata contains something that is not a number.
+    """
+    found = vocabulary.vocab_size_of(meta)
+    if found is None and "vocab_size" not in meta:
+        return (words and words.size) or GPT2_VOCAB
+    try:
+        return operator.index(found)
+    except TypeError:
+        where = " or ".join(n for n in ("meta.json", "meta.pkl") if (folder / n).exists())
+        raise ValueError(f"{folder / where}: vocab_size is {found!r}, not an integer") from None
 
 
 def samples(tokens: np.ndarray, n: int) -> list[np.ndarray]:

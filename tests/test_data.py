@@ -48,7 +48,8 @@ def clean_process(monkeypatch):
 
 @pytest.fixture
 def data(tmp_path):
-    """A copy of data/ without prepared files."""
+    """A copy of data/ without prepared files, beside the package that it imports."""
+    (tmp_path / "isogpt").symlink_to(REPO / "isogpt")
     ignore = shutil.ignore_patterns("*.bin", "meta.*", "input.txt", "*.tmp", "__pycache__")
     return shutil.copytree(REPO / "data", tmp_path / "data", ignore=ignore)
 
@@ -116,7 +117,7 @@ def test_stdlib_char_is_the_same_every_time(data, tmp_path):
     assert second.returncode == 0, second.stderr
     assert contents(data / "stdlib_char") == files
     assert set(files) == {"prepare.py", "train.bin", "val.bin", "meta.pkl", "meta.json"}
-    assert {path.name for path in tmp_path.iterdir()} == {"data"}
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "isogpt"}
 
     meta, text = decode_characters(data / "stdlib_char")
     assert text.isascii() and "\r" not in text
@@ -208,7 +209,8 @@ def test_documents_keep_their_order_with_any_number_of_threads(data, tmp_path, m
     # The first chunk is by far the longest, so that the workers finish out of order.
     documents = ["first " * 20_000, "", *(f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120))]
     files = write_documents(tmp_path, documents)
-    result = prepare(data, "openwebtext", files, "--num_proc=1", "--val_fraction=0.3", cwd=data)
+    ordinary = "--special_tokens=False"
+    result = prepare(data, "openwebtext", files, "--num_proc=1", "--val_fraction=0.3", ordinary, cwd=data)
     assert result.returncode == 0, result.stderr
     folder = data / "openwebtext"
     one = contents(folder)
@@ -223,8 +225,11 @@ def test_documents_keep_their_order_with_any_number_of_threads(data, tmp_path, m
 
     monkeypatch.setattr(bins, "CHUNK_DOCUMENTS", 7)
     module = load_prepare(data, "openwebtext")
-    module.main([files, "--num_proc=3", "--val_fraction=0.3"])
+    module.main([files, "--num_proc=3", "--val_fraction=0.3", ordinary])
     assert contents(folder) == one
+    module.main([files, "--num_proc=3", "--val_fraction=0.3"])  # each <|endoftext|> is one token, as in sample.py
+    _, special, _ = read(folder)
+    assert len(special) < len(train) and (special == EOT).sum() > (train == EOT).sum()
     module.main([files, "--num_proc=1", "--val_fraction=0.3", "--seed=1"])
     assert contents(folder)["val.bin"] != one["val.bin"]
 
@@ -286,7 +291,7 @@ def test_any_tokenizer_of_tiktoken_works(data, tmp_path):
 
     before = contents(data / "fineweb")
     result = prepare(data, "fineweb", *args, "--tokenizer=no_end", cwd=tmp_path, **path)
-    assert result.returncode == 1 and "--tokenizer=no_end has no <|endoftext|>" in result.stderr
+    assert result.returncode == 1 and "the tokenizer has no <|endoftext|>" in result.stderr
     assert contents(data / "fineweb") == before
 
     if (TOKENIZERS / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").exists():
@@ -391,7 +396,11 @@ def documents():
     print("reading", flush=True)
     time.sleep(60)
 
-sys.exit(bins.run(lambda argv: bins.write_bpe_dataset(Path(sys.argv[2]), documents(), {}, "gpt2", 0.0005, 1337, 2)))
+def write(argv):
+    gpt2 = bins.Vocabulary("tiktoken", "gpt2")
+    bins.write_documents(Path(sys.argv[2]), documents(), {}, gpt2, bins.load(gpt2), 0.0005, 1337, 2)
+
+sys.exit(bins.run(write))
 """
 
 
@@ -467,7 +476,7 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
         ("--val_fraction=much", "--val_fraction: invalid float value: 'much'"),
     ]
     text = [("--data_files=letter.txt", "of 1 characters leaves"), ("--seed=1", "unrecognized arguments: --seed=1")]
-    bpe = [("--data_files=two.jsonl --tokenizer=gpt", "--tokenizer=gpt (ValueError); possible: .*gpt2")]
+    bpe = [("--data_files=two.jsonl --tokenizer=gpt", "--tokenizer=gpt: 'gpt' is not an encoding .*gpt2")]
     documents = [
         ("--data_files=one.txt", "found 1 non-empty documents, .* shakespeare/prepare.py splits one text"),
         ("--data_files=two.jsonl --num_proc=0", "--num_proc=0 is not a number of threads"),
@@ -505,7 +514,7 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
         raise OSError("one\n  two")
 
     assert bins.run(two_lines) == 1 and capsys.readouterr().err == "error: one two\n"
-    monkeypatch.setattr(bins, "load_tokenizer", lambda name: __import__("absent_package"))
+    monkeypatch.setattr(bins, "load", lambda *_: __import__("absent_package"))
     monkeypatch.setattr(sys, "argv", ["prepare.py", "--data_files=two.jsonl"])
     assert bins.run(load_prepare(data, "fineweb").main) == 1
     assert "the package absent_package is missing: pip install absent_package" in capsys.readouterr().err

@@ -144,8 +144,8 @@ def test_nothing_refers_to_what_is_not_in_the_repository():
 
 
 def test_settings_that_scripts_share_have_one_default():
-    # two differ in nanoGPT too: sample.py resumes, and does not compile by default
-    known = {("sample", "init_from"), ("sample", "compile")}
+    # two differ in nanoGPT too: sample.py resumes, and does not compile by default; its data set is that of the run
+    known = {("sample", "init_from"), ("sample", "compile"), ("sample", "dataset")}
     train = settings_of(REPO / "train.py")
     for script in ("sample", "bench"):
         for name, setting in settings_of(REPO / f"{script}.py").items():

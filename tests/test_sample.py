@@ -7,6 +7,8 @@ import pytest
 from runs import script, script_that_fails
 
 from isogpt import huggingface, tokenizer
+from isogpt.run_vocabulary import vocabulary_of_weights
+from isogpt.vocabulary import Vocabulary
 from model import GPT, GPTConfig
 
 ARGS = ["--out_dir=out", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40", "--seed=3"]
@@ -66,8 +68,8 @@ def folder_of(path, arch, with_tokenizer=True, **changes):
     """A folder with random weights that transformers can load, and a tokenizer of the characters a to f."""
     folder = path / arch
     model = GPT(GPTConfig(**SMALL | dict(arch=arch, gelu="tanh") | changes), seed=1)
-    meta = {"stoi": {c: i for i, c in enumerate("abcdef")}}
-    token_ids = tokenizer.save_tokenizer(folder, meta, model.config.vocab_size, 16)
+    characters = Vocabulary("table", {c: i for i, c in enumerate("abcdef")})
+    token_ids = tokenizer.save_tokenizer(folder, characters, model.config.vocab_size, 16)
     huggingface.save(folder, model.describe(), dict(model.named_parameters()), token_ids)
     if not with_tokenizer:
         (folder / "tokenizer.json").unlink()
@@ -82,29 +84,26 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
     first, second, end = capsys.readouterr().out.split("\n---------------\n")
     assert end == "" and all(text.startswith("cab") and len(text) == 303 for text in (first, second))
     assert set(first) == set(second) == set("abcdef")  # not 6 and 7, which pad the vocabulary
-    text = f"error: the tokenizer of {folder} cannot encode --start: "
     output = script_that_fails(at, capsys, "sample.py", [*args, "--start=x"])
-    assert output.err.splitlines()[-1].startswith(text)
+    assert output.err.splitlines()[-1].startswith("error: --start: the tokenizer cannot encode the text: ")
 
 
 def test_a_folder_without_a_tokenizer(at, capsys):
     folder = folder_of(at.path, "llama", with_tokenizer=False)
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}"])
     assert output.err.splitlines()[-1] == (
-        f"error: {folder} has no tokenizer.json, and the model's vocabulary size, 8, is not that of GPT-2: save the "
-        f"model's tokenizer in the folder"
+        f"error: the ids cannot be decoded: {folder}, without a tokenizer.json, does not say what they mean, and 8 ids "
+        f"are not those of GPT-2; set --dataset= to a data set with these ids"
     )
-    with pytest.raises(ValueError, match="128256, is not that of GPT-2"):
-        tokenizer.load_folder(str(folder), 128256)
+    assert vocabulary_of_weights(str(folder), 128256).kind == "unknown"
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=f"cannot load the tokenizer of {folder}: "):
-        tokenizer.load_folder(str(folder), 8)
+        vocabulary_of_weights(str(folder), 8)
 
 
 @pytest.mark.parametrize("vocab_size", [50257, 50304])
-def test_a_folder_without_a_tokenizer_has_gpt2s(tmp_path, monkeypatch, vocab_size):
-    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda meta, name: (meta, name, 50257))
-    assert tokenizer.load_folder(str(tmp_path), vocab_size) == ({}, "", 50257)
+def test_a_folder_without_a_tokenizer_has_gpt2s(tmp_path, vocab_size):
+    assert vocabulary_of_weights(str(tmp_path), vocab_size) == Vocabulary("tiktoken", "gpt2")
 
 
 def test_a_tokenizer_of_another_model(at, capsys):
@@ -113,5 +112,4 @@ def test_a_tokenizer_of_another_model(at, capsys):
     model = GPT(GPTConfig(**SMALL | dict(vocab_size=4, gelu="tanh")), seed=1)
     huggingface.save(folder, model.describe(), dict(model.named_parameters()), NO_TOKENS)
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=abf"])
-    text = "error: --start has token id 5, but the model's vocabulary size is 4: its tokenizer is another one"
-    assert output.err.splitlines()[-1] == text
+    assert output.err.splitlines()[-1].startswith("error: the tokenizer has 6 ids, but the model has 4: set --dataset=")

@@ -10,7 +10,8 @@ import pytest
 import tiktoken
 from transformers import AutoTokenizer
 
-from isogpt import tokenizer
+from isogpt import run_vocabulary, tokenizer, vocabulary
+from isogpt.vocabulary import Vocabulary
 
 GPT2_FILE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "")) / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
 needs_gpt2 = pytest.mark.skipif(not GPT2_FILE.exists(), reason="GPT-2's tokenizer is not in TIKTOKEN_CACHE_DIR")
@@ -53,7 +54,8 @@ def small_encoding(pattern=CL100K, merges=600):
 
 def use_encoding(monkeypatch, encoding):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding if name == "small" else pytest.fail(name))
-    return {"tokenizer": "small"}
+    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["small"])
+    return Vocabulary("tiktoken", "small")
 
 
 def assert_equal(saved, encoding, texts):
@@ -66,7 +68,7 @@ def assert_equal(saved, encoding, texts):
 @needs_gpt2
 def test_gpt2s_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # a model that has a tokenizer class of its own
-    ids = tokenizer.save_tokenizer(tmp_path, {}, 50304, 1024)
+    ids = tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "gpt2"), 50304, 1024)
     assert ids == {"bos_token_id": None, "eos_token_id": 50256, "pad_token_id": 50256}
     saved = AutoTokenizer.from_pretrained(tmp_path)
     assert (len(saved), saved.model_max_length, saved.eos_token_id) == (50257, 1024, 50256)
@@ -113,7 +115,7 @@ def test_characters(tmp_path, model):
     if model:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
     stoi = {c: i for i, c in enumerate(CHARACTERS)}
-    ids = tokenizer.save_tokenizer(tmp_path, {"stoi": stoi, "itos": CHARACTERS}, 300, 64)
+    ids = tokenizer.save_tokenizer(tmp_path, Vocabulary("table", stoi), 300, 64)
     assert ids == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     saved, rng = AutoTokenizer.from_pretrained(tmp_path), random.Random(0)
     for _ in range(300):
@@ -127,12 +129,12 @@ def test_characters(tmp_path, model):
 
 def test_characters_that_no_text_has(tmp_path):
     """A lone surrogate, which .jsonl files can hold, keeps its id but cannot be stored."""
-    tokenizer.save_tokenizer(tmp_path, {"stoi": {"a": 0, "\ud800": 1, "b": 2}}, 3, 64)
+    tokenizer.save_tokenizer(tmp_path, Vocabulary("table", {"a": 0, "\ud800": 1, "b": 2}), 3, 64)
     assert AutoTokenizer.from_pretrained(tmp_path).encode("ab") == [0, 2]
 
 
 def test_a_chat_is_the_text_of_its_messages(tmp_path):
-    tokenizer.save_tokenizer(tmp_path, {"stoi": {c: i for i, c in enumerate(CHARACTERS)}}, 300, 64)
+    tokenizer.save_tokenizer(tmp_path, Vocabulary("table", {c: i for i, c in enumerate(CHARACTERS)}), 300, 64)
     saved = AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "system", "content": " a\n"}, {"role": "user", "content": "\n  {{ b }} \n"}]
     chat = saved.apply_chat_template(messages, add_generation_prompt=True)
@@ -140,19 +142,26 @@ def test_a_chat_is_the_text_of_its_messages(tmp_path):
 
 
 def test_a_tokenizer_that_does_not_fit_the_model(tmp_path):
-    message = "the tokenizer has 3 ids, but the model has 2: the metadata of its data set is missing or is not that"
+    message = "the tokenizer has 3 ids, but the model has 2: set --dataset= to the data set that the model was trained"
     with pytest.raises(ValueError, match=message):
-        tokenizer.save_tokenizer(tmp_path, {"stoi": {"a": 0, "b": 2}}, 2, 64)
+        tokenizer.save_tokenizer(tmp_path, Vocabulary("table", {"a": 0, "b": 2}), 2, 64)
     assert not list(tmp_path.iterdir())
 
 
 def test_metadata_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert tokenizer.find_meta("", 65) == tokenizer.find_meta("absent", 50304) == {}
-    with pytest.raises(ValueError, match="the run's data set absent is needed for its vocabulary: no train.bin in"):
-        tokenizer.find_meta("absent", 65)
-    with pytest.raises(ValueError, match=r"no meta\.pkl with stoi: run its prepare\.py again"):
-        tokenizer.save_tokenizer(tmp_path, {"tokenizer": "char", "vocab_size": 65}, 65, 64)
+    for dataset in ("", "absent"):
+        run = {"model_args": {"vocab_size": 50304}, "config": {"dataset": dataset}}
+        assert run_vocabulary.vocabulary_of_run(run, tmp_path) == Vocabulary("tiktoken", "gpt2")
+        run["model_args"]["vocab_size"] = 65
+        unknown = run_vocabulary.vocabulary_of_run(run, tmp_path)
+        with pytest.raises(ValueError, match="the ids cannot be decoded: .* does not say what they mean, and 65 ids"):
+            tokenizer.load(unknown)
+        with pytest.raises(ValueError, match="the ids cannot be decoded"):
+            tokenizer.save_tokenizer(tmp_path, unknown, 65, 64)
+    characters = vocabulary.of_data({"tokenizer": "char", "vocab_size": 65}, tmp_path)
+    with pytest.raises(ValueError, match=r"there is no meta\.pkl with a table of them"):
+        tokenizer.load(characters)
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
@@ -161,8 +170,8 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tiktoken.load.read_file", offline)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = "tiktoken cannot load its tokenizer (no network): go online or set TIKTOKEN_CACHE_DIR"
+    message = "tiktoken cannot load the encoding 'p50k_base' (no network): go online, or set TIKTOKEN_CACHE_DIR"
     with pytest.raises(ValueError, match=re.escape(message)):
-        tokenizer.save_tokenizer(tmp_path, {"tokenizer": "p50k_base"}, 50304, 64)
-    with pytest.raises(ValueError, match="cannot load its tokenizer .Unknown encoding no-such"):
-        tokenizer.load_tokenizer({"tokenizer": "no-such"}, "mine")
+        tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "p50k_base"), 50304, 64)
+    with pytest.raises(ValueError, match="'no-such' is not an encoding of tiktoken; possible are cl100k_base, gpt2"):
+        tokenizer.load(Vocabulary("tiktoken", "no-such"))

@@ -1,0 +1,217 @@
+"""
+What the token ids of a data set or a model mean, as plain values that a checkpoint records. tokenizer.py makes encoders
+and decoders from them.
+"""
+
+import json
+import operator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+GPT2_IDS = 50257
+GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
+END_OF_TEXT = "<|endoftext|>"
+ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")  # tiktoken's
+# names of tables of tokens in the metadata that various prepare.py scripts write, in lower case without underscores
+TO_TOKENS = (
+    "itos", "indextochar", "idxtochar", "idx2char", "inttochar", "int2char", "ixtochar", "idtotoken", "id2token",
+    "idxtotoken", "idx2token", "indextoword", "idxtoword", "idx2word", "id2word", "i2c", "i2s", "chars", "alphabet",
+)  # fmt: skip
+TO_IDS = (
+    "stoi", "chartoindex", "chartoidx", "char2idx", "chartoint", "char2int", "chartoix", "tokentoid", "token2id",
+    "tokentoidx", "token2idx", "wordtoindex", "wordtoidx", "word2idx", "word2id", "c2i", "s2i", "vocab", "vocabulary",
+)  # fmt: skip
+SIZES = ("vocabsize", "vocabularysize", "nvocab", "numtokens")
+ENCODING_KEYS = ("tokenizer", "tiktokenencoding", "encoding", "encodingname", "tokenizername")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """
+    What token ids mean.
+
+    Args:
+        kind: how to read `content`.
+            'table': {token: id}. If several tokens share an id, it is decoded as the first of them.
+            'bytes': the same, for tokens of bytes. Each byte is the character of Latin-1 with its number.
+            'tiktoken': the name of an encoding of tiktoken.
+            'tokenizer.json': the text of such a file, in the format of Hugging Face's tokenizers.
+            'unknown': why the ids cannot be decoded.
+        end_of_text: the token that ends a document, if the vocabulary contains the token.
+    """
+
+    kind: str
+    content: str | dict[str, int]
+    end_of_text: str = END_OF_TEXT
+
+    @property
+    def tokens(self) -> dict[int, str]:
+        """The tokens of a table by id."""
+        return {i: token for token, i in reversed(self.content.items())}
+
+    @property
+    def size(self) -> int | None:
+        """The highest id + 1; None if it is not known without loading the tokenizer."""
+        if self.kind in ("table", "bytes"):
+            return max(self.content.values(), default=-1) + 1
+        if self.kind == "tokenizer.json":
+            return max(ids_in_json(self.content).values(), default=-1) + 1
+        return None
+
+    def describe(self) -> dict:
+        """The plain values that a checkpoint records, from which Vocabulary(**values) makes it again."""
+        return asdict(self)
+
+
+def recorded(run: dict) -> Vocabulary | None:
+    """The vocabulary that a checkpoint's run records; None if it records none, as nanoGPT's."""
+    found = run.get("isogpt", {}).get("vocabulary")
+    return Vocabulary(**found) if found else None
+
+
+def resolve(found: Vocabulary | None, vocab_size: int, where: str) -> Vocabulary:
+    """
+    The vocabulary that was found, or, as in nanoGPT, GPT-2's where nothing says what the ids mean, if a model with
+    vocab_size ids can be for GPT-2's tokens. `where` names the place that says nothing.
+    """
+    if found:
+        return found
+    if GPT2_IDS <= vocab_size <= GPT2_PADDED:
+        return Vocabulary("tiktoken", "gpt2")
+    return Vocabulary("unknown", f"{where} does not say what they mean, and {vocab_size} ids are not those of GPT-2")
+
+
+def check_size(n_ids: int | None, vocab_size: int) -> None:
+    """Raise ValueError if a vocabulary with ids below n_ids cannot be that of a model with vocab_size ids."""
+    if n_ids is not None and n_ids > vocab_size:
+        advice = "set --dataset= to the data set that the model was trained on"
+        raise ValueError(f"the tokenizer has {n_ids} ids, but the model has {vocab_size}: {advice}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def of_data(meta: dict, folder: Path) -> Vocabulary | None:
+    """
+    The vocabulary of the data set in `folder` with this metadata: of a tokenizer.json beside train.bin, of a table in
+    the metadata, or of the encoding that the metadata names. None if there is nothing that says what the ids mean.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    values = {str(name).lower().replace("_", ""): value for name, value in meta.items()}
+    is_ours = "tokenizersize" in values  # prepare.py wrote the metadata, which says what counts
+    if (not is_ours or meta["tokenizer"] == "tokenizer.json") and (found := of_folder(folder)):
+        return found
+    if is_ours and meta["tokenizer"] != "char":
+        return Vocabulary("tiktoken", meta["tokenizer"])
+    tables = [values[name] for name in (*TO_TOKENS, *TO_IDS) if isinstance(values.get(name), dict | list | tuple)]
+    tables += [values[name].tolist() for name in (*TO_TOKENS, *TO_IDS) if hasattr(values.get(name), "tolist")]
+    if tables:
+        return of_tables(tables)
+    names = [values[name] for name in ENCODING_KEYS if isinstance(values.get(name), str)]
+    known = [name.lower() for name in names if name.lower() in ENCODINGS]
+    if known:
+        return Vocabulary("tiktoken", known[0])
+    if not names or names == ["tiktoken"]:
+        return None
+    if names[0].lower().startswith("char"):
+        return Vocabulary("unknown", "they are characters, but there is no meta.pkl with a table of them")
+    return Vocabulary("unknown", f"the metadata names the tokenizer {names[0]!r}, which is not an encoding of tiktoken")
+
+
+def vocab_size_of(meta: dict) -> object:
+    """The size of the vocabulary that the metadata of a data set records; None if there is none."""
+    values = {str(name).lower().replace("_", ""): value for name, value in meta.items()}
+    return next((values[name] for name in SIZES if name in values), None)
+
+
+def of_tables(tables: list[dict | list | tuple]) -> Vocabulary:
+    """The vocabulary of tables from tokens to ids, or from ids to tokens; earlier ones decide how an id is decoded."""
+    pairs = [pair for table in tables for pair in pairs_of(table)]
+    kinds = {type(token) for token, _ in pairs}
+    if kinds == {bytes}:
+        return Vocabulary("bytes", {token.decode("latin-1"): i for token, i in pairs})
+    if pairs and all(issubclass(kind, str) for kind in kinds):
+        return Vocabulary("table", {str(token): i for token, i in pairs})
+    found = " and ".join(sorted(kind.__name__ for kind in kinds)) or "nothing"
+    return Vocabulary("unknown", f"the table in the metadata contains {found}, not text or bytes")
+
+
+def pairs_of(table: dict | list | tuple) -> list[tuple[object, int]]:
+    """(token, id) of each entry of a table in either direction; a list contains the tokens in the order of ids."""
+    if not isinstance(table, dict):
+        return [(token, i) for i, token in enumerate(table)]
+    if all(is_id(value) for value in table.values()):
+        return [(token, operator.index(i)) for token, i in table.items()]
+    if all(is_id(key) for key in table):
+        return [(token, operator.index(i)) for i, token in table.items()]
+    if all(isinstance(key, str) and key.isdecimal() for key in table):  # JSON has no other keys than text
+        return [(token, int(i)) for i, token in table.items()]
+    return [(value, 0) for value in table.values()]
+
+
+def is_id(value: object) -> bool:
+    """Whether the value is a whole number that is not negative."""
+    with suppress(TypeError):
+        return not isinstance(value, bool) and operator.index(value) >= 0
+    return False
+
+
+def of_folder(folder: Path | str) -> Vocabulary | None:
+    """
+    The vocabulary of a folder's tokenizer files: tokenizer.json; vocab.json with merges.txt, a BPE of bytes as GPT-2's;
+    or vocab.json alone, a table. None if there is none of them.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    folder = Path(folder)
+    whole, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
+    path = whole if whole.exists() else vocab
+    if not path.exists():
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path == vocab and not merges.exists():
+            return of_tables([json.loads(text)])
+        if path == vocab:
+            text = of_merges(vocab, merges)
+        tokens = ids_in_json(text)
+    except Exception as e:  # of tokenizers; a file of any other form raises nearly anything
+        raise ValueError(f"cannot load the tokenizer of {folder}: {' '.join(str(e).split())[:200]}") from e
+    return Vocabulary("tokenizer.json", text, end_of_text_in(folder, tokens))
+
+
+def of_merges(vocab: Path, merges: Path) -> str:
+    """The tokenizer.json of a BPE of bytes in the two files that GPT-2 was published with."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if END_OF_TEXT in tokenizer.get_vocab():
+        tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer.to_str()
+
+
+def ids_in_json(text: str) -> dict[str, int]:
+    """{token: id} of a tokenizer.json. Raises ValueError, KeyError or TypeError if the text is something else."""
+    content = json.loads(text)
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram: a token and a score for each id
+        vocab = {token: i for i, (token, _) in enumerate(vocab)}
+    return vocab | {added["content"]: added["id"] for added in content.get("added_tokens") or []}
+
+
+def end_of_text_in(folder: Path, tokens: dict[str, int]) -> str:
+    """The token that ends a document according to transformers' files in a folder, or <|endoftext|>."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            found = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+            found = found.get("content") if isinstance(found, dict) else found
+            if found in tokens:
+                return found
+    return END_OF_TEXT
