@@ -98,7 +98,5 @@ def vocabulary_for_run(
         new = f"start a new run from its weights, with --init_from={weights} and a new --out_dir"
         raise ValueError(f"{notes[0]}: {again}; or {new}")
     if is_resume and source.run["isogpt"].get("data", {}).get("digest", data.digest) != data.digest:
-        notes.append(
-            f"the tokens of {data.folder} are not those that the run has read so far: its next steps read these"
-        )
+        notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
     return now, notes
