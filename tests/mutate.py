@@ -167,7 +167,7 @@ MUTATIONS = {
         "isogpt/generation.py", "end == T and has_one_prompt", "end == T",
         "tests/test_model.py::test_a_sample_depends_on_its_number_and_not_on_its_batch"),
     "samples: padded ids": (
-        "sample.py", "vocab_size=min(n_ids, vocab_size)", "vocab_size=vocab_size",
+        "sample.py", "vocab_size=words.n_ids", "vocab_size=None",
         f"{SAMPLE}::test_a_folder_is_sampled_with_its_own_tokenizer"),
     "stop: one rank alone": (
         "train.py", "if stop.decide(numbers.stop):", "if stop.decide(torch.tensor([stop.code()])):", SURVIVE),

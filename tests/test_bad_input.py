@@ -101,10 +101,6 @@ def beyond(ids):
     return tokens.tobytes()
 
 
-def no_data(folder):
-    shutil.rmtree(folder / "data")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the cases
 
@@ -192,7 +188,7 @@ CASES = {
     "short-val": Case([], ["data/tiny/val.bin has 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])),
     "block-over-data": Case(["--block_size=20001"], ["train.bin has 20000 tokens", "--block_size=", "20001"], BOTH),
     "ids": Case([], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)),
-    "small-vocabulary": Case(["--vocab_size=10"], ["train.bin holds token id 64", "10", "--vocab_size=65"]),
+    "small-vocabulary": Case(["--vocab_size=10"], ["describes 65 token ids", "10", "--vocab_size=65"]),
     "meta-code": Case([], ["meta.pkl cannot be read", "system"], BOTH, data(meta_pkl=pickle.dumps(Evil()))),
     "meta-list": Case([], ["meta.pkl"], ONE, data(meta_pkl=pickle.dumps([1]))),
     "meta-cut": Case([], ["meta.pkl cannot be read"], ONE, data(meta_pkl=lambda b: b[:50])),
@@ -266,7 +262,7 @@ CASES = {
     # sample.py
     "s-unknown": Case(["--stat=x"], ["--stat", "--start"], script="sample.py"),
     "s-nothing": Case(["--out_dir=nowhere"], ["no checkpoint in nowhere", "--out_dir="], script="sample.py"),
-    "s-characters": Case(["--start=\u00e9"], ["'\u00e9'", "--start", "tiny"], script="sample.py", lines=2),
+    "s-characters": Case(["--start=\u00e9"], ["'\u00e9'", "--start", "vocabulary"], script="sample.py", lines=2),
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py", lines=2),
     "s-no-file": Case(["--start=FILE:none.txt"], ["none.txt"], script="sample.py", lines=2),
     "s-binary": Case(["--start=FILE:b"], ["FILE:b"], ONE, lambda f: write(f, "b", b"\xff"), "sample.py", lines=2),
@@ -286,7 +282,7 @@ CASES = {
     "s-damaged": Case([], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py",
                       lines=2),
     # the vocabulary is not available, and GPT-2's is larger than the model's
-    "s-no-data": Case([], ["tiny"], ONE, no_data, "sample.py", lines=None),
+    "s-no-data": Case(["--dataset=gone"], ["no train.bin in", "gone"], ONE, None, "sample.py", lines=2),
 }  # fmt: skip
 LAUNCHES = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
 SLOW = ("wandb", "s-no-data", *(name for name, case in CASES.items() if case.env is OFFLINE))

@@ -422,12 +422,15 @@ def test_mistakes_of_sample_py(at, capsys):
     ]
     assert fails("--start=AB\u00e9").splitlines() == [
         "out/ckpt.pt: step 3, best val loss 1.5000",
-        "error: --start has characters that data set letters does not have: 'B' 'é'",
+        "error: --start: the text contains characters that the vocabulary does not contain: 'B' 'é'",
     ]
     assert "--start is empty: give at least one character" in fails("--start=")
     assert "--start=FILE:none.txt cannot be read as text: [Errno 2]" in fails("--start=FILE:none.txt")
     shutil.rmtree("data")
-    assert "the run's data set letters is needed for its vocabulary: no train.bin in" in fails("--start=A")
+    unknown = (
+        "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say what they mean"
+    )
+    assert unknown in fails("--start=A")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
