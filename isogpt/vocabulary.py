@@ -198,8 +198,10 @@ def of_merges(vocab: Path, merges: Path) -> str:
 
 
 def ids_in_json(text: str) -> dict[str, int]:
-    """{token: id} of a tokenizer.json. Raises ValueError, KeyError or TypeError if the text is something else."""
+    """{token: id} of a tokenizer.json. Raises an exception of any type if the text is something else."""
     content = json.loads(text)
+    if not isinstance(content, dict) or "vocab" not in (content.get("model") or {}):
+        raise ValueError("it is not in the format of Hugging Face's tokenizers")
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # Unigram: a token and a score for each id
         vocab = {token: i for i, (token, _) in enumerate(vocab)}

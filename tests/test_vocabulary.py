@@ -111,6 +111,9 @@ def test_tokenizer_files_beside_the_data(tmp_path):
     assert (words.encode("abb"), words.end_of_text, found.size) == ([2, 1], 1, 3)
     # metadata of prepare.py says what counts
     assert of_meta({"tokenizer": "gpt2", "tokenizer_size": 50257}, tmp_path).content == "gpt2"
+    (tmp_path / "tokenizer.json").write_text('{"class_name": "Tokenizer"}')  # of Keras
+    with pytest.raises(ValueError, match="cannot load the tokenizer of .*: it is not in the format of Hugging Face"):
+        of_meta({}, tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1}))
     assert of_meta({}, tmp_path) == Vocabulary("table", {"a": 0, "b": 1})
