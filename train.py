@@ -244,7 +244,8 @@ def save(val_loss: float | None = None) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
-first_step, copies_of = progress.step, parallel.copies_of(raw_model, mesh)
+saver.step = progress.step  # what the run starts with need not be saved
+copies_of = parallel.copies_of(raw_model, mesh)
 nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
 reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2)
 loss_divisor = progress.tokens_per_step / copies  # the mean over the ranks is the batch's mean
@@ -257,7 +258,7 @@ if pipeline:
     pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
 batches = reader.train(progress)
 if profile and ranks.is_main:
-    clock.profiler = start_profiler(out_dir, max_iters - first_step + 1)
+    clock.profiler = start_profiler(out_dir, max_iters - progress.step + 1)
 watchdog.start()
 logger.start(eval_only)
 step_began = time.perf_counter()
@@ -284,7 +285,7 @@ while progress.step <= max_iters or eval_only:
     if is_best:
         progress.best_val_loss, progress.best_step = val_loss, step
     is_due = is_best or (val_loss is not None and always_save_checkpoint)
-    if (is_due or (save_interval and step % save_interval == 0)) and save_checkpoint and step > first_step:
+    if (is_due or (save_interval and step % save_interval == 0)) and save_checkpoint and step != saver.step:
         save(val_loss)
     if check_ranks_interval and step % check_ranks_interval == 0:
         parallel.check_weights(raw_model, step, logger.failed, mesh.index("islands"))
@@ -343,7 +344,9 @@ while progress.step <= max_iters or eval_only:
                 checkpoint.restore(source, raw_model, optimizers, scaler, progress, island=mesh.place("islands"))
             checkpoint.restore_exchange(source, exchange, progress.step)
             nan_policy.rolled_back(progress, logger)
+            saver.step = progress.step
             batches = reader.train(progress)
+        step_began = time.perf_counter()  # the next step does not include the report and the rollback
         continue
     model.zero_grad(set_to_none=not keeps_gradients)
     exchange.after_step(step)
@@ -360,7 +363,7 @@ while progress.step <= max_iters or eval_only:
 # the end: the last checkpoint, the final plot (all ranks)
 is_preempted = stop.agreed != 0 and progress.step <= max_iters
 step_parts = over_ranks(agree.gather_objects(clock.medians()))
-if progress.step > first_step:
+if progress.step != saver.step:
     if save_checkpoint:
         save()
     logger.saved(saver.wait_together())

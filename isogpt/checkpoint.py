@@ -286,8 +286,8 @@ class Saver:
     exchange: Exchange | None = None  # known before the first checkpoint, like owner
     owner: str = ""
     pending: Future | None = None
-    # of the last checkpoint:
-    step: int = 0
+    step: int = 0  # of the last checkpoint that was written or restored: the state of this step need not be saved
+    # of the last checkpoint that was written:
     folder: Path | None = None
     stall: float = 0.0  # how long it delayed its step
     seconds: float = 0.0  # how long it took
