@@ -221,16 +221,15 @@ def restore_exchange(source: Source, exchange: Exchange, step: int) -> None:
     Continue with a checkpoint's errors of compression and state of the islands, after `restore` (all ranks). What it
     lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file cannot be read.
     """
-    read = set()
     with exit_together():
         if source.weights is None:  # a ckpt.pt has none of it
             from isogpt import shards
 
-            exchange.restart(step, shards.shapes(source.found.path))
-            read = read_shards(source, {}, exchange.saved_parts(), is_optional=True)
+            exchange.restart(step, shards.shapes(source.found.path), source.run["isogpt"].get("averaged_at"))
+            read_shards(source, {}, exchange.saved_parts(), is_optional=True)
         else:
             exchange.restart(step)
-    exchange.resume(step, read)
+    exchange.resume()
 
 
 def restore_shards(source: Source, model: nn.Module, state: dict[str, dict[str, Part]], seed: int) -> None:
@@ -255,12 +254,12 @@ def restore_shards(source: Source, model: nn.Module, state: dict[str, dict[str, 
         target.put(adapt(whole, target, name))
 
 
-def read_shards(source: Source, *arguments: object, **options: object) -> set[str]:
+def read_shards(source: Source, *arguments: object, **options: object) -> None:
     """shards.read from a checkpoint. Raises ValueError if it cannot be loaded."""
     from isogpt import shards
 
     try:
-        return shards.read(source.found.path, *arguments, **options)
+        shards.read(source.found.path, *arguments, **options)
     except shards.ERRORS as e:  # damaged files raise nearly anything
         raise ValueError(f"{source.found.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
 
@@ -324,6 +323,7 @@ class Saver:
         if self.is_sharded:
             from isogpt import shards
 
+            extra |= self.exchange.describe()
             manifest["run"], state = run, state_parts(model, optimizers, self.mesh.place("islands"))
             own, device = self.exchange.saved_parts(), next(model.parameters()).device
             state = {name: state.get(name, {}) | own.get(name, {}) for name in state | own}

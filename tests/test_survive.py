@@ -302,7 +302,8 @@ def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
     assert [e["to"] for e in events(work / "out", "rollback")] == [5]
     # the time that is left is not negative, and no step includes the time of a report
     assert not re.search(r", -\d", text) and max(column(work / "out", "step_ms").values()) < 1e9
-    # the step before the signal is saved, although the run began beyond it
+    # the step before the signal is saved, although the run began beyond it; what was restored is not saved again
+    assert "saved out/step_00000005" not in text and "saved out/step_00000010" in text
     assert "done: 6 steps in" in text and "resume with --init_from=resume" in text  # 10, and 5 to 9
     assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 10
     assert "step_00000010/ckpt.pt, step 10\n" in faulty(args).wait().text()
