@@ -212,7 +212,7 @@ if shares == "auto":  # before DDP, whose hooks communicate
 share = reader.share
 pipeline = parallel.make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torch_dtype, ranks.device)
 saver.exchange = exchange = parallel.make_exchange(raw_model, mesh, config, zero_stage)  # over slow networks
-model, copies = raw_model, mesh.data_size * cp  # ranks with different tokens
+model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
 if replicas and zero_stage < 2 and not pipeline:  # gradient_as_bucket_view: no copies of the gradients
     model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True, process_group=replicas)
@@ -248,7 +248,10 @@ saver.step = progress.step  # what the run starts with need not be saved
 copies_of = parallel.copies_of(raw_model, mesh)
 nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
 reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2)
-loss_divisor = progress.tokens_per_step / copies  # the mean over the ranks is the batch's mean
+# the mean over the ranks of an island is the mean over its sequences; without islands, over the batch
+copies = mesh.data_size // mesh.islands * cp  # ranks of an island with different tokens
+loss_divisor = share.island_sequences * block_size / copies
+island_weight = share.island_sequences * mesh.islands / sequences_per_step  # of an island's loss in the batch's
 keeps_gradients = parallel.settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
 exchange.attach(model)
 if is_resume:
@@ -321,7 +324,7 @@ while progress.step <= max_iters or eval_only:
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
         gathered = agree.gather_numbers(agree.StepNumbers(
-            loss=loss_sum, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
+            loss=loss_sum * island_weight, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
             memory_gb=memory_gb(ranks.device), forward_ms=clock.last("forward"), stop=stop.code(step_s, saver.seconds),
             bytes_sent=logger.traffic.per_step(step % log_interval == 0),
             loss_scale=scaler.scale(torch.ones((), device=ranks.device)),

@@ -155,6 +155,10 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
         started = "1 process" if world_size == 1 else f"{world_size} processes"
         found.append(f"{started} cannot be divided into {text}: start {counts} processes, or "
                      f"{nearest if len(degrees) == 1 else 'lower a degree'}")  # fmt: skip
+    sequences = config.get("gradient_accumulation_steps", 0) * config.get("batch_size", 0)
+    if 0 < sequences < config["islands"]:
+        found.append(f"islands is {config['islands']}, but a step has only {sequences} sequences: set "
+                     f"--gradient_accumulation_steps={ceil(config['islands'] / config['batch_size'])}")  # fmt: skip
     if config.get("cuda_graphs") and world_size > 1:
         found.append(f"cuda_graphs is for one process, but there are {world_size}: set --cuda_graphs=False")
     if not model_args:

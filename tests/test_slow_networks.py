@@ -315,15 +315,32 @@ def test_what_is_sent_is_what_the_formulas_say(zygote, shared_work):
 
 
 def test_a_resume_after_a_skipped_step_at_which_an_average_was_due(zygote, work):
-    """It is computed after the next step, in the background, when the run is interrupted."""
+    """Once it is due at the first step after the resume; once it is computed in the background."""
     flags = [*TINY, *ISLANDS, "--outer_parts=2", "--outer_compression=int8", "--on_nan=skip", "--dist_timeout_s=60"]
     (work / "faulty.py").write_text(FAULTY)
     how = dict(script="faulty.py", repo=work, env={"REPO": str(REPO), "NAN": "[[9, 1]]"})
-    for out, *more in (("whole", "--max_iters=13"), ("cut", "--max_iters=10"), ("cut", "--max_iters=13")):
-        zygote.start([*flags, *more, f"--out_dir={out}", "--init_from=auto"], work, 2, **how).wait()
+    for out, last in (("whole", 13), ("cut", 9), ("cut", 10), ("cut", 13)):
+        args = [*flags, f"--out_dir={out}", f"--max_iters={last}", "--init_from=auto"]
+        zygote.start(args, work, 2, **how).wait()
     assert column(work / "whole", "loss") == column(work / "cut", "loss")
     whole, cut = (tensors(work / out / "step_00000014") for out in ("whole", "cut"))
     assert whole.keys() == cut.keys() and [k for k in whole if not torch.equal(whole[k], cut[k])] == []
+
+
+def test_the_curve_of_islands_depends_on_neither_micro_batch_nor_ranks(zygote, work):
+    """Seven sequences on two islands: one learns from four, the other from three. The loss is the mean of all seven."""
+    flags = ["--islands=2", "--local_steps=5", "--outer_lr=1", "--outer_momentum=0", "--max_iters=14",
+             "--dist_timeout_s=60"]  # fmt: skip
+    ways = {"whole": (2, 7), "small": (2, 1), "ranks": (4, 1)}
+    for out, (nproc, batch_size) in ways.items():
+        more = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={7 // batch_size}", f"--out_dir={out}"]
+        zygote.train([*flags, *more], work, nproc)
+    for out in ("small", "ranks"):
+        same(column(work / "whole", "loss"), column(work / out, "loss"), absolute=1e-5)
+        same(column(work / "whole", "grad_norm"), column(work / out, "grad_norm"), relative=1e-4)
+    one = ["--batch_size=7", "--gradient_accumulation_steps=1", "--max_iters=0", "--out_dir=one"]
+    zygote.train(one, work)
+    same(column(work / "one", "loss"), {0: column(work / "whole", "loss")[0]}, absolute=1e-5)
 
 
 @pytest.mark.slow
@@ -367,6 +384,7 @@ MISTAKES = [
     (["--grad_compression=sign", "--dtype=float16"], "set --dtype=bfloat16 or float32, or --grad_compression=fp16"),
     (["--local_steps=4"], "set --islands= to their number, or 0 for one on each machine"),
     (["--islands=2", "--outer_parts=3"], "outer_parts is 3: it must not be above local_steps, 1"),
+    (["--islands=9"], "islands is 9, but a step has only 8 sequences: set --gradient_accumulation_steps=3"),
 ]
 
 
