@@ -294,7 +294,7 @@ while progress.step <= max_iters or eval_only:
         parallel.check_weights(raw_model, step, logger.failed, mesh.index("islands"))
     step_began += time.perf_counter() - pause_began
     if step in progress.skipped:  # excluded by a rollback; reader.train leaves its batches out
-        progress.step += 1
+        progress.skip()
         continue
 
     # forward and backward of this rank's micro-batches; by default only the last backward reduces over the ranks

@@ -37,6 +37,7 @@ class Progress:
     tokens_per_step: int
     step: int = 0
     tokens: int = 0
+    position: int = 0  # tokens that the steps before `step` have read, those that were skipped included
     best_val_loss: float = math.inf
     best_step: int = 0
     skipped: set[int] = field(default_factory=set)
@@ -54,17 +55,24 @@ class Progress:
     def rewind(self, run: dict) -> None:
         """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
         self.step = run["iter_num"]
-        self.tokens = run.get("isogpt", {}).get("tokens", self.step * self.tokens_per_step)
+        ours = run.get("isogpt", {})
+        self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
+        self.position = ours.get("position", self.step * self.tokens_per_step)
+
+    def skip(self) -> None:
+        """A step is left out."""
+        self.step += 1
+        self.position += self.tokens_per_step
 
     def advance(self) -> None:
         """A step has been taken."""
-        self.step += 1
+        self.skip()
         self.tokens += self.tokens_per_step
 
     def describe(self) -> dict:
         """What a checkpoint stores of it besides iter_num and best_val_loss."""
-        facts = {"best_step": self.best_step, "tokens": self.tokens, "left_out": sorted(self.skipped)}
-        return facts | {"wandb_id": self.wandb_id, "shares": list(self.shares)}
+        facts = {"best_step": self.best_step, "tokens": self.tokens, "position": self.position}
+        return facts | {"left_out": sorted(self.skipped), "wandb_id": self.wandb_id, "shares": list(self.shares)}
 
 
 @dataclass(frozen=True)

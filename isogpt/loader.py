@@ -2,7 +2,8 @@
 Which sequences optimizer step s reads, and reading them ahead of the step.
 
 The sequences of a step are a pure function of (seed, data set, step), drawn by a counter-based generator, so that the
-number of processes, the micro-batch size and restarts cannot change them. Every rank gets the same number of rows, or
+number of processes, the micro-batch size and restarts cannot change them. (With data_order=shuffle, a run whose batch
+was changed by a resume continues after the windows that it has read.) Every rank gets the same number of rows, or
 in proportion to its weight; if they do not divide evenly, padding rows carry targets of -1, which the loss ignores.
 """
 
@@ -200,10 +201,13 @@ def random_windows(n_tokens: int, block_size: int, seed: int, stream: int, step:
     return (random_bits(seed, stream, step, n) % np.uint64(n_tokens - block_size)).astype(np.int64)
 
 
-def shuffled_windows(n_tokens: int, block_size: int, seed: int, step: int, n: int) -> np.ndarray:
-    """Starts (n,) of the step's windows if every window is read once per epoch, in a new order each time."""
+def shuffled_windows(n_tokens: int, block_size: int, seed: int, step: int, n: int, shift: int = 0) -> np.ndarray:
+    """
+    Starts (n,) of the step's windows if every window is read once per epoch, in a new order each time. `shift`: by how
+    many windows more than step * n the run has read before, because the batch had a different size.
+    """
     windows = (n_tokens - 1) // block_size
-    epochs, places = np.divmod(step * n + np.arange(n), windows)
+    epochs, places = np.divmod(shift + step * n + np.arange(n), windows)
     orders = [epoch_order(windows, seed, int(e))[places[epochs == e]] for e in np.unique(epochs)]
     return np.concatenate(orders) * block_size
 
@@ -381,6 +385,7 @@ class Reader:
     vocab_size: int  # the model's
     device: torch.device
     weights: tuple[float, ...] = ()  # of the data ranks' shares; (): equal
+    shift: int = 0  # see shuffled_windows
 
     @property
     def share(self) -> Share:
@@ -397,11 +402,12 @@ class Reader:
         """The windows (sequences,) of a training step, for the global batch."""
         n_tokens = len(self.data.train)
         if self.order == "shuffle":
-            return shuffled_windows(n_tokens, self.block_size, self.seed, step, self.sequences)
+            return shuffled_windows(n_tokens, self.block_size, self.seed, step, self.sequences, self.shift)
         return random_windows(n_tokens, self.block_size, self.seed, TRAIN, step, self.sequences)
 
     def train(self, progress: "Progress") -> Batches:
         """This rank's micro-batches from progress.step on, without the steps in progress.skipped."""
+        self.shift = progress.position // self.block_size - progress.step * self.sequences
         steps = (step for step in count(progress.step) if step not in progress.skipped)
         return self.read(self.data.train, self.starts, steps, self.share)
 

@@ -172,7 +172,7 @@ class Logger:
         if reader.micro_batch < config["batch_size"]:
             self.print(f"memory:  micro-batches of {reader.micro_batch} instead of {config['batch_size']}, "
                        "since a previous attempt ran out of memory")  # fmt: skip
-        for note in differences(config, source) if source else ():
+        for note in differences(config, source, is_resume=self.progress.step > 0) if source else ():
             self.print(f"note:    {note}")
         if threads.NOTE:
             self.print(f"threads: {threads.NOTE}")

@@ -165,7 +165,7 @@ class NanPolicy:
         text, facts = describe_not_finite(progress.step, numbers, model, reader)
         logger.event("not_finite", **facts)
         action = self.decide(progress.step)
-        progress.step += 1
+        progress.skip()
         if action == "skip":
             logger.print(f"warning: {text}: the step is skipped")
             return None

@@ -81,6 +81,15 @@ def test_resume_on_other_layouts_continues_the_same_curve(zygote, work):
         assert all(abs(one[s] - other[s]) < 1e-5 for s in range(30)), layout
 
 
+def test_a_resume_that_reads_other_sequences_says_so(zygote, work):
+    zygote.train(["--out_dir=out", "--max_iters=3", "--data_order=shuffle"], work)
+    more = ["--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=1", "--seed=7"]
+    text = zygote.train(["--out_dir=out", "--data_order=shuffle", *more], work).text()
+    assert "note:    the checkpoint's steps had 8 sequences, this run's have 4: the loss curve changes\n" in text
+    assert "note:    the checkpoint was trained with seed 1337, this run has 7: of this epoch, some sequences" in text
+    assert text.count("note:") == 2 and final(work / "out")["isogpt"]["position"] == (4 * 8 + 4) * 32
+
+
 def test_the_last_and_the_best_checkpoints_are_kept(zygote, work):
     zygote.train(["--out_dir=out", "--save_interval=3", "--eval_interval=8", "--keep_last=2"], work)
     evals = column(work / "out", "val_loss")
