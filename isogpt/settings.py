@@ -269,7 +269,8 @@ def reading_differences(config: dict, source: "Source") -> list[str]:
         effect = "of this epoch, some sequences are read twice and some not at all"
     for name in names:
         if before[name] != config[name]:
-            found.append(f"the checkpoint was trained with {name} {before[name]}, this run has {config[name]}: {effect}")
+            found.append(f"the checkpoint was trained with {name} {before[name]}, this run has {config[name]}: "
+                         f"{effect}")  # fmt: skip
     return found
 
 
