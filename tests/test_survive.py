@@ -14,7 +14,7 @@ import pytest
 import torch
 from runs import REPO, TINY, children, column, free_port, records, steps_in, wait_for
 
-from isogpt import agree, launch, optim, resilience
+from isogpt import agree, launch, optim, resilience, run_folder
 from model import GPT, GPTConfig
 
 # train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that differ; a wait;
@@ -318,6 +318,12 @@ def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
     assert set(run.codes) == {1} and run.text().count("error:") == 1
     said = "there is no valid checkpoint to roll back to: start again with a lower --learning_rate\n"
     assert run.text().count(said) == 1
+
+
+def test_a_run_that_has_lost_its_folder_does_not_roll_back(tmp_path):
+    (tmp_path / "owner").write_text("the newer run")
+    with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
+        run_folder.find_rollback(str(tmp_path), "this run")
 
 
 def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
