@@ -216,7 +216,7 @@ if shares == "auto":  # before DDP, whose hooks communicate
 share = reader.share
 pipeline = parallel.make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torch_dtype, ranks.device)
 saver.exchange = exchange = parallel.make_exchange(raw_model, mesh, config, zero_stage)  # over slow networks
-model, copies = raw_model, mesh.data_size * cp  # ranks with different tokens
+model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
 if replicas and zero_stage < 2 and not pipeline:  # gradient_as_bucket_view: no copies of the gradients
     model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True, process_group=replicas)
@@ -250,10 +250,14 @@ def save(val_loss: float | None = None) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
-first_step, copies_of = progress.step, parallel.copies_of(raw_model, mesh)
+saver.step = progress.step  # what the run starts with need not be saved
+copies_of = parallel.copies_of(raw_model, mesh)
 nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
 reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2)
-loss_divisor = progress.tokens_per_step / copies  # the mean over the ranks is the batch's mean
+# the mean over the ranks of an island is the mean over its sequences; without islands, over the batch
+copies = mesh.data_size // mesh.islands * cp  # ranks of an island with different tokens
+loss_divisor = share.island_sequences * block_size / copies
+island_weight = share.island_sequences * mesh.islands / sequences_per_step  # of an island's loss in the batch's
 keeps_gradients = parallel.settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
 exchange.attach(model)
 if is_resume:
@@ -263,7 +267,7 @@ if pipeline:
     pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
 batches = reader.train(progress)
 if profile and ranks.is_main:
-    clock.profiler = start_profiler(out_dir, max_iters - first_step + 1)
+    clock.profiler = start_profiler(out_dir, max_iters - progress.step + 1)
 watchdog.start()
 logger.start(eval_only)
 step_began = time.perf_counter()
@@ -290,13 +294,13 @@ while progress.step <= max_iters or eval_only:
     if is_best:
         progress.best_val_loss, progress.best_step = val_loss, step
     is_due = is_best or (val_loss is not None and always_save_checkpoint)
-    if (is_due or (save_interval and step % save_interval == 0)) and save_checkpoint and step > first_step:
+    if (is_due or (save_interval and step % save_interval == 0)) and save_checkpoint and step != saver.step:
         save(val_loss)
     if check_ranks_interval and step % check_ranks_interval == 0:
         parallel.check_weights(raw_model, step, logger.failed, mesh.index("islands"))
     step_began += time.perf_counter() - pause_began
     if step in progress.skipped:  # excluded by a rollback; reader.train leaves its batches out
-        progress.step += 1
+        progress.skip()
         continue
 
     # forward and backward of this rank's micro-batches; by default only the last backward reduces over the ranks
@@ -326,7 +330,7 @@ while progress.step <= max_iters or eval_only:
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
         gathered = agree.gather_numbers(agree.StepNumbers(
-            loss=loss_sum, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
+            loss=loss_sum * island_weight, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
             memory_gb=memory_gb(ranks.device), forward_ms=clock.last("forward"), stop=stop.code(step_s, saver.seconds),
             bytes_sent=logger.traffic.per_step(step % log_interval == 0),
             loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
@@ -349,7 +353,9 @@ while progress.step <= max_iters or eval_only:
                 checkpoint.restore(source, raw_model, optimizers, scaler, progress, island=mesh.place("islands"))
             checkpoint.restore_exchange(source, exchange, progress.step)
             nan_policy.rolled_back(progress, logger)
+            saver.step = progress.step
             batches = reader.train(progress)
+        step_began = time.perf_counter()  # the next step does not include the report and the rollback
         continue
     model.zero_grad(set_to_none=not keeps_gradients)
     exchange.after_step(step)
@@ -366,7 +372,7 @@ while progress.step <= max_iters or eval_only:
 # the end: the last checkpoint, the final plot (all ranks)
 is_preempted = stop.agreed != 0 and progress.step <= max_iters
 step_parts = over_ranks(agree.gather_objects(clock.medians()))
-if progress.step > first_step:
+if progress.step != saver.step:
     if save_checkpoint:
         save()
     logger.saved(saver.wait_together())

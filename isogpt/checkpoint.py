@@ -37,6 +37,7 @@ class Progress:
     tokens_per_step: int
     step: int = 0
     tokens: int = 0
+    position: int = 0  # tokens that the steps before `step` have read, those that were skipped included
     best_val_loss: float = math.inf
     best_step: int = 0
     skipped: set[int] = field(default_factory=set)
@@ -54,17 +55,24 @@ class Progress:
     def rewind(self, run: dict) -> None:
         """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
         self.step = run["iter_num"]
-        self.tokens = run.get("isogpt", {}).get("tokens", self.step * self.tokens_per_step)
+        ours = run.get("isogpt", {})
+        self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
+        self.position = ours.get("position", self.step * self.tokens_per_step)
+
+    def skip(self) -> None:
+        """A step is left out."""
+        self.step += 1
+        self.position += self.tokens_per_step
 
     def advance(self) -> None:
         """A step has been taken."""
-        self.step += 1
+        self.skip()
         self.tokens += self.tokens_per_step
 
     def describe(self) -> dict:
         """What a checkpoint stores of it besides iter_num and best_val_loss."""
-        facts = {"best_step": self.best_step, "tokens": self.tokens, "left_out": sorted(self.skipped)}
-        return facts | {"wandb_id": self.wandb_id, "shares": list(self.shares)}
+        facts = {"best_step": self.best_step, "tokens": self.tokens, "position": self.position}
+        return facts | {"left_out": sorted(self.skipped), "wandb_id": self.wandb_id, "shares": list(self.shares)}
 
 
 @dataclass(frozen=True)
@@ -221,16 +229,15 @@ def restore_exchange(source: Source, exchange: Exchange, step: int) -> None:
     Continue with a checkpoint's errors of compression and state of the islands, after `restore` (all ranks). What it
     lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file cannot be read.
     """
-    read = set()
     with exit_together():
         if source.weights is None:  # a ckpt.pt has none of it
             from isogpt import shards
 
-            exchange.restart(step, shards.shapes(source.found.path))
-            read = read_shards(source, {}, exchange.saved_parts(), is_optional=True)
+            exchange.restart(step, shards.shapes(source.found.path), source.run["isogpt"].get("averaged_at"))
+            read_shards(source, {}, exchange.saved_parts(), is_optional=True)
         else:
             exchange.restart(step)
-    exchange.resume(step, read)
+    exchange.resume()
 
 
 def restore_shards(source: Source, model: nn.Module, state: dict[str, dict[str, Part]], seed: int) -> None:
@@ -255,12 +262,12 @@ def restore_shards(source: Source, model: nn.Module, state: dict[str, dict[str, 
         target.put(adapt(whole, target, name))
 
 
-def read_shards(source: Source, *arguments: object, **options: object) -> set[str]:
+def read_shards(source: Source, *arguments: object, **options: object) -> None:
     """shards.read from a checkpoint. Raises ValueError if it cannot be loaded."""
     from isogpt import shards
 
     try:
-        return shards.read(source.found.path, *arguments, **options)
+        shards.read(source.found.path, *arguments, **options)
     except shards.ERRORS as e:  # damaged files raise nearly anything
         raise ValueError(f"{source.found.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
 
@@ -287,8 +294,8 @@ class Saver:
     exchange: Exchange | None = None  # known before the first checkpoint, like owner
     owner: str = ""
     pending: Future | None = None
-    # of the last checkpoint:
-    step: int = 0
+    step: int = 0  # of the last checkpoint that was written or restored: the state of this step need not be saved
+    # of the last checkpoint that was written:
     folder: Path | None = None
     stall: float = 0.0  # how long it delayed its step
     seconds: float = 0.0  # how long it took
@@ -326,6 +333,7 @@ class Saver:
         if self.is_sharded:
             from isogpt import shards
 
+            extra |= self.exchange.describe()
             manifest["run"], state = run, state_parts(model, optimizers, self.mesh.place("islands"))
             own, device = self.exchange.saved_parts(), next(model.parameters()).device
             state = {name: state.get(name, {}) | own.get(name, {}) for name in state | own}

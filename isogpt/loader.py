@@ -2,7 +2,8 @@
 Which sequences optimizer step s reads, and reading them ahead of the step.
 
 The sequences of a step are a pure function of (seed, data set, step), drawn by a counter-based generator, so that the
-number of processes, the micro-batch size and restarts cannot change them. Every rank gets the same number of rows, or
+number of processes, the micro-batch size and restarts cannot change them. (With data_order=shuffle, a run whose batch
+was changed by a resume continues after the windows that it has read.) Every rank gets the same number of rows, or
 in proportion to its weight; if they do not divide evenly, padding rows carry targets of -1, which the loss ignores.
 """
 
@@ -222,10 +223,13 @@ def random_windows(n_tokens: int, block_size: int, seed: int, stream: int, step:
     return (random_bits(seed, stream, step, n) % np.uint64(n_tokens - block_size)).astype(np.int64)
 
 
-def shuffled_windows(n_tokens: int, block_size: int, seed: int, step: int, n: int) -> np.ndarray:
-    """Starts (n,) of the step's windows if every window is read once per epoch, in a new order each time."""
+def shuffled_windows(n_tokens: int, block_size: int, seed: int, step: int, n: int, shift: int = 0) -> np.ndarray:
+    """
+    Starts (n,) of the step's windows if every window is read once per epoch, in a new order each time. `shift`: by how
+    many windows more than step * n the run has read before, because the batch had a different size.
+    """
     windows = (n_tokens - 1) // block_size
-    epochs, places = np.divmod(step * n + np.arange(n), windows)
+    epochs, places = np.divmod(shift + step * n + np.arange(n), windows)
     orders = [epoch_order(windows, seed, int(e))[places[epochs == e]] for e in np.unique(epochs)]
     return np.concatenate(orders) * block_size
 
@@ -242,12 +246,30 @@ def epoch_order(windows: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Share:
-    """How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows."""
+    """
+    How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows. Islands get
+    sequences that follow each other in the batch, and the ranks of an island divide these.
+    """
 
     sequences: int
     data_rank: int
     micro_steps: int
     rows_of: tuple[int, ...]  # by data rank
+    islands: tuple[int, ...] = ()  # the sequences of each; (): there are none
+
+    @property
+    def island_sequences(self) -> int:
+        """How many sequences this rank's island has; without islands all of the batch."""
+        return len(self.island()[0])
+
+    def island(self) -> tuple[range, tuple[int, ...], int]:
+        """This rank's island: its sequences' places in the batch, the rows of its ranks, this rank's number in it."""
+        counts = self.islands or (self.sequences,)
+        size = len(self.rows_of) // len(counts)
+        number, rank = divmod(self.data_rank, size)
+        start = sum(counts[:number])
+        places = range(start, start + counts[number])
+        return places, self.rows_of[number * size : (number + 1) * size], rank
 
     @property
     def rows(self) -> int:
@@ -255,9 +277,13 @@ class Share:
         return self.rows_of[self.data_rank]
 
     def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
-        """This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond its end."""
-        first = micro_step * sum(self.rows_of) + sum(self.rows_of[: self.data_rank])
-        mine = starts[first : first + self.rows]
+        """
+        This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond the end of the
+        batch, or of the island's part of it.
+        """
+        places, rows_of, rank = self.island()
+        first = micro_step * sum(rows_of) + sum(rows_of[:rank])
+        mine = starts[places.start : places.stop][first : first + self.rows]
         return np.pad(mine, (0, self.rows - len(mine)), constant_values=PADDING)
 
     def padding(self) -> int:
@@ -266,29 +292,48 @@ class Share:
 
 
 def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1,
-             weights: tuple[float, ...] = ()) -> Share:  # fmt: skip
+             weights: tuple[float, ...] = (), islands: int = 1) -> Share:  # fmt: skip
     """
     One rank's share: the same number of micro-steps and rows on every rank, as few micro-steps as batch_size allows and
     then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of which is padding.
     With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp. With `weights`, by data rank, that
     differ, rows are in proportion to them: see `divide_rows`.
+
+    The sequences of an island depend on the batch, the number of islands and the sums of their ranks' weights, so that
+    neither batch_size nor the number of ranks in an island changes what it learns.
     """
     if len(set(weights)) > 1:
-        return Share(sequences, data_rank, *divide_rows(sequences, weights, batch_size))
+        return weighted_share(sequences, data_rank, batch_size, weights, islands)
     most = -(-sequences // data_size)
     micro_steps = -(-most // batch_size)
     micro_steps = -(-micro_steps // pp) * pp
-    return Share(sequences, data_rank, micro_steps, (-(-most // micro_steps),) * data_size)
+    bounds = [i * sequences // islands for i in range(islands + 1)]
+    counts = tuple(end - start for start, end in pairwise(bounds)) if islands > 1 else ()
+    return Share(sequences, data_rank, micro_steps, (-(-most // micro_steps),) * data_size, counts)
+
+
+def weighted_share(sequences: int, data_rank: int, batch_size: int, weights: tuple[float, ...], islands: int) -> Share:
+    """`share_of` for weights that differ. All islands run as many micro-steps as the one that needs most."""
+    size = len(weights) // islands
+    by_island = [weights[i * size : (i + 1) * size] for i in range(islands)]
+    counts = (sequences,)
+    if islands > 1:
+        _, counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)
+    micro_steps = max(divide_rows(n, own, batch_size)[0] for n, own in zip(counts, by_island, strict=True))
+    rows = [divide_rows(n, own, batch_size, micro_steps)[1] for n, own in zip(counts, by_island, strict=True)]
+    return Share(sequences, data_rank, micro_steps, tuple(chain(*rows)), counts if islands > 1 else ())
 
 
 @lru_cache
-def divide_rows(sequences: int, weights: tuple[float, ...], batch_size: int) -> tuple[int, tuple[int, ...]]:
+def divide_rows(sequences: int, weights: tuple[float, ...], batch_size: int,
+                least: int = 1) -> tuple[int, tuple[int, ...]]:  # fmt: skip
     """
-    The fewest micro-steps for which no rank has more than batch_size rows in proportion to its weight, and the rows of
-    each rank, at least 1. A micro-step takes as long as the largest rows / weight: each row goes to the rank for which
-    that becomes the smallest. 48 sequences for weights 2, 1 at batch_size 12 are 3 micro-steps of 11 and 5 rows.
+    The fewest micro-steps, but at least `least`, for which no rank has more than batch_size rows in proportion to its
+    weight, and the rows of each rank, at least 1. A micro-step takes as long as the largest rows / weight: each row
+    goes to the rank for which that becomes the smallest. 48 sequences for weights 2, 1 at batch_size 12 are 3
+    micro-steps of 11 and 5 rows.
     """
-    for micro_steps in count(-(-sequences // (batch_size * len(weights)))):
+    for micro_steps in count(max(least, -(-sequences // (batch_size * len(weights))))):
         rows, times = [1] * len(weights), [(2 / weight, rank) for rank, weight in enumerate(weights)]
         heapify(times)  # with one more row, by rank
         for _ in range(len(weights), -(-sequences // micro_steps)):
@@ -362,6 +407,7 @@ class Reader:
     vocab_size: int  # the model's
     device: torch.device
     weights: tuple[float, ...] = ()  # of the data ranks' shares; (): equal
+    shift: int = 0  # see shuffled_windows
 
     @property
     def share(self) -> Share:
@@ -371,17 +417,19 @@ class Reader:
     def share_of_rank(self, rank: int) -> Share:
         """A rank's share of a step."""
         data_rank = self.mesh.data_rank_of(rank)
-        return share_of(self.sequences, data_rank, self.mesh.data_size, self.micro_batch, self.mesh.pp, self.weights)
+        return share_of(self.sequences, data_rank, self.mesh.data_size, self.micro_batch, self.mesh.pp, self.weights,
+                        self.mesh.islands)  # fmt: skip
 
     def starts(self, step: int) -> np.ndarray:
         """The windows (sequences,) of a training step, for the global batch."""
         n_tokens = len(self.data.train)
         if self.order == "shuffle":
-            return shuffled_windows(n_tokens, self.block_size, self.seed, step, self.sequences)
+            return shuffled_windows(n_tokens, self.block_size, self.seed, step, self.sequences, self.shift)
         return random_windows(n_tokens, self.block_size, self.seed, TRAIN, step, self.sequences)
 
     def train(self, progress: "Progress") -> Batches:
         """This rank's micro-batches from progress.step on, without the steps in progress.skipped."""
+        self.shift = progress.position // self.block_size - progress.step * self.sequences
         steps = (step for step in count(progress.step) if step not in progress.skipped)
         return self.read(self.data.train, self.starts, steps, self.share)
 

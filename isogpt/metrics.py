@@ -35,7 +35,7 @@ FINAL_EVENTS = ("end", "preempted", "failed")  # the alert command gets time to 
 @dataclass
 class Logger:
     """
-    Everything that a run reports. On ranks other than 0 its methods do nothing but count the traffic.
+    Everything that a run reports. On ranks other than 0 its methods only count the traffic and the steps.
 
     metrics.jsonl gets a line for each logged step, evaluation and event. wandb and TensorBoard get the steps and the
     evaluations, the alert command the events.
@@ -55,8 +55,8 @@ class Logger:
     tensorboard: Any = None
     is_full: bool = False  # whether a line of metrics.jsonl could not be written
     interrupted_at: float | None = None  # when the run before a resume wrote its last line, in seconds since the epoch
-    first_step: int = 0
     began: float = 0.0
+    steps_taken: int = 0  # since then; after a rollback more than the difference of the steps' numbers
     spikes: Spikes = field(default_factory=Spikes)
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     traffic: Traffic = field(default_factory=Traffic)
@@ -172,17 +172,17 @@ class Logger:
         if reader.micro_batch < config["batch_size"]:
             self.print(f"memory:  micro-batches of {reader.micro_batch} instead of {config['batch_size']}, "
                        "since a previous attempt ran out of memory")  # fmt: skip
-        for note in differences(config, source) if source else ():
+        for note in differences(config, source, is_resume=self.progress.step > 0) if source else ():
             self.print(f"note:    {note}")
         if threads.NOTE:
             self.print(f"threads: {threads.NOTE}")
 
     def start(self, eval_only: bool) -> None:
         """The first step is about to begin: the remaining time is estimated, and traffic counted, from here."""
-        self.first_step, self.began = self.progress.step, time.perf_counter()
-        if self.first_step > self.max_iters and not eval_only:
-            hint = f"to continue, set --max_iters={2 * self.first_step} or so"
-            self.print(f"{self.out_dir} is at step {self.first_step}, which is beyond max_iters: {hint}")
+        self.began, step = time.perf_counter(), self.progress.step
+        if step > self.max_iters and not eval_only:
+            hint = f"to continue, set --max_iters={2 * step} or so"
+            self.print(f"{self.out_dir} is at step {step}, which is beyond max_iters: {hint}")
         self.traffic.start(self.ranks.world_size)
 
     def event(self, name: str, **facts: object) -> None:
@@ -226,17 +226,18 @@ class Logger:
         self.print(f"step {self.progress.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
         self.write({"iter": self.progress.step, "train_loss": train_loss, "val_loss": val_loss})
         self.send({"train/loss": train_loss, "val/loss": val_loss, "lr": lr})
-        if self.progress.step > self.first_step:
+        if self.steps_taken:
             self.plot()
 
     def step(self, numbers: StepNumbers, lr: float, log_interval: int, routing: Tensor | None) -> None:
         """Report a step, and a loss spike or a slow rank if there is one. `routing`: see parallel.take_routing."""
+        self.steps_taken += 1
         if not self.ranks.is_main:
             return
         if self.interrupted_at:
             self.event("recovered", seconds=max(0.0, time.time() - self.interrupted_at))  # clocks may differ
             self.interrupted_at = None
-        if self.progress.step == self.first_step and (report := compile_report()):
+        if self.steps_taken == 1 and (report := compile_report()):
             self.print(report)
         if self.progress.step % log_interval:
             return
@@ -244,8 +245,7 @@ class Logger:
         record["gpu_percent"] = utilization(self.ranks.device)
         if routing is not None:
             record |= routing_record(routing, self.progress.tokens_per_step)
-        steps_done = self.progress.step - self.first_step + 1
-        left_s = (time.perf_counter() - self.began) / steps_done * (self.max_iters - self.progress.step)
+        left_s = (time.perf_counter() - self.began) / self.steps_taken * (self.max_iters - self.progress.step)
         self.print(step_line(record, left_s))
         self.write(record)
         mfu = None if record["mfu"] is None else record["mfu"] * 100  # in percent, as nanoGPT sends it
@@ -279,8 +279,8 @@ class Logger:
     def done(self) -> None:
         """Report the end of training, and plot the loss curve."""
         p, took, plot = self.progress, duration(time.perf_counter() - self.began), self.plot()
-        steps = p.step - self.first_step
-        self.print(f"done: {steps} steps in {took}, best val loss {p.best_val_loss:.4f} at step {p.best_step}")
+        best = f"best val loss {p.best_val_loss:.4f} at step {p.best_step}"
+        self.print(f"done: {self.steps_taken} steps in {took}, {best}")
         self.print(plot)
 
     def end(self, stop: Stop | None, spans_ms: dict) -> None:

@@ -10,8 +10,10 @@ import sys
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from isogpt import run_folder
-from isogpt.agree import StepNumbers, broadcast, exit_together, gather_number, is_main
+from isogpt.agree import StepNumbers, broadcast, exit_together, gather_number, is_main, wait_together
 from isogpt.files import recorded
 from isogpt.loader import Reader
 from isogpt.parallel import gradient_norms
@@ -163,17 +165,34 @@ class NanPolicy:
         text, facts = describe_not_finite(progress.step, numbers, model, reader)
         logger.event("not_finite", **facts)
         action = self.decide(progress.step)
-        progress.step += 1
+        progress.skip()
         if action == "skip":
             logger.print(f"warning: {text}: the step is skipped")
             return None
         logger.saved(saver.wait_together())
+        if action == "stop":
+            with exit_together(logger.failed):
+                if is_main():
+                    raise ValueError(f"{text}; {self.advice(run_folder.is_run(saver.out_dir))}")
+        return self.find_rollback(text, saver, logger)
+
+    def find_rollback(self, text: str, saver: "Saver", logger: "Logger") -> run_folder.Found:
+        """
+        The checkpoint to roll back to (all ranks; rank 0 looks). Damaged ones are reported. Exits with a message that
+        begins with `text` if there is none.
+        """
+        look = partial(run_folder.find_rollback, saver.out_dir, saver.owner)
+        future = ThreadPoolExecutor(1).submit(look) if is_main() else None
+        wait_together(future)  # verifying a large checkpoint can take longer than the collectives' timeout
         found = None
         with exit_together(logger.failed):
-            if is_main() and action == "rollback":
-                found, _ = run_folder.newest(saver.out_dir)
-            if is_main() and not found:
-                raise ValueError(f"{text}; {self.advice(run_folder.is_run(saver.out_dir))}")
+            if future:
+                found, reports = future.result()
+                for report in reports:
+                    logger.print(f"warning: {report}")
+                if not found:
+                    advice = "start again with a lower --learning_rate"
+                    raise ValueError(f"{text}; there is no valid checkpoint to roll back to: {advice}")
         return broadcast(found)
 
     def rolled_back(self, progress: "Progress", logger: "Logger") -> None:

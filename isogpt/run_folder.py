@@ -237,6 +237,21 @@ def find_start(init_from: str, out_dir: str, resume_step: int = -1) -> tuple[Fou
     return None, False, []
 
 
+def find_rollback(out_dir: str, owner: str) -> tuple[Found | None, list[str]]:
+    """
+    The checkpoint that the folder's owner rolls back to, as `newest` returns it (rank 0). Newer ones, which are
+    damaged, are renamed as on a resume.
+
+    Raises:
+        ValueError: another run has claimed the folder.
+    """
+    check_owner(Path(out_dir), owner)
+    found, reports = newest(out_dir)
+    if found:
+        continue_from(out_dir, found)
+    return found, reports
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # claiming a folder for a run (rank 0)
 

@@ -155,6 +155,10 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
         started = "1 process" if world_size == 1 else f"{world_size} processes"
         found.append(f"{started} cannot be divided into {text}: start {counts} processes, or "
                      f"{nearest if len(degrees) == 1 else 'lower a degree'}")  # fmt: skip
+    sequences = config.get("gradient_accumulation_steps", 0) * config.get("batch_size", 0)
+    if 0 < sequences < config["islands"]:
+        found.append(f"islands is {config['islands']}, but a step has only {sequences} sequences: set "
+                     f"--gradient_accumulation_steps={ceil(config['islands'] / config['batch_size'])}")  # fmt: skip
     if config.get("cuda_graphs") and world_size > 1:
         found.append(f"cuda_graphs is for one process, but there are {world_size}: set --cuda_graphs=False")
     if not model_args:
@@ -233,7 +237,7 @@ def fit_model_args(model_args: dict, config: dict, world_size: int, data: Datase
     return here
 
 
-def differences(config: dict, source: "Source") -> list[str]:
+def differences(config: dict, source: "Source", is_resume: bool = False) -> list[str]:
     """What a user should know about settings that are not what the checkpoint has."""
     found, model = [], {"arch": "gpt2", "tied": True} | source.run["model_args"]
     model["head"] = "tied" if model["tied"] else "untied"
@@ -250,6 +254,23 @@ def differences(config: dict, source: "Source") -> list[str]:
     before = source.run["config"].get("dataset", config["dataset"])
     if before != config["dataset"]:
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
+    return found + reading_differences(config, source) if is_resume else found
+
+
+def reading_differences(config: dict, source: "Source") -> list[str]:
+    """What a user should know about settings that change which sequences a resumed run reads."""
+    found, before = [], config | source.run["config"]
+    was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (before, config))
+    if was != now:
+        found.append(f"the checkpoint's steps had {was} sequences, this run's have {now}: the loss curve changes")
+    names, effect = ["seed", "data_order"], "it draws different sequences"
+    if "shuffle" in (before["data_order"], config["data_order"]):
+        names.append("block_size")
+        effect = "of this epoch, some sequences are read twice and some not at all"
+    for name in names:
+        if before[name] != config[name]:
+            found.append(f"the checkpoint was trained with {name} {before[name]}, this run has {config[name]}: "
+                         f"{effect}")  # fmt: skip
     return found
 
 

@@ -71,16 +71,13 @@ def shapes(folder: Path) -> dict[str, torch.Size]:
 
 
 def read(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part]],
-         is_optional: bool = False) -> set[str]:  # fmt: skip
+         is_optional: bool = False) -> None:  # fmt: skip
     """
     Fill parts from the saved parts that overlap with them: rows of a stack with as many rows from their own, any others
     from the mean of the rows.
 
     Args:
         is_optional: leave out what was not saved.
-
-    Returns:
-        the names, as in `flat`, of what was read.
 
     Raises:
         any of ERRORS: a file is damaged, or its pickle would run code.
@@ -97,7 +94,6 @@ def read(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part
     dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
     for piece, rows in stacks:
         piece.copy_(rows.mean(0))
-    return set(wanted)
 
 
 class SavePlanner(dcp.DefaultSavePlanner):

@@ -35,13 +35,13 @@ MUTATIONS = {
         "isogpt/evaluation.py", "total = gather_number(total, device).mean().item() * copies", "total = total * copies",
         PARITY),
     "share: its weight in the gradient": (
-        "train.py", "loss_divisor = progress.tokens_per_step / copies",
+        "train.py", "loss_divisor = share.island_sequences * block_size / copies",
         "loss_divisor = share.micro_steps * share.rows * block_size", PARITY),
     "share: padding rows count": (
         "isogpt/loader.py", "x[padding], y[padding] = 0, -1", "x[padding], y[padding] = 0, 0", PARITY),
     "share: all ranks read the same rows": (
-        "isogpt/loader.py", "micro_step * sum(self.rows_of) + sum(self.rows_of[: self.data_rank])",
-        "micro_step * sum(self.rows_of)", PARITY),
+        "isogpt/loader.py", "micro_step * sum(rows_of) + sum(rows_of[:rank])",
+        "micro_step * sum(rows_of)", PARITY),
     "data: depends on the rank": (
         "isogpt/loader.py", "self.seed, TRAIN, step", "self.seed + self.mesh.data_rank, TRAIN, step", PARITY),
     "evaluation: other sequences each time": (

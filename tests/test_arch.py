@@ -163,6 +163,31 @@ def test_settings_that_a_checkpoint_overrides():
     assert differences(settings, SimpleNamespace(run=run)) == [said]
 
 
+def test_settings_that_change_what_a_resume_reads():
+    run = {"model_args": GPT(GPTConfig(8, 65, 1, 2, 8)).describe()}
+    settings = {"arch": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "bias": True, "vocab_size": 0, "dataset": ""}
+    settings |= {"n_kv_head": 0, "n_hidden": 0, "head": "auto", "n_expert": 0, "n_expert_active": 2}
+    settings |= {"gradient_accumulation_steps": 4, "batch_size": 6, "block_size": 8, "seed": 1, "data_order": "shuffle"}
+    drawn = "of this epoch, some sequences are read twice and some not at all"
+    cases = {
+        ("batch_size", 3): "the checkpoint's steps had 12 sequences, this run's have 24: the loss curve changes",
+        ("seed", 2): f"the checkpoint was trained with seed 2, this run has 1: {drawn}",
+        ("data_order", "random"): f"the checkpoint was trained with data_order random, this run has shuffle: {drawn}",
+        ("block_size", 16): f"the checkpoint was trained with block_size 16, this run has 8: {drawn}",
+    }
+    for (name, value), said in cases.items():
+        source = SimpleNamespace(run=run | {"config": settings | {name: value}})
+        assert differences(settings, source, is_resume=True) == [said]
+        assert differences(settings, source) == []  # a new run from the checkpoint's weights
+    settings["data_order"] = "random"
+    source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}})
+    said = "the checkpoint was trained with seed 2, this run has 1: it draws different sequences"
+    assert differences(settings, source, is_resume=True) == [said]
+    same = settings | {"gradient_accumulation_steps": 8, "batch_size": 3}
+    for config in (same, {}):  # nanoGPT's has some of the settings only
+        assert differences(settings, SimpleNamespace(run=run | {"config": config}), is_resume=True) == []
+
+
 ANGLES = torch.arange(3.0, dtype=torch.float64)[:, None, None] * torch.tensor([1.0, 0.3])  # (T, 1, D / 2)
 ROPE = torch.stack((ANGLES.cos().repeat(1, 1, 2), torch.cat((-ANGLES.sin(), ANGLES.sin()), -1)))
 OPERATORS = {

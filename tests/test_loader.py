@@ -7,12 +7,14 @@ import pickle
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from isogpt import loader
+from isogpt.checkpoint import Progress
 from isogpt.loader import (
     EVAL_TRAIN,
     EVAL_VAL,
@@ -130,6 +132,34 @@ def test_epochs_do_not_depend_on_the_size_of_a_step():
     by_6 = np.concatenate([shuffled_windows(N, BLOCK, 1, step, 6) for step in range(50)])
     by_50 = np.concatenate([shuffled_windows(N, BLOCK, 1, step, 50) for step in range(6)])
     assert by_6.tolist() == by_50.tolist()
+
+
+def test_a_resume_with_another_batch_continues_the_epoch():
+    """No window is repeated or left out; the steps before the change, to which a rollback goes, stay as they were."""
+    data = SimpleNamespace(train=np.zeros(N, np.uint16))
+
+    def reader(n, progress):
+        made = Reader(data, "shuffle", 1, BLOCK, n, Mesh(), micro_batch=3, vocab_size=65, device=CPU)
+        made.train(progress)
+        return made
+
+    progress, read = Progress(tokens_per_step=6 * BLOCK), []
+    for n, steps in ((6, 7), (4, 10), (9, 30)):
+        saved = {"iter_num": progress.step, "isogpt": progress.describe()}
+        progress = Progress(tokens_per_step=n * BLOCK)
+        progress.load(saved)
+        first = reader(n, progress)
+        for i in range(steps):
+            read += first.starts(progress.step).tolist()
+            if i == 2:
+                progress.skip()  # a step that was not finite has read its windows
+            else:
+                progress.advance()
+        again = Progress(tokens_per_step=n * BLOCK)
+        again.load(saved)
+        assert reader(n, again).starts(again.step).tolist() == read[len(read) - n * steps :][:n]
+    assert progress.position == len(read) * BLOCK and progress.tokens == progress.position - (6 + 4 + 9) * BLOCK
+    assert read == np.concatenate([shuffled_windows(N, BLOCK, 1, step, 1) for step in range(len(read))]).tolist()
 
 
 def test_a_text_of_one_window_repeats_it():

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from runs import TINY, column, records
+from test_parity import same
 
 from isogpt import metrics, precision, run_folder
 from isogpt.checkpoint import Progress
@@ -79,6 +80,15 @@ def test_resume_on_other_layouts_continues_the_same_curve(zygote, work):
         zygote.train([*args, f"--out_dir=b{layout}", "--init_from=resume", *more], work, nproc)
         one, other = column(work / "straight", "loss"), column(work / f"b{layout}", "loss")
         assert all(abs(one[s] - other[s]) < 1e-5 for s in range(30)), layout
+
+
+def test_a_resume_that_reads_other_sequences_says_so(zygote, work):
+    zygote.train(["--out_dir=out", "--max_iters=3", "--data_order=shuffle"], work)
+    more = ["--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=1", "--seed=7"]
+    text = zygote.train(["--out_dir=out", "--data_order=shuffle", *more], work).text()
+    assert "note:    the checkpoint's steps had 8 sequences, this run's have 4: the loss curve changes\n" in text
+    assert "note:    the checkpoint was trained with seed 1337, this run has 7: of this epoch, some sequences" in text
+    assert text.count("note:") == 2 and final(work / "out")["isogpt"]["position"] == (4 * 8 + 4) * 32
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(zygote, work):
@@ -286,6 +296,10 @@ def test_float16_scaler_is_saved_and_restored(zygote, work):
     assert "float16" in run.text(), "on a resume, dtype auto is the dtype of the run"
     assert_same_bits(final(work / "straight"), final(work / "out"))
     assert final(work / "out")["isogpt"]["scaler"]["_growth_tracker"] == 12
+    # while nothing overflows, other layouts take the same steps
+    zygote.train([*args, "--batch_size=1", "--gradient_accumulation_steps=8", "--out_dir=other"], work, 2)
+    assert final(work / "other")["isogpt"]["scaler"] == final(work / "straight")["isogpt"]["scaler"]
+    same(column(work / "straight", "loss"), column(work / "other", "loss"), absolute=1e-3)
 
 
 def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(zygote, work):

@@ -1,5 +1,6 @@
 """Ranks of different speed read different numbers of rows of the same steps: one curve, as with equal shares."""
 
+import itertools
 import math
 import re
 import shlex
@@ -67,6 +68,31 @@ def test_no_other_rows_of_a_micro_step_take_less_time(weights):
 def test_equal_weights_are_equal_shares():
     for weights in ((1, 1, 1), (2.5, 2.5, 2.5)):
         assert share_of(7, 2, 3, 4, weights=weights) == share_of(7, 2, 3, 4) == loader.Share(7, 2, 1, (3, 3, 3))
+
+
+def test_the_sequences_of_an_island_depend_on_neither_micro_batch_nor_ranks():
+    for sequences, islands, ways in ((24, 2, [()]), (7, 3, [()]), (22, 2, [(2, 1), (4, 2)]), (9, 2, [(1, 3)])):
+        read = set()
+        for way, size, batch_size in itertools.product(ways, (1, 2, 3), (1, 2, 5, 24)):
+            weights = tuple(w / size for w in way for _ in range(size))
+            if len(set(weights)) > 1 and size > 1:  # they also differ within an island
+                weights = tuple(w + (0.1, -0.1, 0)[i % size] for i, w in enumerate(weights))
+            shares = [share_of(sequences, r, islands * size, batch_size, 1, weights, islands)
+                      for r in range(islands * size)]  # fmt: skip
+            assert len({(s.micro_steps, s.rows_of) for s in shares}) == 1 and shares[0].rows <= batch_size
+            own = [sum((s.pick(np.arange(sequences), m).tolist() for m in range(s.micro_steps)), []) for s in shares]
+            own = [set(itertools.chain(*own[i * size : (i + 1) * size])) - {PADDING} for i in range(islands)]
+            assert sum(map(len, own)) == sequences and set.union(*own) == set(range(sequences))
+            assert [len(rows) for rows in own] == [shares[i * size].island_sequences for i in range(islands)]
+            read.add(tuple(frozenset(rows) for rows in own))
+        assert len(read) == 1, (sequences, islands, ways, read)
+
+
+def test_with_one_island_a_share_is_what_it_was():
+    """The rows of one micro-step follow each other over all ranks: the same bits as before there were islands."""
+    share = share_of(48, 1, 3, 8)
+    assert [share.pick(np.arange(48), m).tolist() for m in range(2)] == [[*range(8, 16)], [*range(32, 40)]]
+    assert share.island_sequences == 48
 
 
 # ---------------------------------------------------------------------------------------------------------------------

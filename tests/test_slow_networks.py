@@ -6,6 +6,7 @@ import pytest
 import torch
 from runs import REPO, TINY, column
 from test_parity import same
+from test_survive import FAULTY
 
 from isogpt.parallel.parts import Part
 
@@ -268,16 +269,18 @@ for parts, steps in ((1, 2), (2, 4)):
     outer = {{name: p.detach().clone() for name, p in model.named_parameters()}}
     inner = {{name: p.clone() for name, p in outer.items()}}
     momentum = {{name: torch.zeros(40) for name in outer}}
-    flying = {{}}
+    flying, due = {{}}, ()
     turns = {{steps: ("a", "b")}} if parts == 1 else {{2: ("a",), 4: ("b",)}}
     for step in range(12):
+        due += turns.get(step % steps + 1, ())
+        if step in (3, 7, 8):  # it is skipped: what is due takes place after the next one
+            continue
         for i, (name, p) in enumerate(model.named_parameters()):
             change = noise(100 * step + 10 * rank + i, 40) * 0.1
             with torch.no_grad():
                 p.add_(change)
             inner[name] += change
         islands.after_step(step)
-        due = turns.get(step % steps + 1, ())
         if due:
             for name, was in list(flying.items()) if parts > 1 else []:
                 gradient = mean(outer[name] - was)
@@ -290,6 +293,7 @@ for parts, steps in ((1, 2), (2, 4)):
                 momentum[name] = 0.9 * momentum[name] + gradient
                 inner[name] = outer[name] = outer[name] - 0.7 * (gradient + 0.9 * momentum[name])
                 inner[name] = inner[name].clone()
+            due = ()
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.detach(), inner[name], atol=1e-5, rtol=0)
             torch.testing.assert_close(islands.weights[name], outer[name], atol=1e-5, rtol=0)
@@ -308,6 +312,35 @@ def test_what_is_sent_is_what_the_formulas_say(zygote, shared_work):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # islands
+
+
+def test_a_resume_after_a_skipped_step_at_which_an_average_was_due(zygote, work):
+    """Once it is due at the first step after the resume; once it is computed in the background."""
+    flags = [*TINY, *ISLANDS, "--outer_parts=2", "--outer_compression=int8", "--on_nan=skip", "--dist_timeout_s=60"]
+    (work / "faulty.py").write_text(FAULTY)
+    how = dict(script="faulty.py", repo=work, env={"REPO": str(REPO), "NAN": "[[9, 1]]"})
+    for out, last in (("whole", 13), ("cut", 9), ("cut", 10), ("cut", 13)):
+        args = [*flags, f"--out_dir={out}", f"--max_iters={last}", "--init_from=auto"]
+        zygote.start(args, work, 2, **how).wait()
+    assert column(work / "whole", "loss") == column(work / "cut", "loss")
+    whole, cut = (tensors(work / out / "step_00000014") for out in ("whole", "cut"))
+    assert whole.keys() == cut.keys() and [k for k in whole if not torch.equal(whole[k], cut[k])] == []
+
+
+def test_the_curve_of_islands_depends_on_neither_micro_batch_nor_ranks(zygote, work):
+    """Seven sequences on two islands: one learns from four, the other from three. The loss is the mean of all seven."""
+    flags = ["--islands=2", "--local_steps=5", "--outer_lr=1", "--outer_momentum=0", "--max_iters=14",
+             "--dist_timeout_s=60"]  # fmt: skip
+    ways = {"whole": (2, 7), "small": (2, 1), "ranks": (4, 1)}
+    for out, (nproc, batch_size) in ways.items():
+        more = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={7 // batch_size}", f"--out_dir={out}"]
+        zygote.train([*flags, *more], work, nproc)
+    for out in ("small", "ranks"):
+        same(column(work / "whole", "loss"), column(work / out, "loss"), absolute=1e-5)
+        same(column(work / "whole", "grad_norm"), column(work / out, "grad_norm"), relative=1e-4)
+    one = ["--batch_size=7", "--gradient_accumulation_steps=1", "--max_iters=0", "--out_dir=one"]
+    zygote.train(one, work)
+    same(column(work / "one", "loss"), {0: column(work / "whole", "loss")[0]}, absolute=1e-5)
 
 
 @pytest.mark.slow
@@ -351,6 +384,7 @@ MISTAKES = [
     (["--grad_compression=sign", "--dtype=float16"], "set --dtype=bfloat16 or float32, or --grad_compression=fp16"),
     (["--local_steps=4"], "set --islands= to their number, or 0 for one on each machine"),
     (["--islands=2", "--outer_parts=3"], "outer_parts is 3: it must not be above local_steps, 1"),
+    (["--islands=9"], "islands is 9, but a step has only 8 sequences: set --gradient_accumulation_steps=3"),
 ]
 
 

@@ -14,15 +14,16 @@ import pytest
 import torch
 from runs import REPO, TINY, children, column, free_port, records, steps_in, wait_for
 
-from isogpt import agree, launch, optim, resilience
+from isogpt import agree, launch, optim, resilience, run_folder
 from model import GPT, GPTConfig
 
-# train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that differ; a wait
+# train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that differ; a wait;
+# a SIGTERM; reports of steps that are not finite that seem to take some seconds
 FAULTY = """
-import json, os, sys, time
+import json, os, signal, sys, time
 sys.path.insert(0, os.environ["REPO"])
 import torch, model
-from isogpt import precision
+from isogpt import precision, resilience
 now = {"step": -1, "rank": 0}
 seed_step, forward = precision.seed_step, model.GPT.forward
 def noted(seed, step, rank):
@@ -41,12 +42,19 @@ def faulty(self, idx, *args, **kwargs):
     now["model"] = self
     if self.training and here == json.loads(os.environ.get("CRASH", "0")):
         raise RuntimeError("a bug")
+    if self.training and here == json.loads(os.environ.get("SIGTERM_AT", "0")):
+        os.kill(os.getpid(), signal.SIGTERM)
     if self.training and here in json.loads(os.environ.get("WAIT", "[]")):
         print("waiting", flush=True)
         while not os.path.exists("go"):
             time.sleep(0.01)
     return logits, loss
 precision.seed_step, model.GPT.forward = noted, faulty
+describe, perf_counter, extra = resilience.describe_not_finite, time.perf_counter, [0]
+def slowly(*args):
+    extra[0] += float(os.environ.get("REPORT_S", "0"))
+    return describe(*args)
+resilience.describe_not_finite, time.perf_counter = slowly, lambda: perf_counter() + extra[0]
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -273,6 +281,49 @@ def test_consecutive_steps_roll_back_to_the_last_checkpoint_and_are_excluded(fau
     run = faulty([*args, "--out_dir=hopeless"], 2, NAN=[[s, 0] for s in range(6, 40)]).wait(ok=False)
     assert set(run.codes) == {1} and len(events(work / "hopeless", "rollback")) == 2
     assert "no checkpoint was lost" in run.text()
+
+
+def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
+    """The checkpoint that the run resumed from is damaged meanwhile: the run goes back to an older one."""
+    args = ["--dist_timeout_s=60", "--save_interval=5", "--on_nan=skip", "--keep_last=9", "--out_dir=out"]
+    zygote.train([*args, "--max_iters=9"], work)
+    args += ["--init_from=resume", "--max_iters=14"]
+    run = faulty(args, NAN=[[s, 0] for s in (11, 12, 13)], WAIT=[[10, 0]], SIGTERM_AT=[9, 0], REPORT_S="1e6")
+    assert run.until(lambda text: "waiting" in text)
+    with open(work / "out" / "step_00000010" / "ckpt.pt", "r+b") as f:
+        f.seek(5000)
+        f.write(b"damaged")
+    (work / "go").touch()
+    text = run.wait(ok=False).text()
+    assert run.codes == [143], text
+    assert "warning: out/step_00000010 is damaged: the checksum of ckpt.pt does not match\n" in text
+    assert (work / "out" / "damaged_step_00000010").is_dir()
+    assert "rolled back to step 5, excluding [11, 12, 13]" in text
+    assert [e["to"] for e in events(work / "out", "rollback")] == [5]
+    # the time that is left is not negative, and no step includes the time of a report
+    assert not re.search(r", -\d", text) and max(column(work / "out", "step_ms").values()) < 1e9
+    # the step before the signal is saved, although the run began beyond it; what was restored is not saved again
+    assert "saved out/step_00000005" not in text and "saved out/step_00000010" in text
+    assert "done: 6 steps in" in text and "resume with --init_from=resume" in text  # 10, and 5 to 9
+    assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 10
+    assert "step_00000010/ckpt.pt, step 10\n" in faulty(args).wait().text()
+    assert sorted(column(work / "out", "loss")) == [s for s in range(15) if s not in (11, 12, 13)]
+    # checkpoints within the loop are written too, and are those of a run that never was interrupted
+    zygote.train([*args[:-2], "--max_iters=14", "--out_dir=straight"], work)
+    assert_same(weights(work / "straight" / "step_00000010"), weights(work / "out" / "step_00000010"))
+
+
+def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
+    run = faulty(["--on_nan=skip", "--nan_patience=1", "--out_dir=out"], 2, NAN=[[2, 0]]).wait(ok=False)
+    assert set(run.codes) == {1} and run.text().count("error:") == 1
+    said = "there is no valid checkpoint to roll back to: start again with a lower --learning_rate\n"
+    assert run.text().count(said) == 1
+
+
+def test_a_run_that_has_lost_its_folder_does_not_roll_back(tmp_path):
+    (tmp_path / "owner").write_text("the newer run")
+    with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
+        run_folder.find_rollback(str(tmp_path), "this run")
 
 
 def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):

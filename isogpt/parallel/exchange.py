@@ -58,20 +58,24 @@ class Exchange:
             found[name] = found.get(name, {}) | parts
         return found
 
-    def restart(self, step: int, saved: dict[str, torch.Size] | None = None) -> None:
+    def describe(self) -> dict:
+        """What a checkpoint stores of it that is not a tensor."""
+        return {"averaged_at": self.islands.averaged_at} if self.islands else {}
+
+    def restart(self, step: int, saved: dict[str, torch.Size] | None = None, averaged_at: int | None = None) -> None:
         """
         Start from the model's weights at a step, without errors or an outer momentum; with room for what a checkpoint
-        saved: its tensors' names (see shards.flat) and shapes.
+        saved: its tensors' names (see shards.flat) and shapes. `averaged_at`: what it has of `describe`.
         """
         if self.compression:
             self.compression.restart(step, saved or {})
         if self.islands:
-            self.islands.restart(step)
+            self.islands.restart(step, saved or {}, averaged_at)
 
-    def resume(self, step: int, read: set[str]) -> None:
-        """Continue with what a checkpoint had of `saved_parts`; `read` are the names (see shards.flat)."""
+    def resume(self) -> None:
+        """Continue with what was read of a checkpoint's `saved_parts` (all ranks)."""
         if self.islands:
-            self.islands.resume(step, read)
+            self.islands.resume()
 
 
 def keeps_errors(grad_compression: str) -> bool:

@@ -3,7 +3,7 @@ Local SGD: groups of ranks, islands, take steps of their own and average their w
 cannot carry gradients at every step. With an outer optimizer this is DiLoCo (Douillard et al. 2023, arXiv:2311.08105).
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +42,7 @@ class Islands:
     weights: dict[str, Tensor] = field(init=False)  # after the last outer step: the same on all islands
     momentum: dict[str, Tensor] = field(init=False)
     sent: dict[str, Tensor] = field(default_factory=dict)  # this island's weights whose mean is being computed
+    averaged_at: int = -1  # the step after which the last average was started
     pending: Future | None = None
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="islands"))
 
@@ -57,41 +58,50 @@ class Islands:
             self.names[before * self.parts // total].append(name)
             before += p.numel()
 
-    def restart(self, step: int) -> None:
-        """Start from the model's weights, without momentum. There is room for what is being sent before step `step`."""
+    def restart(self, step: int, saved: Collection[str] = (), averaged_at: int | None = None) -> None:
+        """
+        Start from the model's weights before step `step`, without momentum.
+
+        Args:
+            saved: the names (see shards.flat) in a checkpoint; makes room for what was being sent.
+            averaged_at: from the checkpoint; None: no average is due from earlier steps.
+        """
         self.wait()
         self.pending = None
         self.weights = {name: p.detach().clone() for name, p in self.params.items()}
         self.momentum = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
-        names = [] if self.parts == 1 else next(filter(None, map(self.names_after, self.steps_before(step))), [])
-        self.sent = {name: torch.empty_like(self.weights[name]) for name in names}
+        self.sent = {name: torch.empty_like(w) for name, w in self.weights.items() if f"optim.{name}.sent" in saved}
+        self.averaged_at = step - 1 if averaged_at is None else averaged_at
 
-    def names_after(self, step: int) -> list[str]:
-        """The parameters whose averaging starts after an inner step."""
-        turns = {(part + 1) * self.local_steps // self.parts % self.local_steps: part for part in range(self.parts)}
-        part = turns.get((step + 1) % self.local_steps)
-        return [] if part is None else self.names[part]
-
-    def steps_before(self, step: int) -> range:
-        """The last local_steps steps before a step, the last one first."""
-        return range(step - 1, max(-1, step - 1 - self.local_steps), -1)
+    def due_after(self, step: int) -> list[int]:
+        """
+        The parts whose averaging starts after a step that was taken: those whose turn it is, or was after one of the
+        steps before, which were skipped.
+        """
+        first = max(self.averaged_at, step - self.local_steps) + 1
+        passed = {(s + 1) % self.local_steps for s in range(first, step + 1)}
+        turns = [(part + 1) * self.local_steps // self.parts % self.local_steps for part in range(self.parts)]
+        return [part for part, turn in enumerate(turns) if turn in passed]
 
     def after_step(self, step: int) -> None:
         """Average what is due after an inner step (all ranks)."""
-        names = self.names_after(step)
-        if not names:
+        due = self.due_after(step)
+        if not due:
             return
         self.finish()
-        self.sent = {name: self.params[name].detach().clone() for name in names}
-        self.start(step)
+        self.averaged_at = step
+        self.sent = {name: self.params[name].detach().clone() for part in due for name in self.names[part]}
+        self.start()
         if self.parts == 1:
             self.finish()
 
-    def start(self, step: int) -> None:
+    def start(self) -> None:
         """Start to compute the mean change of the weights in `sent`, in the background (all ranks)."""
         changes = [local(self.weights[name]) - local(sent) for name, sent in self.sent.items()]
+        if not changes:  # of a small model some parts are empty
+            return
         ready = torch.cuda.current_stream().record_event() if changes[0].is_cuda else None
-        self.pending = self.thread.submit(self.average, changes, step, ready)
+        self.pending = self.thread.submit(self.average, changes, self.averaged_at, ready)
 
     def average(self, changes: list[Tensor], step: int, ready: "torch.cuda.Event | None") -> list[Tensor]:
         """The mean of each change over the islands (in the background)."""
@@ -155,14 +165,6 @@ class Islands:
                 found[name]["sent"] = part_of(self.sent[name], splits).in_row(*index)
         return found
 
-    def resume(self, step: int, read: set[str]) -> None:
-        """
-        Continue from a checkpoint before step `step`: send again what was being sent then (all ranks).
-
-        Args:
-            read: the names of what it had of `saved_parts` (see shards.flat); with other settings it had less.
-        """
-        if not all(f"optim.{name}.sent" in read for name in self.sent):
-            self.sent = {}
-        if self.sent:
-            self.start(next(s for s in self.steps_before(step) if self.names_after(s)))
+    def resume(self) -> None:
+        """Send again what was being sent when the checkpoint was saved (all ranks)."""
+        self.start()
