@@ -144,7 +144,7 @@ try:
     with agree.exit_together():  # an error on any rank ends all
         data = loader.open_dataset(dataset, block_size, vocab_size)
     stop = resilience.watch_signals(time_limit_s)
-    source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step)  # rank 0 looks, all ranks open it
+    source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step, ranks)  # rank 0 looks, all ranks open it
     config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
     zero_stage, degrees = 3 if fsdp else zero, config | degrees
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
@@ -222,9 +222,10 @@ with agree.exit_together():
     if ranks.is_main:
         logger.start_services(config)  # wandb, TensorBoard
     if ranks.is_main and not eval_only:
-        saver.owner = enter_folder(out_dir, source.found if is_resume else None)
+        saver.owner = enter_folder(out_dir, source.found if is_resume else None, ranks.launch)
         logger.open()
 saver.owner, clock.doing = agree.broadcast(saver.owner), "the first step"
+saver.check_folder(ranks.hosts)
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
 logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
               schedule)  # fmt: skip

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +19,9 @@ import torch
 import torch.nn as nn
 
 from isogpt import run_folder
-from isogpt.agree import StepNumbers, broadcast, exit_together, gather_number, is_main
+from isogpt.agree import StepNumbers, exit_together, gather_number, is_main
 from isogpt.files import recorded
+from isogpt.launch import agent_start
 from isogpt.loader import Reader
 from isogpt.parallel import gradient_norms
 
@@ -40,10 +40,9 @@ EXIT_S = 1.0  # reserved for leaving the process group and exiting
 
 def running_s() -> float:
     """Seconds since the start of this process, or of torchrun's agent, which may have restarted it (Linux)."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with suppress(OSError, ValueError, IndexError):
-            ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])  # since boot
-            return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    started = agent_start()
+    if started is not None:
+        return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - PROCESS_START
 
 
@@ -174,7 +173,7 @@ class NanPolicy:
                 found, _ = run_folder.newest(saver.out_dir)
             if is_main() and not found:
                 raise ValueError(f"{text}; {self.advice(run_folder.is_run(saver.out_dir))}")
-        return broadcast(found)
+        return run_folder.share(found, saver.out_dir)
 
     def rolled_back(self, progress: "Progress", logger: "Logger") -> None:
         """Exclude the consecutive steps after progress was rewound to a checkpoint (all ranks)."""

@@ -65,6 +65,18 @@ def write(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Par
         raise OSError(str(e).strip().splitlines()[-1].removeprefix("OSError: ")) from e
 
 
+def check_complete(folder: Path) -> None:
+    """Raise OSError if a file that the metadata names is missing or too short, as if ranks wrote to other folders."""
+    ends = {}  # by file, where the last tensor in it ends
+    for saved in PlainReader(folder).read_metadata().storage_data.values():
+        ends[saved.relative_path] = max(saved.offset + saved.length, ends.get(saved.relative_path, 0))
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    if incomplete := sorted(name for name, end in ends.items() if sizes.get(name, 0) < end):
+        names = ", ".join(incomplete[:3])
+        raise OSError(f"{len(incomplete)} of {len(ends)} files of the checkpoint are missing or too short in "
+                      f"{folder.absolute()} ({names}): do all ranks write to this folder?")  # fmt: skip
+
+
 def shapes(folder: Path) -> dict[str, torch.Size]:
     """The shape of each saved tensor, by name."""
     return {name: saved.size for name, saved in PlainReader(folder).read_metadata().state_dict_metadata.items()}

@@ -129,6 +129,75 @@ def test_links_do_not_dangle_after_a_resume_from_an_older_step(zygote, place):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# ranks that see different folders
+
+# a config file with which each rank has a folder of its own
+OWN = "import os\nout_dir = 'out' + os.environ['RANK']\n"
+# and one with which rank 1 sees the same folder, but no path of rank 0
+MOVED = """
+import os
+if os.environ["RANK"] == "1":
+    os.makedirs("moved", exist_ok=True)
+    os.chdir("moved")
+    out_dir, dataset = f"../{out_dir}", "../data/tiny"
+    init_from = init_from.replace("out", "../out")
+"""
+
+
+def test_ranks_with_folders_of_their_own(zygote, work):
+    """Shards would be in several folders; a checkpoint that rank 0 writes can be written, but not resumed."""
+    (work / "own.py").write_text(OWN)
+    args = ["own.py", *SHORT[:-1], "--dist_timeout_s=60"]
+    for flags in (["--zero=1"], ["--islands=2", "--local_steps=2"]):
+        run = zygote.train([*args, *flags], work, 2, ok=False)
+        text = f"rank 0 keeps this run in {work}/out0, which is not what other ranks have as out_dir: rank 1 looks in "
+        assert set(run.codes) == {1} and f"error: {text}{work}/out1. All ranks write" in run.text()
+        assert run.text().count("error:") == 1 and "Traceback" not in run.text() and "iter 0:" not in run.text()
+    assert not (work / "out1").exists()
+    run = zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
+    run = zygote.train(args, work, 2)
+    assert f"warning: {text}" in run.text() and steps_in(work / "out0") == 5
+    run = zygote.train([*args, "--init_from=resume"], work, 2, ok=False)
+    assert set(run.codes) == {1} and "Traceback" not in run.text()
+    assert f"error: rank 1: {work}/out1/step_00000006/ckpt.pt on " in run.text() and run.text().count("error:") == 1
+
+    # rank 1 sees what rank 0 does not: a newer checkpoint, or one where rank 0 has none
+    shutil.copytree(work / "out0", work / "out1", symlinks=True)
+    shutil.rmtree(work / "out0/step_00000006")
+    run = zygote.train([*args, "--init_from=auto"], work, 2, ok=False)
+    assert "error: rank 1 sees step 6 in out_dir out0, but on rank 0 step 3 is the newest one" in run.text()
+    shutil.rmtree(work / "out0")
+    run = zygote.train([*args, "--init_from=auto"], work, 2, ok=False)
+    assert "error: rank 1 sees step 6, 3 in out_dir out0, but on rank 0 there is none" in run.text()
+    assert not (work / "out0").exists()
+
+
+def test_the_same_folder_under_different_paths(zygote, work):
+    """Shards and a ckpt.pt are resumed, and are the start of a new run."""
+    (work / "moved.py").write_text(MOVED)
+    for flags in (["--zero=1"], []):
+        zygote.train([*SHORT, *flags, "moved.py"], work, 2)
+        run = zygote.train([*SHORT, *flags, "--init_from=resume", "--max_iters=7", "moved.py"], work, 2)
+        assert "step 6" in run.text() and "iter 7:" in run.text() and "iter 5:" not in run.text()
+        run = zygote.train([*SHORT[:-1], *flags, "--init_from=out", "--out_dir=new", "moved.py"], work, 2)
+        assert "out/step_0000000" in run.text() and "iter 5:" in run.text()
+        assert not list((work / "moved").rglob("step_*"))
+
+
+def test_a_shard_in_another_folder_makes_no_checkpoint(tmp_path):
+    """The metadata names all files: one that is missing or too short is noticed before the checkpoint counts."""
+    shards.write(tmp_path, {"w": part_of(torch.zeros(1000))}, {})
+    shards.check_complete(tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(OSError, match="1 of 1 files of the checkpoint are missing or too short in .*__0_0.distcp"):
+        shards.check_complete(tmp_path)
+    file.unlink()
+    with pytest.raises(OSError, match="do all ranks write to this folder"):
+        shards.check_complete(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # runs that die
 
 
