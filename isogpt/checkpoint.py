@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isogpt import optim, run_folder
 from isogpt.agree import broadcast, exit_together, gather_objects, is_main, wait_together
+from isogpt.files import reason_of
 from isogpt.hardware import synchronize
 from isogpt.launch import Ranks, rank_names
 from isogpt.mesh import AXES, Mesh
@@ -197,7 +198,7 @@ def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optim
                     target = target.unstacked()  # the same on all islands
                     target.put(adapt(whole, target, name))
         except (KeyError, RuntimeError) as e:
-            raise ValueError(f"{source.found.path} does not fit the model: {' '.join(str(e).split())[:200]}") from e
+            raise ValueError(f"{source.found.path} does not fit the model: {reason_of(e)[:200]}") from e
     if progress:
         progress.rewind(source.run)
     if scaler and source.run["isogpt"].get("scaler"):
@@ -287,7 +288,7 @@ def read_shards(source: Source, *arguments: object, **options: object) -> set[st
     try:
         return shards.read(source.found.path, *arguments, **options)
     except shards.ERRORS as e:  # damaged files raise nearly anything
-        raise ValueError(f"{source.found.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
+        raise ValueError(f"{source.found.path} cannot be loaded: {reason_of(e)[:300]}") from e
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -424,7 +425,7 @@ class Saver:
         pending, self.pending = self.pending, None
         error = pending.exception()  # a full disk gives OSError, RuntimeError or DCP's own BaseException
         if error:
-            self.problem = " ".join(str(error).split())[-300:] or type(error).__name__
+            self.problem = reason_of(error)[:300]
         return self
 
     def writes_alone(self) -> bool:
@@ -454,6 +455,6 @@ def write_file(path: Path, state: dict) -> None:
         try:
             torch.save(state, f)
         except RuntimeError as e:  # it hides an OSError, such as a full disk
-            raise e.__context__ or e from None
+            raise OSError(reason_of(e)) from e
         f.flush()
         os.fsync(f.fileno())

@@ -17,7 +17,7 @@ import torch
 from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
 
 from isogpt import checkpoint, launch, loader, metrics, run_folder, shards
-from isogpt.files import load_pickle, write_whole
+from isogpt.files import load_pickle, reason_of, write_whole
 from isogpt.parallel import part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
@@ -195,6 +195,37 @@ def test_a_shard_in_another_folder_makes_no_checkpoint(tmp_path):
     file.unlink()
     with pytest.raises(OSError, match="do all ranks write to this folder"):
         shards.check_complete(tmp_path)
+
+
+# a config file with which rank 1 can write no file of more than 4 KB, as on a disk that is almost full
+LIMITED = """
+import os, resource
+if os.environ["RANK"] == "1":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+"""
+
+
+def test_a_disk_that_is_full_for_one_rank_is_named(zygote, work):
+    """torch.save and torch.distributed.checkpoint replace the error by their own, which say nothing about a disk."""
+    (work / "limited.py").write_text(LIMITED)
+    run = zygote.train([*SHORT, "--zero=1", "limited.py"], work, 2, ok=False)
+    failed = [r["reason"] for r in records(work / "out") if r.get("event") == "save_failed"]
+    assert failed == ["[Errno 27] File too large (rank 1)"] * 2, run.text()
+    assert not list((work / "out").glob("*step_*")) and "Traceback" not in run.text()
+
+
+def test_the_reason_is_not_cut_off():
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device", "a/b")
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+    assert reason_of(raised.value) == "[Errno 28] No space left on device: 'a/b'"
+    by_rank = {rank: (raised.value, None) for rank in (0, 3)} | {1: (PermissionError(13, "Permission denied"), None)}
+    text = "[Errno 28] No space left on device: 'a/b' (rank 0, 3); [Errno 13] Permission denied (rank 1)"
+    assert reason_of(shards.CheckpointException("", by_rank)) == text
+    assert reason_of(ValueError("first\n second" + 400 * " x")).startswith("first second x")
+    assert reason_of(KeyError()) == "KeyError"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
