@@ -353,10 +353,12 @@ class Saver:
                   f"{advice}, or copy them before a resume", flush=True)  # fmt: skip
         if not self.is_sharded:
             return
-        with exit_together():
-            run_folder.try_to_write(out, self.owner, self.mesh.rank)
+        problems = gather_objects(run_folder.try_to_write(out, self.owner, self.mesh.rank))
         if is_main():
-            shutil.rmtree(run_folder.unfinished_folder(out, self.owner, 0))
+            shutil.rmtree(run_folder.unfinished_folder(out, self.owner, 0), ignore_errors=True)
+        with exit_together():
+            if problems[self.mesh.rank]:
+                raise ValueError(problems[self.mesh.rank])
 
     def check(self, model: nn.Module, step: int) -> None:
         """Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written."""
