@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -226,6 +227,85 @@ def test_the_reason_is_not_cut_off():
     assert reason_of(shards.CheckpointException("", by_rank)) == text
     assert reason_of(ValueError("first\n second" + 400 * " x")).startswith("first second x")
     assert reason_of(KeyError()) == "KeyError"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# restarts
+
+
+def test_a_restart_continues_what_the_launch_has_written(zygote, place):
+    """
+    The restart count of rank 0's agent stays 0 when other agents fail. A launch is known by its agents: here the
+    zygote, with a run id for each launch.
+    """
+    out = place / "out"
+
+    def start(launch, *args):
+        env = {"TORCHELASTIC_RUN_ID": launch, "TORCHELASTIC_RESTART_COUNT": "0"}
+        return zygote.start([*TINY, *SHORT, *args], place, group=True, env=env)
+
+    chosen = ["--init_from=resume", "--resume_step=3", "--max_iters=6", "--keep_last=0"]
+    assert "step_00000003/ckpt.pt, step 3" in start("a", *chosen).wait().text()
+    assert len(list(out.glob("abandoned_*"))) == 1
+    run = start("a", *chosen, "--max_iters=7").wait()  # a restart
+    assert "restart: continues what this launch has written to out, step 7\n" in run.text()
+    assert len(list(out.glob("abandoned_*"))) == 1
+    run = start("b", *chosen).wait()  # typed again
+    assert "restart:" not in run.text() and "step_00000003/ckpt.pt, step 3" in run.text()
+    assert len(list(out.glob("abandoned_*"))) == 4
+
+    run = start("c", "--save_interval=0", "--max_iters=100000")
+    assert run.until(lambda text: "iter 4:" in text)  # without a checkpoint
+    run.kill()
+    run.wait(ok=False)
+    assert (out / "previous_1/step_00000007").exists()
+    start("c").wait()
+    assert not (out / "previous_2").exists() and sorted(column(out, "loss")) == [*range(6)]
+    run = start("c", "--max_iters=8").wait()  # from scratch
+    assert "restart: continues what this launch has written to out, step 6" in run.text()
+    assert not (out / "previous_2").exists() and sorted(column(out, "loss")) == [*range(9)]
+    assert "restart:" not in start("d").wait().text() and (out / "previous_2/step_00000009").exists()
+
+
+def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
+    launch_of = launch.Launch
+    assert launch_of(("a", "b")).continues(launch_of(("b", "c"))) and not launch_of(("a",)).continues(launch_of(("b",)))
+    assert not launch_of().continues(launch_of()), "without a launcher there are no restarts"
+    at.env("SLURM_JOB_ID", "7")
+    job = launch.make_launch([""])
+    assert not job.continues(job), "a command that is typed twice in a job"
+    at.env("SLURM_RESTART_COUNT", "1")
+    assert launch.make_launch([""]).continues(job) and not job.continues(launch.make_launch([""]))
+    at.env("SLURM_JOB_ID", "8")
+    assert not launch.make_launch([""]).continues(job)
+
+    out = at.path / "out"
+    owner = run_folder.enter_folder(str(out), None, job)
+    assert run_folder.is_owned(out, owner, 0) and not run_folder.was_entered_by(out, job)
+    at.env("SLURM_JOB_ID", "7")
+    assert run_folder.was_entered_by(out, launch.make_launch([""]))
+    for text in ("", "[]", "{}", '{"launch": null}', '{"launch": {"agents": 3}}', "0123abcd"):
+        (out / "owner").write_text(text)
+        assert not run_folder.was_entered_by(out, launch.make_launch([""]))
+
+
+def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
+    """What the command asks for has not happened yet: a restart must do it."""
+    now, out = launch.Launch(("agent",)), str(place / "out")
+    found = run_folder.newest(out, 3)[0]
+    with at.context() as patch:
+        patch.setattr(run_folder, "continue_from", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_folder.enter_folder(out, found, now)
+    assert run_folder.find_start("resume", out, 3, now)[0].step == 3
+    run_folder.enter_folder(out, found, now)
+    os.rename(place / "out/abandoned_step_00000006", place / "out/step_00000006")  # as if it had been trained again
+    assert run_folder.find_start("resume", out, 3, now)[0].step == 6
+    with at.context() as patch:
+        patch.setattr(run_folder, "continue_from", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_folder.enter_folder(out, found, now)
+    assert run_folder.find_start("resume", out, 3, now)[0].step == 6, "a restart that is killed forgets nothing"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
