@@ -132,6 +132,17 @@ def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
     return gather_numbers(Number(value), device).read().value
 
 
+def about_restarts() -> str:
+    """A line to print after an error message under torchrun, which repeats a user's mistake at each restart; or ''."""
+    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
+    left = int(counts[0]) - int(counts[1]) if all(c.isdigit() for c in counts) else 0
+    if left <= 0:
+        return ""
+    return (f"torchrun restarts the command, up to {left} more times: if this message comes back, stop torchrun with "
+            "Ctrl-C and correct the command. With --nnodes=MIN:MAX, the settings must also fit MIN x nproc_per_node "
+            "processes")  # fmt: skip
+
+
 @contextmanager
 def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[None]:
     """
@@ -157,6 +168,8 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
             ranks = ", ".join(str(r) for r, p in enumerate(problems) if p == message)
             source = "" if problems[0] == message else f"rank {ranks}: "
             print(f"error: {source}{message}", file=sys.stderr, flush=True)
+        if note := about_restarts():
+            print(note, file=sys.stderr, flush=True)
     if not dist.is_initialized():
         sys.exit(1)
     with suppress(RuntimeError):  # other ranks may have left already
