@@ -9,10 +9,11 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hosts import HAS_NAMESPACES, Hosts, ip
-from runs import REPO, TINY, column, records, steps_in, wait_for
+from runs import REPO, TINY, children, column, records, steps_in, wait_for
 
 from isogpt import run_folder
 
@@ -165,6 +166,31 @@ def test_elastic_hosts_end_with_the_losses_of_an_uninterrupted_run(hosts, zygote
         agents["h2"] = start("h2")
     assert agents["h1"].wait(600) == 0, h.text("h1")[-3000:]
     assert_same_curve(out, work / "one")
+
+
+def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
+    """The restart count of rank 0's agent stays 0: what --resume_step chose at the start must not be chosen again."""
+    zygote.start([*JOB, "--max_iters=25", "--keep_last=0", "--out_dir=out"], work).wait()
+    h, out = hosts(2), work / "out"
+    chosen = ["--init_from=resume", "--resume_step=10", "--max_iters=1000000", "--keep_last=0", "--dist_timeout_s=60"]
+    script = [str(REPO / "train.py"), *JOB, *chosen, "--out_dir=out"]
+    nodes = [*TORCHRUN, "--nnodes=1:2", *ELASTIC[1:], *script]
+    h.start("h1", nodes)
+    wait_for(lambda: steps_in(out) > 45, 90)
+    abandoned = sorted(path.name for path in out.glob("abandoned_*"))
+    assert abandoned == ["abandoned_step_00000020", "abandoned_step_00000026"]
+    agent = h.start("h2", nodes)
+    wait_for(lambda: world_sizes(out)[-1] == 2, 90)
+    at = steps_in(out)
+    wait_for(lambda: steps_in(out) > at + 5, 90)
+    (worker,) = (pid for pid in children(agent.pid) if "train.py" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(worker, signal.SIGKILL)
+    before = len(world_sizes(out))
+    wait_for(lambda: len(world_sizes(out)) > before and steps_in(out) > at + 5, 90)
+    assert sorted(path.name for path in out.glob("abandoned_*")) == abandoned, h.text("h1")[-3000:]
+    assert "restart: continues what this launch has written to out, step" in h.text("h1")
+    starts = [r["iter"] for r in records(out) if r.get("event") in ("start", "resume")]
+    assert starts[:2] == [0, 10] and min(starts[2:]) >= 40
 
 
 @pytest.mark.extra
