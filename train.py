@@ -136,13 +136,15 @@ try:
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
     schedule = make_schedule(config, sequences_per_step)
     launch.start_workers(nproc, __file__)
-    degrees = {"islands": islands or launch.machine_count()}
-    check_degrees(launch.rank_variables()[1], config | degrees, config if init_from == "scratch" else {})
     ranks = launch.connect(device, backend, dist_timeout_s)
     if ranks.store or fsdp or zero > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
     with agree.exit_together():  # an error on any rank ends all
         data = loader.open_dataset(dataset, block_size, vocab_size)
+    launch.check_start(ranks, config | {"the data's digest": data.digest})  # before anything that depends on settings
+    with agree.exit_together():
+        degrees = {"islands": islands or launch.island_count(ranks)}
+        check_degrees(ranks.world_size, config | degrees, config if init_from == "scratch" else {})
     stop = resilience.watch_signals(time_limit_s)
     source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step, ranks)  # rank 0 looks, all ranks open it
     config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
@@ -155,7 +157,6 @@ except (ValueError, dist.DistError) as e:
 # log, and what a previous attempt left behind (all ranks)
 progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
 logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters)
-launch.check_start(ranks, config | {"the data's digest": data.digest})
 job = resilience.describe_job(config, ranks.world_size)
 micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
 if is_resume:

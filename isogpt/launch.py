@@ -59,6 +59,7 @@ class Ranks:
     hosts: tuple[str, ...] = ("this host",)  # host name, by rank
     network: str = "no process group"  # the backend and gloo's network interface: 'gloo over eth0 (10.0.0.1)'
     launch: Launch = Launch()
+    local_sizes: tuple[int, ...] = (1,)  # by rank, the number of processes on its machine, as the launcher says
 
     @property
     def is_main(self) -> bool:
@@ -219,6 +220,22 @@ def machine_count() -> int:
     return max(1, world_size // local_world_size)
 
 
+def island_count(ranks: Ranks) -> int:
+    """
+    The number of islands if each machine is one.
+
+    Raises:
+        ValueError: the launcher has started different numbers of processes on the machines.
+    """
+    if len(set(ranks.local_sizes)) > 1:
+        sizes = {host: n for host, n in zip(ranks.hosts, ranks.local_sizes, strict=True)}
+        counts = ", ".join(f"{n} on {host}" for host, n in list(sizes.items())[:8])
+        raise ValueError(f"islands is 0, one on each machine, but the numbers of processes differ: {counts}. Start "
+                         "equally many on each machine, or set --islands= to a number that divides "
+                         f"{ranks.world_size}")  # fmt: skip
+    return max(1, ranks.world_size // ranks.local_sizes[0])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # this process
 
@@ -310,7 +327,8 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
         order = network.order_by_machine([(name, unique) for name, unique, _ in machines])
         rank, machines = order.index(rank), [machines[r] for r in order]
         os.environ["RANK"] = str(rank)
-        agents = network.exchange(store, rank, world_size, "agent", own_agent())
+        started = network.exchange(store, rank, world_size, "launch", (own_agent(), local_world_size))
+        agents, local_sizes = zip(*started, strict=True)
         addresses = network.exchange(store, rank, world_size, "address", network.address_of(os.environ["MASTER_ADDR"]))
         interface, problem = "", ""
         try:
@@ -326,7 +344,8 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
         network.divide_cores(machines, rank, local_world_size)
     hosts = tuple(name for name, _, _ in machines)
     used = "nccl" if "nccl" in group_backend else f"gloo over {interface}" if interface else "gloo"
-    return Ranks(rank, world_size, chosen, group_backend, store, start, hosts, used, make_launch(agents))
+    launch = make_launch(agents)
+    return Ranks(rank, world_size, chosen, group_backend, store, start, hosts, used, launch, local_sizes)
 
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:

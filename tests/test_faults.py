@@ -229,6 +229,25 @@ def test_the_reason_is_not_cut_off():
     assert reason_of(KeyError()) == "KeyError"
 
 
+@pytest.mark.parametrize("setting", ["tp", "pp", "zero"])
+def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work, setting):
+    """Groups of ranks, for instance, which other ranks would never join."""
+    (work / "own.py").write_text(f"import os\n{setting} = 1 + int(os.environ['RANK'])\n")
+    run = zygote.train([*SHORT, "own.py", "--dist_timeout_s=30"], work, 2, ok=False, timeout=25)
+    text = f"error: the ranks were started with different settings: {setting} is 1 on rank 0, 2 on rank 1\n"
+    assert set(run.codes) == {1} and run.text() == text
+
+
+def test_machines_with_different_numbers_of_processes_are_no_islands(zygote, work):
+    own = "import os\nif os.environ['RANK'] == '2':\n    os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
+    (work / "own.py").write_text(f"{own}else:\n    os.environ['LOCAL_WORLD_SIZE'] = '2'\n")
+    args = [*SHORT, "own.py", "--dist_timeout_s=30", "--gradient_accumulation_steps=3"]
+    run = zygote.train([*args, "--islands=0"], work, 3, ok=False, timeout=25)
+    assert set(run.codes) == {1} and run.text().startswith("error: islands is 0, one on each machine, but the numbers")
+    assert run.text().count("error:") == 1 and "set --islands= to a number that divides 3" in run.text()
+    zygote.train([*args, "--islands=3"], work, 3)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # restarts
 
