@@ -13,6 +13,7 @@ import isogpt.threads  # noqa: F401  (before torch: may set an environment varia
 
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -163,16 +164,17 @@ if is_resume:
     progress.load(source.run)
 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
-pretrained = None
+pretrained, weights_name = None, init_from.removeprefix("auto:")
+if not source and weights_name not in ("scratch", "auto"):
+    pretrained = agree.do_together(partial(GPT.from_pretrained, weights_name))  # may take long on some ranks
 with agree.exit_together():
     weights = loader.weights_of(shares, mesh.data_size)
     if source:
         model_args = source.run["model_args"]
-    elif init_from.removeprefix("auto:") in ("scratch", "auto"):
-        model_args = model_args_of(config, data.vocab_size)
-    else:
-        pretrained = GPT.from_pretrained(init_from.removeprefix("auto:"))
+    elif pretrained:
         model_args = pretrained.describe()
+    else:
+        model_args = model_args_of(config, data.vocab_size)
     model_args = fit_model_args(model_args, degrees, ranks.world_size, data, is_resume)
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
@@ -197,14 +199,15 @@ optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_deca
 scaler = torch.amp.GradScaler(ranks.device.type, enabled=compute_dtype == "float16")
 # FSDP computes in torch_dtype by its own mixed-precision policy
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
+if is_resume:
+    island = mesh.place("islands")
+    agree.do_together(partial(checkpoint.restore, source, raw_model, optimizers, scaler, progress, island=island))
+elif source:  # a new run from another run's weights
+    agree.do_together(partial(checkpoint.restore, source, raw_model, seed=seed))
 with agree.exit_together():
-    if is_resume:
-        checkpoint.restore(source, raw_model, optimizers, scaler, progress, island=mesh.place("islands"))
-    elif source:  # a new run from another run's weights
-        checkpoint.restore(source, raw_model, seed=seed)
-    elif pretrained:
+    if pretrained:
         checkpoint.load_weights(raw_model, pretrained.state_dict(), seed)
-    else:
+    elif not source:
         parallel.init_weights(raw_model, seed)
 if shares == "auto":  # before DDP, whose hooks communicate
     if len(progress.shares) != mesh.data_size:  # a resumed run keeps those that it began with

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
+Result = TypeVar("Result")
 
 
 def is_main() -> bool:
@@ -177,3 +178,18 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
     sys.stdout.flush()
     os._exit(1)
+
+
+def do_together(work: Callable[[], Result]) -> Result:
+    """
+    What `work` returns on this rank (all ranks; no collectives inside). It may take longer than the collectives'
+    timeout, on some ranks only, such as reading files: it runs in a thread, and the ranks meet meanwhile. Exits like
+    exit_together.
+    """
+    thread = {}
+    if torch.cuda.is_initialized():  # a new thread would use GPU 0
+        thread = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
+    future = ThreadPoolExecutor(1, **thread).submit(work)
+    wait_together(future)
+    with exit_together():
+        return future.result()

@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from isogpt import optim, run_folder
-from isogpt.agree import broadcast, exit_together, gather_objects, is_main, wait_together
+from isogpt.agree import broadcast, do_together, exit_together, gather_objects, is_main, wait_together
 from isogpt.files import reason_of
 from isogpt.hardware import synchronize
 from isogpt.launch import Ranks, rank_names
@@ -247,16 +247,18 @@ def restore_exchange(source: Source, exchange: Exchange, step: int) -> None:
     Continue with a checkpoint's errors of compression and state of the islands, after `restore` (all ranks). What it
     lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file cannot be read.
     """
-    read = set()
-    with exit_together():
-        if source.weights is None:  # a ckpt.pt has none of it
-            from isogpt import shards
+    exchange.resume(step, do_together(partial(read_exchange, source, exchange, step)))
 
-            exchange.restart(step, shards.shapes(source.found.path))
-            read = read_shards(source, {}, exchange.saved_parts(), is_optional=True)
-        else:
-            exchange.restart(step)
-    exchange.resume(step, read)
+
+def read_exchange(source: Source, exchange: Exchange, step: int) -> set[str]:
+    """The part of restore_exchange in which ranks do not communicate; returns the names of what was read."""
+    if source.weights is not None:  # a ckpt.pt has none of it
+        exchange.restart(step)
+        return set()
+    from isogpt import shards
+
+    exchange.restart(step, shards.shapes(source.found.path))
+    return read_shards(source, {}, exchange.saved_parts(), is_optional=True)
 
 
 def restore_shards(source: Source, model: nn.Module, state: dict[str, dict[str, Part]], seed: int) -> None:

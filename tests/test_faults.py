@@ -23,9 +23,9 @@ from isogpt.parallel import part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
 RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
-# train.py, with checkpoints that take longer to write and to verify than dist_timeout_s
+# train.py, with checkpoints that take longer to write, to verify and, on one rank, to read than dist_timeout_s
 SLOW_DISK = """
-import sys, time
+import os, sys, time
 sys.path.insert(0, REPO)
 from isogpt import checkpoint, run_folder
 def slow(work):
@@ -34,6 +34,8 @@ def slow(work):
         return work(*args, **kwargs)
     return after_a_while
 checkpoint.write_file, run_folder.find_start = slow(checkpoint.write_file), slow(run_folder.find_start)
+if os.environ["RANK"] == "1":
+    checkpoint.restore = slow(checkpoint.restore)
 sys.argv[0] = REPO + "/train.py"
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
