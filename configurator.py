@@ -124,6 +124,10 @@ def fail(message: str) -> NoReturn:
         time.sleep(10)
         message = f"rank {os.environ['RANK']}: {message}"
     print(message, file=sys.stderr, flush=True)
+    from isogpt.agree import about_restarts  # imports torch, which --help does not need
+
+    if note := about_restarts():
+        print(note, file=sys.stderr, flush=True)
     sys.exit(1)
 
 

@@ -13,6 +13,7 @@ import isogpt.threads  # noqa: F401  (before torch: may set an environment varia
 
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -137,15 +138,17 @@ try:
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
     schedule = make_schedule(config, sequences_per_step)
     launch.start_workers(nproc, __file__)
-    degrees = {"islands": islands or launch.machine_count()}
-    check_degrees(launch.rank_variables()[1], config | degrees, config if init_from == "scratch" else {})
     ranks = launch.connect(device, backend, dist_timeout_s)
     if ranks.store or fsdp or zero > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
     with agree.exit_together():  # an error on any rank ends all
         data = loader.open_dataset(dataset, block_size, vocab_size)
+    launch.check_start(ranks, config | {"the data's digest": data.digest})  # before anything that depends on settings
+    with agree.exit_together():
+        degrees = {"islands": islands or launch.island_count(ranks)}
+        check_degrees(ranks.world_size, config | degrees, config if init_from == "scratch" else {})
     stop = resilience.watch_signals(time_limit_s)
-    source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step)  # rank 0 looks, all ranks open it
+    source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step, ranks)  # rank 0 looks, all ranks open it
     config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
     zero_stage, degrees = 3 if fsdp else zero, config | degrees
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
@@ -156,23 +159,23 @@ except (ValueError, dist.DistError) as e:
 # log, and what a previous attempt left behind (all ranks)
 progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
 logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters)
-launch.check_start(ranks, config | {"the data's digest": data.digest})
 job = resilience.describe_job(config, ranks.world_size)
 micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
 if is_resume:
     progress.load(source.run)
 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
-pretrained = None
+pretrained, weights_name = None, init_from.removeprefix("auto:")
+if not source and weights_name not in ("scratch", "auto"):
+    pretrained = agree.do_together(partial(GPT.from_pretrained, weights_name))  # may take long on some ranks
 with agree.exit_together():
     weights = loader.weights_of(shares, mesh.data_size)
     if source:
         model_args = source.run["model_args"]
-    elif init_from.removeprefix("auto:") in ("scratch", "auto"):
-        model_args = model_args_of(config, data.vocab_size)
-    else:
-        pretrained = GPT.from_pretrained(init_from.removeprefix("auto:"))
+    elif pretrained:
         model_args = pretrained.describe()
+    else:
+        model_args = model_args_of(config, data.vocab_size)
     model_args = fit_model_args(model_args, degrees, ranks.world_size, data, is_resume)
     weights_from = out_dir if is_resume else init_from.removeprefix("auto:")
     vocabulary, data_notes = vocabulary_for_run(data, source, weights_from, model_args["vocab_size"], is_resume)
@@ -200,14 +203,15 @@ optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_deca
 scaler = torch.amp.GradScaler(ranks.device.type, enabled=compute_dtype == "float16")
 # FSDP computes in torch_dtype by its own mixed-precision policy
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
+if is_resume:
+    island = mesh.place("islands")
+    agree.do_together(partial(checkpoint.restore, source, raw_model, optimizers, scaler, progress, island=island))
+elif source:  # a new run from another run's weights
+    agree.do_together(partial(checkpoint.restore, source, raw_model, seed=seed))
 with agree.exit_together():
-    if is_resume:
-        checkpoint.restore(source, raw_model, optimizers, scaler, progress, island=mesh.place("islands"))
-    elif source:  # a new run from another run's weights
-        checkpoint.restore(source, raw_model, seed=seed)
-    elif pretrained:
+    if pretrained:
         checkpoint.load_weights(raw_model, pretrained.state_dict(), seed)
-    else:
+    elif not source:
         parallel.init_weights(raw_model, seed)
 if shares == "auto":  # before DDP, whose hooks communicate
     if len(progress.shares) != mesh.data_size:  # a resumed run keeps those that it began with
@@ -226,9 +230,10 @@ with agree.exit_together():
     if ranks.is_main:
         logger.start_services(config)  # wandb, TensorBoard
     if ranks.is_main and not eval_only:
-        saver.owner = enter_folder(out_dir, source.found if is_resume else None)
+        saver.owner = enter_folder(out_dir, source.found if is_resume else None, ranks.launch)
         logger.open()
 saver.owner, clock.doing = agree.broadcast(saver.owner), "the first step"
+saver.check_folder(ranks.hosts)
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
 logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
               schedule)  # fmt: skip

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
+Result = TypeVar("Result")
 
 
 def is_main() -> bool:
@@ -132,6 +133,17 @@ def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
     return gather_numbers(Number(value), device).read().value
 
 
+def about_restarts() -> str:
+    """A line to print after an error message under torchrun, which repeats a user's mistake at each restart; or ''."""
+    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
+    left = int(counts[0]) - int(counts[1]) if all(c.isdigit() for c in counts) else 0
+    if left <= 0:
+        return ""
+    return (f"torchrun restarts the command, up to {left} more times: if this message comes back, stop torchrun with "
+            "Ctrl-C and correct the command. With --nnodes=MIN:MAX, the settings must also fit MIN x nproc_per_node "
+            "processes")  # fmt: skip
+
+
 @contextmanager
 def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[None]:
     """
@@ -157,6 +169,8 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
             ranks = ", ".join(str(r) for r, p in enumerate(problems) if p == message)
             source = "" if problems[0] == message else f"rank {ranks}: "
             print(f"error: {source}{message}", file=sys.stderr, flush=True)
+        if note := about_restarts():
+            print(note, file=sys.stderr, flush=True)
     if not dist.is_initialized():
         sys.exit(1)
     with suppress(RuntimeError):  # other ranks may have left already
@@ -164,3 +178,18 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
     sys.stdout.flush()
     os._exit(1)
+
+
+def do_together(work: Callable[[], Result], on_error: Callable[[str], object] | None = None) -> Result:
+    """
+    What `work` returns on this rank (all ranks; no collectives inside). It may take longer than the collectives'
+    timeout, on some ranks only, such as reading files: it runs in a thread, and the ranks meet meanwhile. Exits like
+    exit_together.
+    """
+    thread = {}
+    if torch.cuda.is_initialized():  # a new thread would use GPU 0
+        thread = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
+    future = ThreadPoolExecutor(1, **thread).submit(work)
+    wait_together(future)
+    with exit_together(on_error):
+        return future.result()

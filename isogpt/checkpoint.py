@@ -20,8 +20,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from isogpt import optim, run_folder
-from isogpt.agree import broadcast, exit_together, is_main, wait_together
+from isogpt.agree import broadcast, do_together, exit_together, gather_objects, is_main, wait_together
+from isogpt.files import reason_of
 from isogpt.hardware import synchronize
+from isogpt.launch import Ranks, rank_names
 from isogpt.mesh import AXES, Mesh
 from isogpt.parallel import Exchange, Part, copy_to_cpu, keeps_errors, local, part_of, parts_by_name, reshard, splits_of
 from isogpt.run_folder import Found
@@ -97,7 +99,7 @@ class Source:
 # restoring
 
 
-def find_start(init_from: str, out_dir: str, resume_step: int) -> tuple[Source | None, bool]:
+def find_start(init_from: str, out_dir: str, resume_step: int, ranks: Ranks) -> tuple[Source | None, bool]:
     """
     Find and open the checkpoint that `init_from` asks for (all ranks; rank 0 looks). Exits with a message if there is
     none but one is needed.
@@ -105,20 +107,43 @@ def find_start(init_from: str, out_dir: str, resume_step: int) -> tuple[Source |
     Returns:
         (the checkpoint or None, whether the run resumes from it rather than starting with its weights)
     """
-    answer = None
-    if run_folder.is_restart():  # the run may be further on
-        resume_step = -1
-    look = partial(run_folder.find_start, init_from, out_dir, resume_step)
+    found, is_resume, steps_seen = None, False, gather_objects(run_folder.steps_in(out_dir))
+    look = partial(run_folder.find_start, init_from, out_dir, resume_step, ranks.launch)
     future = ThreadPoolExecutor(1).submit(look) if is_main() else None
     wait_together(future)  # verifying a large checkpoint can take longer than the collectives' timeout
     with exit_together():
         if future:
-            answer = future.result()
-            for report in answer[2]:
+            found, is_resume, reports = future.result()
+            for report in reports:
                 print(f"warning: {report}", flush=True)
-    found, is_resume, _ = broadcast(answer)
+            if is_resume or init_from.split(":")[0] == "auto":
+                check_views(out_dir, found.step if found else -1, steps_seen, rank_names(ranks.hosts))
+    is_resume = broadcast(is_resume)
+    found = run_folder.share(found, out_dir if is_resume else init_from.removeprefix("auto:"))
     with exit_together():
         return open_checkpoint(found) if found else None, is_resume
+
+
+def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: list[str]) -> None:
+    """
+    Check that no rank sees a newer checkpoint than the one that rank 0 has chosen, unless rank 0 sees it too.
+
+    Args:
+        step: the checkpoint's step; -1: rank 0 has found none.
+        steps_seen: the steps of the checkpoints in each rank's out_dir.
+
+    Raises:
+        ValueError: a rank does; out_dir is not one folder.
+    """
+    newer = [[s for s in steps if s > step and s not in steps_seen[0]] for steps in steps_seen]
+    found = [f"{name} sees step {', '.join(map(str, s))}" for name, s in zip(names, newer, strict=True) if s]
+    if found:
+        own = f"step {step} is the newest one" if step >= 0 else "there is none"
+        raise ValueError(
+            f"{'; '.join(found)} in out_dir {out_dir}, but on {names[0]} {own}: the ranks' out_dir is not the same "
+            "folder. Set --out_dir= to a folder on a file system that all machines share, or copy the checkpoint "
+            f"to the machine of {names[0]}"
+        )
 
 
 def open_checkpoint(found: Found) -> Source:
@@ -126,8 +151,9 @@ def open_checkpoint(found: Found) -> Source:
     Read everything but the tensors.
 
     Raises:
-        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint.
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, or is not what rank 0 found.
     """
+    run_folder.check_same(found)
     if found.path.is_dir():
         return Source(found, found.manifest["run"])
     path, state = found.path, run_folder.read_file(found.path)
@@ -180,7 +206,7 @@ def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optim
                     target = target.unstacked()  # the same on all islands
                     target.put(adapt(whole, target, name))
         except (KeyError, RuntimeError) as e:
-            raise ValueError(f"{source.found.path} does not fit the model: {' '.join(str(e).split())[:200]}") from e
+            raise ValueError(f"{source.found.path} does not fit the model: {reason_of(e)[:200]}") from e
     if progress:
         progress.rewind(source.run)
     if scaler and source.run["isogpt"].get("scaler"):
@@ -229,15 +255,19 @@ def restore_exchange(source: Source, exchange: Exchange, step: int) -> None:
     Continue with a checkpoint's errors of compression and state of the islands, after `restore` (all ranks). What it
     lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file cannot be read.
     """
-    with exit_together():
-        if source.weights is None:  # a ckpt.pt has none of it
-            from isogpt import shards
-
-            exchange.restart(step, shards.shapes(source.found.path), source.run["isogpt"].get("averaged_at"))
-            read_shards(source, {}, exchange.saved_parts(), is_optional=True)
-        else:
-            exchange.restart(step)
+    do_together(partial(read_exchange, source, exchange, step))
     exchange.resume()
+
+
+def read_exchange(source: Source, exchange: Exchange, step: int) -> None:
+    """The part of restore_exchange in which ranks do not communicate."""
+    if source.weights is not None:  # a ckpt.pt has none of it
+        exchange.restart(step)
+        return
+    from isogpt import shards
+
+    exchange.restart(step, shards.shapes(source.found.path), source.run["isogpt"].get("averaged_at"))
+    read_shards(source, {}, exchange.saved_parts(), is_optional=True)
 
 
 def restore_shards(source: Source, model: nn.Module, state: dict[str, dict[str, Part]], seed: int) -> None:
@@ -269,7 +299,7 @@ def read_shards(source: Source, *arguments: object, **options: object) -> None:
     try:
         shards.read(source.found.path, *arguments, **options)
     except shards.ERRORS as e:  # damaged files raise nearly anything
-        raise ValueError(f"{source.found.path} cannot be loaded: {' '.join(str(e).split())[-300:]}") from e
+        raise ValueError(f"{source.found.path} cannot be loaded: {reason_of(e)[:300]}") from e
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -310,6 +340,38 @@ class Saver:
         if self.is_sharded:  # shards are written from a thread, which needs a group of its own with a CPU backend
             self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # a rank's disk may be slow
 
+    def check_folder(self, hosts: tuple[str, ...]) -> None:
+        """
+        Check that every rank's out_dir is the folder that `owner`, which is known now, has claimed, and that every rank
+        that writes checkpoints can write there (all ranks). Exits with a message if a checkpoint would be incomplete.
+
+        If rank 0 writes everything, a folder of its own is good enough until a checkpoint is read.
+        """
+        if not self.owner or not self.config["save_checkpoint"]:
+            return
+        out = Path(self.out_dir).absolute()
+        is_seen = run_folder.is_owned(out, self.owner, patience_s=min(5.0, self.mesh.timeout_s / 2))
+        seen, names = gather_objects((is_seen, str(out))), rank_names(hosts)
+        blind = [f"{names[r]} looks in {folder}" for r, (is_seen, folder) in enumerate(seen) if not is_seen]
+        others = "; ".join(blind[:4]) + (f"; and {len(blind) - 4} more" if len(blind) > 4 else "")
+        where = f"{names[0]} keeps this run in {seen[0][1]}, which is not what other ranks have as out_dir: {others}"
+        advice = "set --out_dir= to one folder on a file system that all machines share"
+        with exit_together():
+            if blind and self.is_sharded:
+                raise ValueError(f"{where}. All ranks write checkpoints, in shards, into one folder: {advice}, or "
+                                 "--save_checkpoint=False")  # fmt: skip
+        if blind and is_main():
+            print(f"warning: {where}. Rank 0 writes the checkpoints, but all ranks read them on a resume or rollback: "
+                  f"{advice}, or copy them before a resume", flush=True)  # fmt: skip
+        if not self.is_sharded:
+            return
+        problems = gather_objects(run_folder.try_to_write(out, self.owner, self.mesh.rank))
+        if is_main():
+            shutil.rmtree(run_folder.unfinished_folder(out, self.owner, 0), ignore_errors=True)
+        with exit_together():
+            if problems[self.mesh.rank]:
+                raise ValueError(problems[self.mesh.rank])
+
     def check(self, model: nn.Module, step: int) -> None:
         """Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written."""
         bad = [name for name, p in model.named_parameters() if not local(p).isfinite().all()]
@@ -328,7 +390,7 @@ class Saver:
         run = {"model_args": self.model_args, "iter_num": progress.step, "best_val_loss": progress.best_val_loss}
         run |= {"config": self.config, "isogpt": extra}
         self.folder = run_folder.step_folder(Path(self.out_dir), self.step)
-        unfinished = Path(self.out_dir) / f"unfinished_{self.owner[:8]}_step_{self.step:08d}"
+        unfinished = run_folder.unfinished_folder(Path(self.out_dir), self.owner, self.step)
         manifest = run_folder.make_manifest(run, self.world_size, self.zero, progress.best_step, val_loss)
         if self.is_sharded:
             from isogpt import shards
@@ -350,6 +412,10 @@ class Saver:
         """Write the files and commit the checkpoint (rank 0, in the background)."""
         try:
             write()
+            if self.is_sharded:
+                from isogpt import shards
+
+                shards.check_complete(unfinished)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)  # makes room on a full disk
             raise
@@ -375,7 +441,7 @@ class Saver:
         pending, self.pending = self.pending, None
         error = pending.exception()  # a full disk gives OSError, RuntimeError or DCP's own BaseException
         if error:
-            self.problem = " ".join(str(error).split())[-300:] or type(error).__name__
+            self.problem = reason_of(error)[:300]
         return self
 
     def writes_alone(self) -> bool:
@@ -405,6 +471,6 @@ def write_file(path: Path, state: dict) -> None:
         try:
             torch.save(state, f)
         except RuntimeError as e:  # it hides an OSError, such as a full disk
-            raise e.__context__ or e from None
+            raise OSError(reason_of(e)) from e
         f.flush()
         os.fsync(f.fileno())

@@ -22,6 +22,26 @@ def write_whole(path: Path, content: str | bytes) -> None:
     sync_folder(path.parent)
 
 
+def reason_of(error: BaseException) -> str:
+    """
+    Why writing or reading files failed, in one line: the OSError behind an error if there is one, since libraries
+    replace a full disk by an error of their own, else the error itself. Of a CheckpointException, whose text is a
+    traceback, each reason with the ranks that failed for it.
+    """
+    if failures := getattr(error, "failures", None):  # rank -> (the rank's error, traceback)
+        ranks_of = {}
+        for rank, (failure, _) in sorted(failures.items()):
+            ranks_of.setdefault(reason_of(failure), []).append(str(rank))
+        is_alone = list(failures) == [0]  # rank 0, which reports, or a process without others
+        return "; ".join(reason if is_alone else f"{reason} (rank {', '.join(ranks)})"
+                         for reason, ranks in ranks_of.items())  # fmt: skip
+    chain = [error]
+    while (behind := chain[-1].__cause__ or chain[-1].__context__) and behind not in chain:
+        chain.append(behind)
+    found = next((e for e in chain if isinstance(e, OSError)), error)
+    return " ".join(str(found).split()) or type(found).__name__
+
+
 def record(path: Path, job: dict, value: object) -> None:
     """Record a value for later attempts at the same job: out/layout.json has the keys "layout" and "job"."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import socket
 import sys
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +28,25 @@ MPI = {"Open MPI's mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZ
 
 
 @dataclass(frozen=True)
+class Launch:
+    """
+    What distinguishes a launch from a later one of the same command. All restarts of a launch have it in common.
+
+    torchrun's variables do not: its restart count is that of one agent, which does not count the failures that other
+    agents see, and its run id is whatever the user passed as --rdzv-id.
+    """
+
+    agents: tuple[str, ...] = ()  # torchrun's agents; a restart has at least one of those before it
+    job: str = ""  # Slurm's job
+    requeued: int = 0  # how many times Slurm has put the job back into the queue
+
+    def continues(self, before: "Launch") -> bool:
+        """Whether this start is a restart of the launch that made the start `before`."""
+        is_requeued = self.job != "" and self.job == before.job and self.requeued > before.requeued
+        return is_requeued or not set(self.agents).isdisjoint(before.agents)
+
+
+@dataclass(frozen=True)
 class Ranks:
     """This process among the others. Without a launcher: world_size 1 and no store."""
 
@@ -38,6 +58,8 @@ class Ranks:
     start: str = ""  # the unique name of this start of the run, the prefix of its keys in the store
     hosts: tuple[str, ...] = ("this host",)  # host name, by rank
     network: str = "no process group"  # the backend and gloo's network interface: 'gloo over eth0 (10.0.0.1)'
+    launch: Launch = Launch()
+    local_sizes: tuple[int, ...] = (1,)  # by rank, the number of processes on its machine, as the launcher says
 
     @property
     def is_main(self) -> bool:
@@ -168,10 +190,50 @@ def rank_variables() -> tuple[int, int, int, int]:
     return rank, world_size, local_rank, local_world_size
 
 
+def agent_start() -> int | None:
+    """When torchrun's agent, the parent of this process, was started, in clock ticks since boot; None: not known."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError, ValueError, IndexError):  # there is no /proc
+            return int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return None
+
+
+def own_agent() -> str:
+    """A name of this process's torchrun agent that no other process has, not even on another day; '' without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    host, unique, _ = network.this_machine()
+    return f"{host} {unique} {os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {agent_start()}"
+
+
+def make_launch(agents: Sequence[str]) -> Launch:
+    """The launch that started this process, with the own_agent of each rank."""
+    env = os.environ
+    job = f"{env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else ""
+    requeued = env.get("SLURM_RESTART_COUNT", "0")
+    return Launch(tuple(sorted(set(agents) - {""})), job, int(requeued) if requeued.isdigit() else 0)
+
+
 def machine_count() -> int:
     """How many machines the processes are on, if there are equally many on each."""
     _, world_size, _, local_world_size = rank_variables()
     return max(1, world_size // local_world_size)
+
+
+def island_count(ranks: Ranks) -> int:
+    """
+    The number of islands if each machine is one.
+
+    Raises:
+        ValueError: the launcher has started different numbers of processes on the machines.
+    """
+    if len(set(ranks.local_sizes)) > 1:
+        sizes = {host: n for host, n in zip(ranks.hosts, ranks.local_sizes, strict=True)}
+        counts = ", ".join(f"{n} on {host}" for host, n in list(sizes.items())[:8])
+        raise ValueError(f"islands is 0, one on each machine, but the numbers of processes differ: {counts}. Start "
+                         "equally many on each machine, or set --islands= to a number that divides "
+                         f"{ranks.world_size}")  # fmt: skip
+    return max(1, ranks.world_size // ranks.local_sizes[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -254,7 +316,7 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
     if chosen.type == "cpu":
         keep_freed_memory()
     if "RANK" not in os.environ:
-        return Ranks(rank, world_size, chosen, group_backend)
+        return Ranks(rank, world_size, chosen, group_backend, launch=make_launch([]))
 
     try:
         store = connect_store(timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
@@ -265,6 +327,8 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
         order = network.order_by_machine([(name, unique) for name, unique, _ in machines])
         rank, machines = order.index(rank), [machines[r] for r in order]
         os.environ["RANK"] = str(rank)
+        started = network.exchange(store, rank, world_size, "launch", (own_agent(), local_world_size))
+        agents, local_sizes = zip(*started, strict=True)
         addresses = network.exchange(store, rank, world_size, "address", network.address_of(os.environ["MASTER_ADDR"]))
         interface, problem = "", ""
         try:
@@ -280,7 +344,8 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
         network.divide_cores(machines, rank, local_world_size)
     hosts = tuple(name for name, _, _ in machines)
     used = "nccl" if "nccl" in group_backend else f"gloo over {interface}" if interface else "gloo"
-    return Ranks(rank, world_size, chosen, group_backend, store, start, hosts, used)
+    launch = make_launch(agents)
+    return Ranks(rank, world_size, chosen, group_backend, store, start, hosts, used, launch, local_sizes)
 
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
@@ -320,18 +385,25 @@ def start_facts(config: dict) -> dict:
     repository = Path(__file__).resolve().parent.parent
     sources = sorted([*repository.glob("*.py"), *repository.glob("isogpt/**/*.py")])
     code = zlib.crc32(b"".join(path.read_bytes() for path in sources))
-    return config | {"torch": torch.__version__, "the code's digest": code, "host": socket.gethostname()}
+    facts = config | {"torch": torch.__version__, "the code's digest": code, "host": socket.gethostname()}
+    weights = Path(config.get("init_from", "").removeprefix("auto:"))
+    if (weights / "config.json").exists():  # a model of transformers; checkpoints of a run: run_folder.check_same
+        sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
+        facts |= {"the weights' digest": zlib.crc32(f"{sizes}{(weights / 'config.json').read_text()}".encode())}
+    return facts | {"has_weights": weights.is_dir()}
 
 
 def check_alike(facts: list[dict]) -> None:
     """
     Compare the start_facts of all ranks: with different ones they would train weights that drift apart. Paths may
-    differ between machines, and a run name for wandb may contain the time.
+    differ between machines, that of a folder in init_from too, and a run name for wandb may contain the time.
 
     Raises:
         ValueError: they differ.
     """
-    may_differ = ("out_dir", "dataset", "host", "alert_command")
+    may_differ = {"out_dir", "dataset", "host", "alert_command", "has_weights"}
+    if all(f.get("has_weights") for f in facts):
+        may_differ.add("init_from")
     compared = [k for k in facts[0] if k not in may_differ and not k.startswith("wandb")]
     if differ := [k for k in compared if any(f.get(k) != facts[0][k] for f in facts)]:
         names = rank_names([f["host"] for f in facts])

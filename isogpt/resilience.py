@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,8 +20,9 @@ import torch
 import torch.nn as nn
 
 from isogpt import run_folder
-from isogpt.agree import StepNumbers, broadcast, exit_together, gather_number, is_main, wait_together
+from isogpt.agree import StepNumbers, do_together, exit_together, gather_number, is_main
 from isogpt.files import recorded
+from isogpt.launch import agent_start
 from isogpt.loader import Reader
 from isogpt.parallel import gradient_norms
 
@@ -42,10 +41,9 @@ EXIT_S = 1.0  # reserved for leaving the process group and exiting
 
 def running_s() -> float:
     """Seconds since the start of this process, or of torchrun's agent, which may have restarted it (Linux)."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with suppress(OSError, ValueError, IndexError):
-            ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])  # since boot
-            return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    started = agent_start()
+    if started is not None:
+        return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - PROCESS_START
 
 
@@ -181,19 +179,14 @@ class NanPolicy:
         The checkpoint to roll back to (all ranks; rank 0 looks). Damaged ones are reported. Exits with a message that
         begins with `text` if there is none.
         """
-        look = partial(run_folder.find_rollback, saver.out_dir, saver.owner)
-        future = ThreadPoolExecutor(1).submit(look) if is_main() else None
-        wait_together(future)  # verifying a large checkpoint can take longer than the collectives' timeout
-        found = None
+        found, reports = do_together(partial(look_for_rollback, saver), logger.failed)
+        for report in reports:
+            logger.print(f"warning: {report}")
         with exit_together(logger.failed):
-            if future:
-                found, reports = future.result()
-                for report in reports:
-                    logger.print(f"warning: {report}")
-                if not found:
-                    advice = "start again with a lower --learning_rate"
-                    raise ValueError(f"{text}; there is no valid checkpoint to roll back to: {advice}")
-        return broadcast(found)
+            if is_main() and not found:
+                advice = "start again with a lower --learning_rate"
+                raise ValueError(f"{text}; there is no valid checkpoint to roll back to: {advice}")
+        return run_folder.share(found, saver.out_dir)
 
     def rolled_back(self, progress: "Progress", logger: "Logger") -> None:
         """Exclude the consecutive steps after progress was rewound to a checkpoint (all ranks)."""
@@ -209,6 +202,11 @@ class NanPolicy:
         command = "Resume with --init_from=resume and" if can_resume else "Start again with"
         skip = ", or --on_nan=skip" if self.on_nan == "stop" else ""
         return f"the step was not taken and no checkpoint was lost. {command} a lower --learning_rate{skip}"
+
+
+def look_for_rollback(saver: "Saver") -> tuple[run_folder.Found | None, list[str]]:
+    """What run_folder.find_rollback returns, on rank 0; nothing on the other ranks."""
+    return run_folder.find_rollback(saver.out_dir, saver.owner) if is_main() else (None, [])
 
 
 def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reader: Reader) -> tuple[str, dict]:

@@ -15,15 +15,20 @@ import json
 import os
 import re
 import shutil
+import socket
+import time
 import uuid
 import zipfile
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
 import torch
 
+from isogpt.agree import broadcast
 from isogpt.files import read_records, sync_folder, write_whole
+from isogpt.launch import Launch
 
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
@@ -62,9 +67,9 @@ def step_folder(out: Path, step: int) -> Path:
     return out / f"step_{step:08d}"
 
 
-def is_restart() -> bool:
-    """Whether torchrun has restarted this run after a failure."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+def steps_in(folder: str) -> list[int]:
+    """The steps of the checkpoints in a folder, newest first."""
+    return [step_of(step_folder) for step_folder in step_folders(Path(folder))]
 
 
 def is_run(folder: str) -> bool:
@@ -207,9 +212,11 @@ def best(out_dir: str) -> tuple[Found | None, list[str]]:
     return found, reports
 
 
-def find_start(init_from: str, out_dir: str, resume_step: int = -1) -> tuple[Found | None, bool, list[str]]:
+def find_start(init_from: str, out_dir: str, resume_step: int,
+               launch: Launch) -> tuple[Found | None, bool, list[str]]:  # fmt: skip
     """
-    What `init_from` means for a training run (rank 0).
+    What `init_from` means for a training run (rank 0). A restart of the launch that entered the folder continues with
+    what this launch has written, whatever the command says: the command was followed at the launch's first start.
 
     Returns:
         (the checkpoint to load or None, whether to resume from it rather than to load its weights alone, warnings)
@@ -218,14 +225,17 @@ def find_start(init_from: str, out_dir: str, resume_step: int = -1) -> tuple[Fou
         ValueError: there is nothing to resume from.
     """
     weights_from = init_from.removeprefix("auto:")
-    if init_from in ("resume", "auto") or weights_from != init_from:
-        found, reports = newest(out_dir, resume_step)
+    is_restart = was_entered_by(Path(out_dir), launch)
+    if is_restart or init_from in ("resume", "auto") or weights_from != init_from:
+        found, reports = newest(out_dir, -1 if is_restart else resume_step)
         if found:
+            if is_restart:
+                print(f"restart: continues what this launch has written to {out_dir}, step {found.step}", flush=True)
             return found, True, reports
         if reports or init_from == "resume":
             problem = f"no checkpoint to resume from in {out_dir}: set --out_dir= to the run's folder"
             if resume_step != -1:
-                steps = ", ".join(str(step_of(folder)) for folder in step_folders(Path(out_dir)))
+                steps = ", ".join(map(str, steps_in(out_dir)))
                 problem = f"no step {resume_step} to resume from in {out_dir}, which has {steps or 'no checkpoints'}"
                 problem += ": set --resume_step= to one of these, or --out_dir= to the run's folder"
             raise ValueError("; ".join([problem, *reports]))
@@ -252,6 +262,27 @@ def find_rollback(out_dir: str, owner: str) -> tuple[Found | None, list[str]]:
     return found, reports
 
 
+def share(found: Found | None, folder: str) -> Found | None:
+    """
+    Rank 0's `found`, which is in `folder`, with the path under which this rank sees it (all ranks): machines may mount
+    the same folder under different paths. `check_same` compares what is there.
+    """
+    # only a name below the folder is sent: rank 0's path need not exist on other machines
+    name = broadcast(str(found.path.relative_to(folder)) if found else None)
+    found = broadcast(found)
+    return replace(found, path=Path(folder) / name) if found else None
+
+
+def check_same(found: Found) -> None:
+    """Raise ValueError if `found`, which may come from rank 0, is not what is on the disk of this machine."""
+    folder = found.path if found.path.is_dir() else found.path.parent
+    is_there = read_manifest(folder) == found.manifest if found.manifest else found.path.exists()
+    if not is_there:
+        raise ValueError(f"{found.path.absolute()} on {socket.gethostname()} is not the checkpoint that rank 0 found, "
+                         "and all ranks read it: use a folder on a file system that all machines share, or copy the "
+                         "checkpoint from rank 0's machine to the others")  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # claiming a folder for a run (rank 0)
 
@@ -266,10 +297,59 @@ def prepare(out_dir: str) -> None:
         raise ValueError(f"out_dir {out_dir} cannot be written to ({e.strerror}): set another --out_dir=") from e
 
 
+def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
+    """Make `owner` the folder's owner; `launch`: the launch that has entered the folder, if the folder is prepared."""
+    write_whole(out / "owner", json.dumps({"owner": owner, "launch": asdict(launch) if launch else None}))
+
+
+def read_owner(out: Path) -> dict:
+    """What write_owner wrote; empty if there is nothing."""
+    with suppress(OSError, ValueError):
+        found = json.loads((out / "owner").read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def was_entered_by(out: Path, launch: Launch) -> bool:
+    """Whether an earlier start of this launch has entered the folder, and no other launch since then."""
+    with suppress(KeyError, TypeError):  # there is none, or someone else's
+        return launch.continues(Launch(**read_owner(out)["launch"]))
+    return False
+
+
+def is_owned(out: Path, owner: str, patience_s: float) -> bool:
+    """Whether `out` is the folder that `owner` has just claimed; waits, since network file systems can be late."""
+    end = time.monotonic() + patience_s
+    while True:
+        with suppress(OSError):
+            os.listdir(out)  # NFS then looks for new files
+        if read_owner(out).get("owner") == owner:
+            return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.1)
+
+
+def unfinished_folder(out: Path, owner: str, step: int) -> Path:
+    """The folder in which `owner` writes a step's checkpoint."""
+    return out / f"unfinished_{owner[:8]}_step_{step:08d}"
+
+
+def try_to_write(out: Path, owner: str, rank: int) -> str:
+    """Write a file as a checkpoint in shards does (several ranks). Returns why that is not possible, or ''."""
+    try:
+        trial = unfinished_folder(out, owner, 0) / f"trial_{rank}"
+        trial.parent.mkdir(parents=True, exist_ok=True)
+        trial.write_bytes(b"\0")
+    except OSError as e:
+        return (f"out_dir {out.absolute()} cannot be written to on {socket.gethostname()} ({e.strerror}), and all "
+                "ranks write checkpoints in shards: set another --out_dir=, or let this user write there")  # fmt: skip
+    return ""
+
+
 def check_owner(out: Path, owner: str) -> None:
     """Raise ValueError if another run has claimed the folder."""
-    path = out / "owner"
-    now = path.read_text() if path.exists() else owner  # it may have been deleted
+    now = read_owner(out).get("owner", owner)  # it may have been deleted
     if now != owner:
         raise ValueError(f"another run was started in {out}: this one stops, and its checkpoints are kept")
 
@@ -287,21 +367,25 @@ def clean_up(out: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def enter_folder(out_dir: str, found: Found | None) -> str:
+def enter_folder(out_dir: str, found: Found | None, launch: Launch) -> str:
     """
     Prepare the folder for this run, which resumes from `found` or starts from scratch, and make the run its owner;
     returns the owner's identifier. Checkpoints that an earlier run, which is still alive, writes after this do not
     count.
     """
     prepare(out_dir)
-    owner = uuid.uuid4().hex
-    write_whole(Path(out_dir) / "owner", owner)
-    clean_up(Path(out_dir))
+    out, owner = Path(out_dir), uuid.uuid4().hex
+    is_restart = was_entered_by(out, launch)
+    write_owner(out, owner, launch if is_restart else None)
+    clean_up(out)
     if found:
         continue_from(out_dir, found)
+    elif is_restart:
+        pass  # what is there was written by this launch before its first checkpoint
     elif aside := set_aside(out_dir):
         print(f"{out_dir} contained an earlier run, which was moved to {aside}", flush=True)
-    (Path(out_dir) / MARK).unlink(missing_ok=True)
+    (out / MARK).unlink(missing_ok=True)
+    write_owner(out, owner, launch)  # from here on, what is in the folder is this launch's
     return owner
 
 
@@ -346,7 +430,7 @@ def set_aside(out_dir: str) -> Path | None:
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
-    if not is_run(out_dir) and (is_restart() or not has_logged_steps):
+    if not is_run(out_dir) and not has_logged_steps:
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()

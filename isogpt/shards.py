@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from isogpt.files import load_pickle
+from isogpt.files import load_pickle, reason_of
 from isogpt.hardware import synchronize
 from isogpt.parallel.parts import Part
 
@@ -42,7 +42,7 @@ def start_write(folder: Path, weights: dict[str, Part], state: dict[str, dict[st
     content = {name: part.copy() for name, part in flat(weights, state).items()}
     synchronize(device)
     background = ThreadPoolExecutor(1, thread_name_prefix="shards")
-    return background.submit(dcp.save, content, storage_writer=writer_for(folder), planner=SavePlanner(**FLAT),
+    return background.submit(dcp.save, content, storage_writer=Writer(folder), planner=SavePlanner(**FLAT),
                              process_group=group)  # fmt: skip
 
 
@@ -52,17 +52,24 @@ def flat(weights: dict[str, Part], state: dict[str, dict[str, Part]]) -> dict[st
     return found | {f"optim.{name}.{key}": part for name, parts in state.items() for key, part in parts.items()}
 
 
-def writer_for(folder: Path) -> dcp.FileSystemWriter:
-    """DCP's writer. Without copying ahead, which the parts' copies do not need and which uses GPU 0 on every rank."""
-    return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
-
-
 def write(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part]]) -> None:
     """Write everything from one process. Raises OSError."""
     try:
-        dcp.save(flat(weights, state), storage_writer=writer_for(folder), planner=SavePlanner(**FLAT), no_dist=True)
+        dcp.save(flat(weights, state), storage_writer=Writer(folder), planner=SavePlanner(**FLAT), no_dist=True)
     except CheckpointException as e:
-        raise OSError(str(e).strip().splitlines()[-1].removeprefix("OSError: ")) from e
+        raise OSError(reason_of(e)) from e
+
+
+def check_complete(folder: Path) -> None:
+    """Raise OSError if a file that the metadata names is missing or too short, as if ranks wrote to other folders."""
+    ends = {}  # by file, where the last tensor in it ends
+    for saved in PlainReader(folder).read_metadata().storage_data.values():
+        ends[saved.relative_path] = max(saved.offset + saved.length, ends.get(saved.relative_path, 0))
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    if incomplete := sorted(name for name, end in ends.items() if sizes.get(name, 0) < end):
+        names = ", ".join(incomplete[:3])
+        raise OSError(f"{len(incomplete)} of {len(ends)} files of the checkpoint are missing or too short in "
+                      f"{folder.absolute()} ({names}): do all ranks write to this folder?")  # fmt: skip
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
@@ -94,6 +101,20 @@ def read(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part
     dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
     for piece, rows in stacks:
         piece.copy_(rows.mean(0))
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer, with errors that say why a file could not be written."""
+
+    def __init__(self, folder: Path) -> None:
+        # copying ahead is not needed, since the parts are copies, and it uses GPU 0 on every rank
+        super().__init__(folder, per_thread_copy_ahead=0)
+
+    def write_data(self, *args: object) -> object:
+        try:
+            return super().write_data(*args)
+        except Exception as e:  # torch.save's, whose context, a full disk, is lost on the way to the other ranks
+            raise OSError(reason_of(e)) from e
 
 
 class SavePlanner(dcp.DefaultSavePlanner):

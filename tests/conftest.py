@@ -70,7 +70,8 @@ def at(monkeypatch, tmp_path):
         if name.startswith(LAUNCHED):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    return SimpleNamespace(path=tmp_path, set=monkeypatch.setattr, env=monkeypatch.setenv, item=monkeypatch.setitem)
+    return SimpleNamespace(path=tmp_path, set=monkeypatch.setattr, env=monkeypatch.setenv, item=monkeypatch.setitem,
+                           context=monkeypatch.context)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -56,8 +56,11 @@ class Hosts:
             with open(f"{folder}/hosts", "w") as f:
                 f.write("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host}", *names]) + "\n")
 
-    def start(self, host, command, env=None):
-        """Run a command on this host, on one core, with its output in a file."""
+    def start(self, host, command, env=None, mount="true"):
+        """
+        Run a command on this host, on one core, with its output in a file. `mount` is a shell command that runs before
+        it, whose mounts only this process sees.
+        """
         cores = sorted(os.sched_getaffinity(0))
         core = str(cores[list(self.spaces).index(host) % len(cores)])
         env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | (env or {})  # docs/launchers.md
@@ -68,9 +71,10 @@ class Hosts:
             self.spaces[host],
             "unshare",
             "--uts",
+            "--mount",
             "sh",
             "-c",
-            f'hostname {host}; exec "$@"',
+            f'hostname {host} && {mount} && exec "$@"',
         ]
         self.logs[host] = self.work / f"{host}.txt"
         with open(self.logs[host], "a") as log:
@@ -79,12 +83,19 @@ class Hosts:
                 cwd=self.work, stdout=log, stderr=log, start_new_session=True, env=env,
             )  # fmt: skip
 
-    def train(self, args):
-        """Start train.py as one process on each host, without a launcher; returns {host: process}."""
+    def train(self, args, own=None):
+        """
+        Start train.py as one process on each host, without a launcher; returns {host: process}. `own`: what differs on
+        a host, (arguments, `mount`).
+        """
         shared = {"WORLD_SIZE": str(len(self.spaces)), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
         shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, str(REPO / "train.py"), *args]
-        return {host: self.start(host, command, shared | {"RANK": str(i)}) for i, host in enumerate(self.spaces)}
+        started = {}
+        for i, host in enumerate(self.spaces):
+            more, mount = (own or {}).get(host, ([], "true"))
+            command = [sys.executable, str(REPO / "train.py"), *args, *more]
+            started[host] = self.start(host, command, shared | {"RANK": str(i)}, mount)
+        return started
 
     def limit(self, rate):
         """Let each host send at this rate at most, such as 100mbit, with a queue of 50 ms; None: without a limit."""

@@ -150,7 +150,7 @@ MUTATIONS = {
         "isogpt/run_folder.py", 'if actual != expected["sha256"]:', "if False:",
         f"{RESUME}::test_damaged_checkpoints_are_reported_and_skipped"),
     "checkpoint: incomplete when it appears": (
-        "isogpt/checkpoint.py", 'unfinished = Path(self.out_dir) / f"unfinished_{self.owner[:8]}_step_{self.step:08d}"',
+        "isogpt/checkpoint.py", "unfinished = run_folder.unfinished_folder(Path(self.out_dir), self.owner, self.step)",
         'unfinished = Path(self.out_dir) / f"step_{self.step:08d}"',
         f"{RESUME}::test_sigint_and_sigterm_leave_valid_checkpoints"),
     "checkpoint: weights that are not finite": (

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,14 +18,14 @@ import torch
 from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
 
 from isogpt import checkpoint, launch, loader, metrics, run_folder, shards
-from isogpt.files import load_pickle, write_whole
+from isogpt.files import load_pickle, reason_of, write_whole
 from isogpt.parallel import part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
 RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
-# train.py, with checkpoints that take longer to write and to verify than dist_timeout_s
+# train.py, with checkpoints that take longer to write, to verify and, on one rank, to read than dist_timeout_s
 SLOW_DISK = """
-import sys, time
+import os, sys, time
 sys.path.insert(0, REPO)
 from isogpt import checkpoint, run_folder
 def slow(work):
@@ -33,6 +34,8 @@ def slow(work):
         return work(*args, **kwargs)
     return after_a_while
 checkpoint.write_file, run_folder.find_start = slow(checkpoint.write_file), slow(run_folder.find_start)
+if os.environ["RANK"] == "1":
+    checkpoint.restore = slow(checkpoint.restore)
 sys.argv[0] = REPO + "/train.py"
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -126,6 +129,220 @@ def test_links_do_not_dangle_after_a_resume_from_an_older_step(zygote, place):
     assert (place / "out/ckpt.pt").resolve().parent.name == "step_00000003"
     best = place / "out/ckpt_best.pt"
     assert best.exists() or not best.is_symlink()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ranks that see different folders
+
+# a config file with which each rank has a folder of its own
+OWN = "import os\nout_dir = 'out' + os.environ['RANK']\n"
+# and one with which rank 1 sees the same folder, but no path of rank 0
+MOVED = """
+import os
+if os.environ["RANK"] == "1":
+    os.makedirs("moved", exist_ok=True)
+    os.chdir("moved")
+    out_dir, dataset = f"../{out_dir}", "../data/tiny"
+    init_from = init_from.replace("out", "../out")
+"""
+
+
+def test_ranks_with_folders_of_their_own(zygote, work):
+    """Shards would be in several folders; a checkpoint that rank 0 writes can be written, but not resumed."""
+    (work / "own.py").write_text(OWN)
+    args = ["own.py", *SHORT[:-1], "--dist_timeout_s=60"]
+    for flags in (["--zero=1"], ["--islands=2", "--local_steps=2"]):
+        run = zygote.train([*args, *flags], work, 2, ok=False)
+        text = f"rank 0 keeps this run in {work}/out0, which is not what other ranks have as out_dir: rank 1 looks in "
+        assert set(run.codes) == {1} and f"error: {text}{work}/out1. All ranks write" in run.text()
+        assert run.text().count("error:") == 1 and "Traceback" not in run.text() and "iter 0:" not in run.text()
+    assert not (work / "out1").exists()
+    run = zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
+    run = zygote.train(args, work, 2)
+    assert f"warning: {text}" in run.text() and steps_in(work / "out0") == 5
+    run = zygote.train([*args, "--init_from=resume"], work, 2, ok=False)
+    assert set(run.codes) == {1} and "Traceback" not in run.text()
+    assert f"error: rank 1: {work}/out1/step_00000006/ckpt.pt on " in run.text() and run.text().count("error:") == 1
+
+    # rank 1 sees what rank 0 does not: a newer checkpoint, or one where rank 0 has none
+    shutil.copytree(work / "out0", work / "out1", symlinks=True)
+    shutil.rmtree(work / "out0/step_00000006")
+    run = zygote.train([*args, "--init_from=auto"], work, 2, ok=False)
+    assert "error: rank 1 sees step 6 in out_dir out0, but on rank 0 step 3 is the newest one" in run.text()
+    shutil.rmtree(work / "out0")
+    run = zygote.train([*args, "--init_from=auto"], work, 2, ok=False)
+    assert "error: rank 1 sees step 6, 3 in out_dir out0, but on rank 0 there is none" in run.text()
+    assert not (work / "out0").exists()
+
+
+def test_the_same_folder_under_different_paths(zygote, work):
+    """Shards and a ckpt.pt are resumed, and are the start of a new run."""
+    (work / "moved.py").write_text(MOVED)
+    for flags in (["--zero=1"], []):
+        zygote.train([*SHORT, *flags, "moved.py"], work, 2)
+        run = zygote.train([*SHORT, *flags, "--init_from=resume", "--max_iters=7", "moved.py"], work, 2)
+        assert "step 6" in run.text() and "iter 7:" in run.text() and "iter 5:" not in run.text()
+        run = zygote.train([*SHORT[:-1], *flags, "--init_from=out", "--out_dir=new", "moved.py"], work, 2)
+        assert "out/step_0000000" in run.text() and "iter 5:" in run.text()
+        assert not list((work / "moved").rglob("step_*"))
+
+
+def test_a_shard_in_another_folder_makes_no_checkpoint(tmp_path):
+    """The metadata names all files: one that is missing or too short is noticed before the checkpoint counts."""
+    shards.write(tmp_path, {"w": part_of(torch.zeros(1000))}, {})
+    shards.check_complete(tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(OSError, match="1 of 1 files of the checkpoint are missing or too short in .*__0_0.distcp"):
+        shards.check_complete(tmp_path)
+    file.unlink()
+    with pytest.raises(OSError, match="do all ranks write to this folder"):
+        shards.check_complete(tmp_path)
+
+
+# a config file with which rank 1 can write no file of more than 4 KB, as on a disk that is almost full
+LIMITED = """
+import os, resource
+if os.environ["RANK"] == "1":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+"""
+
+
+def test_a_disk_that_is_full_for_one_rank_is_named(zygote, work):
+    """torch.save and torch.distributed.checkpoint replace the error by their own, which say nothing about a disk."""
+    (work / "limited.py").write_text(LIMITED)
+    run = zygote.train([*SHORT, "--zero=1", "limited.py"], work, 2, ok=False)
+    failed = [r["reason"] for r in records(work / "out") if r.get("event") == "save_failed"]
+    assert failed == ["[Errno 27] File too large (rank 1)"] * 2, run.text()
+    assert not list((work / "out").glob("*step_*")) and "Traceback" not in run.text()
+
+
+def test_the_reason_is_not_cut_off():
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device", "a/b")
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+    assert reason_of(raised.value) == "[Errno 28] No space left on device: 'a/b'"
+    by_rank = {rank: (raised.value, None) for rank in (0, 3)} | {1: (PermissionError(13, "Permission denied"), None)}
+    text = "[Errno 28] No space left on device: 'a/b' (rank 0, 3); [Errno 13] Permission denied (rank 1)"
+    assert reason_of(shards.CheckpointException("", by_rank)) == text
+    assert reason_of(ValueError("first\n second" + 400 * " x")).startswith("first second x")
+    assert reason_of(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize("setting", ["tp", "pp", "zero"])
+def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work, setting):
+    """Groups of ranks, for instance, which other ranks would never join."""
+    (work / "own.py").write_text(f"import os\n{setting} = 1 + int(os.environ['RANK'])\n")
+    run = zygote.train([*SHORT, "own.py", "--dist_timeout_s=30"], work, 2, ok=False, timeout=25)
+    text = f"error: the ranks were started with different settings: {setting} is 1 on rank 0, 2 on rank 1\n"
+    assert set(run.codes) == {1} and run.text() == text
+
+
+def test_machines_with_different_numbers_of_processes_are_no_islands(zygote, work):
+    own = "import os\nif os.environ['RANK'] == '2':\n    os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
+    (work / "own.py").write_text(f"{own}else:\n    os.environ['LOCAL_WORLD_SIZE'] = '2'\n")
+    args = [*SHORT, "own.py", "--dist_timeout_s=30", "--gradient_accumulation_steps=3"]
+    run = zygote.train([*args, "--islands=0"], work, 3, ok=False, timeout=25)
+    assert set(run.codes) == {1} and run.text().startswith("error: islands is 0, one on each machine, but the numbers")
+    assert run.text().count("error:") == 1 and "set --islands= to a number that divides 3" in run.text()
+    zygote.train([*args, "--islands=3"], work, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# restarts
+
+
+def test_a_restart_continues_what_the_launch_has_written(zygote, place):
+    """
+    The restart count of rank 0's agent stays 0 when other agents fail. A launch is known by its agents: here the
+    zygote, with a run id for each launch.
+    """
+    out = place / "out"
+
+    def start(launch, *args):
+        env = {"TORCHELASTIC_RUN_ID": launch, "TORCHELASTIC_RESTART_COUNT": "0"}
+        return zygote.start([*TINY, *SHORT, *args], place, group=True, env=env)
+
+    chosen = ["--init_from=resume", "--resume_step=3", "--max_iters=6", "--keep_last=0"]
+    assert "step_00000003/ckpt.pt, step 3" in start("a", *chosen).wait().text()
+    assert len(list(out.glob("abandoned_*"))) == 1
+    run = start("a", *chosen, "--max_iters=7").wait()  # a restart
+    assert "restart: continues what this launch has written to out, step 7\n" in run.text()
+    assert len(list(out.glob("abandoned_*"))) == 1
+    run = start("b", *chosen).wait()  # typed again
+    assert "restart:" not in run.text() and "step_00000003/ckpt.pt, step 3" in run.text()
+    assert len(list(out.glob("abandoned_*"))) == 4
+
+    run = start("c", "--save_interval=0", "--max_iters=100000")
+    assert run.until(lambda text: "iter 4:" in text)  # without a checkpoint
+    run.kill()
+    run.wait(ok=False)
+    assert (out / "previous_1/step_00000007").exists()
+    start("c").wait()
+    assert not (out / "previous_2").exists() and sorted(column(out, "loss")) == [*range(6)]
+    run = start("c", "--max_iters=8").wait()  # from scratch
+    assert "restart: continues what this launch has written to out, step 6" in run.text()
+    assert not (out / "previous_2").exists() and sorted(column(out, "loss")) == [*range(9)]
+    assert "restart:" not in start("d").wait().text() and (out / "previous_2/step_00000009").exists()
+
+
+def test_a_mistake_that_restarts_repeat(zygote, work):
+    """The settings, the data set and the checkpoint are wrong at each restart too."""
+
+    def text(*args, restarts="3", count="1", nproc=2):
+        env = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_RESTART_COUNT": count}
+        run = zygote.start([*TINY, *SHORT, *args], work, nproc, group=True, env=env).wait(ok=False)
+        assert set(run.codes) == {1} and "Traceback" not in run.text()
+        return run.text()
+
+    note = "\ntorchrun restarts the command, up to 2 more times: if this message comes back, stop torchrun with Ctrl-C"
+    for args in (["--dataset=none"], ["--init_from=resume"], ["--tp=3"], ["--n_lay=3"]):
+        assert text(*args, nproc=1 if args[0] == "--tp=3" else 2).count(note) >= 1
+    for counts in ({"restarts": "0", "count": "0"}, {"restarts": "3", "count": "3"}, {"restarts": "x"}):
+        assert "torchrun restarts" not in text("--tp=3", nproc=1, **counts)
+
+
+def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
+    launch_of = launch.Launch
+    assert launch_of(("a", "b")).continues(launch_of(("b", "c"))) and not launch_of(("a",)).continues(launch_of(("b",)))
+    assert not launch_of().continues(launch_of()), "without a launcher there are no restarts"
+    at.env("SLURM_JOB_ID", "7")
+    job = launch.make_launch([""])
+    assert not job.continues(job), "a command that is typed twice in a job"
+    at.env("SLURM_RESTART_COUNT", "1")
+    assert launch.make_launch([""]).continues(job) and not job.continues(launch.make_launch([""]))
+    at.env("SLURM_JOB_ID", "8")
+    assert not launch.make_launch([""]).continues(job)
+
+    out = at.path / "out"
+    owner = run_folder.enter_folder(str(out), None, job)
+    assert run_folder.is_owned(out, owner, 0) and not run_folder.was_entered_by(out, job)
+    at.env("SLURM_JOB_ID", "7")
+    assert run_folder.was_entered_by(out, launch.make_launch([""]))
+    for text in ("", "[]", "{}", '{"launch": null}', '{"launch": {"agents": 3}}', "0123abcd"):
+        (out / "owner").write_text(text)
+        assert not run_folder.was_entered_by(out, launch.make_launch([""]))
+
+
+def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
+    """What the command asks for has not happened yet: a restart must do it."""
+    now, out = launch.Launch(("agent",)), str(place / "out")
+    found = run_folder.newest(out, 3)[0]
+    with at.context() as patch:
+        patch.setattr(run_folder, "continue_from", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_folder.enter_folder(out, found, now)
+    assert run_folder.find_start("resume", out, 3, now)[0].step == 3
+    run_folder.enter_folder(out, found, now)
+    os.rename(place / "out/abandoned_step_00000006", place / "out/step_00000006")  # as if it had been trained again
+    assert run_folder.find_start("resume", out, 3, now)[0].step == 6
+    with at.context() as patch:
+        patch.setattr(run_folder, "continue_from", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_folder.enter_folder(out, found, now)
+    assert run_folder.find_start("resume", out, 3, now)[0].step == 6, "a restart that is killed forgets nothing"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

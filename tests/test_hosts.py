@@ -9,10 +9,13 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hosts import HAS_NAMESPACES, Hosts, ip
-from runs import REPO, TINY, column, records, steps_in, wait_for
+from runs import REPO, TINY, children, column, records, steps_in, wait_for
+
+from isogpt import run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root and iproute2")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
@@ -62,6 +65,39 @@ def test_two_and_three_hosts_by_master_address_have_the_curve_of_one_process(hos
         assert_same_curve(work / f"on{count}", work / "one")
         names = ", ".join(h.spaces)
         assert f"ranks:   {count} = {count} nodes ({names}) x 1 on cpu, gloo over eth0 (10.77.0.1)" in h.text("h1")
+
+
+def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts, work):
+    """A disk of h2's own, which a start and a resume refuse; a folder that h2 cannot write to; another path."""
+    h, out = hosts(2), work / "out"
+    args = [*TINY, "--max_iters=3", "--save_interval=2", "--dist_timeout_s=60", f"--out_dir={out}"]
+
+    def train(flags, mount, more=(), ok=True):
+        """The output of h1 after a run in which only h2's mounts and settings are different."""
+        began = h.text("h1") if "h1" in h.logs else ""
+        processes = h.train([*args, *flags], {"h2": ([*more], mount)})
+        codes = [p.wait(60) for p in processes.values()]
+        said = h.text("h1").removeprefix(began)
+        assert codes == ([0, 0] if ok else [1, 1]) and said.count("error:") == (not ok), said + h.text("h2")
+        assert "Traceback" not in h.text("h1") + h.text("h2")
+        return said
+
+    out.mkdir()
+    (work / "elsewhere").mkdir()
+    own = f"mount -t tmpfs none {out}"
+    said = train(["--zero=1"], own, ok=False)
+    assert f"rank 0 (h1) keeps this run in {out}" in said and f"rank 1 (h2) looks in {out}" in said
+    read_only = f"mount --bind {out} {out} && mount -o remount,ro,bind {out}"
+    said = train(["--zero=1"], read_only, ok=False)
+    assert f"error: rank 1: out_dir {out} cannot be written to on h2 (Read-only file system)" in said
+    assert not list(out.glob("*step_*"))
+
+    moved = f"mount --bind {out} {work}/elsewhere && mount -t tmpfs none {out}"  # no path of h1 is there
+    for flags in (["--zero=1"], ["--zero=1", "--init_from=resume", "--max_iters=5"]):
+        train(flags, moved, [f"--out_dir={work}/elsewhere"])
+    assert sorted(column(out, "loss")) == [*range(6)] and run_folder.newest(out)[0].step == 6
+    said = train(["--zero=1", "--init_from=auto"], own, ok=False)
+    assert f"error: rank 1: {out}/step_00000006 on h2 is not the checkpoint that rank 0 found" in said
 
 
 def test_without_restarts_every_survivor_names_the_failed_host(hosts, work):
@@ -130,6 +166,31 @@ def test_elastic_hosts_end_with_the_losses_of_an_uninterrupted_run(hosts, zygote
         agents["h2"] = start("h2")
     assert agents["h1"].wait(600) == 0, h.text("h1")[-3000:]
     assert_same_curve(out, work / "one")
+
+
+def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
+    """The restart count of rank 0's agent stays 0: what --resume_step chose at the start must not be chosen again."""
+    zygote.start([*JOB, "--max_iters=25", "--keep_last=0", "--out_dir=out"], work).wait()
+    h, out = hosts(2), work / "out"
+    chosen = ["--init_from=resume", "--resume_step=10", "--max_iters=1000000", "--keep_last=0", "--dist_timeout_s=60"]
+    script = [str(REPO / "train.py"), *JOB, *chosen, "--out_dir=out"]
+    nodes = [*TORCHRUN, "--nnodes=1:2", *ELASTIC[1:], *script]
+    h.start("h1", nodes)
+    wait_for(lambda: steps_in(out) > 45, 90)
+    abandoned = sorted(path.name for path in out.glob("abandoned_*"))
+    assert abandoned == ["abandoned_step_00000020", "abandoned_step_00000026"]
+    agent = h.start("h2", nodes)
+    wait_for(lambda: world_sizes(out)[-1] == 2, 90)
+    at = steps_in(out)
+    wait_for(lambda: steps_in(out) > at + 5, 90)
+    (worker,) = (pid for pid in children(agent.pid) if "train.py" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(worker, signal.SIGKILL)
+    before = len(world_sizes(out))
+    wait_for(lambda: len(world_sizes(out)) > before and steps_in(out) > at + 5, 90)
+    assert sorted(path.name for path in out.glob("abandoned_*")) == abandoned, h.text("h1")[-3000:]
+    assert "restart: continues what this launch has written to out, step" in h.text("h1")
+    starts = [r["iter"] for r in records(out) if r.get("event") in ("start", "resume")]
+    assert starts[:2] == [0, 10] and min(starts[2:]) >= 40
 
 
 @pytest.mark.extra

@@ -452,7 +452,7 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
     zygote.start([*args, "--out_dir=straight"], work, 2).wait()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=3"]
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", str(REPO / "train.py")]
-    command = [*torchrun, *where, *args, "--out_dir=out", "--init_from=auto"]
+    command = [*torchrun, *where, *args, "--out_dir=out"]  # the default is to start from scratch
     with open(work / "log", "w") as log:
         agent = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
         wait_for(lambda: steps_in(work / "out") > 15)

@@ -371,7 +371,7 @@ def test_shards_are_written_without_copying_ahead(tmp_path):
     """DCP copies ahead with a stream of GPU 0 on every rank."""
     from isogpt import shards
 
-    assert shards.writer_for(tmp_path).per_thread_copy_ahead == 0
+    assert shards.Writer(tmp_path).per_thread_copy_ahead == 0
 
 
 def test_copies_from_a_gpu_are_queued_into_pinned_memory(monkeypatch):
