@@ -250,7 +250,7 @@ def differences(config: dict, source: "Source") -> list[str]:
     before = source.run["config"].get("dataset", config["dataset"])
     if before != config["dataset"]:
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
-    return found
+    return [*found, *source.notes]
 
 
 def check_sampling(config: dict) -> None:
