@@ -35,21 +35,23 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         ValueError: there is no checkpoint, it has this form already, or its ids cannot be decoded.
     """
     found, damaged = run_folder.best(out_dir) if form == "hf" else run_folder.newest(out_dir)
+    if not found:
+        raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *damaged]))
     for report in damaged:
         print(f"warning: {report}", file=sys.stderr)
-    if not found:
-        raise ValueError(f"no valid checkpoint in {out_dir}")
     if form == "shards" and found.path.is_dir():
         raise ValueError(f"{found.path} is in shards already")
     source = checkpoint.open_checkpoint(found)
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
+    checkpoint.check_weights(source, model)
+    for note in source.notes:
+        print(f"note: {note}", file=sys.stderr)
     parallel.materialize(model, torch.device("cpu"))
     if form == "hf":
         checkpoint.restore(source, model)
         return write_hf(out_dir, model, vocabulary_of_run(source.run, Path(out_dir), dataset))
-    kind = source.run["config"].get("optimizer", "adamw")
-    optimizers = optim.make_optimizers(model, kind, 0, 0.1, 1e-3, (0.9, 0.95))
+    optimizers = optimizers_of(model, source.run["config"])
     checkpoint.restore(source, model, optimizers)
     with unfinished_folder(out_dir) as unfinished:
         if form == "ckpt.pt":
@@ -58,9 +60,18 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         from isogpt import shards
 
         shards.write(unfinished, parallel.parts_by_name(model), checkpoint.state_parts(model, optimizers))
-        best_step, val_loss = source.run["isogpt"].get("best_step", 0), found.manifest.get("val_loss")
-        manifest = run_folder.make_manifest(source.run, 1, 3, best_step, val_loss) | {"run": source.run}
+        manifest = run_folder.make_manifest(source.run, 1, 3, found.val_loss) | {"run": source.run}
         return run_folder.commit(unfinished, manifest, keep_last=0, replace=True)
+
+
+def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
+    """
+    The optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a ckpt.pt. What the
+    config lacks is nanoGPT's default. (The state of Muon is stored without them, since nanoGPT cannot resume it.)
+    """
+    c = {"optimizer": "adamw", "learning_rate": 6e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95} | config
+    betas = (c["beta1"], c["beta2"])
+    return optim.make_optimizers(model, c["optimizer"], 0, c["weight_decay"], c["learning_rate"], betas)
 
 
 @contextmanager
@@ -109,7 +120,7 @@ def convert_hf(folder: str) -> Path:
     words = vocabulary_of_weights(folder, model.config.vocab_size)
     run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}}
     run["isogpt"] = {"vocabulary": words.describe()}
-    state = checkpoint.nanogpt_state(run, model, optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95)))
+    state = checkpoint.nanogpt_state(run, model, optimizers_of(model, {}))
     with unfinished_folder(folder) as unfinished:
         checkpoint.write_file(unfinished / "ckpt.pt", state)
         return (unfinished / "ckpt.pt").replace(Path(folder) / "ckpt.pt")
@@ -117,21 +128,27 @@ def convert_hf(folder: str) -> Path:
 
 def list_checkpoints(out_dir: str) -> str:
     """A table of the checkpoints in a run's folder."""
-    lines, best_step = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"], None
-    for folder in run_folder.step_folders(Path(out_dir)):
+    lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"]
+    folders = run_folder.step_folders(Path(out_dir))
+    newest = next(filter(None, map(run_folder.read_manifest, folders)), None)  # it knows which one is the best
+    best = run_folder.best_folder(Path(out_dir), newest) if newest else None
+    for folder in folders:
         manifest, state = run_folder.read_manifest(folder), run_folder.damage(folder) or "valid"
-        if manifest and best_step is None:  # the newest one knows
-            best_step = manifest["best_step"]
-        if run_folder.step_of(folder) == best_step:
+        if folder == best:
             state += " (best)"
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
         with suppress(FileNotFoundError):  # a live run has just deleted it
-            lines.append(row(run_folder.step_of(folder), form, manifest.get("val_loss"), folder.iterdir(), state))
+            val_loss = run_folder.val_loss_of(manifest) if manifest else None
+            lines.append(row(run_folder.step_of(folder), form, val_loss, folder.iterdir(), state))
     bare = Path(out_dir) / "ckpt.pt"
     if bare.exists() and not bare.is_symlink():
-        problem = run_folder.damaged_zip(bare)
-        step = "?" if problem else run_folder.read_file(bare)["iter_num"]
-        lines.append(row(step, "bare", None, [bare], f"{problem or 'valid'}: {bare}"))
+        step, val_loss, state = "?", None, f"valid: {bare}"
+        try:
+            found = run_folder.open_bare(bare, run_folder.read_file(bare, verify=True))
+            step, val_loss = found.step, found.val_loss
+        except ValueError as e:
+            state = str(e)
+        lines.append(row(step, "bare", val_loss, [bare], state))
     return "\n".join(lines)
 
 

@@ -73,10 +73,10 @@ with agree.exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
     if init_from == "resume" and ranks.is_main:
         found, damaged = run_folder.best(out_dir) if best else run_folder.newest(out_dir)
+        if not found:
+            raise ValueError("; ".join([f"no checkpoint in {out_dir}: set --out_dir= to the run's folder", *damaged]))
         for report in damaged:
             print(f"warning: {report}", file=sys.stderr)
-        if not found:
-            raise ValueError(f"no checkpoint in {out_dir}: set --out_dir= to the run's folder")
 found = agree.broadcast(found)
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic=False)
@@ -85,7 +85,10 @@ with agree.exit_together():
     if found:
         source = checkpoint.open_checkpoint(found)
         if ranks.is_main:
-            print(f"{found.path}: step {found.step}, best val loss {source.run['best_val_loss']:.4f}", file=sys.stderr)
+            loss = "unknown" if found.val_loss is None else f"{found.val_loss:.4f}"
+            print(f"{found.path}: step {found.step}, val loss {loss}", file=sys.stderr)
+            for note in source.notes:
+                print(f"note: {note}", file=sys.stderr)
     else:
         pretrained = GPT.from_pretrained(init_from)
     model_args = source.run["model_args"] if source else pretrained.describe()
@@ -101,6 +104,8 @@ with agree.exit_together():
     settings.check_degrees(ranks.world_size, degrees, {"n_kv_head": 0} | model_args, splits_sequence=False)
     with torch.device("meta"):
         model = GPT(GPTConfig(**model_args))
+    if source:
+        checkpoint.check_weights(source, model)
 splits = parallel.split_model(model, mesh, degrees["pp_schedule"], splits_sequence=False)
 parallel.materialize(model, torch.device("cpu"), splits)
 with agree.exit_together():

@@ -24,7 +24,7 @@ from isogpt import agree, checkpoint, launch, layouts, loader, memory, metrics, 
 from isogpt.evaluation import evaluate
 from isogpt.hardware import Clock, measured_speeds, memory_gb, over_ranks, start_profiler, total_peak_flops
 from isogpt.mesh import make_mesh
-from isogpt.run_folder import enter_folder, mark_preempted
+from isogpt.run_folder import enter_folder, mark_preempted, what_is_measured
 from isogpt.run_vocabulary import vocabulary_for_run
 from isogpt.schedule import make_schedule
 from isogpt.settings import RENAMED, check_degrees, check_training, fit_model_args, model_args_of
@@ -52,7 +52,7 @@ always_save_checkpoint = True  # save at each evaluation; False: only at the bes
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end)
 keep_last = 2  # checkpoints to keep besides the best one (0: all)
 # -- logging ----------------------------------------------------------------------------------------------------------
-eval_interval = 2000  # steps between evaluations
+eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too
 eval_iters = 200  # an evaluation reads eval_iters * batch_size sequences of each split, the same ones every time
 log_interval = 1  # steps between logged lines
 wandb_log = False  # log to Weights & Biases too
@@ -136,6 +136,7 @@ try:
     config = configure(globals(), renamed=RENAMED)
     check_training(config)
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
+    eval_sequences = eval_iters * batch_size  # of each split; a layout may change batch_size
     schedule = make_schedule(config, sequences_per_step)
     launch.start_workers(nproc, __file__)
     ranks = launch.connect(device, backend, dist_timeout_s)
@@ -147,6 +148,7 @@ try:
     with agree.exit_together():
         degrees = {"islands": islands or launch.island_count(ranks)}
         check_degrees(ranks.world_size, config | degrees, config if init_from == "scratch" else {})
+    measures = what_is_measured(config, data.digest)  # by an evaluation
     stop = resilience.watch_signals(time_limit_s)
     source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step, ranks)  # rank 0 looks, all ranks open it
     config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
@@ -157,12 +159,11 @@ except (ValueError, dist.DistError) as e:
     fail(str(e))
 
 # log, and what a previous attempt left behind (all ranks)
-progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
-logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters)
+progress = checkpoint.Progress(sequences_per_step * block_size, measures=measures)
+logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters, eval_interval)
 job = resilience.describe_job(config, ranks.world_size)
 micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
-if is_resume:
-    progress.load(source.run)
+notes = progress.load(source) if is_resume else []  # what is not continued
 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
 pretrained, weights_name = None, init_from.removeprefix("auto:")
@@ -181,6 +182,8 @@ with agree.exit_together():
     vocabulary, data_notes = vocabulary_for_run(data, source, weights_from, model_args["vocab_size"], is_resume)
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
+    if source:
+        checkpoint.check_weights(source, raw_model)
     model_args = raw_model.describe()
     parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()  # of the whole model
     compute_dtype = precision.resolve_dtype(dtype, ranks.device, previous=source.dtype if is_resume else None)
@@ -188,8 +191,7 @@ compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
-origin = {"data": {"dataset": dataset, "digest": data.digest}, "vocabulary": vocabulary.describe()}
-saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, config, origin)
+saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, config, vocabulary)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
                        model_args["vocab_size"], ranks.device, weights)  # fmt: skip
 clock = Clock(ranks.device)
@@ -237,10 +239,10 @@ saver.check_folder(ranks.hosts)
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
 logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
               schedule)  # fmt: skip
-for note in data_notes:
-    logger.print(f"note:    {note}")
 logger.event("resume" if is_resume else "start", config=config, world_size=ranks.world_size, dtype=compute_dtype,
              micro_batch=micro_batch, parameters=parameter_count, peak_flops=logger.peak_flops)  # fmt: skip
+for note in notes + data_notes:
+    logger.print(f"note:    {note}")
 
 
 def save(val_loss: float | None = None) -> None:
@@ -251,6 +253,14 @@ def save(val_loss: float | None = None) -> None:
         saver.check(raw_model, progress.step)
     with clock("save"):
         saver.start(progress, raw_model, optimizers, scaler, compute_dtype, val_loss)
+
+
+def evaluation_failed(reason: str) -> None:
+    """Save the state that could not be evaluated, since the run ends now, and record why (all ranks)."""
+    if save_checkpoint and progress.step != saver.step:
+        save()
+        logger.saved(saver.wait_together())
+    logger.failed(reason)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,18 +287,20 @@ watchdog.start()
 logger.start(eval_only)
 step_began = time.perf_counter()
 
-while progress.step <= max_iters or eval_only:
+is_complete = progress.step > max_iters and not eval_only  # a run that ended before: nothing is left to do
+while not is_complete:
     step, val_loss = progress.step, None
     precision.seed_step(seed, step, ranks.rank)
     lr = schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
 
-    # evaluate and save the state before this step
+    # evaluate and save the state before this step; after the last step, the final state
     pause_began = time.perf_counter()
-    if eval_only or step % eval_interval == 0:
+    is_complete = eval_only or step > max_iters
+    if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a graph of its own
-        with exchange.evaluated_weights(), logger.traffic.paused():
-            train_loss, val_loss = (evaluate(raw_model, reader, split, eval_iters * batch_size, autocast, stop, clock,
+        with agree.exit_together(evaluation_failed), exchange.evaluated_weights(), logger.traffic.paused():
+            train_loss, val_loss = (evaluate(raw_model, reader, split, eval_sequences, autocast, stop, clock,
                                              saver.seconds) for split in ("train", "val"))  # fmt: skip
         if stop.agreed:
             break
@@ -298,11 +310,13 @@ while progress.step <= max_iters or eval_only:
     is_best = val_loss is not None and val_loss < progress.best_val_loss
     if is_best:
         progress.best_val_loss, progress.best_step = val_loss, step
-    is_due = is_best or (val_loss is not None and always_save_checkpoint)
+    is_due = is_best or is_complete or (val_loss is not None and always_save_checkpoint)
     if (is_due or (save_interval and step % save_interval == 0)) and save_checkpoint and step != saver.step:
         save(val_loss)
     if check_ranks_interval and step % check_ranks_interval == 0:
         parallel.check_weights(raw_model, step, logger.failed, mesh.index("islands"))
+    if is_complete:
+        break
     step_began += time.perf_counter() - pause_began
     if step in progress.skipped:  # excluded by a rollback; reader.train leaves its batches out
         progress.skip()
@@ -374,12 +388,12 @@ while progress.step <= max_iters or eval_only:
         break
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the end: the last checkpoint, the final plot (all ranks)
+# the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
 is_preempted = stop.agreed != 0 and progress.step <= max_iters
 step_parts = over_ranks(agree.gather_objects(clock.medians()))
-if progress.step != saver.step:
-    if save_checkpoint:
-        save()
+if stop.agreed and save_checkpoint and progress.step != saver.step:
+    save()
+if logger.steps_taken:
     logger.saved(saver.wait_together())
     logger.done()  # the summary and the plot
 with agree.exit_together(logger.failed):

@@ -4,11 +4,14 @@ are on disk, which of them are valid, and which are deleted: run_folder.py.
 """
 
 import math
+import operator
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -21,38 +24,63 @@ from torch import Tensor
 
 from isogpt import optim, run_folder
 from isogpt.agree import broadcast, do_together, exit_together, gather_objects, is_main, wait_together
+from isogpt.architecture import GPTConfig
 from isogpt.files import reason_of
 from isogpt.hardware import synchronize
 from isogpt.launch import Ranks, rank_names
 from isogpt.mesh import AXES, Mesh
 from isogpt.parallel import Exchange, Part, copy_to_cpu, keeps_errors, local, part_of, parts_by_name, reshard, splits_of
 from isogpt.run_folder import Found
+from isogpt.vocabulary import Vocabulary
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
+# parts of parameters' names: of torch.compile, DataParallel and DDP, FSDP, activation checkpointing, DeepSpeed
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+# Fields of forks in model_args, by parts of their names. HARMLESS ones concern speed, memory, training or what
+# nanoGPT's model has anyway. CHANGING ones change what is computed, and the names and shapes of the weights do not show
+# it; for all others, which the weights show, see check_weights.
+HARMLESS = re.compile(r"flash|sdp|compile|checkpoint|fused|kernel|device|dtype|init|seed|batch|backend|drop|tie|tying")
+CHANGING = re.compile(r"rope|rotary|alibi|pos|norm|eps|window|cap|act|glu|gelu|relu|scale|residual|parallel|attn")
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
 
 
 @dataclass
 class Progress:
-    """How far a run has come. `step` is the next step; `skipped` are steps excluded because they were not finite."""
+    """
+    How far a run has come. `step` is the next step; `skipped` are steps excluded because they were not finite.
+
+    `best_val_loss` is the lowest loss of those that `measures` the same, see run_folder.what_is_measured. `best_step`
+    is the step of its checkpoint; NONE: there is none.
+    """
 
     tokens_per_step: int
+    measures: dict = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
     position: int = 0  # tokens that the steps before `step` have read, those that were skipped included
     best_val_loss: float = math.inf
-    best_step: int = 0
+    best_step: int = run_folder.NONE
     skipped: set[int] = field(default_factory=set)
     wandb_id: str | None = None
     shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
 
-    def load(self, run: dict) -> None:
-        """Continue a checkpoint's run (see Source.run)."""
-        ours = run.get("isogpt", {})  # missing in nanoGPT's checkpoints
+    def load(self, source: "Source") -> list[str]:
+        """Continue a checkpoint's run; returns a sentence about each thing that is not continued."""
+        run, notes = source.run, []
+        ours = run["isogpt"]
         self.rewind(run)
-        self.best_val_loss, self.best_step = run.get("best_val_loss", math.inf), ours.get("best_step", 0)
         self.skipped, self.wandb_id = set(ours.get("left_out", [])), ours.get("wandb_id")
         self.shares = tuple(ours.get("shares", ()))
+        changed = run_folder.changed_measures(run_folder.measures_of(run), self.measures)
+        if not changed:
+            self.best_val_loss = run["best_val_loss"]
+            self.best_step = run_folder.best_step_of(run)
+        elif math.isfinite(run["best_val_loss"]):
+            notes.append(f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
+                         f"evaluations measure something different: {', '.join(changed)}")  # fmt: skip
+        if source.optimizer == {}:
+            notes.append(f"{source.found.path} contains no state of AdamW: the moments start at zero")
+        return notes
 
     def rewind(self, run: dict) -> None:
         """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
@@ -73,7 +101,8 @@ class Progress:
 
     def describe(self) -> dict:
         """What a checkpoint stores of it besides iter_num and best_val_loss."""
-        facts = {"best_step": self.best_step, "tokens": self.tokens, "position": self.position}
+        facts = {"best_step": self.best_step, "measures": self.measures}
+        facts |= {"tokens": self.tokens, "position": self.position}
         return facts | {"left_out": sorted(self.skipped), "wandb_id": self.wandb_id, "shares": list(self.shares)}
 
 
@@ -81,13 +110,15 @@ class Progress:
 class Source:
     """
     An open checkpoint. `run` is everything that is not a tensor: model_args, iter_num, best_val_loss, config, isogpt.
-    `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if they are in shards.
+    `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if they are in shards. `notes` are
+    sentences about what is not used of a fork's checkpoint.
     """
 
     found: Found
     run: dict
     weights: dict[str, Tensor] | None = None
     optimizer: dict[str, dict[str, Tensor]] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str | None:
@@ -159,20 +190,92 @@ def open_checkpoint(found: Found) -> Source:
     path, state = found.path, run_folder.read_file(found.path)
     if not isinstance(state["model"], dict) or not all(torch.is_tensor(w) for w in state["model"].values()):
         raise ValueError(f"{path}: its model is not a dict of tensors")
-    args = state["model_args"]
-    absent = [k for k in MODEL_ARGS if not isinstance(args, dict) or not isinstance(args.get(k), int)]
+    weights = {without_wrappers(name): w for name, w in state["model"].items()}
+    # nanoGPT without flash attention stores the causal mask of each block
+    weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
+    run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
+    args, notes = nanogpt_args(path, state["model_args"])
+    run["model_args"] = args | run["isogpt"].get("model_args", {"gelu": run["isogpt"].get("gelu", "none")})
+    if "isogpt" not in state:  # a fork's settings may have the names of ours
+        run["config"] = {k: v for k, v in state["config"].items() if v is not None and k != "optimizer"}
+    return Source(found, run, weights, optim.by_name(weights, state.get("optimizer")), notes)
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name without the names of modules that wrap others."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
+    """
+    nanoGPT's fields of the model_args in a ckpt.pt.
+
+    Returns:
+        (the fields, sentences about fields of a fork that are not used)
+
+    Raises:
+        ValueError: a field is missing, or a fork's field changes the model.
+    """
+    args = {}
+    for name in MODEL_ARGS:
+        with suppress(TypeError, KeyError):  # numbers of numpy are accepted too
+            args[name] = bool(saved[name]) if name == "bias" else operator.index(saved[name])
+    absent = [name for name in MODEL_ARGS if name not in args]
     if absent:
         raise ValueError(f"{path}: its model_args have no {', '.join(absent)}")
-    saved = state.get("optimizer", {"state": {}})
-    if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
-        raise ValueError(f"{path}: its optimizer has no AdamW state")
-    # nanoGPT stores torch.compile's prefix and, without flash attention, the causal mask of each block
-    weights = {name.removeprefix("_orig_mod."): w for name, w in state["model"].items()}
-    weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
-    run = {"isogpt": {}, "config": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
-    run["model_args"] = {**args, **run["isogpt"].get("model_args", {"gelu": run["isogpt"].get("gelu", "none")})}
-    run["best_val_loss"] = float(run.get("best_val_loss", math.inf))  # a tensor in nanoGPT's
-    return Source(found, run, weights, optim.by_name(weights, saved["state"]))
+    args["dropout"] = float(saved.get("dropout") or 0.0)
+    default = GPTConfig(**args)
+    others = {name: v for name, v in saved.items() if name not in args and v and v != getattr(default, name, None)}
+    harmless = [name for name in others if HARMLESS.search(name.lower())]
+    changing = [name for name in others if name not in harmless and CHANGING.search(name.lower())]
+    if changing:
+        found = ", ".join(f"{name}={others[name]!r}" for name in changing)
+        raise ValueError(f"{path}: {found} in its model_args changes the model, which is not nanoGPT's: load it with "
+                         f"the program that saved it")  # fmt: skip
+    notes = []
+    for name, value in others.items():
+        reason = "it does not change the model"
+        if name not in harmless:  # nanoGPT ignores it too
+            reason = "its weights are those of nanoGPT's model, but if it changes what that computes, as rope=True " \
+                     "would, losses and samples are wrong"  # fmt: skip
+        notes.append(f"{name}={value!r} in model_args of {path} is not used: {reason}")
+    return args, tuple(notes)
+
+
+def check_weights(source: Source, model: nn.Module) -> None:
+    """
+    Check that a model, which is not divided yet, uses all weights of a ckpt.pt and lacks none, as nanoGPT does.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if source.weights is None:  # in shards, which only this program writes
+        return
+    path, head, wte = source.found.path, "lm_head.weight", "transformer.wte.weight"
+    used = {name for name, _ in model.named_parameters()}
+    dense = {name.replace(".experts.", ".") for name in used if ".router." not in name}
+    wanted = used if source.run["model_args"].get("n_expert") else dense  # an MLP is copied to experts
+    lacking = sorted(wanted - source.weights.keys())
+    if lacking:
+        raise ValueError(f"{path} does not fit the model: it has no {some_of(lacking)}")
+    if model.config.tied and head in source.weights and not same_values(source.weights[head], source.weights[wte]):
+        raise ValueError(f"{path} does not fit the model: {head} and {wte} should be the same weights, but differ")
+    unused = sorted(source.weights.keys() - wanted - ({head} if model.config.tied else set()))
+    if unused:
+        raise ValueError(f"{path} does not fit the model: it also contains {some_of(unused)}, which nanoGPT's model "
+                         f"does not have")  # fmt: skip
+
+
+def some_of(names: list[str]) -> str:
+    """The first names of a list, and how many there are in addition."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal. Tied weights are one tensor in the file: then nothing is read."""
+    is_same_kind = a.shape == b.shape and a.dtype == b.dtype
+    return is_same_kind and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
 
 
 def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None,
@@ -200,17 +303,28 @@ def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optim
     else:
         try:
             load_weights(model, source.weights, seed)
-            for name, saved in source.optimizer.items():
-                for key, target in state.get(name, {}).items():
-                    whole = torch.as_tensor(saved[key], dtype=torch.float32)
-                    target = target.unstacked()  # the same on all islands
-                    target.put(adapt(whole, target, name))
         except (KeyError, RuntimeError) as e:
             raise ValueError(f"{source.found.path} does not fit the model: {reason_of(e)[:200]}") from e
+        restore_moments(source, state)
     if progress:
         progress.rewind(source.run)
     if scaler and source.run["isogpt"].get("scaler"):
         scaler.load_state_dict(source.run["isogpt"]["scaler"])
+
+
+def restore_moments(source: Source, state: dict[str, dict[str, Part]]) -> None:
+    """Copy a ckpt.pt's optimizer state into the parts that this rank holds, see `restore`."""
+    try:
+        for name, saved in source.optimizer.items():
+            for key, target in state.get(name, {}).items():
+                whole = torch.as_tensor(saved[key], dtype=torch.float32)
+                target = target.unstacked()  # the same on all islands
+                target.put(adapt(whole, target, name))
+    except (KeyError, RuntimeError) as e:
+        problem = " ".join(str(e).split())[:200]
+        raise ValueError(f"the optimizer's state in {source.found.path} does not fit the weights ({problem}), which "
+                         "nanoGPT numbered differently before May 2023: start a new run from the weights, with "
+                         "--init_from=FOLDER and a different --out_dir") from e  # fmt: skip
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], seed: int = 0) -> None:
@@ -320,7 +434,7 @@ class Saver:
     zero: int
     model_args: dict
     config: dict
-    origin: dict = field(default_factory=dict)  # of the tokens: the data set, its digest and the vocabulary
+    vocabulary: Vocabulary | None = None  # what the token ids mean
     exchange: Exchange | None = None  # known before the first checkpoint, like owner
     owner: str = ""
     pending: Future | None = None
@@ -386,12 +500,12 @@ class Saver:
         """Copy the state and start to write it (all ranks; without shards, ranks other than 0 have nothing to do)."""
         began, self.step, self.problem = time.perf_counter(), progress.step, ""
         extra = {"dtype": dtype, "scaler": scaler.state_dict(), **progress.describe(), "world_size": self.world_size}
-        extra |= self.origin
+        extra["vocabulary"] = self.vocabulary.describe() if self.vocabulary else None
         run = {"model_args": self.model_args, "iter_num": progress.step, "best_val_loss": progress.best_val_loss}
         run |= {"config": self.config, "isogpt": extra}
         self.folder = run_folder.step_folder(Path(self.out_dir), self.step)
         unfinished = run_folder.unfinished_folder(Path(self.out_dir), self.owner, self.step)
-        manifest = run_folder.make_manifest(run, self.world_size, self.zero, progress.best_step, val_loss)
+        manifest = run_folder.make_manifest(run, self.world_size, self.zero, val_loss)
         if self.is_sharded:
             from isogpt import shards
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from itertools import chain, count, pairwise
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -434,11 +434,26 @@ class Reader:
         return self.read(self.data.train, self.starts, steps, self.share)
 
     def evaluation(self, split: str, sequences: int) -> Batches:
-        """This rank's micro-batches of an evaluation, which reads the same sequences every time."""
+        """
+        This rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks that compute a
+        model together need the same number of them: if data cannot be read, padding follows, and then the error.
+
+        Raises:
+            DataError: after the last micro-batch, if the file was truncated or an id is outside the vocabulary.
+        """
         tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
         starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
         share = share_of(sequences, self.mesh.data_rank, self.mesh.data_size, self.micro_batch, weights=self.weights)
-        return self.read(tokens, lambda _: starts, [0], share)
+        count_read = 0
+        try:
+            for batch in self.read(tokens, lambda _: starts, [0], share):
+                yield batch
+                count_read += 1
+        except DataError:
+            no_tokens, no_starts = np.zeros(self.block_size + 1, np.uint16), np.full(sequences, PADDING)
+            padding = self.read(no_tokens, lambda _: no_starts, [0], share)
+            yield from islice(padding, share.micro_steps - count_read)
+            raise
 
     def read(self, tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int],
              share: Share) -> Batches:  # fmt: skip

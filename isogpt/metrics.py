@@ -24,7 +24,7 @@ from isogpt.launch import Ranks
 from isogpt.loader import Dataset, Reader, show_weights
 from isogpt.parallel.compilation import compile_report
 from isogpt.resilience import SlowRanks, Spikes, Stop, alert
-from isogpt.run_folder import is_run
+from isogpt.run_folder import NONE, is_run
 from isogpt.schedule import Schedule
 from isogpt.settings import differences
 from isogpt.traffic import Traffic
@@ -46,6 +46,7 @@ class Logger:
     progress: Progress
     alert_command: str = ""
     max_iters: int = 0
+    eval_interval: int = 1
     flops_per_step: float = 0.0
     peak_flops: float | None = None
     peak_source: str = "unknown"
@@ -80,7 +81,8 @@ class Logger:
     def cut_back(self) -> list[dict]:
         """
         Open the logs at progress.step (rank 0): without lines of this step and later ones, which are going to be
-        repeated, and without torn lines. Events stay. Returns the records that were in metrics.jsonl.
+        repeated, and without torn lines. Events stay. So does the evaluation of this step's state if it is not going to
+        be repeated, because it was made at the end of a run. Returns the records that were in metrics.jsonl.
         """
         if not self.ranks.is_main:
             return []
@@ -88,13 +90,21 @@ class Logger:
         if self.file:
             self.file.close()
         records = read_records(path)
-        kept = [r for r in records if "event" in r or r.get("iter", 0) < self.progress.step]
+        step = self.progress.step
+        kept = [r for r in records if "event" in r or r.get("iter", 0) < step]
+        evaluation = []
+        if step > self.max_iters or step % self.eval_interval:
+            evaluation = [r for r in records if "val_loss" in r and r.get("iter") == step][-1:]
+        kept += evaluation
         write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
         self.file = open(path, "ab", buffering=0)  # unbuffered: a line is in the file, or there is an error
         if self.summary_writer:
             if self.tensorboard:
                 self.tensorboard.close()
             self.tensorboard = self.summary_writer(Path(self.out_dir, "tensorboard"), purge_step=self.progress.step)
+            for r in evaluation:  # purged too
+                for name in ("train", "val"):
+                    self.tensorboard.add_scalar(f"{name}/loss", r[f"{name}_loss"], step)
         return records
 
     def start_services(self, config: dict) -> None:
@@ -226,7 +236,7 @@ class Logger:
         self.print(f"step {self.progress.step}: train loss {train_loss:.4f}, val loss {val_loss:.4f}")
         self.write({"iter": self.progress.step, "train_loss": train_loss, "val_loss": val_loss})
         self.send({"train/loss": train_loss, "val/loss": val_loss, "lr": lr})
-        if self.steps_taken:
+        if self.steps_taken and self.progress.step <= self.max_iters:  # `done` plots after the last step
             self.plot()
 
     def step(self, numbers: StepNumbers, lr: float, log_interval: int, routing: Tensor | None) -> None:
@@ -279,8 +289,11 @@ class Logger:
     def done(self) -> None:
         """Report the end of training, and plot the loss curve."""
         p, took, plot = self.progress, duration(time.perf_counter() - self.began), self.plot()
-        best = f"best val loss {p.best_val_loss:.4f} at step {p.best_step}"
-        self.print(f"done: {self.steps_taken} steps in {took}, {best}")
+        best = ""
+        if math.isfinite(p.best_val_loss):
+            at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
+            best = f", best val loss {p.best_val_loss:.4f}{at_step}"
+        self.print(f"done: {self.steps_taken} steps in {took}{best}")
         self.print(plot)
 
     def end(self, stop: Stop | None, spans_ms: dict) -> None:

@@ -299,12 +299,18 @@ def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> di
     return state
 
 
-def by_name(weights: dict[str, Tensor], state: dict[int | str, dict]) -> dict[str, dict]:
+def by_name(weights: dict[str, Tensor], saved: object) -> dict[str, dict]:
     """
-    The state of `saved_state` by parameter name. nanoGPT's numbers count the parameters of two or more dimensions
-    first, then the rest, both in the order of `weights`.
+    The state of `saved_state` by parameter name; empty if there is none, or not AdamW's, as in checkpoints of forks.
+    nanoGPT's numbers count the parameters of two or more dimensions first, then the rest, both in the order of
+    `weights`.
     """
+    state = saved.get("state") if isinstance(saved, dict) else None
+    if not isinstance(state, dict) or not all(isinstance(moments, dict) for moments in state.values()):
+        return {}
     if all(isinstance(key, str) for key in state):
         return state
+    if not all({"exp_avg", "exp_avg_sq", "step"} <= moments.keys() for moments in state.values()):
+        return {}
     names = sorted((n for n in weights if n != "lm_head.weight"), key=lambda n: weights[n].dim() < 2)
     return {name: state[i] for i, name in enumerate(names) if i in state}

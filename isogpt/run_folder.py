@@ -12,6 +12,8 @@ step_* is complete. The checksums detect damage that happens later.
 
 import hashlib
 import json
+import math
+import operator
 import os
 import re
 import shutil
@@ -24,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from isogpt.agree import broadcast
@@ -34,16 +37,29 @@ MARK = "PREEMPTED"  # this file means that the run was stopped on request and is
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
 REPLACED = "unfinished_was_"  # a checkpoint that is being replaced by another form of it: see `commit`
 STEP = re.compile(rf"(?:{REPLACED})?step_(\d{{8,}})")
+NONE = -1  # best_step if no checkpoint on disk has the best loss
+# A numpy scalar is plain data: a value and its dtype. NumPy 1 called the module numpy.core.
+SCALAR = np._core.multiarray.scalar if hasattr(np, "_core") else np.core.multiarray.scalar
+PLAIN = (
+    (SCALAR, "numpy._core.multiarray.scalar"),
+    (SCALAR, "numpy.core.multiarray.scalar"),
+    np.dtype,
+    *{type(np.dtype(kind)) for kind in (*np.typecodes["AllInteger"], *np.typecodes["Float"], "?")},
+)
 UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")  # a checkpoint that a run was writing or deleting
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint on disk: its ckpt.pt or its folder of shards, its step, its manifest (empty for a bare ckpt.pt)."""
+    """
+    A checkpoint on disk: its ckpt.pt or its folder of shards, its step, its manifest (empty for a bare ckpt.pt), and
+    the validation loss of its weights (None if that is not known).
+    """
 
     path: Path
     step: int
     manifest: dict = field(default_factory=dict)
+    val_loss: float | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,10 +93,17 @@ def is_run(folder: str) -> bool:
     return bool(folder) and (bool(step_folders(Path(folder))) or (Path(folder) / "ckpt.pt").exists())
 
 
-def make_manifest(run: dict, world_size: int, zero: int, best_step: int, val_loss: float | None) -> dict:
-    """What manifest.json holds besides the files' checksums. `run`: the state that is not tensors."""
+def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None) -> dict:
+    """
+    What manifest.json holds besides the files' checksums.
+
+    Args:
+        run: the state that is not tensors.
+        val_loss: of this state, if it was evaluated.
+    """
     layout = {"world_size": world_size, "zero": zero}
-    facts = {"step": run["iter_num"], "best_step": best_step, "val_loss": val_loss, "layout": layout}
+    facts = {"step": run["iter_num"], "best_step": best_step_of(run), "best_val_loss": run["best_val_loss"]}
+    facts |= {"val_loss": val_loss, "measures": measures_of(run), "layout": layout}
     return facts | {"block_size": run["model_args"]["block_size"], "torch": torch.__version__}
 
 
@@ -149,21 +172,100 @@ def read_file(path: Path, verify: bool = False) -> dict:
     if verify and (problem := damaged_zip(path)):
         raise ValueError(f"{path} is damaged: {problem}")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(PLAIN):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # a damaged or hostile file raises nearly anything
-        raise ValueError(f"{path} cannot be loaded: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
+        raise ValueError(f"{path} cannot be loaded: {why_not_loaded(e)}") from e
     missing = [k for k in ("model", "model_args", "iter_num") if not isinstance(state, dict) or k not in state]
     if missing:
         raise ValueError(f"{path} is not a nanoGPT or isoGPT checkpoint: it has no {', '.join(missing)}")
-    if not isinstance(state["iter_num"], int) or state["iter_num"] < 0:
-        raise ValueError(f"{path}: its iter_num is {state['iter_num']!r}")
+    step, best_loss, config = (state.get(name) for name in ("iter_num", "best_val_loss", "config"))
+    try:
+        state["iter_num"] = operator.index(step)
+    except TypeError:
+        raise ValueError(f"{path}: its iter_num is {step!r}") from None
+    if state["iter_num"] < 0:
+        raise ValueError(f"{path}: its iter_num is {step!r}")
+    try:  # a tensor in nanoGPT's
+        state["best_val_loss"] = math.inf if best_loss is None else float(best_loss)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{path}: its best_val_loss is {best_loss!r}, not a number") from None
+    state["config"] = config if isinstance(config, dict) else {}
     return state
+
+
+def why_not_loaded(error: Exception) -> str:
+    """Why torch.load refused a file, in one line: PyTorch's message is several, with escape codes."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    if refused:
+        return f"it contains {refused[1]}, and only tensors and plain values are read"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def best_step_of(run: dict) -> int:
+    """
+    The step of the checkpoint that holds best_val_loss, as a checkpoint records it; NONE if none on disk does. In
+    nanoGPT's checkpoints it is the loss of the checkpoint itself, since nanoGPT saves where it evaluates; the step
+    shows that a fork saved at a different one.
+    """
+    ours = run.get("isogpt", {})
+    if "best_step" in ours:
+        return ours["best_step"]
+    interval = run["config"].get("eval_interval")
+    was_evaluated = not isinstance(interval, int) or interval < 1 or run["iter_num"] % interval == 0
+    return run["iter_num"] if was_evaluated and math.isfinite(run["best_val_loss"]) else NONE
+
+
+def measures_of(run: dict) -> dict:
+    """What determined a checkpoint's validation losses, see `what_is_measured`."""
+    return run.get("isogpt", {}).get("measures") or what_is_measured(run.get("config") or {})
+
+
+def what_is_measured(config: dict, digest: str | None = None) -> dict:
+    """
+    What determines the value of a validation loss; None for what is not known. Losses are compared only if they
+    measure the same. The number of processes and the micro-batch that they compute are not part of it.
+    """
+    found = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
+    counts = [config.get(name) for name in ("eval_iters", "batch_size")]
+    sequences = math.prod(counts) if all(isinstance(n, int) for n in counts) else None
+    return found | {"digest": digest, "sequences": sequences}
+
+
+def changed_measures(before: dict, now: dict) -> list[str]:
+    """A phrase for each difference between two results of `what_is_measured`. What one of them lacks does not count."""
+    both = {name for name in now if now[name] is not None and before.get(name) is not None}
+    names = ["digest" if "digest" in both else "dataset", "block_size", "sequences", "seed"]
+    changed = [name for name in names if name in both and before[name] != now[name]]
+    phrases = {name: f"{name} is {now[name]}, not {before.get(name)}" for name in changed}
+    if "digest" in changed:
+        is_renamed = before.get("dataset") != now["dataset"]
+        phrases["digest"] = f"dataset is {now['dataset']}, not {before.get('dataset')}"
+        if not is_renamed:
+            phrases["digest"] = f"the files of dataset {now['dataset']} are different"
+    if "sequences" in changed:
+        phrases["sequences"] = f"eval_iters * batch_size is {now['sequences']}, not {before['sequences']}"
+    return list(phrases.values())
 
 
 def open_folder(folder: Path) -> Found:
     """The checkpoint in a step folder that is not damaged."""
     manifest = read_manifest(folder)
-    return Found(folder / "ckpt.pt" if "ckpt.pt" in manifest["files"] else folder, manifest["step"], manifest)
+    path = folder / "ckpt.pt" if "ckpt.pt" in manifest["files"] else folder
+    return Found(path, manifest["step"], manifest, val_loss_of(manifest))
+
+
+def val_loss_of(manifest: dict) -> float | None:
+    """The validation loss of the checkpoint with this manifest; None if it is not known."""
+    if manifest.get("best_step") == manifest["step"]:
+        return manifest.get("best_val_loss")
+    return manifest.get("val_loss")
+
+
+def open_bare(path: Path, state: dict) -> Found:
+    """The checkpoint in a ckpt.pt without a manifest."""
+    is_best = best_step_of(state) == state["iter_num"]
+    return Found(path, state["iter_num"], val_loss=state["best_val_loss"] if is_best else None)
 
 
 def newest(out_dir: str, step: int = -1) -> tuple[Found | None, list[str]]:
@@ -196,7 +298,7 @@ def newest(out_dir: str, step: int = -1) -> tuple[Found | None, list[str]]:
     except ValueError as e:
         return found, reports if linked else [*reports, str(e)]
     if "isogpt" not in state or (not linked and state["iter_num"] > (found.step if found else -1)):
-        return Found(bare, state["iter_num"]), reports
+        return open_bare(bare, state), reports
     return found, reports
 
 
@@ -205,11 +307,35 @@ def best(out_dir: str) -> tuple[Found | None, list[str]]:
     found, reports = newest(out_dir)
     alone = Path(out_dir) / "ckpt_best.pt"
     if not found and alone.exists():  # the file was copied without its folder
-        return Found(alone, read_file(alone, verify=True)["iter_num"]), reports
-    folder = step_folder(Path(out_dir), found.manifest.get("best_step", -1) if found else -1)
-    if folder.exists() and not damage(folder):
-        return open_folder(folder), reports
-    return found, reports
+        return open_bare(alone, read_file(alone, verify=True)), reports
+    folder = best_folder(Path(out_dir), found.manifest) if found and found.manifest else None
+    if not folder:
+        return found, reports
+    if problem := damage(folder):
+        return found, [*reports, f"{folder} is damaged: {problem}"]
+    its_best = open_folder(folder)
+    if its_best.step == found.manifest["best_step"]:  # it may have been evaluated only after it was saved
+        its_best = replace(its_best, val_loss=found.manifest.get("best_val_loss"))
+    return its_best, reports
+
+
+def best_folder(out: Path, manifest: dict) -> Path | None:
+    """
+    The checkpoint with the best validation loss, by the manifest of the newest one. If the step that it names was not
+    saved, because the disk was full for instance, it is the checkpoint with the lowest loss that measures the same.
+    None if no checkpoint was evaluated.
+    """
+    named = step_folder(out, manifest["best_step"])
+    if named.exists():
+        return named
+    losses = {}
+    for folder in step_folders(out):
+        other = read_manifest(folder)
+        if not other or other["step"] > manifest["step"] or val_loss_of(other) is None:
+            continue
+        if not changed_measures(other.get("measures", {}), manifest.get("measures", {})):
+            losses[folder] = val_loss_of(other)
+    return min(losses, key=losses.get, default=None)
 
 
 def find_start(init_from: str, out_dir: str, resume_step: int,
@@ -408,14 +534,14 @@ def continue_from(out_dir: str, found: Found) -> None:
             os.link(found.path.resolve(), unfinished / "ckpt.pt")
         except OSError:
             shutil.copyfile(found.path, unfinished / "ckpt.pt")
-        run = read_file(found.path)
-        best_step = run.get("isogpt", {}).get("best_step", found.step)
-        commit(unfinished, make_manifest(run, 1, 0, best_step, val_loss=None), keep_last=0, replace=True)
+        manifest = make_manifest(read_file(found.path), 1, 0, found.val_loss)
+        commit(unfinished, manifest, keep_last=0, replace=True)
     for folder in step_folders(out):
         if step_of(folder) > found.step:
             kind = "damaged" if damage(folder) else "abandoned"
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
-    link(out, step_folder(out, found.step), found.manifest.get("best_step", found.step))
+    folder = step_folder(out, found.step)
+    link(out, folder, best_folder(out, read_manifest(folder)))
 
 
 def free_name(out: Path, name: str, first: int = 0) -> Path:
@@ -474,18 +600,19 @@ def commit(unfinished: Path, manifest: dict, keep_last: int, owner: str = "", re
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    link(out, folder, manifest["best_step"])
-    prune(out, folder, manifest["best_step"], keep_last, manifest["block_size"])
+    best = best_folder(out, manifest)
+    link(out, folder, best)
+    prune(out, folder, best, keep_last, manifest["block_size"])
     return folder
 
 
-def link(out: Path, newest_folder: Path, best_step: int) -> None:
-    """Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint, unless these are in shards."""
-    for name, target in (("ckpt.pt", newest_folder), ("ckpt_best.pt", step_folder(out, best_step))):
-        if (target / "ckpt.pt").exists():
-            point(out / name, target / "ckpt.pt")
-        elif (out / name).is_symlink() and not (out / name).exists():  # it pointed to a deleted or renamed checkpoint
-            (out / name).unlink()
+def link(out: Path, newest_folder: Path, best: Path | None) -> None:
+    """Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint (None: none is), unless it is in shards."""
+    for path, target in ((out / "ckpt.pt", newest_folder), (out / "ckpt_best.pt", best)):
+        if target and (target / "ckpt.pt").exists():
+            point(path, target / "ckpt.pt")
+        elif path.is_symlink() and (not target or not path.exists()):
+            path.unlink()  # it pointed to a checkpoint that was deleted or renamed, or that is no longer the best
 
 
 def point(path: Path, target: Path) -> None:
@@ -499,15 +626,15 @@ def point(path: Path, target: Path) -> None:
     os.replace(other, path)
 
 
-def prune(out: Path, newest_folder: Path, best_step: int, keep_last: int, block_size: int) -> None:
+def prune(out: Path, newest_folder: Path, best: Path | None, keep_last: int, block_size: int) -> None:
     """
     Delete all checkpoints but the last `keep_last` (0: keep all), the best, and those of another block_size, which are
     from before the context was shortened.
     """
     folders = [f for f in step_folders(out) if step_of(f) <= step_of(newest_folder)]
     for folder in folders[keep_last:] if keep_last else []:
-        if step_of(folder) != best_step and read_manifest(folder).get("block_size", block_size) == block_size:
+        if folder != best and read_manifest(folder).get("block_size", block_size) == block_size:
             doomed = out / f"unfinished_{folder.name}"  # half deleted, it must not be called step_*
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-    link(out, newest_folder, best_step)  # ckpt.pt may have pointed to a deleted checkpoint
+    link(out, newest_folder, best)  # ckpt.pt may have pointed to a deleted checkpoint

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isogpt import loader, tokenizer, vocabulary
-from isogpt.run_folder import GPT2
+from isogpt.run_folder import GPT2, measures_of
 from isogpt.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -97,6 +97,6 @@ def vocabulary_for_run(
         again = f"prepare the data set with the vocabulary of the run, --tokenizer={weights}"
         new = f"start a new run from its weights, with --init_from={weights} and a new --out_dir"
         raise ValueError(f"{notes[0]}: {again}; or {new}")
-    if is_resume and source.run["isogpt"].get("data", {}).get("digest", data.digest) != data.digest:
+    if is_resume and measures_of(source.run).get("digest") not in (None, data.digest):
         notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
     return now, notes

@@ -254,7 +254,9 @@ def differences(config: dict, source: "Source", is_resume: bool = False) -> list
     before = source.run["config"].get("dataset", config["dataset"])
     if before != config["dataset"]:
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
-    return found + reading_differences(config, source) if is_resume else found
+    if is_resume:
+        found += reading_differences(config, source)
+    return [*found, *source.notes]
 
 
 def reading_differences(config: dict, source: "Source") -> list[str]:

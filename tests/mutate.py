@@ -142,10 +142,10 @@ MUTATIONS = {
         "isogpt/checkpoint.py", 'scaler.load_state_dict(source.run["isogpt"]["scaler"])', "pass",
         f"{RESUME}::test_float16_scaler_is_saved_and_restored"),
     "resume: best loss so far": (
-        "isogpt/checkpoint.py", 'self.best_step = run.get("best_val_loss", math.inf),', "self.best_step = math.inf,",
+        "isogpt/checkpoint.py", 'self.best_val_loss = run["best_val_loss"]', "self.best_val_loss = math.inf",
         f"{RESUME}::test_without_always_save_checkpoint_only_the_best_evaluation_saves"),
     "resume: metrics are cut back": (
-        "isogpt/metrics.py", 'r.get("iter", 0) < self.progress.step', "True", KILLED),
+        "isogpt/metrics.py", 'r.get("iter", 0) < step]', "True]", KILLED),
     "checkpoint: checksum is not compared": (
         "isogpt/run_folder.py", 'if actual != expected["sha256"]:', "if False:",
         f"{RESUME}::test_damaged_checkpoints_are_reported_and_skipped"),
@@ -174,7 +174,7 @@ MUTATIONS = {
     "not finite: the step is taken": (
         "isogpt/optim.py", ", (~numbers.is_finite).float()", ", None",
         f"{SURVIVE}::test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are"),
-    "stop: no checkpoint": ("train.py", "    if save_checkpoint:\n        save()\n", "", SURVIVE),
+    "stop: no checkpoint": ("train.py", "    if stop.agreed and save_checkpoint:\n        save()\n", "", SURVIVE),
     "skip: the step is taken": ("isogpt/resilience.py", "        return accepted\n", "        return True\n", SURVIVE),
     "hang: no rank is named": (
         "isogpt/watchdog.py", "before[r] == after[r] and not has_left[r]", "False", SURVIVE),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -389,6 +390,75 @@ def test_data_that_is_truncated_during_a_run(zygote, work):
     os.truncate(work / "data/tiny/train.bin", 4096)
     run.wait(ok=False)
     assert run.codes == [1] and "train.bin has been truncated" in run.text() and "Traceback" not in run.text()
+
+
+# train.py in which rank 1 cannot read the validation split any more after step 6
+UNREADABLE = """
+import os, sys
+sys.path.insert(0, REPO)
+from isogpt import loader, metrics
+check_ids, log_step, is_late = loader.check_ids, metrics.Logger.step, []
+def check(highest, vocab_size, path):
+    if is_late and path.name == "val.bin" and os.environ.get("RANK", "1") == "1":
+        raise loader.DataError(f"{path} has been truncated since the start of the run")
+    check_ids(highest, vocab_size, path)
+def log(logger, *args):
+    if logger.progress.step == 6:
+        is_late.append(True)
+    log_step(logger, *args)
+loader.check_ids, metrics.Logger.step = check, log
+sys.argv[0] = REPO + "/train.py"
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+"""
+
+
+@pytest.mark.parametrize(
+    "nproc, flags",
+    [(1, []), (2, ["--eval_interval=8", "--zero=3"]), (2, ["--eval_interval=8", "--islands=2", "--local_steps=3"])],
+    ids=["at the end", "zero", "islands"],
+)
+def test_an_evaluation_that_fails_saves_the_state_first(zygote, work, nproc, flags):
+    """On one of two ranks that compute together, and at the end of a run. The resumed run has the same bits."""
+    (work / "unreadable.py").write_text(UNREADABLE.replace("REPO", repr(str(REPO))))
+    args = [*TINY, "--out_dir=out", "--max_iters=9", "--init_from=auto", "--eval_iters=3", *flags]
+    run = zygote.start(args, work, nproc, script="unreadable.py", repo=work).wait(ok=False)
+    step = 8 if flags else 10
+    assert set(run.codes) == {1} and "Traceback" not in run.text()
+    message = f"error: rank {nproc - 1}: {work}/data/tiny/val.bin has been truncated since the start of the run\n"
+    assert run.text().count(message) == 1 and f"saved out/step_{step:08d}\n" in run.text()
+    text = Path(run.outs[0]).read_text()
+    assert text.endswith(message) and f"step {step}:" not in text
+    assert [r for r in records(work / "out") if r.get("event") == "failed"][0]["reason"] in message
+    found, reports = run_folder.best(str(work / "out"))
+    assert found.step == step and not reports and found.val_loss is None
+    run = zygote.train([*args, "--max_iters=10"], work, nproc)
+    assert f"iter {step}: loss" in run.text()
+    zygote.train([*args, "--max_iters=10", "--out_dir=straight"], work, nproc)
+    assert column(work / "out", "loss") == column(work / "straight", "loss")
+
+
+def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, place):
+    """It is the one with the lowest loss that is there, and it is not deleted."""
+    out = place / "out"
+    shutil.rmtree(out)
+    zygote.train([*SHORT, "--eval_interval=2", "--keep_last=9", "--max_iters=7"], place)
+    assert run_folder.best(str(out))[0].step == 8
+    run = zygote.train([*RESUME, "--eval_interval=99", "--max_iters=8", "--keep_last=9", "--learning_rate=9",
+                        "--min_lr=9", "--warmup_iters=0"], place)  # fmt: skip
+    assert "at step 8\n" in run.text()
+    shutil.rmtree(out / "step_00000008")
+    found, _ = run_folder.best(str(out))
+    assert found.step == 6 and found.val_loss == column(out, "val_loss")[6]
+    assert export(zygote, place, "out", "--list").text().count(f"{found.val_loss:8.4f}") == 1
+    manifest = run_folder.read_manifest(out / "step_00000009")
+    run_folder.prune(out, out / "step_00000009", run_folder.best_folder(out, manifest), 1, 32)
+    assert [f.name for f in run_folder.step_folders(out)] == ["step_00000009", "step_00000006"]
+    assert (out / "ckpt_best.pt").resolve().parent.name == "step_00000006"
+    data = bytearray((out / "step_00000006/ckpt.pt").read_bytes())
+    data[5000] ^= 1
+    (out / "step_00000006/ckpt.pt").write_bytes(data)
+    found, reports = run_folder.best(str(out))
+    assert found.step == 9 and len(reports) == 1 and "step_00000006 is damaged" in reports[0]
 
 
 def test_a_pipe_instead_of_metadata(zygote, work):

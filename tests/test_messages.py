@@ -1,5 +1,6 @@
 """Messages that no other test raises."""
 
+import argparse
 import errno
 import json
 import os
@@ -113,10 +114,36 @@ def opened(at, **changes):
     return checkpoint.open_checkpoint(Found(save_in(at.path / "out", **changes) / "ckpt.pt", 3))
 
 
-def weights_without(at, name):
+def fork(at, model=None, args=None, **changes):
+    """Open and check the ckpt.pt of a nanoGPT fork: `model` and `args` are added to its weights and model_args."""
+    state = torch.load(save_in(at.path / "out") / "ckpt.pt", weights_only=True)
+    del state["isogpt"]
+    state |= {"model": state["model"] | (model or {}), "model_args": state["model_args"] | (args or {}), **changes}
+    torch.save(state, at.path / "out/ckpt.pt")
+    source = checkpoint.open_checkpoint(run_folder.newest("out")[0])
+    checkpoint.check_weights(source, tiny_model())
+    return source
+
+
+def resume_fork(at, **changes):
+    """Resume it on a model with AdamW; returns what a user is told."""
+    source, model = fork(at, **changes), tiny_model()
+    checkpoint.restore(source, model, [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")])
+    return checkpoint.Progress(64).load(source)
+
+
+def numbered_by_name(state):
+    """AdamW's state as nanoGPT numbered it before May 2023."""
+    shapes = {name: p.shape for name, p in tiny_model().named_parameters()}
+    names = sorted(shapes, key=lambda name: (len(shapes[name]) < 2, name))
+    return {i: {"step": 1, "exp_avg": torch.ones(shapes[n]), "exp_avg_sq": torch.ones(shapes[n])}
+            for i, n in enumerate(names)}  # fmt: skip
+
+
+def weights_without(at, name, use=checkpoint.restore):
     source = opened(at)
     del source.weights[name]
-    checkpoint.restore(source, tiny_model())
+    use(source, tiny_model())
 
 
 def not_finite():
@@ -196,8 +223,22 @@ RAISED = {
     "ckpt.pt: its model is not a dict of tensors": lambda at: opened(at, model=[1]),
     "ckpt.pt: its model_args have no n_layer, n_head": lambda at: opened(at, model_args={}),
     "ckpt.pt: its iter_num is '9'": lambda at: opened(at, iter_num="9"),
-    "ckpt.pt: its optimizer has no AdamW state": lambda at: opened(at, optimizer=[1]),
     "ckpt.pt does not fit the model: 'transformer.wpe.weight'": lambda at: weights_without(at, checkpoint.WPE),
+    "ckpt.pt: its best_val_loss is 'low', not a number": lambda at: opened(at, best_val_loss="low"),
+    "out/ckpt.pt: use_rope=True, norm='rms' in its model_args changes the model, which is not nanoGPT's": lambda at: (
+        fork(at, args={"use_rope": True, "norm": "rms", "use_alibi": False})),
+    "ckpt.pt does not fit the model: it has no transformer.wpe.weight": lambda at: (
+        weights_without(at, checkpoint.WPE, checkpoint.check_weights)),
+    "it also contains transformer.h.0.attn.q_norm.weight, which nanoGPT's model does not have": lambda at: (
+        fork(at, model={"transformer.h.0.attn.q_norm.weight": torch.ones(4)})),
+    "lm_head.weight and transformer.wte.weight should be the same weights, but differ": lambda at: (
+        fork(at, model={"lm_head.weight": torch.ones(65, 8)})),
+    "before May 2023: start a new run from the weights, with --init_from=FOLDER and a different --out_dir": lambda at: (
+        resume_fork(at, optimizer={"state": numbered_by_name(at)})),
+    "it contains posix.system, and only tensors and plain values are read": lambda at: (
+        torch.save({"x": Evil()}, "ckpt.pt"), run_folder.read_file(Path("ckpt.pt"))),
+    "no valid checkpoint in out; out/ckpt.pt cannot be loaded: it contains argparse.Namespace, and only": lambda at: (
+        export.convert(str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt")),
     "weights are not finite at step 7 (transformer.wpe.weight): no checkpoint was written": lambda at: not_finite(),
     "file/out cannot be written to (": lambda at: (Path("file").touch(), run_folder.prepare("file/out")),
     "): set another --out_dir=": lambda at: (Path("file").touch(), run_folder.prepare("file/out")),
@@ -243,6 +284,59 @@ def test_what_is_wrong_with_a_checkpoint(at):
         z.writestr("data", "abc" * 99)
     Path("ckpt.pt").write_bytes(Path("ckpt.pt").read_bytes().replace(b"abcabc", b"abcabd", 1))
     assert run_folder.damaged_zip(Path("ckpt.pt")) == "the checksum of its record data does not match"
+
+
+def test_checkpoints_of_nanogpts_forks(at, capsys):
+    """Numpy scalars, missing entries, wrappers' prefixes, other optimizers and fields that change nothing."""
+    # what changes nothing is not an error
+    args = {"use_rope": False, "flash_attn": True, "n_kv_head": 2, "norm_eps": 1e-5, "memory": 3, "dropout": None}
+    numbers = {"iter_num": np.int64(3), "best_val_loss": np.float64(1.5), "config": None, "optimizer": None}
+    source = fork(at, args=args | {"n_layer": np.int64(1)}, **numbers)
+    assert (source.run["iter_num"], source.run["best_val_loss"], source.run["config"]) == (3, 1.5, {})
+    assert set(source.run["model_args"]) == {*SHAPE, "dropout", "gelu"} and source.found.val_loss == 1.5
+    ignored = [note.split(" in model_args of out/ckpt.pt is not used: ") for note in source.notes]
+    assert [what for what, _ in ignored] == ["flash_attn=True", "memory=3"]
+    assert ignored[0][1] == "it does not change the model" and "as rope=True would" in ignored[1][1]
+    script(at, "sample.py", ["--device=cpu", "--dtype=float32"], until="# the prompt")
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["out/ckpt.pt: step 3, val loss 1.5000", *(f"note: {note}" for note in source.notes)]
+    # no moments: a resume says so, and nothing else needs them
+    for saved in (None, [1], {"state": {}}, {"state": {0: {"momentum_buffer": torch.ones(1)}}}, {"state": [1]}):
+        shutil.rmtree("out")
+        assert resume_fork(at, optimizer=saved, config={"optimizer": "lion"}) == [
+            "out/ckpt.pt contains no state of AdamW: the moments start at zero"
+        ]
+    assert export.convert("out", "shards").name == "step_00000003"
+    # the prefixes of wrappers, in any order and place
+    for prefix in ("module._orig_mod.", "_orig_mod.module.", "_fsdp_wrapped_module._orig_mod."):
+        shutil.rmtree("out")
+        state = torch.load(save_in(at.path / "out") / "ckpt.pt", weights_only=True)
+        model = {
+            prefix + name.replace("h.0.", "h.0._checkpoint_wrapped_module."): w for name, w in state["model"].items()
+        }
+        torch.save({**state, "model": model}, "out/ckpt.pt")
+        checkpoint.check_weights(checkpoint.open_checkpoint(run_folder.newest("out")[0]), tiny_model())
+    # without a loss, and with a loss of a different step
+    for changes in ({"best_val_loss": None}, {"best_val_loss": 1.5, "config": {"eval_interval": 2}}):
+        shutil.rmtree("out")
+        source, progress = fork(at, **changes), checkpoint.Progress(64)
+        assert progress.load(source) == [] and progress.best_step == run_folder.NONE and source.found.val_loss is None
+        assert export.list_checkpoints("out").splitlines()[1].split()[:3] == ["3", "bare", "-"]
+
+
+def test_a_converted_checkpoint_has_the_settings_of_the_run(at):
+    """nanoGPT continues with the betas and the weight decay that are in the file."""
+    config = {"learning_rate": 0.25, "beta1": 0.5, "beta2": 0.75, "weight_decay": 0.125, "dataset": "letters"}
+    save_in(at.path / "out", config=config)
+    export.convert("out", "shards")
+    for changes, expected in ((config, (0.25, (0.5, 0.75), [0.125, 0])), ({}, (6e-4, (0.9, 0.95), [0.1, 0]))):
+        path = export.convert("out", "ckpt.pt")
+        state = torch.load(path, weights_only=True)
+        if not changes:  # as of a model of transformers, which has no run
+            path = export.convert_hf(str(export.write_hf("out", tiny_model(), "letters")))
+            state = torch.load(path, weights_only=True)
+        groups = state["optimizer"]["param_groups"]
+        assert (groups[0]["lr"], groups[0]["betas"], [g["weight_decay"] for g in groups]) == expected
 
 
 def test_export_prints_what_it_wrote(at, capsys):
@@ -421,7 +515,7 @@ def test_mistakes_of_sample_py(at, capsys):
         "top_p is 2.0: it must be in (0, 1]; 1 samples among all tokens",
     ]
     assert fails("--start=AB\u00e9").splitlines() == [
-        "out/ckpt.pt: step 3, best val loss 1.5000",
+        "out/ckpt.pt: step 3, val loss 1.5000",
         "error: --start: the text contains characters that the vocabulary does not contain: 'B' 'é'",
     ]
     assert "--start is empty: give at least one character" in fails("--start=")
@@ -474,7 +568,7 @@ def test_messages_of_a_run(zygote, work):
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     for line in (
         r"peak: \S+ TFLOP/s \(measured matmul\)",
-        r"done: 1 steps in \d+:\d\d, best val loss 4\.\d+ at step 0",
+        r"done: 1 steps in \d+:\d\d, best val loss 4\.\d+ at step [01]",
     ):
         assert sum(bool(re.fullmatch(line, printed)) for printed in lines) == 1, (line, lines)
 

@@ -333,12 +333,14 @@ def test_bench_alone_and_under_torchrun(zygote, work):
 
 def test_sample_from_a_run(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=20", "--eval_interval=10"], work)
+    ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
+    zygote.train(["--out_dir=out", "--max_iters=22", "--eval_interval=10", *ruin], work)
     (work / "prompt.txt").write_text("AB:")
     args = ["--out_dir=out", "--start=FILE:prompt.txt", "--num_samples=3", "--max_new_tokens=40", "--device=cpu"]
     one, two = (zygote.start(args, work, script="sample.py").wait().samples() for _ in range(2))
     assert one == two and one.count("AB:") >= 3 and one.count("---------------\n") == 3
     newest = zygote.start([*args, "--best=False"], work, script="sample.py").wait().text()
-    assert "step_00000021" in newest and "step_00000020" in one
+    assert "step_00000023" in newest and "step_00000021" in one, "the final state of the first run is the best"
 
 
 def test_works_from_any_folder_and_on_nanogpt_configs(zygote, work):
@@ -358,7 +360,7 @@ def test_console_lines_that_tools_parse(zygote, work):
     iters = re.findall(r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d{2})ms, mfu (-?\d+\.\d{2})%", text, re.M)
     assert [int(i[0]) for i in iters] == [0, 1, 2, 3, 4]
     steps = re.findall(r"^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})$", text, re.M)
-    assert [int(s[0]) for s in steps] == [0, 2, 4]
+    assert [int(s[0]) for s in steps] == [0, 2, 4, 5], "at each interval, and the final state"
     assert text.count("parameters") == 1, "one banner, not one per rank"
 
 

@@ -116,7 +116,8 @@ def test_save_checkpoint_false_writes_none(zygote, work, flags):
     args = ["--out_dir=out", "--save_interval=5", "--eval_interval=12", "--save_checkpoint=False", *flags]
     for _ in range(2):
         zygote.train([*args, "--max_iters=14"], work)
-        assert len(column(work / "out", "loss")) == 15 and len(column(work / "out", "val_loss")) == 2
+        assert len(column(work / "out", "loss")) == 15
+        assert set(column(work / "out", "val_loss")) == {0, 12, 15}, "the last one is of the final state"
         assert (work / "out" / "loss.png").exists()
         assert not [r for r in records(work / "out") if r.get("event") in ("save", "save_failed")]
         assert not list((work / "out").rglob("*.pt")) and not list((work / "out").glob("*step_*"))
@@ -197,9 +198,59 @@ def test_a_new_run_takes_the_best_weights(zygote, work):
     ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
     zygote.train([*args, *ruin, "--max_iters=16"], work)
     evals = column(work / "source", "val_loss")
-    assert evals[10] == min(evals.values()), "the test needs a checkpoint that is better than the newest"
+    assert set(evals) == {0, 5, 10, 11, 15, 17}, "the evaluation at the end of the first run stays in the log"
+    assert evals[11] == min(evals.values()), "the test needs a checkpoint that is better than the newest"
     run = zygote.train(["--init_from=source", "--out_dir=new", "--max_iters=1"], work)
-    assert "from source/step_00000010/ckpt.pt, step 10" in run.text()
+    assert "from source/step_00000011/ckpt.pt, step 11" in run.text()
+    # repeating the command of a finished run changes nothing
+    before = [r for r in records(work / "source") if "event" not in r]
+    run = zygote.train([*args, *ruin, "--max_iters=16"], work)
+    assert "step 17:" not in run.text() and "beyond max_iters" in run.text()
+    assert [r for r in records(work / "source") if "event" not in r] == before
+
+
+def as_nanogpt(out, **changes):
+    """Leave in the folder what nanoGPT would: its ckpt.pt and nothing else. Returns the state."""
+    state = {k: v for k, v in final(out).items() if k != "isogpt"}
+    ours = ("seed", "save_interval", "keep_last")
+    state["config"] = {k: v for k, v in state["config"].items() if k not in ours}
+    state |= {"best_val_loss": torch.tensor(state["best_val_loss"])} | changes
+    shutil.rmtree(out)
+    out.mkdir()
+    torch.save(state, out / "ckpt.pt")
+    return state
+
+
+def test_nanogpts_best_checkpoint_stays_the_best_until_evaluations_measure_something_else(zygote, work):
+    out, args = work / "out", ["--out_dir=out", "--eval_interval=5", "--keep_last=1"]
+    zygote.train([*args, "--max_iters=12"], work)
+    losses = column(out, "val_loss")
+    assert set(losses) == {0, 5, 10, 13} and losses[13] == min(losses.values()), "the final state is the best one"
+    assert run_folder.best(str(out))[0].val_loss == losses[13] == final(out)["best_val_loss"]
+    as_nanogpt(out, config=final(out)["config"] | {"eval_interval": 13})  # nanoGPT saves where it evaluates
+
+    ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
+    run = zygote.train([*args, *ruin, "--max_iters=20"], work)
+    losses = column(out, "val_loss") | {13: losses[13]}
+    assert steps_saved(out) == [13, 21] and losses[13] < min(losses[15], losses[20], losses[21])
+    assert f"best val loss {losses[13]:.4f} at step 13" in run.text() and "note:" not in run.text()
+    assert (out / "ckpt_best.pt").resolve().parent.name == "step_00000013"
+    assert run_folder.best(str(out))[0].val_loss == pytest.approx(losses[13])
+    sample = ["--out_dir=out", "--num_samples=1", "--max_new_tokens=2", "--device=cpu", "--dtype=float32"]
+    texts = [zygote.start([*sample, *more], work, script="sample.py").wait().text() for more in ([], ["--best=False"])]
+    assert f"step_00000013/ckpt.pt: step 13, val loss {losses[13]:.4f}\n" in texts[0]
+    assert f"step_00000021/ckpt.pt: step 21, val loss {losses[21]:.4f}\n" in texts[1]
+
+    # the micro-batch and the number of processes change nothing
+    run = zygote.train([*args, *ruin, "--max_iters=21", "--batch_size=2", "--eval_iters=4",
+                        "--gradient_accumulation_steps=4"], work, 2)  # fmt: skip
+    assert "note:" not in run.text() and steps_saved(out) == [13, 22]
+    # more sequences: a worse loss is the best of those that are comparable
+    run = zygote.train([*args, *ruin, "--max_iters=22", "--eval_iters=3"], work)
+    assert (f"note:    the best val loss so far, {losses[13]:.4f}, does not count any more, since evaluations measure "
+            "something different: eval_iters * batch_size is 12, not 8\n") in run.text()  # fmt: skip
+    assert "at step 23\n" in run.text() and steps_saved(out) == [23]
+    assert run_folder.best(str(out))[0].step == 23 > 13 and column(out, "val_loss")[23] > losses[13]
 
 
 def test_tensorboard_has_each_step_once(zygote, work):

@@ -145,10 +145,12 @@ class Islands:
         inner = {name: local(p).clone() for name, p in self.params.items()}
         for name, p in self.params.items():
             local(p).copy_(local(self.weights[name]))
-        yield
-        reshard(self.model)
-        for name, p in self.params.items():
-            local(p).copy_(inner[name])
+        try:
+            yield
+        finally:  # the state is saved if the evaluation fails
+            reshard(self.model)
+            for name, p in self.params.items():
+                local(p).copy_(inner[name])
 
     def saved_weights(self) -> dict[str, Part]:
         """Those of the last outer step."""
