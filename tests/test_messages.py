@@ -361,8 +361,8 @@ def test_mistakes_on_the_command_line_and_in_a_config(at, capsys):
         "train.py: command line: --batch_sise: no such setting; did you mean --batch_size?",
         "train.py: command line: --learning_rate='fast': not a finite number",
         "train.py: command line: --seed: missing value; type --seed=VALUE",
-        "train.py: mine.py: batch_sise: no such setting; did you mean batch_size?",
-        "train.py: mine.py: max_iters = 'x': not a whole number",
+        "train.py: mine.py: batch_sise is not used: no such setting; did you mean batch_size?",
+        "train.py: mine.py: max_iters = 'x': not a finite number",
         "train.py: none.py: no such config file",
     ]
 
