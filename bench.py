@@ -110,7 +110,9 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
     with TemporaryFile("w+", errors="replace") as stderr:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process:
             for line in process.stdout:
-                if show and not line.startswith(("step ", "done", "the loss curve", "no plot")):
+                # a launch is shorter than the warm-up of the run that is measured
+                unwanted = ("step ", "done", "the loss curve", "no plot", "note:    the run ends")
+                if show and not line.startswith(unwanted):
                     print(line, end="", flush=True)
         stderr.seek(0)
         errors = stderr.read()

@@ -281,8 +281,9 @@ def test_the_parts_of_memory():
 
 def test_a_logged_step():
     record = dict(iter=7, loss=3.0, step_ms=200.0, mfu=0.05, tokens_per_s=1234.5, grad_norm=0.5, data_ms_max=1.5)
-    line = "iter 7: loss 3.0000, time 200.00ms, mfu 5.00%, 1,234 tokens/s, grad norm 0.500, data 1.5ms, 2.50 GB, "
-    line += "1:01 left"
+    record["lr"] = 6e-4
+    line = "iter 7: loss 3.0000, time 200.00ms, mfu 5.00%, 1,234 tokens/s, grad norm 0.500, lr 6.0e-04, "
+    line += "data 1.5ms, 2.50 GB, 1:01 left"
     assert metrics.step_line({**record, "memory_gb_max": 2.5}, 61) == line
 
 
