@@ -109,7 +109,7 @@ def configure(script_globals: dict[str, Any], argv: list[str] | None = None, ext
     settings to new ones; using an old name is an error that gives the new one. All errors are reported together; then
     nothing is applied and the process exits with status 1.
     """
-    console.escape_unprintable()
+    console.prepare()
     script, renamed = script_globals["__file__"], renamed or {}
     own = settings_of(script)
     known = own | (extra or {}) | own  # own settings come first in --help, and win over extra ones of the same name
@@ -125,7 +125,7 @@ def configure(script_globals: dict[str, Any], argv: list[str] | None = None, ext
     final = {name: script_globals.get(name, setting.default) for name, setting in own.items()}
     findings = Findings()
     for argument in arguments:
-        if argument.startswith("--"):
+        if _split(argument)[0] == "--":
             final |= _from_option(argument, known, renamed, findings)
         else:
             current = {name: setting.default for name, setting in known.items()} | final
@@ -340,7 +340,7 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
         problem = f"command line: {config}: type --{name}={value}"
     elif dashes and name == "help":
         problem = f"command line: {config}: type --help"
-    elif dashes or (equals and name.isidentifier()):
+    elif dashes or (equals and not config.endswith(".py")):
         problem = f"command line: {config}: no such setting{_suggestion(name, known)}"
     elif folder := next(filter(os.path.isdir, places), None):
         problem = f"{config}: a folder, not a config file"

@@ -18,13 +18,12 @@ import sys
 import time
 from contextlib import nullcontext
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt import agree, checkpoint, generation, launch, parallel, precision, run_folder, settings, tokenizer
+from isogpt import agree, checkpoint, console, generation, launch, parallel, precision, run_folder, settings, tokenizer
 from isogpt.mesh import make_mesh
 from model import GPT, GPTConfig
 
@@ -115,11 +114,9 @@ with agree.exit_together():
         encode, decode, n_ids = tokenizer.load_folder(init_from, vocab_size)
     else:
         encode, decode, n_ids = tokenizer.load_tokenizer(tokenizer.find_meta(dataset, vocab_size), dataset)
-    try:
-        text = Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"--start={start} cannot be read as text: {e}") from e
-    prompt = encode(text)
+    if ranks.is_main and (note := settings.note_about_prompt(start)):
+        print(f"note: {note}", file=sys.stderr)
+    prompt = encode(settings.read_prompt(start))
     if not prompt:
         raise ValueError("--start is empty: give at least one character")
     if max(prompt) >= vocab_size:
@@ -141,7 +138,7 @@ gathered = agree.gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
     for sample in chain(*gathered):
-        print(sample, "---------------", sep="\n", flush=True)
+        console.print_line(f"{sample}\n---------------")
     print(f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)",
           file=sys.stderr)  # fmt: skip
 launch.leave()

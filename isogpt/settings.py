@@ -1,8 +1,11 @@
 """Checks of settings, shared by the scripts. All problems are reported together."""
 
+import json
 import os
 import re
+import shlex
 from math import ceil, gcd, prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -280,3 +283,29 @@ def check_sampling(config: dict) -> None:
         possible = "resume, gpt2[-medium|-large|-xl], a folder of Hugging Face weights"
         problems.append(f"init_from is {init_from!r}; possible: {possible}")
     report(problems)
+
+
+def note_about_prompt(start: str) -> str:
+    """What a user should know about sample.py's `start`, or nothing. The text itself may mean a backslash and an n."""
+    if "\\n" not in start or start.startswith("FILE:"):
+        return ""
+    quoted = shlex.quote(json.dumps(start.replace("\\n", "\n"), ensure_ascii=False))
+    return f"--start contains \\n as two characters: for a line break, type --start={quoted}"
+
+
+def read_prompt(start: str) -> str:
+    """
+    The prompt that sample.py's `start` names: the text itself, or what the file after FILE: contains.
+
+    Raises:
+        ValueError: the file cannot be read as text.
+    """
+    if not start.startswith("FILE:"):
+        return start
+    path = os.path.expanduser(start.removeprefix("FILE:"))
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # without a byte order mark, which is no text
+    except OSError as e:
+        raise ValueError(f"--start={start} cannot be read as text: {e}") from e
+    except UnicodeDecodeError as e:
+        raise ValueError(f"--start={start} cannot be read as text: {e}; save it in UTF-8") from e

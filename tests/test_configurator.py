@@ -261,6 +261,15 @@ def test_a_value_of_another_type_is_an_error(script, capsys, argument, wanted):
         ("--eval_only c.py", {"eval_only": True, "seed": 2}),
         ("--eval_only false c.py", {"seed": 2}),
         ("--eval_only=no --eval_only", {"eval_only": True}),
+        ("--seed = 7 c.py --top_k= 3 --max_iters =5", {"seed": 2, "top_k": 3, "max_iters": 5}),
+        ("--eval_only = yes --device = cpu", {"eval_only": True, "device": "cpu"}),
+        ("--eval_only =yes --seed= 7", {"eval_only": True, "seed": 7}),
+        ("--device = --seed=7", {"device": "=", "seed": 7}),  # text may be an equals sign, or begin with one
+        ("--start '= Title =' --device =", {"start": "= Title =", "device": "="}),
+        ("--start== --device= c.py", {"start": "=", "device": "", "seed": 2}),
+        ("--config=c.py --seed=7", {"seed": 7}),
+        ("--seed=7 --config c.py", {"seed": 2}),
+        ("--config = c.py -config=c.py", {"seed": 2}),
         *((f"--eval_only {text}", {"eval_only": True}) for text in ("true", "True", "yes", "YES", "1")),
         *((f"--eval_only --eval_only {text}", {}) for text in ("false", "False", "no", "NO", "0")),
     ],
@@ -308,6 +317,76 @@ def test_a_key_without_value_swallows_no_config_file(script, capsys):
 def test_an_unknown_key_names_the_nearest(script, capsys, argument, key):
     line = problem(capsys, script, argument)
     assert line == f"train.py: command line: --{key}: no such setting; did you mean --learning_rate?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("-max_iters=5", "-max_iters=5: type --max_iters=5"),
+        ("-max_iters 5", "-max_iters=5: type --max_iters=5"),
+        ("max_iters=5", "max_iters=5: type --max_iters=5"),
+        ("'device=a b'", "device=a b: type --device='a b'"),
+        ("\u2013max_iters=5", "\u2013max_iters=5: type --max_iters=5"),
+        ("\u2014\u2014max_iters = 5", "\u2014\u2014max_iters=5: type --max_iters=5"),
+        ("---seed=5", "---seed=5: type --seed=5"),
+        ("-seed", "-seed: type --seed=VALUE"),
+        ("-eval_only", "-eval_only=True: type --eval_only=True"),
+        ("-help", "-help: type --help"),
+        ("-lr=1", "-lr=1: no such setting; did you mean --learning_rate?"),
+        ("--lr 1", "--lr: no such setting; did you mean --learning_rate?"),
+        ("--bs=1", "--bs: no such setting; did you mean --batch_size?"),
+        ("sed=1", "sed=1: no such setting; did you mean --seed?"),
+        ("-zzz", "-zzz: no such setting"),
+        ("--max-iters=5", "--max-iters: no such setting; did you mean --max_iters?"),
+        ("--no-eval-only", "--no-eval-only: no such setting; type --eval_only=False"),
+        ("--no_eval_only", "--no_eval_only: no such setting; type --eval_only=False"),
+        ("--eval-only False", "--eval-only: no such setting; did you mean --eval_only?"),
+        ("--max_iters==5", "--max_iters='=5': not a finite number"),
+        ("--out_dir==x", "--out_dir==x: type --out_dir=x"),
+        ("--out_dir =x", "--out_dir==x: type --out_dir=x"),
+        ("--config", "--config: missing value; type --config=FILE.py, or only FILE.py"),
+        ("--config=", "--config: missing value; type --config=FILE.py, or only FILE.py"),
+    ],
+)
+def test_what_was_meant_by_a_word(script, capsys, arguments, said):
+    """One line that says what to type, and it is accepted when it is typed."""
+    out_dir = {"out_dir": Setting("out_dir", "out", "the run's folder", "run")}
+    line = problem(capsys, script, *shlex.split(arguments), extra=out_dir)
+    assert line == f"train.py: command line: {said}"
+    typed = said.partition(": type ")[2] or said.partition("; type ")[2]
+    if typed and "VALUE" not in typed and "FILE" not in typed and typed != "--help":
+        run(script, *shlex.split(typed), extra=out_dir)
+
+
+def test_words_that_look_like_options_but_are_files(script):
+    for name in ("-x.py", "seed=5.py", "\u2013max_iters=5"):
+        assert run(script, config_file("seed = 6", name)) == DEFAULTS | {"seed": 6}
+
+
+def test_a_path_may_begin_with_the_home_folder(script, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("USERPROFILE", "/home/me")
+    names = ("out_dir", "dataset", "init_from", "json_path")
+    extra = {name: Setting(name, "", "a folder", "run") for name in names}
+    config_file("dataset = '~/data'\ndevice = '~/x'")
+    typed = ["--out_dir=~/a~", "c.py", "--init_from=auto:~/w", "--json_path=x/~", "--start=~/y"]
+    config = run(script, *typed, extra=extra)
+    assert [config[name] for name in names] == ["/home/me/a~", "/home/me/data", "auto:/home/me/w", "x/~"]
+    assert (config["device"], config["start"]) == ("~/x", "~/y")
+
+
+@pytest.mark.parametrize("content", [
+    b"\xef\xbb\xbfseed = 2\r\ndevice = 'a'\r\n", b"# coding: latin-1\r\nseed = 2 # \xe9\ndevice = 'a'",
+])  # fmt: skip
+def test_how_an_editor_may_save_a_config(script, content):
+    Path("c.py").write_bytes(content)
+    assert run(script, "c.py") == DEFAULTS | {"seed": 2, "device": "a"}
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+def test_a_config_that_is_not_in_utf_8(script, capsys, encoding):
+    Path("c.py").write_bytes("device = '\u00e9'".encode(encoding))
+    assert problem(capsys, script, "c.py") == "train.py: c.py: not a text file in UTF-8: save it in this encoding"
 
 
 def test_the_nearest_of_several_near_names(script, capsys):
@@ -372,6 +451,7 @@ def test_a_missing_config_lists_both_places_and_near_names(script, capsys):
     for number in range(4, 9):
         Path(f"config/train_gpt{number}.py").touch()
     assert problem(capsys, script, "config").endswith("train_gpt6.py, train_gpt7.py, ...")
+    assert "=y.py: no such config file; looked for " in problem(capsys, script, "--config=x=y.py")
     os.mkdir("out")
     assert problem(capsys, script, "out") == "train.py: out: a folder, not a config file"
     out_dir = {"out_dir": Setting("out_dir", "out", "the run's folder", "run")}
