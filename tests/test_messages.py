@@ -692,7 +692,8 @@ def test_mistakes_of_bench_py(at, capsys):
 
 def started(script, *args, stdout=subprocess.PIPE):
     """A process of its own, whose console knows ASCII only."""
-    command, env = [sys.executable, str(REPO / script), *args], os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, str(REPO / script), *args]
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
     return subprocess.Popen(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
