@@ -755,3 +755,6 @@ def test_messages_of_slurm_sh(at):
     run = subprocess.run([*command, "--out_dir=out"], env=env, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", run.stderr
     assert Path("asked").read_text() == "requeue 7\n"
+    env["HOME"] = str(at.path)
+    run = subprocess.run([*command, "--out_dir=~/out"], env=env, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", run.stderr
