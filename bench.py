@@ -32,7 +32,7 @@ import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of
-from isogpt import launch, layouts, loader, memory, precision, settings
+from isogpt import console, launch, layouts, loader, memory, precision, settings
 from isogpt.collectives import measure_collectives, shown
 from isogpt.devices import Hardware, hardware_here, named_hardware
 from isogpt.files import write_whole
@@ -79,7 +79,7 @@ launches = itertools.count()  # numbers the launches of train.py, the same on al
 def say(text: str) -> None:
     """Print on rank 0."""
     if rank == 0:
-        print(text, flush=True)
+        console.print_line(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,8 +110,10 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
     with TemporaryFile("w+", errors="replace") as stderr:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process:
             for line in process.stdout:
-                if show and not line.startswith(("step ", "done", "the loss curve", "no plot")):
-                    print(line, end="", flush=True)
+                # a launch is shorter than the warm-up of the run that is measured
+                unwanted = ("step ", "done", "the loss curve", "no plot", "note:    the run ends")
+                if show and not line.startswith(unwanted):
+                    console.print_line(line.rstrip("\n"))
         stderr.seek(0)
         errors = stderr.read()
     if show:
@@ -194,7 +196,7 @@ def try_point(point: dict, work: dict, timed: int, tried: list[dict]) -> dict:
             run["bubble"] = bubble(run) if "pipeline" in run["spans_ms"] else None
     tried.append(run)
     if rank == 0:
-        print(row_of(tried[-1], tried), flush=True)
+        console.print_line(row_of(tried[-1], tried))
     return tried[-1]
 
 

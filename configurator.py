@@ -7,9 +7,11 @@ A script's settings are the plain globals between its first section comment (`# 
 import ast
 import difflib
 import glob
+import json
 import math
 import numbers
 import os
+import pkgutil
 import re
 import reprlib
 import shlex
@@ -18,9 +20,12 @@ import textwrap
 import time
 import tokenize
 import traceback
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from tokenize import COMMENT
 from typing import Any, NoReturn
+
+from isogpt import console
 
 Value = int | float | bool | str
 
@@ -28,7 +33,21 @@ SECTION = re.compile(r"# -- (.+?) -+")
 QUOTED = re.compile(r"""(['"])((?!\1)[^\\\n]|\\.)*\1""")
 CONSTANT = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-WANTED = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+WANTED = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text",
+          numbers.Real: "a finite number"}  # fmt: skip
+DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # text that is copied from a web page may have any of these
+# numbers of steps that may be fractions, as in nanoGPT, which only compares and divides them
+STEPS = frozenset(("max_iters", "eval_interval", "log_interval", "save_interval", "warmup_iters", "lr_decay_iters",
+                   "cooldown_iters"))  # fmt: skip
+# a leading ~ is the user's home folder, which a shell replaces in `--key ~/x`, but not in `--key=~/x`
+PATHS = frozenset(("out_dir", "dataset", "init_from", "json_path"))
+# what nanoGPT's scripts have imported when they run a config, and where it is
+VISIBLE = {
+    "os": "os", "sys": "sys", "time": "time", "math": "math", "pickle": "pickle", "np": "numpy", "torch": "torch",
+    "tiktoken": "tiktoken", "literal_eval": "ast:literal_eval", "nullcontext": "contextlib:nullcontext",
+    "DDP": "torch.nn.parallel:DistributedDataParallel", "init_process_group": "torch.distributed:init_process_group",
+    "destroy_process_group": "torch.distributed:destroy_process_group",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,19 @@ class Setting:
     default: Value
     meaning: str
     section: str
+
+    @property
+    def kind(self) -> type:
+        """The type of the values. Real: a whole number or a fraction, which becomes an int or a float."""
+        return numbers.Real if self.name in STEPS else type(self.default)
+
+
+@dataclass
+class Findings:
+    """What is wrong with the arguments, a line each: problems end the process, notes are only printed."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
@@ -77,41 +109,35 @@ def configure(script_globals: dict[str, Any], argv: list[str] | None = None, ext
     settings to new ones; using an old name is an error that gives the new one. All errors are reported together; then
     nothing is applied and the process exits with status 1.
     """
+    console.prepare()
     script, renamed = script_globals["__file__"], renamed or {}
     own = settings_of(script)
     known = own | (extra or {}) | own  # own settings come first in --help, and win over extra ones of the same name
     arguments = sys.argv[1:] if argv is None else argv
     if "-h" in arguments or "--help" in arguments:
         if _is_rank_0():
-            print(help_text(script, known))
+            console.print_line(help_text(script, known))
         sys.exit(0)
 
-    arguments = _with_equals_signs(arguments, known, renamed)
+    arguments = _normalized(arguments, known, renamed)
     if argv is None:
         sys.argv[1:] = arguments
     final = {name: script_globals.get(name, setting.default) for name, setting in own.items()}
-    problems = []
+    findings = Findings()
     for argument in arguments:
-        if not argument.startswith("--"):
+        if _split(argument)[0] == "--":
+            final |= _from_option(argument, known, renamed, findings)
+        else:
             current = {name: setting.default for name, setting in known.items()} | final
-            final |= _from_config(argument, script_globals, current, renamed, problems)
-            continue
-        name, equals, text = argument[2:].partition("=")
-        if name in renamed:
-            value = shlex.quote(text) if equals else "VALUE"
-            problems.append(f"command line: --{name} was renamed: type --{renamed[name]}={value}")
-        elif name in known and equals:
-            kind = type(known[name].default)
-            try:
-                final[name] = _parse(text, kind)
-            except (ValueError, OverflowError, SyntaxError):
-                problems.append(f"command line: --{name}={text!r}: not {WANTED[kind]}")
-        elif name in known:
-            problems.append(f"command line: --{name}: missing value; type --{name}=VALUE")
-        elif name not in ("local_rank", "local-rank"):  # added by older launchers
-            problems.append(f"command line: --{name}: no such setting{_did_you_mean(name, known, '--')}")
-    if problems:
-        fail("\n".join(f"{os.path.basename(script)}: {problem}" for problem in problems))
+            final |= _from_config(argument, script_globals, known, current, renamed, findings)
+    final |= {name: _in_home(final[name]) for name in PATHS & final.keys()}
+    if findings.problems:
+        lines = findings.problems + findings.notes
+        fail("\n".join(f"{os.path.basename(script)}: {line}" for line in lines))
+    # the process that launched torchrun for this one, see launch.start_workers, has printed them
+    if _is_rank_0() and "ISOGPT_STARTED" not in os.environ:
+        for note in findings.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
     script_globals.update({name: final[name] for name in own})
     return final
 
@@ -141,8 +167,7 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
     lines += textwrap.wrap(docstring.partition("\n\n")[0], 120)
     options = {}
     for name, setting in settings.items():
-        plain = not isinstance(setting.default, str) or re.fullmatch(r"[\w./:-]+", setting.default)
-        options[name] = f"  --{name}={setting.default if plain else repr(setting.default)}  "
+        options[name] = f"  --{name}={_typed(setting.default)}  "
     indent = min(50, max(map(len, options.values()), default=0))  # a long default must not shift every description
     wrapper = textwrap.TextWrapper(120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
     for section in dict.fromkeys(setting.section for setting in settings.values()):
@@ -152,19 +177,45 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
     return "\n".join(lines)
 
 
-def _with_equals_signs(arguments: list[str], settings: dict[str, Setting], renamed: dict[str, str]) -> list[str]:
-    """Rewrite `--key value` as `--key=value`, and `--key` alone as `--key=True` if the setting is a boolean."""
+def _typed(value: Value) -> str:
+    """How `value` is typed in a shell: text with a line break is quoted twice, once for the shell and once for us."""
+    text = str(value)
+    is_plain = text.isprintable() and not QUOTED.fullmatch(text)
+    return shlex.quote(text if is_plain else json.dumps(text, ensure_ascii=False))
+
+
+def _split(argument: str) -> tuple[str, str, str, str]:
+    """The dashes before an option, the name, the first equals sign if there is one, and the text after it."""
+    undashed = argument.lstrip(DASHES)
+    return argument[: len(argument) - len(undashed)], *undashed.partition("=")
+
+
+def _normalized(arguments: list[str], settings: dict[str, Setting], renamed: dict[str, str]) -> list[str]:
+    """
+    Rewrite `--key value`, `--key = value`, `--key =value` and `--key= value` as `--key=value`, `--key` alone as
+    `--key=True` if the setting is a boolean, and `--config=FILE` as `FILE`.
+    """
     rest, rewritten = list(arguments), []
     while rest:
         argument = rest.pop(0)
-        if argument.startswith("--") and "=" not in argument:
-            name = renamed.get(argument[2:], argument[2:])
-            kind = type(settings[name].default) if name in settings else None
-            if rest and _is_value(rest[0], kind):
-                argument += f"={rest.pop(0)}"
-            elif kind is bool:
-                argument += "=True"
-        rewritten.append(argument)
+        dashes, name, equals, text = _split(argument)
+        if not dashes:
+            rewritten.append(argument)
+            continue
+        setting = settings.get(renamed.get(name, name))
+        is_config = name == "config" and not setting
+        kind = str if is_config else setting.kind if setting else None
+        is_number = kind not in (str, None)
+        if not equals and rest[:1] == ["="] and len(rest) > 1 and _is_value(rest[1], kind):
+            rest.pop(0)
+        elif not equals and is_number and rest and rest[0].startswith("="):
+            rest[0] = rest[0][1:]
+        lacks_value = not equals or (is_number and not text)
+        if lacks_value and rest and _is_value(rest[0], kind):
+            equals, text = "=", rest.pop(0)
+        elif not equals and kind is bool:
+            equals, text = "=", "True"
+        rewritten.append(text if is_config and text else f"{dashes}{name}{equals}{text}")
     return rewritten
 
 
@@ -175,59 +226,138 @@ def _is_value(text: str, kind: type | None) -> bool:
     return not text.startswith("--") and (kind is str or not text.endswith(".py"))
 
 
-def _from_config(config: str, script_globals: dict[str, Any], current: dict[str, Value], renamed: dict[str, str],
-                 problems: list[str]) -> dict[str, Value]:  # fmt: skip
+def _in_home(path: str) -> str:
+    """Replace a leading ~ by the user's home folder, also after the `auto:` of init_from."""
+    prefix = "auto:" if path.startswith("auto:") else ""
+    return prefix + os.path.expanduser(path.removeprefix(prefix))
+
+
+def _from_option(argument: str, known: dict[str, Setting], renamed: dict[str, str],
+                 findings: Findings) -> dict[str, Value]:  # fmt: skip
+    """Return the setting that `argument`, --key=value, sets."""
+    name, equals, text = argument[2:].partition("=")
+    problem = None
+    if name in renamed:
+        value = shlex.quote(text) if equals else "VALUE"
+        problem = f"--{name} was renamed: type --{renamed[name]}={value}"
+    elif name in known and not equals:
+        problem = f"--{name}: missing value; type --{name}=VALUE"
+    elif name in PATHS & known.keys() and text.startswith("="):
+        problem = f"{argument}: type --{name}={shlex.quote(text.lstrip('='))}"
+    elif name in known:
+        kind = known[name].kind
+        try:
+            return {name: _parse(text, kind)}
+        except (ValueError, OverflowError, SyntaxError):
+            problem = f"--{name}={text!r}: not {WANTED[kind]}"
+    elif name == "config":
+        problem = "--config: missing value; type --config=FILE.py, or only FILE.py"
+    elif name not in ("local_rank", "local-rank"):  # added by older launchers
+        problem = f"--{name}: no such setting{_suggestion(name, known)}"
+    if problem:
+        findings.problems.append(f"command line: {problem}")
+    return {}
+
+
+def _from_config(config: str, script_globals: dict[str, Any], known: dict[str, Setting], current: dict[str, Value],
+                 renamed: dict[str, str], findings: Findings) -> dict[str, Value]:  # fmt: skip
     """Run the file `config` and return the settings it sets. `current` maps all settings to their values."""
-    path = _find_config(config, script_globals["__file__"], problems)
+    path = _find_config(config, script_globals["__file__"], known, findings)
     if not path:
         return {}
-    namespace = {**script_globals, **current, "__file__": path}  # a copy: only valid settings reach the script
+    visible = {**script_globals, **current, "__file__": path, "config_file": config, "config_keys": [*known]}
+    namespace = dict(visible)  # a copy: only valid settings reach the script
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read(), path)
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        namespace |= _imported(read - namespace.keys())
         exec(compile(tree, path, "exec"), namespace)
     except (Exception, SystemExit) as error:
-        rows = [row for frame, row in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
-        text = str(error)
-        if isinstance(error, SyntaxError) and error.filename == path:
-            rows, text = [error.lineno], error.msg
-        line = f", line {rows[-1]}" if rows else ""
-        problems.append(f"{config}{line}: {type(error).__name__}: {' '.join(text.split())}")
+        findings.problems.append(_config_error(config, path, error))
         return {}
 
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
     taken = {}
     for name, before in current.items():
         try:
-            value = _coerce(namespace.get(name), type(before))
+            value = _coerce(namespace.get(name), known[name].kind)
             if name in assigned or value != before:  # set without an assignment: import *, globals()[name]
                 taken[name] = value
         except (ValueError, OverflowError):
             shown = " ".join(reprlib.repr(namespace.get(name)).split())
-            problems.append(f"{config}: {name} = {shown}: not {WANTED[type(before)]}")
-    # A plain value that the file does not read is no helper: an old or almost correct name is meant as a setting.
-    plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not script_globals.get(name)}
+            findings.problems.append(f"{config}: {name} = {shown}: not {WANTED[known[name].kind]}")
+    # A plain value that the file does not read is no helper. It may be meant as a setting, or be a variable that some
+    # other program reads: nanoGPT accepts it.
+    plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not visible.get(name)}
     for name in sorted(plain - current.keys() - read):
-        nearest = _did_you_mean(name, current, cutoff=0.85)
+        nearest = difflib.get_close_matches(name, current, 1, 0.85)
         if name in renamed:
-            problems.append(f"{config}: {name} was renamed to {renamed[name]}")
+            findings.notes.append(f"{config}: {name} is not used: it was renamed to {renamed[name]}")
         elif nearest and not name.startswith("_"):
-            problems.append(f"{config}: {name}: no such setting{nearest}")
+            findings.notes.append(f"{config}: {name} is not used: no such setting; did you mean {nearest[0]}?")
     return taken
 
 
-def _find_config(config: str, script: str, problems: list[str]) -> str | None:
+def _imported(names: set[str]) -> dict[str, Any]:
+    """Those of `names` that nanoGPT's scripts have imported."""
+    found = {}
+    for name in names & VISIBLE.keys():
+        with suppress(ImportError):  # not installed: the config raises NameError
+            found[name] = pkgutil.resolve_name(VISIBLE[name])
+    return found
+
+
+def _config_error(config: str, path: str, error: BaseException) -> str:
+    """One line about the exception that a config file raised, with the number of the line."""
+    rows = [row for frame, row in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    text = str(error)
+    if isinstance(error, SyntaxError):
+        if error.filename == path:
+            rows, text = [error.lineno], error.msg
+        if not _is_utf8(path):
+            return f"{config}: not a text file in UTF-8: save it in this encoding"
+    line = f", line {rows[-1]}" if rows else ""
+    return f"{config}{line}: {type(error).__name__}: {' '.join(text.split())}"
+
+
+def _is_utf8(path: str) -> bool:
+    """Whether a file is text in UTF-8, unlike what Windows' editors and shells may write."""
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        return "\0" not in content.decode()  # UTF-16 without a byte order mark
+    except UnicodeDecodeError:
+        return False
+
+
+def _find_config(config: str, script: str, known: dict[str, Setting], findings: Findings) -> str | None:
     """Return the full path of a config file, which is relative to the working directory or to the script's."""
     places = [os.path.abspath(config), os.path.join(os.path.dirname(os.path.abspath(script)), config)]
+    places = list(dict.fromkeys(places))
     if found := next(filter(os.path.isfile, places), None):
         return found
-    problem = f"{config}: no such config file; looked for {' and '.join(dict.fromkeys(places))}"
-    for folder in dict.fromkeys(map(os.path.dirname, places)):
-        near = difflib.get_close_matches(os.path.basename(config), sorted(glob.glob("*.py", root_dir=folder)))
-        problem += f"; {folder} has {', '.join(near)}" if near else ""
-    problems.append(problem)
+    dashes, name, equals, text = _split(config)
+    if name in known and (dashes or equals):
+        value = shlex.quote(text) if equals else "VALUE"
+        problem = f"command line: {config}: type --{name}={value}"
+    elif dashes and name == "help":
+        problem = f"command line: {config}: type --help"
+    elif dashes or (equals and not config.endswith(".py")):
+        problem = f"command line: {config}: no such setting{_suggestion(name, known)}"
+    elif folder := next(filter(os.path.isdir, places), None):
+        problem = f"{config}: a folder, not a config file"
+        if files := sorted(glob.glob("*.py", root_dir=folder)):
+            problem += f"; type the name of a file in it: {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}"
+        elif "out_dir" in known:
+            problem += f"; for the folder of a run, type --out_dir={shlex.quote(config)}"
+    else:
+        problem = f"{config}: no such config file; looked for {' and '.join(places)}"
+        for folder in dict.fromkeys(map(os.path.dirname, places)):
+            near = difflib.get_close_matches(os.path.basename(config), sorted(glob.glob("*.py", root_dir=folder)))
+            problem += f"; {folder} has {', '.join(near)}" if near else ""
+    findings.problems.append(problem)
     return None
 
 
@@ -250,16 +380,22 @@ def _coerce(value: Any, kind: type) -> Value:
     if kind is bool and isinstance(value, numbers.Integral) and value in (0, 1):
         return bool(value)
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        if kind is int and value == value // 1:  # false for nan and inf
+        if kind in (int, numbers.Real) and value == value // 1:  # false for nan and inf
             return int(value)
-        if kind is float and math.isfinite(value):
+        if kind in (float, numbers.Real) and math.isfinite(value):
             return float(value)
     raise ValueError
 
 
-def _did_you_mean(name: str, settings: dict[str, Any], dashes: str = "", cutoff: float = 0.6) -> str:
-    near = difflib.get_close_matches(name, settings, 1, cutoff)
-    return f"; did you mean {dashes}{near[0]}?" if near else ""
+def _suggestion(name: str, settings: dict[str, Setting]) -> str:
+    """The setting that was probably meant by an unknown one, as the end of a sentence; empty if there is none."""
+    name = name.replace("-", "_")
+    negated = re.sub("^(no|disable)_", "", name)
+    if negated != name and negated in settings and settings[negated].kind is bool:
+        return f"; type --{negated}=False"
+    short = [other for other in settings if "".join(word[0] for word in other.split("_") if word) == name]  # lr, bs
+    near = short or difflib.get_close_matches(name, settings, 1)
+    return f"; did you mean --{near[0]}?" if near else ""
 
 
 def _is_rank_0() -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from isogpt import checkpoint, huggingface, optim, parallel, run_folder, tokenizer
+from isogpt import checkpoint, console, huggingface, optim, parallel, run_folder, tokenizer
 from isogpt.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.vocabulary import Vocabulary
 from model import GPT, GPTConfig
@@ -160,6 +160,7 @@ def row(step: int | str, form: str, val_loss: float | None, files: list[Path], s
 
 def main() -> None:
     """The command line: see the first lines of this file."""
+    console.prepare()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir", help="the run's folder")
     parser.add_argument("--list", action="store_true", help="list the checkpoints (the default)")
@@ -172,11 +173,11 @@ def main() -> None:
         if not Path(options.out_dir).is_dir():
             raise ValueError(f"{options.out_dir} is not a folder")
         if options.to:
-            print(f"wrote {convert(options.out_dir, options.to, options.dataset)}")
+            console.print_line(f"wrote {convert(options.out_dir, options.to, options.dataset)}")
         if options.source:
-            print(f"wrote {convert_hf(options.out_dir)}")
+            console.print_line(f"wrote {convert_hf(options.out_dir)}")
         if options.list or not (options.to or options.source):
-            print(list_checkpoints(options.out_dir))
+            console.print_line(list_checkpoints(options.out_dir))
     except ValueError as e:
         sys.exit(f"error: {e}")
     except OSError as e:

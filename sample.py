@@ -17,13 +17,12 @@ import sys
 import time
 from contextlib import nullcontext
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt import agree, checkpoint, generation, launch, parallel, precision, run_folder, settings, tokenizer
+from isogpt import agree, checkpoint, console, generation, launch, parallel, precision, run_folder, settings, tokenizer
 from isogpt.mesh import make_mesh
 from isogpt.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.vocabulary import check_size
@@ -127,10 +126,9 @@ if compile:
 
 # the prompt (all ranks)
 with agree.exit_together():
-    try:
-        text = Path(start[5:]).read_text(encoding="utf-8") if start.startswith("FILE:") else start
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"--start={start} cannot be read as text: {e}") from e
+    if ranks.is_main and (note := settings.note_about_prompt(start)):
+        print(f"note: {note}", file=sys.stderr)
+    text = settings.read_prompt(start)
     try:
         prompt = words.encode(text)
     except ValueError as e:
@@ -153,7 +151,7 @@ gathered = agree.gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
     for sample in chain(*gathered):
-        print(sample, "---------------", sep="\n", flush=True)
+        console.print_line(f"{sample}\n---------------")
     print(f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)",
           file=sys.stderr)  # fmt: skip
 launch.leave()

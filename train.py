@@ -27,7 +27,15 @@ from isogpt.mesh import make_mesh
 from isogpt.run_folder import enter_folder, mark_preempted, what_is_measured
 from isogpt.run_vocabulary import vocabulary_for_run
 from isogpt.schedule import make_schedule
-from isogpt.settings import RENAMED, check_degrees, check_training, fit_model_args, model_args_of
+from isogpt.settings import (
+    RENAMED,
+    check_degrees,
+    check_training,
+    differences,
+    fit_model_args,
+    model_args_of,
+    settings_of_model,
+)
 from isogpt.watchdog import Watchdog, explain_crashes
 from model import GPT, GPTConfig
 
@@ -163,7 +171,7 @@ progress = checkpoint.Progress(sequences_per_step * block_size, measures=measure
 logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters, eval_interval)
 job = resilience.describe_job(config, ranks.world_size)
 micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
-notes = progress.load(source) if is_resume else []  # what is not continued
+notes = progress.load(source) if is_resume else []  # of what is not continued; more notes are added below
 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
 pretrained, weights_name = None, init_from.removeprefix("auto:")
@@ -177,21 +185,24 @@ with agree.exit_together():
         model_args = pretrained.describe()
     else:
         model_args = model_args_of(config, data.vocab_size)
+    notes += differences(config, model_args, source, is_resume) + schedule.notes(config)
     model_args = fit_model_args(model_args, degrees, ranks.world_size, data, is_resume)
     weights_from = out_dir if is_resume else init_from.removeprefix("auto:")
     vocabulary, data_notes = vocabulary_for_run(data, source, weights_from, model_args["vocab_size"], is_resume)
+    notes += data_notes
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
     if source:
         checkpoint.check_weights(source, raw_model)
     model_args = raw_model.describe()
+    recorded = config | settings_of_model(model_args)  # what is used: a model that exists has a shape already
     parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()  # of the whole model
     compute_dtype = precision.resolve_dtype(dtype, ranks.device, previous=source.dtype if is_resume else None)
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
-saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, config, vocabulary)
+saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
                        model_args["vocab_size"], ranks.device, weights)  # fmt: skip
 clock = Clock(ranks.device)
@@ -230,7 +241,7 @@ if replicas and zero_stage < 2 and not pipeline:  # gradient_as_bucket_view: no 
 # the run folder and the log (rank 0 claims the folder and writes the log)
 with agree.exit_together():
     if ranks.is_main:
-        logger.start_services(config)  # wandb, TensorBoard
+        logger.start_services(recorded)  # wandb, TensorBoard
     if ranks.is_main and not eval_only:
         saver.owner = enter_folder(out_dir, source.found if is_resume else None, ranks.launch)
         logger.open()
@@ -239,10 +250,9 @@ saver.check_folder(ranks.hosts)
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
 logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
               schedule)  # fmt: skip
-logger.event("resume" if is_resume else "start", config=config, world_size=ranks.world_size, dtype=compute_dtype,
+logger.notes(notes)
+logger.event("resume" if is_resume else "start", config=recorded, world_size=ranks.world_size, dtype=compute_dtype,
              micro_batch=micro_batch, parameters=parameter_count, peak_flops=logger.peak_flops)  # fmt: skip
-for note in notes + data_notes:
-    logger.print(f"note:    {note}")
 
 
 def save(val_loss: float | None = None) -> None:

@@ -18,6 +18,7 @@ set -u
 
 for argument in "$@"; do
     case $argument in
+        --out_dir="~"/*) out=$HOME/${argument#--out_dir="~"/} ;; # as train.py reads it
         --out_dir=*) out=${argument#--out_dir=} ;;
         --init_from=auto*) start=$argument ;; # auto:gpt2-xl: the first start uses these weights
     esac

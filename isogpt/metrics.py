@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from isogpt import threads
+from isogpt import console, threads
 from isogpt.agree import StepNumbers
 from isogpt.architecture import GPTConfig
 from isogpt.checkpoint import Progress, Saver, Source
@@ -26,7 +26,6 @@ from isogpt.parallel.compilation import compile_report
 from isogpt.resilience import SlowRanks, Spikes, Stop, alert
 from isogpt.run_folder import NONE, is_run
 from isogpt.schedule import Schedule
-from isogpt.settings import differences
 from isogpt.traffic import Traffic
 
 FINAL_EVENTS = ("end", "preempted", "failed")  # the alert command gets time to finish
@@ -64,11 +63,7 @@ class Logger:
 
     def print(self, text: str) -> None:
         """Print a line. A closed pipe, such as `| head`, costs lines, not the run."""
-        try:
-            if self.ranks.is_main:
-                print(text, flush=True)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if self.ranks.is_main and not console.print_line(text):
             print("warning: stdout was closed; training continues, see metrics.jsonl", file=sys.stderr, flush=True)
 
     def open(self) -> None:
@@ -182,10 +177,13 @@ class Logger:
         if reader.micro_batch < config["batch_size"]:
             self.print(f"memory:  micro-batches of {reader.micro_batch} instead of {config['batch_size']}, "
                        "since a previous attempt ran out of memory")  # fmt: skip
-        for note in differences(config, source, is_resume=self.progress.step > 0) if source else ():
-            self.print(f"note:    {note}")
         if threads.NOTE:
             self.print(f"threads: {threads.NOTE}")
+
+    def notes(self, notes: list[str]) -> None:
+        """Print what a user should know about the settings, a line each."""
+        for note in notes:
+            self.print(f"note:    {note}")
 
     def start(self, eval_only: bool) -> None:
         """The first step is about to begin: the remaining time is estimated, and traffic counted, from here."""
@@ -364,7 +362,7 @@ def step_line(record: dict, left_s: float) -> str:
     """A step's line on the console; nanoGPT's tools parse it up to the mfu."""
     mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
     return (f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
-            f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, data "
+            f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, lr {record['lr']:.1e}, data "
             f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left"
             f"{routing_text(record) if 'dead_experts' in record else ''}")  # fmt: skip
 

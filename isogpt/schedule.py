@@ -10,9 +10,9 @@ class Schedule:
 
     learning_rate: float  # the maximum
     min_lr: float
-    warmup_iters: int
-    lr_decay_iters: int
-    cooldown_iters: int
+    warmup_iters: int | float  # steps may be fractions, as in nanoGPT
+    lr_decay_iters: int | float
+    cooldown_iters: int | float
     lr_schedule: str  # cosine, linear or wsd
     decay_lr: bool
     factor: float = 1.0  # which the rates and warmup_iters contain, see `make_schedule`
@@ -32,6 +32,25 @@ class Schedule:
         remaining = 0.5 * (1 + math.cos(math.pi * decayed)) if self.lr_schedule == "cosine" else 1 - decayed  # 1 to 0
         return self.min_lr + remaining * (self.learning_rate - self.min_lr)
 
+    def notes(self, config: dict) -> list[str]:
+        """A sentence for each unusual property of these rates in a run with train.py's settings `config`."""
+        found, max_iters, min_lr, peak = [], config["max_iters"], config["min_lr"], config["learning_rate"]
+        if not self.decay_lr or config["eval_only"]:
+            return found
+        if min_lr > peak:
+            muon = ", and Muon's in proportion," if config["optimizer"] == "muon" else ""
+            found.append(f"min_lr {min_lr:g} is above learning_rate {peak:g}: after the warm-up, the learning rate"
+                         f"{muon} rises: set --min_lr={peak / 10:g}, or --decay_lr=False")  # fmt: skip
+        if max_iters < self.warmup_iters:
+            found.append(f"the run ends at step {max_iters}, during the {self.warmup_iters} steps of warm-up, with a "
+                         f"learning rate of {self.lr(int(max_iters)):.3g}: set a smaller --warmup_iters")  # fmt: skip
+        elif self.warmup_iters >= self.lr_decay_iters:
+            decay = f"--lr_decay_iters={max_iters}, or " if max_iters > self.warmup_iters else ""
+            found.append(f"the warm-up of {self.warmup_iters} steps does not end before lr_decay_iters, "
+                         f"{self.lr_decay_iters}: the learning rate then drops to min_lr at once: set {decay}a smaller "
+                         "--warmup_iters")  # fmt: skip
+        return found
+
 
 def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
     """
@@ -45,7 +64,8 @@ def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
     """
     ratio = sequences_per_step / config["base_batch"] if config["base_batch"] else 1.0
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config["lr_scaling"]]
-    warmup, latest, limit = round(factor * config["warmup_iters"]), config["lr_decay_iters"], "lr_decay_iters"
+    warmup = config["warmup_iters"] if factor == 1 else round(factor * config["warmup_iters"])
+    latest, limit = config["lr_decay_iters"], "lr_decay_iters"
     if config["lr_schedule"] == "wsd":
         latest, limit = latest - config["cooldown_iters"], "lr_decay_iters - cooldown_iters"
     if config["decay_lr"] and config["warmup_iters"] <= latest < warmup:

@@ -1,8 +1,11 @@
 """Checks of settings, shared by the scripts. All problems are reported together."""
 
+import json
 import os
 import re
+import shlex
 from math import ceil, gcd, prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -14,10 +17,9 @@ from isogpt.run_folder import GPT2
 if TYPE_CHECKING:
     from isogpt.checkpoint import Source
 
-AT_LEAST_1 = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
-              "n_layer", "n_head", "n_embd", "n_expert_active", "per_node", "dp_replicate", "pp", "ep", "cp", "tp",
-              "nan_patience", "fsdp_prefetch", "local_steps", "outer_parts", "num_samples", "max_new_tokens",
-              "steps")  # fmt: skip
+AT_LEAST_1 = ("eval_iters", "gradient_accumulation_steps", "batch_size", "block_size", "n_layer", "n_head", "n_embd",
+              "n_expert_active", "per_node", "dp_replicate", "pp", "ep", "cp", "tp", "nan_patience", "fsdp_prefetch",
+              "local_steps", "outer_parts", "num_samples", "max_new_tokens", "steps")  # fmt: skip
 NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate",
                 "min_lr", "cooldown_iters", "muon_lr", "embedding_lr", "n_kv_head", "n_hidden", "weight_decay",
                 "grad_clip", "keep_last", "time_limit_s", "max_rollbacks", "nproc", "check_ranks_interval",
@@ -25,7 +27,7 @@ NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iter
                 "base_batch", "devices", "network")  # fmt: skip
 # names, condition on the value, and how the message states it
 RANGES = ((AT_LEAST_1, lambda v: v >= 1, "be at least 1"), (NOT_NEGATIVE, lambda v: v >= 0, "not be negative"),
-          (("dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),
+          (("eval_interval", "log_interval", "dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),
           (("beta1", "beta2", "dropout", "muon_momentum", "outer_momentum"), lambda v: 0 <= v < 1, "be in [0, 1)"),
           (("top_p",), lambda v: 0 < v <= 1, "be in (0, 1]; 1 samples among all tokens"),
           (("seed",), lambda v: v < 2**63, "be below 2**63"))  # fmt: skip
@@ -36,6 +38,9 @@ CHOICES = {"data_order": ("random", "shuffle"), "on_nan": ("stop", "skip"), "zer
            "outer_compression": ("none", "fp16", "int8"), "hardware": ("h100", "h200", "a100", "4090", "cpu", "this"),
            "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
            "layout": ("manual", "auto")}  # fmt: skip
+# settings that the model determines if it is not new
+SHAPE = ("arch", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "bias", "vocab_size", "n_expert",
+         "n_expert_active")  # fmt: skip
 # old name -> new name
 RENAMED = {"prefetch": "fsdp_prefetch", "bucket_mb": "ddp_bucket_mb", "timeout_s": "dist_timeout_s",
            "stop_after_s": "time_limit_s", "json": "json_path", "world_size": "estimate_world_size"}  # fmt: skip
@@ -203,6 +208,13 @@ def model_args_of(config: dict, vocab_size: int) -> dict:
     return {name: config[name] for name in same} | {"vocab_size": vocab_size, "tied": tied}
 
 
+def settings_of_model(model_args: dict) -> dict:
+    """The settings for a new model of this shape, from the fields of GPTConfig or nanoGPT's: see model_args_of."""
+    tied = model_args.get("tied", True)
+    same = {name: model_args[name] for name in SHAPE if name in model_args}
+    return {"arch": "gpt2"} | same | {"head": "tied" if tied else "untied"}
+
+
 def fit_model_args(model_args: dict, config: dict, world_size: int, data: Dataset, is_resume: bool) -> dict:
     """
     The fields of GPTConfig for this run, from those of a checkpoint, of a pretrained model or of one that starts from
@@ -237,26 +249,32 @@ def fit_model_args(model_args: dict, config: dict, world_size: int, data: Datase
     return here
 
 
-def differences(config: dict, source: "Source", is_resume: bool = False) -> list[str]:
-    """What a user should know about settings that are not what the checkpoint has."""
-    found, model = [], {"arch": "gpt2", "tied": True} | source.run["model_args"]
-    model["head"] = "tied" if model["tied"] else "untied"
+def differences(config: dict, model_args: dict, source: "Source | None", is_resume: bool) -> list[str]:
+    """
+    What a user should know about settings that differ from those of the model, a sentence each.
+
+    Args:
+        model_args: the fields of GPTConfig of the model that the run starts with.
+        source: the checkpoint that contains the model, if it is from one.
+    """
+    found, model = [], settings_of_model(model_args)
     ignored = [name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]]
     ignored += [name for name in ("n_kv_head", "n_hidden", "vocab_size", "head")
                 if config[name] not in (0, "auto", model.get(name, config[name]))]  # fmt: skip
     if model.get("n_expert") and config["n_expert_active"] != model["n_expert_active"]:
         ignored.append("n_expert_active")
+    origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
     if ignored:
         used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
-        found.append(f"{used} of the checkpoint {'is' if len(ignored) == 1 else 'are'} used, not {unused}")
+        found.append(f"{used} of {origin} {'is' if len(ignored) == 1 else 'are'} used, not {unused}")
     if config["n_expert"] and not model.get("n_expert"):
-        found.append(f"the checkpoint has no experts: each of the {config['n_expert']} starts as a copy of its MLP")
-    before = source.run["config"].get("dataset", config["dataset"])
+        found.append(f"{origin} has no experts: each of the {config['n_expert']} starts as a copy of its MLP")
+    before = source.run["config"].get("dataset", config["dataset"]) if source else config["dataset"]
     if before != config["dataset"]:
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
     if is_resume:
         found += reading_differences(config, source)
-    return [*found, *source.notes]
+    return found + (source.notes if source else [])
 
 
 def reading_differences(config: dict, source: "Source") -> list[str]:
@@ -288,3 +306,29 @@ def check_sampling(config: dict) -> None:
         possible = "resume, gpt2[-medium|-large|-xl], a folder of Hugging Face weights"
         problems.append(f"init_from is {init_from!r}; possible: {possible}")
     report(problems)
+
+
+def note_about_prompt(start: str) -> str:
+    """What a user should know about sample.py's `start`, or nothing. The text itself may mean a backslash and an n."""
+    if "\\n" not in start or start.startswith("FILE:"):
+        return ""
+    quoted = shlex.quote(json.dumps(start.replace("\\n", "\n"), ensure_ascii=False))
+    return f"--start contains \\n as two characters: for a line break, type --start={quoted}"
+
+
+def read_prompt(start: str) -> str:
+    """
+    The prompt that sample.py's `start` names: the text itself, or what the file after FILE: contains.
+
+    Raises:
+        ValueError: the file cannot be read as text.
+    """
+    if not start.startswith("FILE:"):
+        return start
+    path = os.path.expanduser(start.removeprefix("FILE:"))
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")  # without a byte order mark, which is no text
+    except OSError as e:
+        raise ValueError(f"--start={start} cannot be read as text: {e}") from e
+    except UnicodeDecodeError as e:
+        raise ValueError(f"--start={start} cannot be read as text: {e}; save it in UTF-8") from e

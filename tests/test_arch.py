@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, TINY, column
+from runs import REPO, TINY, column, records
 from test_parity import same
 from test_zero import tensors_of
 
@@ -154,13 +154,19 @@ def test_float16_keeps_the_direction_of_small_gradients():
 
 
 def test_settings_that_a_checkpoint_overrides():
-    run = {"model_args": GPT(GPTConfig(8, 65, 1, 2, 8, arch="llama", bias=False)).describe(), "config": {}}
+    model_args, source = GPT(GPTConfig(8, 65, 1, 2, 8, arch="llama")).describe(), SimpleNamespace(run={"config": {}})
     settings = {"arch": "llama", "n_layer": 1, "n_head": 2, "n_embd": 8, "bias": False, "vocab_size": 0, "dataset": ""}
     settings |= {"n_kv_head": 0, "n_hidden": 0, "head": "auto", "n_expert": 0, "n_expert_active": 2}
-    assert differences(settings, SimpleNamespace(run=run)) == []
+    settings["init_from"] = "auto:folder"
+    assert differences(settings, model_args, source) == differences(settings, model_args, None) == []
     settings |= {"n_kv_head": 1, "n_hidden": 16, "head": "tied"}
     said = "n_kv_head 2, n_hidden 64, head untied of the checkpoint are used, not n_kv_head 1, n_hidden 16, head tied"
-    assert differences(settings, SimpleNamespace(run=run)) == [said]
+    assert differences(settings, model_args, source) == [said]
+    assert differences(settings, model_args, None) == [said.replace("the checkpoint", "folder")]
+    nanogpt = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": True, "vocab_size": 65, "dropout": 0.0}
+    assert differences(settings | {"n_kv_head": 0, "n_hidden": 0, "n_expert": 4}, nanogpt, source) == [
+        "arch gpt2, bias True of the checkpoint are used, not arch llama, bias False",
+        "the checkpoint has no experts: each of the 4 starts as a copy of its MLP"]  # fmt: skip
 
 
 def test_settings_that_change_what_a_resume_reads():
@@ -251,6 +257,23 @@ def test_the_same_model_in_transformers_and_back(tmp_path, name):
     assert_equal_to(AutoModelForCausalLM.from_pretrained(tmp_path), gpt)
     back = GPT.from_pretrained(str(tmp_path))
     assert back.config == gpt.config and same_weights(back.state_dict(), gpt.state_dict())
+
+
+def test_what_is_recorded_of_a_model_of_transformers(zygote, work):
+    """The shape that is used, not the one that was typed, which is noted once."""
+    shape = dict(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_hidden=64, vocab_size=65)
+    gpt = GPT(GPTConfig(block_size=32, arch="llama", **shape), seed=1)
+    huggingface.save(work / "weights", gpt.describe(), gpt.state_dict(), NO_IDS)
+    args = ["--init_from=weights", "--max_iters=0", "--eval_iters=1", "--n_layer=4", "--vocab_size=80"]
+    text = zygote.train([*args, "--n_head=2", "--n_embd=64"], work, 2).text()
+    notes = [line for line in text.splitlines() if line.startswith("note:") and "warm-up" not in line]
+    used, typed = "arch llama, n_layer 1, n_embd 16, vocab_size 65", "arch gpt2, n_layer 4, n_embd 64, vocab_size 80"
+    assert notes == [f"note:    {used} of weights are used, not {typed}"]
+    recorded = shape | {"arch": "llama", "head": "untied", "bias": False, "n_expert": 0}
+    in_checkpoint = torch.load(work / "out" / "ckpt.pt", weights_only=True)["config"]
+    (in_log,) = [r["config"] for r in records(work / "out") if r.get("event") == "start"]
+    assert in_checkpoint == in_log and in_log.items() >= recorded.items()
+    assert (in_log["block_size"], in_log["learning_rate"]) == (32, 1e-3)
 
 
 def same_weights(a, b):

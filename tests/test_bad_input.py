@@ -30,8 +30,7 @@ TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
 RESUME = ["--init_from=resume", "--max_iters=9"]
 DAMAGED = ["step_00000006 is damaged", "no checkpoint to resume from in out"]
-POSITIVE = ("eval_interval", "eval_iters", "log_interval", "gradient_accumulation_steps", "batch_size", "block_size",
-            "fsdp_prefetch")  # fmt: skip
+POSITIVE = ("eval_iters", "gradient_accumulation_steps", "batch_size", "block_size", "fsdp_prefetch")
 NOT_NEGATIVE = ("max_iters", "save_interval", "keep_last", "seed", "vocab_size", "warmup_iters", "lr_decay_iters",
                 "learning_rate", "min_lr", "weight_decay", "grad_clip", "nproc", "cooldown_iters", "muon_lr",
                 "embedding_lr", "n_kv_head", "n_hidden", "n_expert", "balance_loss", "router_z_loss",
@@ -148,8 +147,9 @@ CASES = {
     "nan_patience": Case(["--nan_patience=0"], ["nan_patience is 0", "at least 1"]),
     "rollbacks": Case(["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1"],
                       ["max_rollbacks is -1", "time_limit_s is -3", "check_ranks_interval is -1"], lines=3),
-    "above-0": Case(["--dist_timeout_s=0", "--ddp_bucket_mb=-1"],
-                    ["dist_timeout_s is 0", "ddp_bucket_mb is -1", "above 0"], lines=2),
+    "above-0": Case(["--dist_timeout_s=0", "--ddp_bucket_mb=-1", "--eval_interval=0", "--log_interval=-0.5"],
+                    ["dist_timeout_s is 0.0", "ddp_bucket_mb is -1.0", "eval_interval is 0", "log_interval is -0.5",
+                     "it must be above 0"], lines=4),
     "on_nan": Case(["--on_nan=ignore"], ["on_nan is 'ignore'", "stop and skip"], BOTH),
     "never-saves": Case(["--grad_sync=never"], ["grad_sync 'never'", "--save_checkpoint=False"]),
     "n_layer": Case(["--n_layer=0"], ["n_layer is 0", "at least 1"]),
@@ -171,8 +171,8 @@ CASES = {
     "seed-too-large": Case([f"--seed={2**64}"], ["seed", str(2**64)]),
     "renamed": Case([f"--{old}=1" for old in RENAMED],
                     [f"--{old} was renamed: type --{new}=1" for old, new in RENAMED.items()], BOTH, lines=len(RENAMED)),
-    "renamed-in-config": Case(["b.py"], ["b.py: stop_after_s was renamed to time_limit_s"], ONE,
-                              lambda f: write(f, "b.py", "stop_after_s = 60")),
+    "renamed-in-config": Case(["b.py"], ["seed = 'x'", "stop_after_s is not used: it was renamed to time_limit_s"],
+                              BOTH, lambda f: write(f, "b.py", "stop_after_s = 60\nseed = 'x'"), lines=2),
     "save-bool": Case(["--save_checkpoint=2"], ["save_checkpoint='2'", "True or False"]),
     "tensorboard-bool": Case(["--tensorboard_log=out"], ["tensorboard_log='out'", "True or False"]),
     "resume-bad-value": Case([*RESUME, "--dropout=1.0"], ["dropout is 1", "[0, 1)"]),
@@ -242,7 +242,8 @@ CASES = {
     # configs
     "config-missing": Case(["none.py"], ["none.py: no such config file"], BOTH),
     "config-raises": Case(["b.py"], ["b.py, line 2", "ZeroDivisionError"], BOTH, lambda f: write(f, "b.py", "\n1/0")),
-    "config-typo": Case(["b.py"], ["batch_sise", "batch_size?"], BOTH, lambda f: write(f, "b.py", "batch_sise = 3")),
+    "config-typo": Case(["b.py", "--seed=x"], ["batch_sise is not used", "batch_size?", "seed='x'"], BOTH,
+                        lambda f: write(f, "b.py", "batch_sise = 3"), lines=2),
     "config-syntax": Case(["b.py"], ["b.py, line 1", "SyntaxError"], ONE, lambda f: write(f, "b.py", "a = = 3")),
     "config-value": Case(["b.py"], ["batch_size is 0"], ONE, lambda f: write(f, "b.py", "batch_size = 0")),
     "config-type": Case(["b.py"], ["b.py: batch_size = 'x'"], ONE, lambda f: write(f, "b.py", "batch_size = 'x'")),

@@ -555,8 +555,10 @@ def test_a_resume_says_which_settings_do_not_apply(zygote, place):
     run = zygote.train([*RESUME, "--n_layer=4", "--bias=True", "--vocab_size=80", "--dataset=other"], place)
     assert "n_layer 2, bias False, vocab_size 65 of the checkpoint are used, not n_layer 4, bias True" in run.text()
     assert "was trained on data set tiny, this run reads other" in run.text()
+    used = [r["config"] for r in records(place / "out") if r.get("event") == "resume"][-1]
+    assert (used["n_layer"], used["bias"], used["vocab_size"], used["dataset"]) == (2, False, 65, "other")
     quiet = zygote.train([*RESUME, "--max_iters=8", "--dataset=other"], place)
-    assert "note:" not in quiet.text()
+    assert "of the checkpoint" not in quiet.text() and "was trained on" not in quiet.text()
 
 
 def test_the_list_has_one_best_checkpoint(zygote, work):

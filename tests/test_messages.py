@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from runs import REPO, TINY, script, script_that_fails
 
 import configurator
 import export
-from isogpt import checkpoint, collectives, launch, loader, metrics, parallel, resilience, run_folder, shards
+from isogpt import checkpoint, collectives, launch, loader, metrics, parallel, resilience, run_folder, settings, shards
 from isogpt import watchdog as watchdogs
 from isogpt.launch import Ranks
 from isogpt.memory import memory_report
@@ -375,8 +376,9 @@ def test_the_parts_of_memory():
 
 def test_a_logged_step():
     record = dict(iter=7, loss=3.0, step_ms=200.0, mfu=0.05, tokens_per_s=1234.5, grad_norm=0.5, data_ms_max=1.5)
-    line = "iter 7: loss 3.0000, time 200.00ms, mfu 5.00%, 1,234 tokens/s, grad norm 0.500, data 1.5ms, 2.50 GB, "
-    line += "1:01 left"
+    record["lr"] = 6e-4
+    line = "iter 7: loss 3.0000, time 200.00ms, mfu 5.00%, 1,234 tokens/s, grad norm 0.500, lr 6.0e-04, "
+    line += "data 1.5ms, 2.50 GB, 1:01 left"
     assert metrics.step_line({**record, "memory_gb_max": 2.5}, 61) == line
 
 
@@ -455,8 +457,8 @@ def test_mistakes_on_the_command_line_and_in_a_config(at, capsys):
         "train.py: command line: --batch_sise: no such setting; did you mean --batch_size?",
         "train.py: command line: --learning_rate='fast': not a finite number",
         "train.py: command line: --seed: missing value; type --seed=VALUE",
-        "train.py: mine.py: batch_sise: no such setting; did you mean batch_size?",
-        "train.py: mine.py: max_iters = 'x': not a whole number",
+        "train.py: mine.py: batch_sise is not used: no such setting; did you mean batch_size?",
+        "train.py: mine.py: max_iters = 'x': not a finite number",
         "train.py: none.py: no such config file",
     ]
 
@@ -498,6 +500,28 @@ def test_settings_of_train_py(at, capsys):
         "fsdp is short for zero=3, but zero is 1: set only one of them",
         "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set --save_checkpoint=False",
     ]
+
+
+def test_prompts_of_sample_py(at, capsys, monkeypatch):
+    """A file's text is not changed, but for its byte order mark; what a shell's user may have meant is one note."""
+    monkeypatch.setenv("HOME", str(at.path))
+    monkeypatch.setenv("USERPROFILE", str(at.path))
+    Path("p.txt").write_bytes(b"\xef\xbb\xbfA\\nB\n")
+    assert settings.read_prompt("FILE:p.txt") == settings.read_prompt("FILE:~/p.txt") == "A\\nB\n"
+    assert settings.read_prompt("~/p.txt \\n") == "~/p.txt \\n"
+    Path("p.txt").write_text("A", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"^--start=FILE:p.txt cannot be read as text: 'utf-8' .*; save it in UTF-8$"):
+        settings.read_prompt("FILE:p.txt")
+    assert [settings.note_about_prompt(text) for text in ("A\n", "FILE:\\new.txt", "")] == ["", "", ""]
+    for text in ("ROMEO:\\n", 'it\'s \\n "so"', "\u00e9\\n"):
+        note = settings.note_about_prompt(text)
+        typed = note.removeprefix(r"--start contains \n as two characters: for a line break, type ")
+        settings_of_sample = configurator.configure({"__file__": str(REPO / "sample.py")}, shlex.split(typed))
+        assert settings_of_sample["start"] == text.replace("\\n", "\n")
+    save_in(at.path / "out")
+    output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A\\n"]).err.splitlines()
+    note = """note: --start contains \\n as two characters: for a line break, type --start='"A\\n"'"""
+    assert len(output) == 3 and output[1] == note and output[2].startswith("error: --start has characters")
 
 
 def test_mistakes_of_sample_py(at, capsys):
@@ -760,6 +784,49 @@ def test_mistakes_of_bench_py(at, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# the console
+
+
+def started(script, *args, stdout=subprocess.PIPE):
+    """A process of its own, whose console knows ASCII only."""
+    command = [sys.executable, str(REPO / script), *args]
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+    return subprocess.Popen(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+def test_what_a_console_cannot_show_ends_no_run(at):
+    """Names and text that are not ASCII, and a lone surrogate, which is not even UTF-8."""
+    meta = {"vocab_size": 2, "stoi": {"\u00e9": 0, "\ud800": 1}, "itos": ["\u00e9", "\ud800"]}
+    data_in(at.path / "data" / "tiny", pkl=meta, train=[0, 1] * 40)
+    out = "--out_dir=r\u00e9sum\u00e9"
+    train = started("train.py", *TINY, "--block_size=8", "--max_iters=0", "--eval_iters=1", out)
+    said, errors = train.communicate(timeout=120)
+    assert train.returncode == 0, errors
+    assert r"saved r\xe9sum\xe9/step_00000001" in said.splitlines()
+    sample = started("sample.py", out, "--start=\u00e9", "--num_samples=3", "--max_new_tokens=20", "--device=cpu")
+    export = started("export.py", "r\u00e9sum\u00e9", "--to=shards")
+    said, errors = sample.communicate(timeout=120)
+    lines = said.splitlines()
+    assert sample.returncode == 0 and len(lines) == 6 and lines[1::2] == ["---------------"] * 3, errors
+    assert all(re.fullmatch(r"\\xe9(\\xe9|\\ud800){20}", line) for line in lines[::2]) and r"\ud800" in said
+    assert export.communicate(timeout=120) == ("wrote r\\xe9sum\\xe9/step_00000001\n", "")
+
+
+def test_a_closed_pipe_ends_a_script_quietly(at):
+    """As after `| head`: no traceback, and nothing about an exception that is ignored at the exit."""
+    save_in(at.path / "out")
+    read, write = os.pipe()
+    os.close(read)
+    generate = ["--start=A", "--num_samples=2", "--max_new_tokens=5", "--device=cpu"]
+    commands = ["train.py", "--help"], ["sample.py", *generate], ["export.py", "--help"], ["export.py", "out"]
+    runs = [started(*command, stdout=write) for command in commands]
+    errors = ["\n".join(run.communicate(timeout=120)[1].splitlines()) for run in runs]
+    os.close(write)
+    assert [run.returncode for run in runs] == [0, 0, 0, 0], errors
+    assert errors[0] == errors[2] == errors[3] == "" and "Error" not in errors[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Slurm
 
 NODE = """#!/bin/sh
@@ -785,3 +852,6 @@ def test_messages_of_slurm_sh(at):
     run = subprocess.run([*command, "--out_dir=out"], env=env, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", run.stderr
     assert Path("asked").read_text() == "requeue 7\n"
+    env["HOME"] = str(at.path)
+    run = subprocess.run([*command, "--out_dir=~/out"], env=env, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", run.stderr

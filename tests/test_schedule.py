@@ -38,6 +38,72 @@ def test_without_scaling_the_rates_are_those_of_nanogpt_bit_for_bit(kind):
         assert [schedule.lr(it) for it in range(60)] == [nanogpt_rate(c, it) for it in range(60)]
 
 
+@pytest.mark.parametrize("changes", [
+    dict(warmup_iters=0.1, lr_decay_iters=27.0), dict(warmup_iters=1e-1, lr_decay_iters=22.5),
+    dict(warmup_iters=2.5, lr_decay_iters=2.75), dict(warmup_iters=7.5, lr_decay_iters=3.5),
+    dict(warmup_iters=1.5, lr_decay_iters=40.3, lr_schedule="wsd", cooldown_iters=10.5),
+])  # fmt: skip
+def test_fractional_steps_have_nanogpts_rates(changes):
+    c = DEFAULTS | changes
+    schedule = make_schedule(c, 480)
+    assert [schedule.lr(it) for it in range(60)] == [nanogpt_rate(c, it) for it in range(60)]
+    assert make_schedule(c | {"lr_scaling": "linear", "base_batch": 480}, 480) == schedule
+
+
+def test_a_run_with_fractional_steps(zygote, work):
+    """As in nanoGPT: the run ends after the last whole step, and an interval is due at the steps that it divides."""
+    steps = "max_iters = 7.5\neval_interval = max_iters * 0.2\nlog_interval = 0.5\nsave_interval = max_iters / 3\n"
+    (work / "c.py").write_text(f"{steps}warmup_iters = 1e-1\nlr_decay_iters = max_iters * 0.9\n")
+    run = zygote.train(["c.py", "--out_dir=out", "--keep_last=0"], work)
+    rates, c = column(work / "out", "lr"), DEFAULTS | dict(learning_rate=1e-3, warmup_iters=0.1, lr_decay_iters=6.75)
+    assert {step: rates[step] for step in range(8)} == {step: nanogpt_rate(c, step) for step in range(8)}
+    assert list(column(work / "out", "val_loss")) == [0, 3, 6] and max(rates) == 7
+    assert [p.name for p in sorted((work / "out").glob("step_*"))] == [f"step_{s:08d}" for s in (3, 5, 6, 8)]
+    line = rf"^iter 3: loss \d+\.\d{{4}}, time \S+ms, mfu \S+%, .*, lr {rates[3]:.1e}, "
+    assert re.search(line, run.text(), re.M) and "note:" not in run.text()
+
+
+MUON_RISES = dict(min_lr=3e-3, optimizer="muon", lr_scaling="sqrt", base_batch=160)
+NOTES = {
+    "min_lr 6e-05 is above learning_rate 1e-05: after the warm-up, the learning rate rises: set --min_lr=1e-06, or "
+    "--decay_lr=False": dict(learning_rate=1e-5),
+    "min_lr 0.003 is above learning_rate 0.0006: after the warm-up, the learning rate, and Muon's in proportion, "
+    "rises: set --min_lr=6e-05, or --decay_lr=False": MUON_RISES,
+    "the run ends at step 999, during the 2000 steps of warm-up, with a learning rate of 0.0003: set a smaller "
+    "--warmup_iters": dict(max_iters=999),
+    "the run ends at step 3000, during the 4000 steps of warm-up, with a learning rate of 0.0009: set a smaller "
+    "--warmup_iters": dict(max_iters=3000, lr_scaling="linear", base_batch=240),
+    "the warm-up of 2000 steps does not end before lr_decay_iters, 2000: the learning rate then drops to min_lr at "
+    "once: set --lr_decay_iters=600000, or a smaller --warmup_iters": dict(lr_decay_iters=2000),
+    "the warm-up of 5.5 steps does not end before lr_decay_iters, 4: the learning rate then drops to min_lr at once: "
+    "set a smaller --warmup_iters": dict(warmup_iters=5.5, lr_decay_iters=4, max_iters=5.5),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_unusual_rates_are_noted(note):
+    c = DEFAULTS | NOTES[note]
+    schedule = make_schedule(c, 480)
+    assert schedule.notes(c) == [note]
+    quiet = c | {"eval_only": True}, c | {"decay_lr": False}
+    assert all(make_schedule(other, 480).notes(other) == [] for other in quiet)
+
+
+def test_usual_rates_are_not_noted():
+    for changes in ({}, dict(max_iters=2000), dict(lr_decay_iters=2001), dict(min_lr=6e-4)):
+        assert make_schedule(DEFAULTS, 480).notes(DEFAULTS | changes) == []
+
+
+def test_the_rates_that_advice_gives_are_accepted(zygote, work):
+    """Each note once, from two processes too; after the advice, none."""
+    args = ["--max_iters=1", "--warmup_iters=5", "--lr_decay_iters=3", "--learning_rate=1e-6", "--keep_last=1"]
+    text = zygote.train(args, work, 2).text()
+    assert text.count("note:    min_lr 6e-05 is above ") == text.count("note:    the run ends at step 1, ") == 1
+    assert text.count("note:") == 2
+    text = zygote.train([*args, "--min_lr=1e-07", "--warmup_iters=1"], work).text()
+    assert "note:" not in text
+
+
 # lr_scaling, sequences per step: factor of the rates, steps of warm-up; by hand, for base_batch 100 and 50 steps
 FACTORS = {("linear", 400): (4, 200), ("sqrt", 400): (2, 100), ("linear", 50): (0.5, 25), ("sqrt", 100): (1, 50),
            ("linear", 101): (1.01, 50), ("sqrt", 6400): (8, 400)}  # fmt: skip

@@ -1,0 +1,39 @@
+"""What the scripts write to the terminal. Printing must never end a training run or lose what was generated."""
+
+import atexit
+import os
+import sys
+from contextlib import suppress
+
+
+def prepare() -> None:
+    """
+    Let stdout and stderr escape what the console's encoding lacks, such as U+00E9 in ASCII, or a lone surrogate from a
+    file name that is not UTF-8: printing it would raise UnicodeEncodeError. Also let the process end quietly if nobody
+    reads stdout, for example after `| head`. Every script calls this first.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # neither None (no console) nor a notebook's stream
+            stream.reconfigure(errors="backslashreplace")
+    atexit.unregister(flush)  # a script may call this function twice
+    atexit.register(flush)  # Python itself reports an error
+
+
+def flush() -> bool:
+    """
+    Flush stdout. If nobody reads it, this and all later output is discarded. Returns whether the output was written.
+    """
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+        return True
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+
+
+def print_line(text: str) -> bool:
+    """Print a line to stdout and flush it. Returns whether it was written: False if nobody reads stdout."""
+    with suppress(BrokenPipeError):  # if the text is larger than the buffer; then flush() fails too
+        print(text)
+    return flush()
