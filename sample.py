@@ -17,6 +17,7 @@ import sys
 import time
 from contextlib import nullcontext
 from itertools import chain
+from pathlib import Path
 
 import torch
 import torch.distributed as dist

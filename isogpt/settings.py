@@ -274,7 +274,7 @@ def differences(config: dict, model_args: dict, source: "Source | None", is_resu
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
     if is_resume:
         found += reading_differences(config, source)
-    return found + (source.notes if source else [])
+    return [*found, *source.notes] if source else found
 
 
 def reading_differences(config: dict, source: "Source") -> list[str]:
