@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isogpt import loader
+from isogpt import huggingface, loader
 
 if TYPE_CHECKING:
     import tiktoken
@@ -61,7 +61,7 @@ def load_folder(folder: str, vocab_size: int) -> Tokenizer:
     """
     (encode, decode, number of ids) of the tokenizer.json in a folder that transformers wrote. encode adds the special
     tokens that the tokenizer is configured to add, for instance one at the start. Without a tokenizer.json: GPT-2's, if
-    vocab_size, the model's, can be that of GPT-2.
+    vocab_size, the model's, can be that of GPT-2. No code in the folder runs.
 
     Raises:
         ValueError: the tokenizer is missing or cannot be loaded. encode raises it for a text that it cannot encode.
@@ -74,9 +74,13 @@ def load_folder(folder: str, vocab_size: int) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **huggingface.RUN_NO_CODE)
     except Exception as e:  # transformers and tokenizers raise many types
-        raise ValueError(f"cannot load the tokenizer of {folder}: {(str(e).splitlines() or [e])[0]}") from e
+        reason = (str(e).splitlines() or [e])[0]
+        if huggingface.needs_code(e):
+            reason = ("its tokenizer_config.json names Python code, which is not run; if tokenizer.json is complete "
+                      "without this code, remove auto_map from tokenizer_config.json")  # fmt: skip
+        raise ValueError(f"cannot load the tokenizer of {folder}: {reason}") from e
 
     def encode(text: str) -> list[int]:
         try:

@@ -128,7 +128,7 @@ def not_finite():
 
 def transformers_that_lack(at, key):
     loaded = lambda *args, **kw: (None, {"missing_keys": {key}})  # noqa: E731
-    config = SimpleNamespace(from_pretrained=lambda name: SimpleNamespace(model_type="gpt2"))
+    config = SimpleNamespace(from_pretrained=lambda name, **kw: SimpleNamespace(model_type="gpt2"))
     gpt2 = SimpleNamespace(from_pretrained=loaded)
     at.item(sys.modules, "transformers", SimpleNamespace(AutoConfig=config, GPT2LMHeadModel=gpt2))
     GPT.from_pretrained("other")
