@@ -413,6 +413,45 @@ def test_a_killed_prepare_leaves_the_earlier_files(data, tmp_path):
     assert set(contents(tmp_path / "SIGTERM")) == {"train.bin"}
 
 
+# ----- a val.bin for files that others prepared
+
+
+def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("split", REPO / "data" / "split.py")
+    split = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(split)
+    ids = (np.arange(5000) * 7 % 50257).astype(np.uint32)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+
+    def divide(*args):
+        monkeypatch.setattr(sys, "argv", ["split.py", str(folder), *args])
+        status = bins.run(split.main)
+        return status, capsys.readouterr().err
+
+    assert divide() == (1, f"error: no train.bin in {folder}: give the folder that contains it\n")
+    ids.tofile(folder / "train.bin")
+    (folder / "val.bin").touch()
+    assert "val.bin exists already: delete it" in divide()[1]
+    (folder / "val.bin").unlink()
+    assert "--val_fraction=0.0 of 5,000 tokens leaves train.bin or val.bin empty" in divide("--val_fraction=0")[1]
+    for args, val in ((["--val_fraction=0.3"], 1500), ([], 500)):  # the second time from all.bin
+        assert divide(*args) == (0, "")
+        train, rest = (np.fromfile(folder / f"{name}.bin", np.uint32) for name in ("train", "val"))
+        assert (train.tolist(), rest.tolist()) == (ids[:-val].tolist(), ids[-val:].tolist())
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    # after a kill between the two files, train.bin is missing: no run can train on what is in val.bin
+    with monkeypatch.context() as patch:
+        patch.setattr(bins, "sync_folder", killed)
+        with pytest.raises(KeyboardInterrupt):
+            divide()
+    assert set(contents(folder)) == {"all.bin", "val.bin"}
+    assert divide() == (0, "") and set(contents(folder)) == {"all.bin", "train.bin", "val.bin"}
+
+
 # ----- error messages
 
 

@@ -185,7 +185,7 @@ RAISED = {
         launch.check_alike([{"seed": 1, "host": "a"}, {"seed": 2, "host": "a"}])),
     # data
     "no train.bin in data/nowhere or": lambda at: loader.open_dataset("nowhere", 8),
-    "train.bin is empty; run: python": lambda at: loader.open_dataset(data_in(at.path / "d", train=[]), 8),
+    "train.bin is empty; write train.bin": lambda at: loader.open_dataset(data_in(at.path / "d", train=[]), 8),
     "holds a list, not a dict": lambda at: loader.open_dataset(data_in(at.path / "d", pkl=[1]), 8),
     "meta.json cannot be read: ": lambda at: loader.open_dataset(data_in(at.path / "d", meta="{"), 8),
     # checkpoints
