@@ -156,8 +156,6 @@ except (ValueError, dist.DistError) as e:
 progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
 logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters)
 launch.check_start(ranks, config | {"the data's digest": data.digest})
-job = resilience.describe_job(config, ranks.world_size)
-micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
 if is_resume:
     progress.load(source.run)
 
@@ -181,13 +179,15 @@ with agree.exit_together():
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
+memory_cost = memory.cost_of(config, model_args, batch_size, compute_dtype, ranks.world_size, ranks.device.type)
+job = memory.job_of(memory_cost)
+micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
 saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, config)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
                        model_args["vocab_size"], ranks.device, weights)  # fmt: skip
 clock = Clock(ranks.device)
 watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger, saver)
-memory_cost = memory.cost_of(config, model_args, reader.share.rows, compute_dtype, ranks.world_size, ranks.device.type)
 explain_crashes(watchdog, out_dir, job, reader, memory_cost)
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
