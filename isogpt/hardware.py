@@ -80,7 +80,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_gb(device: torch.device) -> float:
-    """Peak memory of this process in GB: on the GPU, or the resident set on a CPU (0 if the system does not tell)."""
+    """
+    Peak memory of this process in GB: what PyTorch has allocated on the GPU. On a CPU, the resident set: what the
+    process has allocated, and the code of libraries, but not the data set, whose pages loader.release_pages gives back.
+    0 if the system does not tell.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     if device.type == "mps":

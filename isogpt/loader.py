@@ -9,6 +9,7 @@ in proportion to its weight; if they do not divide evenly, padding rows carry ta
 import hashlib
 import json
 import math
+import mmap
 import operator
 import os
 from collections import deque
@@ -125,12 +126,13 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
             problem = f"{folder / split}.bin has {len(tokens)} tokens, but meta.json says {recorded}"
             todo = how_to_repair(folder)
             raise ValueError(f"{problem}: they come from different prepare.py runs; {todo}")
-    highest = {split: highest_id(tokens) for split, tokens in splits.items()}
-    for split, tokens in splits.items():
-        check_ids(highest[split], vocab_size, folder / f"{split}.bin", lowest_id(tokens))
+    ranges = {split: range_of_ids(tokens) for split, tokens in splits.items()}
+    for split, (lowest, highest) in ranges.items():
+        check_ids(highest, vocab_size, folder / f"{split}.bin", lowest)
+    highest = max(highest for _, highest in ranges.values())
     content = b"".join(len(t).to_bytes(8, "little") + b"".join(samples(t, 64)) for t in splits.values())
     digest = hashlib.sha256(content).hexdigest()[:12]
-    return Dataset(folder, splits["train"], splits["val"], vocab_size, max(highest.values()), digest)
+    return Dataset(folder, splits["train"], splits["val"], vocab_size, highest, digest)
 
 
 def samples(tokens: np.ndarray, n: int) -> list[np.ndarray]:
@@ -139,21 +141,28 @@ def samples(tokens: np.ndarray, n: int) -> list[np.ndarray]:
     return [tokens[s : s + 4096] for s in starts]
 
 
-def parts_to_check(tokens: np.ndarray) -> list[np.ndarray]:
-    """All of a file if it is small, else a thousand samples: each batch is checked again when it is read."""
-    return [tokens] if len(tokens) <= 2**26 else samples(tokens, 1000)
+def range_of_ids(tokens: np.ndarray) -> tuple[int, int]:
+    """
+    The lowest and the highest id in a file: of all of it if it is small, else of a thousand samples (each batch is
+    checked again when it is read).
+    """
+    parts = np.array_split(tokens, 64) if len(tokens) <= 2**26 else samples(tokens, 1000)
+    lowest, highest = [], []
+    for part in parts:
+        if len(part):
+            lowest.append(int(part.min()))
+            highest.append(int(part.max()))
+            release_pages(tokens)
+    return min(lowest), max(highest)
 
 
-def highest_id(tokens: np.ndarray) -> int:
-    """The highest id in a file, as far as it is checked."""
-    return max(int(part.max()) for part in parts_to_check(tokens))
-
-
-def lowest_id(tokens: np.ndarray) -> int:
-    """The lowest id in a file, as far as it is checked: only a signed dtype can have one below 0."""
-    if tokens.dtype.kind == "u":
-        return 0
-    return min(int(part.min()) for part in parts_to_check(tokens))
+def release_pages(tokens: np.ndarray) -> None:
+    """
+    Take the pages of a mapped file that were read out of this process's resident set, which would otherwise grow up to
+    the size of the file. They stay in the system's page cache.
+    """
+    if isinstance(tokens.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+        tokens.base.madvise(mmap.MADV_DONTNEED)
 
 
 class DataError(ValueError):
@@ -468,6 +477,7 @@ class Reader:
                 raise DataError(f"{path} has been truncated since the start of the run")
             x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
             check_ids(max(int(x.max()), int(y.max())), self.vocab_size, path, int(x.min()))
+            release_pages(tokens)
             # copies to a GPU from memory that is not pinned block the CPU
             return (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)
 

@@ -69,3 +69,30 @@ def test_memory_of_a_process_is_not_that_of_the_one_that_started_it():
     parent = f"import subprocess, sys\nheld = b'x' * 10**9\n{run}"
     result = subprocess.run([sys.executable, "-c", parent], cwd=REPO, capture_output=True, text=True, check=True)
     assert 0.1 < float(result.stdout) < 0.9
+
+
+READS_ALL = """
+import sys
+import torch
+from isogpt import loader
+from isogpt.hardware import memory_gb
+from isogpt.mesh import Mesh
+
+before = memory_gb(torch.device("cpu"))
+data = loader.open_dataset(sys.argv[1], 1024)
+reader = loader.Reader(data, "random", 1, 1024, 64, Mesh(), 64, data.vocab_size, torch.device("cpu"))
+for split in ("train", "val"):
+    for _ in reader.evaluation(split, 6400):
+        pass
+print(memory_gb(torch.device("cpu")) - before)
+"""
+
+
+def test_the_data_set_is_not_counted_as_memory(tmp_path):
+    """Its pages belong to the system's cache: a run that reads all of a large file does not take its size."""
+    for split, tokens in (("train", 2**27), ("val", 2**26)):  # files of zeros take no room on the disk
+        with open(tmp_path / f"{split}.bin", "wb") as file:
+            file.truncate(2 * tokens)
+    command = [sys.executable, "-c", READS_ALL, str(tmp_path)]
+    grown = float(subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout)
+    assert grown < 0.1, "of 0.4 GB"

@@ -25,9 +25,9 @@ from isogpt.loader import (
     TRAIN,
     Reader,
     check_ids,
-    highest_id,
     open_dataset,
     random_windows,
+    range_of_ids,
     read_rows,
     share_of,
     shuffled_windows,
@@ -360,14 +360,14 @@ def test_ids_outside_the_vocabulary_are_refused(folder, split):
 
 def test_samples_for_the_highest_id_of_a_large_file_reach_both_ends():
     tokens = np.zeros(2**26 + 5000, dtype=np.uint8)
-    assert highest_id(tokens) == 0
+    assert range_of_ids(tokens) == (0, 0)
     for place in 0, 4095, -4096, -1:
         tokens[place] = 7
-        assert highest_id(tokens) == 7
+        assert range_of_ids(tokens) == (0, 7)
         tokens[place] = 0
     tokens[: 2**26][40_000_000:40_100_000] = 9
-    assert highest_id(tokens) == 9
-    assert highest_id(np.array([3, 70_000, 5], dtype=np.uint32)) == 70_000
+    assert range_of_ids(tokens) == (0, 9)
+    assert range_of_ids(np.array([3, 70_000, -5], dtype=np.int32)) == (-5, 70_000)
 
 
 def test_check_ids_accepts_the_last_id():
