@@ -35,8 +35,8 @@ class Gpu:
     plan: str = ""
 
 
-# by the device's name without 'NVIDIA', which must match as a whole: a laptop's GPU, a MIG slice and a card for PCIe are
-# slower than the GPU whose name they contain. Devices that are not listed are measured.
+# by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices and cards for PCIe are
+# slower than the GPUs whose names they contain. Devices that are not listed are measured.
 GPUS = {
     "B200": Gpu(2250e12),
     "H200": Gpu(989e12, 4.8e12, "h200"),

@@ -172,13 +172,13 @@ def conclude_dtype(paths: list[Path], vocab_size: int) -> tuple[str, str]:
                 raise ValueError(f"{here}: {names[0]} holds ids of {bits} bits, but {names[1]} of 16 bits: write both "
                                  f"with the same dtype")  # fmt: skip
         elif is_certain:
-            return dtype, (f"{both} in {here} hold ids of {bits} bits and are read so; if they are uint16, "
+            return dtype, (f"{both} in {here}: ids of {bits} bits, read as {dtype}; if they are uint16, "
                            f"{declaration(here, 'uint16')}")  # fmt: skip
         elif different > 2:
-            raise ValueError(f"{both} in {here} hold ids of {bits} bits, or ids of 16 bits of which every second is 0: "
+            raise ValueError(f"{both} in {here}: ids of {bits} bits, or ids of 16 bits of which every second is 0: "
                              f"{declaration(here, dtype)}, or with uint16")  # fmt: skip
         else:
-            return "uint16", (f"in {both} in {here} every second id or more is 0; if they hold ids of {bits} bits, "
+            return "uint16", (f"{both} in {here}: every second id is 0; if the ids are of {bits} bits, "
                               f"{declaration(here, dtype)}")  # fmt: skip
     return conclude_narrow(found, vocab_size, both, here)
 
@@ -187,12 +187,12 @@ def conclude_narrow(found: dict[Path, np.ndarray], vocab_size: int, both: str, h
     """`conclude_dtype` for files that do not hold ids of 32 or 64 bits."""
     content = np.concatenate([*found.values(), np.empty(0, np.uint8)])
     if 0 < vocab_size <= 256 and len(content) and content.max() < vocab_size <= content.view(np.uint16).max():
-        return "uint8", (f"{both} in {here} hold ids of 8 bits and are read so: with 16 bits they would exceed the "
+        return "uint8", (f"{both} in {here}: ids of 8 bits, read as uint8: with 16 bits they would exceed the "
                          f"vocabulary size, {vocab_size}")  # fmt: skip
     if not vocab_size and is_of_bytes(content):
-        raise ValueError(f"{both} in {here} seem to hold ids of 8 bits: {declaration(here, 'uint8')}, or with uint16")
+        raise ValueError(f"{both} in {here}: probably ids of 8 bits: {declaration(here, 'uint8')}, or with uint16")
     if vocab_size > 2**16:
-        return "uint16", (f"{both} in {here} are read as uint16, whose ids end at 65535, but the vocabulary size is "
+        return "uint16", (f"{both} in {here}: read as uint16, whose ids end at 65535, but the vocabulary size is "
                           f"{vocab_size}: larger ids were lost when the files were written")  # fmt: skip
     return "uint16", ""
 

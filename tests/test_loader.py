@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import column
 
 from isogpt import loader
 from isogpt.loader import (
@@ -530,21 +531,21 @@ def test_the_width_of_ids_is_concluded_from_the_content(folder, capsys):
     high = np.arange(6000) * 11 % 70_001
     for dtype, bits in ((np.int32, 32), (np.uint32, 32), (np.int64, 64), (np.uint64, 64)):
         foreign(folder, WORDS.astype(dtype))
-        note = f"train.bin and val.bin in data/text hold ids of {bits} bits and are read so"
+        note = f"train.bin and val.bin in data/text: ids of {bits} bits, read as int{bits}"
         assert_read(folder, capsys, WORDS, note)
         foreign(folder, high.astype(dtype), vocab_size=70_001)
-        assert_read(folder, capsys, high, f"hold ids of {bits} bits and are read so; if they are uint16, write {{")
+        assert_read(folder, capsys, high, f"ids of {bits} bits, read as int{bits}; if they are uint16, write {{")
     foreign(folder, LETTERS.astype(np.int64), **CHARACTERS)
-    assert_read(folder, capsys, LETTERS, "hold ids of 64 bits and are read so")
+    assert_read(folder, capsys, LETTERS, ": ids of 64 bits, read as int64")
     foreign(folder, LETTERS.astype(np.uint8), **CHARACTERS)
-    assert_read(folder, capsys, LETTERS, "hold ids of 8 bits and are read so")
+    assert_read(folder, capsys, LETTERS, ": ids of 8 bits, read as uint8")
     # as few different ids occur in a text in which a space of id 0 follows each letter
     foreign(folder, LETTERS.astype(np.int32), **CHARACTERS)
     refused('32 bits, or ids of 16 bits of which every second is 0: write {"dtype": "int32"} to data/text/meta.json')
     (folder / "meta.json").write_text('{"dtype": "int32"}')
     assert_read(folder, capsys, LETTERS, "")
     foreign(folder, LETTERS.astype(np.uint8))
-    refused('seem to hold ids of 8 bits: write {"dtype": "uint8"} to data/text/meta.json, or with uint16')
+    refused('probably ids of 8 bits: write {"dtype": "uint8"} to data/text/meta.json, or with uint16')
     foreign(folder, WORDS.astype(np.int32), LETTERS.astype(np.uint16))
     refused("data/text: train.bin holds ids of 32 bits, but val.bin of 16 bits: write both with the same dtype")
     padded = WORDS.astype(np.int32)
@@ -565,14 +566,16 @@ def test_uint16_is_never_taken_for_another_width(folder, capsys):
     alternating = np.arange(6000) % 2 * 7
     for ids in (alternating, alternating[::-1]):
         foreign(folder, ids.astype(np.uint16))
-        assert_read(folder, capsys, ids, "" if ids[0] == 0 else "in train.bin and val.bin in data/text every second id")
+        assert_read(
+            folder, capsys, ids, "" if ids[0] == 0 else "train.bin and val.bin in data/text: every second id is 0"
+        )
     spaced = np.where(np.arange(6000) % 2, 0, LETTERS)
     foreign(folder, spaced.astype(np.uint16))
     refused("or with uint16")
     (folder / "meta.json").write_text('{"dtype": "uint16"}')
     assert_read(folder, capsys, spaced, "")
     foreign(folder, WORDS.astype(np.uint16), vocab_size=128_256)
-    assert_read(folder, capsys, WORDS, "are read as uint16, whose ids end at 65535, but the vocabulary size is 128256")
+    assert_read(folder, capsys, WORDS, ": read as uint16, whose ids end at 65535, but the vocabulary size is 128256")
 
 
 def with_header(ids, magic, version, tokens=None):
@@ -640,3 +643,18 @@ def test_of_a_foreign_meta_json_only_dtype_and_vocabulary_are_taken(folder):
     assert open_dataset("text", BLOCK).vocab_size == 90
     (folder / "meta.json").write_text(json.dumps(OURS))
     assert loader.read_meta(folder) == OURS
+
+
+def test_the_same_tokens_in_other_formats_give_the_same_losses(zygote, work):
+    """On two ranks, in training and evaluation; the note is printed once."""
+    zygote.train(["--out_dir=one", "--max_iters=3", "--eval_interval=2"], work)
+    for split in ("train", "val"):
+        path = work / "data" / "tiny" / f"{split}.bin"
+        ids = np.fromfile(path, np.uint16)
+        path.write_bytes(with_header(ids, 20240520, 1) if split == "train" else ids.astype(np.int64).tobytes())
+    text = zygote.train(["--out_dir=other", "--max_iters=3", "--eval_interval=2"], work, 2).text()
+    assert text.count("note: data/tiny/train.bin has llm.c's header, which is skipped: uint16 ids") == 1
+    assert text.count("note: val.bin in data/tiny: ids of 64 bits, read as int64") == 1
+    for key in ("loss", "val_loss"):
+        expected = column(work / "one", key)
+        assert expected and column(work / "other", key) == pytest.approx(expected, abs=1e-5)
