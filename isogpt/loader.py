@@ -40,6 +40,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, blo
 PADDING = -1  # the start of a padding row
 PICKLED = {"numpy": {"dtype", *DTYPES}, "numpy._core.multiarray": {"scalar"}, "numpy.core.multiarray": {"scalar"}}
 OUR_KEYS = {"dtype", "vocab_size", "tokenizer", "tokenizer_size", "source"}  # of a meta.json that prepare.py wrote
+FOREIGN_KEYS = {"dtype", "vocab_size", "stoi", "itos"}  # what is taken from a different meta.json
 
 # one stream of random numbers for each use, so that none depends on how much another one has drawn
 TRAIN, EVAL_TRAIN, EVAL_VAL, SHUFFLE, SAMPLING = range(5)
@@ -244,7 +245,7 @@ def map_tokens(path: Path, format: Format, block_size: int) -> np.ndarray:
 def read_meta(folder: Path) -> dict:
     """
     A data set's metadata: meta.json (ours) merged over meta.pkl (nanoGPT's, with stoi and itos); empty if there is
-    neither. Only dtype and vocab_size are taken from a meta.json that prepare.py did not write. The pickle may hold
+    neither. From a meta.json that prepare.py did not write, only FOREIGN_KEYS are taken. The pickle may hold
     plain values only: nothing in it runs.
 
     Raises:
@@ -263,7 +264,7 @@ def read_meta(folder: Path) -> dict:
         except Exception as e:  # a damaged pickle raises nearly anything
             raise ValueError(f"{path} cannot be read: {e}") from e
         if path.suffix == ".json" and not found.keys() >= OUR_KEYS:
-            found = {key: found[key] for key in ("dtype", "vocab_size") if key in found}
+            found = {key: found[key] for key in FOREIGN_KEYS & found.keys()}
         meta |= found
     return meta
 

@@ -637,7 +637,7 @@ def test_forms_of_a_declared_dtype(folder, name):
     assert open_dataset("text", BLOCK).train.tolist() == LETTERS.tolist()
 
 
-def test_of_a_foreign_meta_json_only_dtype_and_vocabulary_are_taken(folder):
+def test_of_a_foreign_meta_json_only_what_is_meant_is_taken(folder):
     (folder / "meta.json").write_text('{"vocab_size": 90, "train_tokens": 1, "tokenizer": "own", "lang": "en"}')
     assert loader.read_meta(folder) == {"vocab_size": 90}
     assert open_dataset("text", BLOCK).vocab_size == 90
