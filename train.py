@@ -169,8 +169,6 @@ except (ValueError, dist.DistError) as e:
 # log, and what a previous attempt left behind (all ranks)
 progress = checkpoint.Progress(sequences_per_step * block_size, measures=measures)
 logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters, eval_interval)
-job = resilience.describe_job(config, ranks.world_size)
-micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
 notes = progress.load(source) if is_resume else []  # of what is not continued; more notes are added below
 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
@@ -201,13 +199,15 @@ with agree.exit_together():
 compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
+memory_cost = memory.cost_of(config, model_args, batch_size, compute_dtype, ranks.world_size, ranks.device.type)
+job = memory.job_of(memory_cost)
+micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
 saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
                        model_args["vocab_size"], ranks.device, weights)  # fmt: skip
 clock = Clock(ranks.device)
 watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger, saver)
-memory_cost = memory.cost_of(config, model_args, reader.share.rows, compute_dtype, ranks.world_size, ranks.device.type)
 explain_crashes(watchdog, out_dir, job, reader, memory_cost)
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pickle
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -50,6 +51,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
         self.add_argument("--data_files", help="your own .txt, .jsonl, .parquet files: comma-separated paths or globs")
         self.add_argument("--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text")
+        self.add_argument("--out", type=Path, help="folder to write to, created if missing; None: that of this script")
         self.add_argument("--val_fraction", type=float, default=val_fraction, help="fraction of the data for val.bin")
         self.add_argument("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
         self.add_argument("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
@@ -64,8 +66,14 @@ def run(main: Callable[[list[str]], None]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # SystemExit, unlike a kill, removes the temporary files
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()  # here, where BrokenPipeError can be handled
         return 0
+    except BrokenPipeError:  # the reader has left: prepare.py --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        return 1
     except ModuleNotFoundError as error:
         message = f"the package {error.name} is missing: pip install {error.name}"
     except (ValueError, OSError) as error:
@@ -78,7 +86,21 @@ def report(folder: Path, meta: dict) -> None:
     """Print a summary of the data set in `folder`; `meta` is the content of its meta.json."""
     print(f"{folder}: {meta['train_tokens']:,} tokens in train.bin, {meta['val_tokens']:,} in val.bin, {meta['dtype']}")
     print(f"tokenizer {meta['tokenizer']}: {meta['tokenizer_size']:,} ids, vocab_size {meta['vocab_size']:,}")
-    print(f"next: python train.py --dataset={folder.name}")
+    print(f"next: python train.py --dataset={shlex.quote(dataset_name(folder))}")
+
+
+def dataset_name(folder: Path) -> str:
+    """What --dataset of train.py calls a folder: its name if it is in data/, else its path."""
+    places = (Path("data", folder.name), Path(__file__).parent / folder.name)
+    is_found = any(place.resolve() == folder.resolve() for place in places)
+    return folder.name if is_found else str(folder.absolute())
+
+
+def folder_to_write(script: str, out: Path | None) -> Path:
+    """The folder of `script`, or --out, which is created."""
+    folder = out or Path(script).absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
@@ -228,14 +250,14 @@ def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
 
 def prepare_text(script: str, description: str, argv: list[str], read: Callable[[Path], tuple[str, dict]],
                  tokenizer: str = "char") -> None:  # fmt: skip
-    """Parse `argv` and write one text to the folder of `script`: that of --data_files, or what read(folder) returns,
-    the text and its source. `tokenizer` is char, or the default of --tokenizer."""
-    folder = Path(script).absolute().parent
+    """Parse `argv` and write one text to --out or the folder of `script`: that of --data_files, or the text and its
+    source that read(folder of `script`) returns. `tokenizer` is char, or the default of --tokenizer."""
     args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
     if args.data_files is not None:
         text, source = "\n".join(read_documents(args.data_files, args.text_key)), {"data_files": args.data_files}
     else:
-        text, source = read(folder)
+        text, source = read(Path(script).absolute().parent)
+    folder = folder_to_write(script, args.out)
     meta = write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction, args.special_tokens == "True")
     report(folder, meta)
 
@@ -246,9 +268,12 @@ def write_text_dataset(folder: Path, text: str, source: dict, tokenizer: str = "
     rest) and its metadata; returns the content of meta.json. With tokenizer char there is one id per character, in
     their sort order. `source` describes the origin of the text. ValueError if the text is too short, or contains a
     character that the vocabulary does not contain."""
+    if len(text) < 2:
+        raise ValueError(f"found {len(text)} characters, need 2: use files with more text")
     cut = int(len(text) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
     if not 0 < cut < len(text):
-        raise ValueError(f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty")
+        problem = f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty"
+        raise ValueError(f"{problem}, e.g. --val_fraction=0.1")
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
     vocabulary = characters_of(text) if tokenizer == "char" else find_vocabulary(tokenizer)
@@ -261,7 +286,8 @@ def write_text_dataset(folder: Path, text: str, source: dict, tokenizer: str = "
 
 def prepare_documents(script: str, description: str, argv: list[str], dataset: str, selection: dict, rows: int = 0,
                       **options: Any) -> None:  # fmt: skip
-    """Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to the folder of `script`.
+    """Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the folder of
+    `script`.
 
     Args:
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
@@ -270,7 +296,6 @@ def prepare_documents(script: str, description: str, argv: list[str], dataset: s
     """
     from tqdm import tqdm
 
-    folder = Path(script).absolute().parent
     parser = Parser(description, val_fraction=0.0005, tokenizer="gpt2")
     parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
     parser.add_argument("--num_proc", type=int, default=os.cpu_count() or 1, help="number of tokenizing threads")
@@ -291,6 +316,7 @@ def prepare_documents(script: str, description: str, argv: list[str], dataset: s
     documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
     vocabulary = find_vocabulary(args.tokenizer)
     words = load_words(vocabulary, args.tokenizer, args.special_tokens == "True")
+    folder = folder_to_write(script, args.out)
     meta = write_documents(folder, documents, source, vocabulary, words, args.val_fraction, args.seed, args.num_proc)
     report(folder, meta)
 
@@ -312,7 +338,8 @@ def write_documents(folder: Path, documents: Iterable[str], source: dict, vocabu
         for count, ids in enumerate(tokenize(documents, words, num_proc), 1):
             files["val.bin" if goes_to_val(seed, count - 1, val_fraction) else "train.bin"].write(ids)
         if count < 2:
-            raise ValueError(f"found {count} non-empty documents, need 2; data/shakespeare/prepare.py splits one text")
+            advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
+            raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
         source = source | {"val_fraction": val_fraction, "seed": seed}
         return write_meta(files, vocabulary, words.n_ids, source, documents=count)
 

@@ -5,8 +5,9 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
+LEAVE_TIMEOUT = timedelta(seconds=10)  # for the other ranks to report their errors
 
 
 def is_main() -> bool:
@@ -148,33 +150,47 @@ def about_restarts() -> str:
 def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[None]:
     """
     Run a block that can fail on any rank (all ranks; no collectives inside). If it raised ValueError or OSError on any
-    of them, rank 0 prints each distinct message once and all ranks exit with status 1.
+    of them, rank 0 prints each distinct message once and all ranks exit with status 1. Any other exception, such as a
+    bug or running out of memory, is raised again on the first rank that has it. Rank 0 names this rank, and the other
+    ranks exit.
 
     Args:
-        on_error: called with the messages before the exit, for instance to log them.
+        on_error: called with the messages before the exit, for instance to log them. The crash hook of a rank that
+            raises again logs by itself.
     """
-    problem = None
+    problem = unexpected = None
     try:
         yield
     except (ValueError, OSError) as e:
         problem = str(e)
-    problems = gather_objects(problem)
-    messages = list(dict.fromkeys(p for p in problems if p))
+    except BaseException as e:
+        problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}".removesuffix(": ")
+        unexpected = e
+    gathered = []
+    with suppress(RuntimeError) if unexpected else nullcontext():  # after Ctrl-C, the other ranks may have left already
+        gathered = gather_objects((problem, unexpected is not None))
+    problems = [p for p, _ in gathered]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    raises_again = unexpected and not any(is_unexpected for _, is_unexpected in gathered[:rank])
+    own = problem if raises_again else None  # is reported with its traceback
+    messages = [p for p in dict.fromkeys(problems) if p and p != own]
+    if on_error and messages and not raises_again:
+        on_error("; ".join(messages))
+    for message in messages if is_main() else []:
+        ranks = ", ".join(str(r) for r, p in enumerate(problems) if p == message)
+        source = "" if problems[0] == message else f"rank {ranks}: "
+        print(f"error: {source}{message}", file=sys.stderr, flush=True)
+    if raises_again:
+        raise unexpected
     if not messages:
         return
-    if on_error:
-        on_error("; ".join(messages))
-    if is_main():
-        for message in messages:
-            ranks = ", ".join(str(r) for r, p in enumerate(problems) if p == message)
-            source = "" if problems[0] == message else f"rank {ranks}: "
-            print(f"error: {source}{message}", file=sys.stderr, flush=True)
-        if note := about_restarts():
-            print(note, file=sys.stderr, flush=True)
+    if is_main() and (note := about_restarts()):
+        print(note, file=sys.stderr, flush=True)
     if not dist.is_initialized():
         sys.exit(1)
     with suppress(RuntimeError):  # other ranks may have left already
-        dist.barrier()  # a rank that leaves early makes the launcher kill rank 0 before it prints
+        # a rank that leaves early makes the launcher kill those that have not printed yet
+        dist.barrier(async_op=True).wait(LEAVE_TIMEOUT)
     # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
     sys.stdout.flush()
     os._exit(1)

@@ -1,7 +1,6 @@
 """What devices and their links reach: known GPUs, and this machine, measured."""
 
 import os
-import re
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, log2
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from isogpt.hardware import fastest, measured_copy, measured_matmul
+from isogpt.hardware import fastest, known_gpu, measured_copy, measured_matmul
 from isogpt.network import own_cores
 from isogpt.precision import DTYPES, set_numerics
 
@@ -58,11 +57,12 @@ class Hardware:
     fixed_gb: float = 1.5
 
 
+BANDWIDTH = 0.85  # the share of a data sheet's memory bandwidth that is reached
 HARDWARE = {
-    "h100": Hardware(80, 0.65 * 989e12, 0.85 * 3.35e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
-    "h200": Hardware(141, 0.65 * 989e12, 0.85 * 4.8e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
-    "a100": Hardware(80, 0.75 * 312e12, 0.85 * 2.0e12, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
-    "4090": Hardware(24, 0.85 * 165e12, 0.85 * 1.0e12, Link(1e-5, 20e9), Link(5e-5, 1.2e9)),
+    "h100": Hardware(80, 0.65 * 989e12, BANDWIDTH * 3.35e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
+    "h200": Hardware(141, 0.65 * 989e12, BANDWIDTH * 4.8e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
+    "a100": Hardware(80, 0.75 * 312e12, BANDWIDTH * 2.0e12, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
+    "4090": Hardware(24, 0.85 * 165e12, BANDWIDTH * 1.0e12, Link(1e-5, 20e9), Link(5e-5, 1.2e9)),
     # of a core, with gloo; `--hardware=this` measures
     "cpu": Hardware(4, 40e9, 8e9, Link(5e-4, 1e9), Link(1e-3, 0.12e9), half=16, attention=0.4, kernel_s=8e-6,
                     gather=1.6, scatter=3.4, overlaps=False, fixed_gb=0.42),
@@ -73,8 +73,10 @@ def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
     """What is known of a GPU, or this device as it is measured now, with usual links."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        if key := next((key for key in HARDWARE if re.search(rf"\b{key}\b", properties.name, re.IGNORECASE)), None):
-            return replace(HARDWARE[key], memory_gb=properties.total_memory / 1e9)
+        gpu = known_gpu(properties.name)
+        if gpu and gpu.plan:
+            return replace(HARDWARE[gpu.plan], memory_gb=properties.total_memory / 1e9,
+                           bytes_per_s=BANDWIDTH * gpu.bytes_per_s)  # fmt: skip
     return hardware_here(device, dtype, nproc, [])
 
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,16 +18,55 @@ from torch import Tensor, nn
 from isogpt.agree import gather_number, gather_objects
 from isogpt.precision import DTYPES
 
-# Dense bfloat16 (V100, T4: float16) matmul peaks in FLOP/s, from the manufacturers' data sheets. The first pattern that
-# matches whole words of the device's name applies. TF32 runs at half of it on the devices that support it.
-PEAKS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-         "A10G": 70e12, "A10": 125e12, "RTX A6000": 155e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
-         "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12}  # fmt: skip
+
+@dataclass(frozen=True)
+class Gpu:
+    """
+    A GPU's data sheet.
+
+    Args:
+        matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs at half.
+        bytes_per_s: of the memory; 0: not needed.
+        plan: the entry of devices.HARDWARE that describes it with its usual links; "": there is none.
+    """
+
+    matmul: float
+    bytes_per_s: float = 0
+    plan: str = ""
 
 
-def data_sheet_peak(device_name: str) -> float | None:
-    """The device's matmul peak in PEAKS: 'NVIDIA A100-SXM4-80GB' is an A100, 'NVIDIA L40' is not an L4."""
-    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
+# by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices and cards for PCIe are
+# slower than the GPUs whose names they contain. Devices that are not listed are measured.
+GPUS = {
+    "B200": Gpu(2250e12),
+    "H200": Gpu(989e12, 4.8e12, "h200"),
+    "H200 NVL": Gpu(835e12),
+    "GH200 480GB": Gpu(989e12),
+    "H100( 80GB HBM3)?": Gpu(989e12, 3.35e12, "h100"),
+    "H100 NVL": Gpu(835e12),
+    "H100 PCIe": Gpu(756e12),
+    "A100-SXM4-80GB": Gpu(312e12, 2.0e12, "a100"),
+    "A100-SXM4-40GB": Gpu(312e12, 1.555e12, "a100"),
+    "A100-PCIE-[48]0GB|A100 80GB PCIe": Gpu(312e12),  # without the links of SXM
+    "A10": Gpu(125e12),
+    "A10G": Gpu(70e12),
+    "RTX 6000 Ada Generation": Gpu(364e12),
+    "RTX A6000": Gpu(155e12),
+    "L40S": Gpu(362e12),
+    "L40": Gpu(181e12),
+    "L4": Gpu(121e12),
+    "RTX 4090": Gpu(165e12, 1.0e12, "4090"),
+    "RTX 3090": Gpu(71e12),
+    "V100-SXM2-(16|32)GB": Gpu(125e12),
+    "V100-PCIE-(16|32)GB": Gpu(112e12),
+    "T4": Gpu(65e12),
+}
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """The data sheet of a device with this name: 'NVIDIA A100-SXM4-80GB'; None if it is not known."""
+    name = re.sub(r"^((NVIDIA|Tesla|GeForce) )*", "", device_name)
+    return next((gpu for pattern, gpu in GPUS.items() if re.fullmatch(pattern, name)), None)
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
@@ -34,8 +74,8 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     (matmul FLOP/s of this device in `dtype`, source of the figure): from its data sheet, or measured here;
     (None, 'unknown') if neither is possible.
     """
-    if device.type == "cuda" and dtype != "float32" and (peak := data_sheet_peak(torch.cuda.get_device_name(device))):
-        return (peak / 2 if dtype == "tf32" else peak), "data sheet"
+    if device.type == "cuda" and dtype != "float32" and (gpu := known_gpu(torch.cuda.get_device_name(device))):
+        return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), "data sheet"
     with suppress(RuntimeError):
         return measured_matmul(device, dtype), "measured matmul"
     return None, "unknown"
@@ -80,7 +120,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_gb(device: torch.device) -> float:
-    """Peak memory of this process in GB: on the GPU, or the resident set on a CPU (0 if the system does not tell)."""
+    """
+    Peak memory of this process in GB: what PyTorch has allocated on the GPU. On a CPU, the resident set: what the
+    process has allocated, and the code of libraries, but not the data set, whose pages loader.release_pages gives back.
+    0 if the system does not tell.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     if device.type == "mps":

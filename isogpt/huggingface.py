@@ -48,25 +48,32 @@ MLPS = {"nanochat": {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # transformers implements GPT-2's attention and MLP with Conv1D, whose weights are (in, out)
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# for every call of from_pretrained: without it transformers asks at the terminal whether to run a folder's Python files
+RUN_NO_CODE = {"trust_remote_code": False}
 
 
 def load(name: str) -> "PreTrainedModel":
     """
-    Load a model with transformers, from a folder or by its name on the Hub.
+    Load a model with transformers, from a folder or by its name on the Hub. No code in the folder runs.
 
     Raises:
-        ValueError: it cannot be loaded, lacks weights, or is of another architecture.
+        ValueError: it cannot be loaded, lacks weights, needs Python code of its folder, or is of another architecture.
     """
     import transformers
 
     try:
-        kind = transformers.AutoConfig.from_pretrained(name).model_type
+        kind = transformers.AutoConfig.from_pretrained(name, **RUN_NO_CODE).model_type
         if kind not in CLASSES:
             raise ValueError(f"its model_type is {kind!r}; possible are {', '.join(CLASSES)}")
         cls = getattr(transformers, CLASSES[kind])
-        hf, report = cls.from_pretrained(name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True)
+        # eager: config.json may name an attention kernel on the Hub, which is code too
+        hf, report = cls.from_pretrained(name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True,
+                                         attn_implementation="eager", **RUN_NO_CODE)  # fmt: skip
     except Exception as e:  # transformers, safetensors and the network raise many types
-        raise ValueError(f"cannot load {name!r} with transformers: {' '.join(str(e).split())[:250]}") from e
+        reason = " ".join(str(e).split())[:250]
+        if needs_code(e):
+            reason = f"it needs Python code of its own, which is not run; possible are {', '.join(CLASSES)}"
+        raise ValueError(f"cannot load {name!r} with transformers: {reason}") from e
     if report["missing_keys"]:  # transformers initializes them randomly
         raise ValueError(f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing")
     if report["mismatched_keys"]:  # and initializes these
@@ -74,6 +81,11 @@ def load(name: str) -> "PreTrainedModel":
         raise ValueError(f"the weights and the config.json of {name!r} do not belong together: {key} is "
                          f"{tuple(found)}, but config.json says {tuple(expected)}")  # fmt: skip
     return hf
+
+
+def needs_code(error: Exception) -> bool:
+    """Whether transformers failed because RUN_NO_CODE keeps it from running the Python files of a folder."""
+    return "trust_remote_code" in str(error)
 
 
 def model_args(config: "PretrainedConfig") -> dict:

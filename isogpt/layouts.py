@@ -18,7 +18,7 @@ from isogpt.devices import hardware_of
 from isogpt.files import record, recorded
 from isogpt.launch import Ranks, machine_count, rank_variables
 from isogpt.loader import weights_of
-from isogpt.memory import cost_of
+from isogpt.memory import cost_of, job_of
 from isogpt.mesh import make_mesh, stages_per_rank
 from isogpt.planner import LAYOUT, SCHEDULES, Hardware, Plan, predict, stage_of
 from isogpt.precision import resolve_dtype
@@ -265,9 +265,7 @@ def choose(config: dict, model_args: dict, ranks: Ranks) -> dict:
     per_node = gcd(n, rank_variables()[3])
     cost = by_machine(cost_of(config, args, config["batch_size"], dtype, n, ranks.device.type), machine_count())
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
-    same = ("model_args", "world_size", "dtype", "islands", "optimizer", "cpu_offload", "fsdp", *LAYOUT, "batch_size",
-            "gradient_accumulation_steps")  # fmt: skip
-    job = {key: cost[key] for key in same} | {"per_node": per_node, "device": name}
+    job = job_of(cost) | {"per_node": per_node, "device": name}
     prepare(config["out_dir"])
     path = Path(config["out_dir"]) / FILE
     settings = recorded(path, job)

@@ -15,10 +15,29 @@ from isogpt.parallel.pipeline import cut_evenly, stages_of
 from isogpt.parallel.recompute import recompute_every
 from isogpt.precision import DTYPES
 
+# the settings that determine how much memory a step takes, and, with the network's, how long
+STEP_SETTINGS = (
+    "batch_size", "gradient_accumulation_steps", "optimizer", "zero", "fsdp", "dp_replicate", "tp", "pp", "pp_schedule",
+    "cp", "ep", "shares", "grad_sync", "cpu_offload", "grad_compression", "islands", "local_steps", "outer_compression",
+    "outer_parts", "ddp_bucket_mb", "fsdp_prefetch", "activation_checkpointing", "compile", "cuda_graphs",
+)  # fmt: skip
+
 
 def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: int, device_type: str) -> dict:
     """What a training step's memory depends on: train.py's settings, and sequences per micro-batch, dtype, ..."""
     return config | dict(model_args=model_args, rows=rows, dtype=dtype, world_size=world_size, device_type=device_type)
+
+
+def job_of(cost: dict) -> dict:
+    """
+    What must be equal for a choice that an earlier attempt recorded to be good for this one, from `cost_of`: the
+    smaller micro-batch after running out of memory, and the layout of --layout=auto.
+    """
+    job = {name: cost[name] for name in (*STEP_SETTINGS, "dtype", "world_size", "device_type")}
+    job["zero"] = 3 if job.pop("fsdp") else job["zero"]
+    coefficients = ("balance_loss", "router_z_loss")
+    model_args = {name: value for name, value in cost["model_args"].items() if name not in coefficients}
+    return job | {"model_args": model_args}
 
 
 def memory_estimate(cost: dict) -> dict[str, float]:

@@ -298,18 +298,10 @@ def alert(command: str, record: dict, wait_s: float = 0) -> None:
 # out of memory
 
 
-def describe_job(config: dict, world_size: int) -> dict:
-    """The settings that determine how much memory a step takes."""
-    names = ("batch_size", "block_size", "n_layer", "n_embd", "dataset", "pp", "cp", "tp")
-    sequences = config["gradient_accumulation_steps"] * config["batch_size"]
-    job = {name: config[name] for name in names} | {"sequences": sequences, "world_size": world_size}
-    return job | {"zero": 3 if config["fsdp"] else config["zero"], "recompute": config["activation_checkpointing"]}
-
-
 def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:
     """
-    The micro-batch size to use (rank 0): batch_size, or the smaller one that a previous attempt at the same job
-    recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
+    The micro-batch size to use (rank 0): batch_size, or the smaller one that a previous attempt at the same job, see
+    memory.job_of, recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
     """
     rows = recorded(Path(out_dir) / MICRO_BATCH, job)
     return min(batch_size, rows) if isinstance(rows, int) else batch_size

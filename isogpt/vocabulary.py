@@ -101,7 +101,7 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     Raises:
         ValueError: a file cannot be read.
     """
-    values = {str(name).lower().replace("_", ""): value for name, value in meta.items()}
+    values = {plain(name): value for name, value in meta.items()}
     is_ours = "tokenizersize" in values  # prepare.py wrote the metadata, which says what counts
     if (not is_ours or meta["tokenizer"] == "tokenizer.json") and (found := of_folder(folder)):
         return found
@@ -122,9 +122,19 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     return Vocabulary("unknown", f"the metadata names the tokenizer {names[0]!r}, which is not an encoding of tiktoken")
 
 
+def plain(key: object) -> str:
+    """A key of metadata in lower case and without underscores, since prepare.py scripts spell it differently."""
+    return str(key).lower().replace("_", "")
+
+
+def is_about_ids(key: object) -> bool:
+    """Whether a key of metadata says something about the vocabulary."""
+    return plain(key) in (*TO_TOKENS, *TO_IDS, *SIZES, *ENCODING_KEYS)
+
+
 def vocab_size_of(meta: dict) -> object:
     """The size of the vocabulary that the metadata of a data set records; None if there is none."""
-    values = {str(name).lower().replace("_", ""): value for name, value in meta.items()}
+    values = {plain(name): value for name, value in meta.items()}
     return next((values[name] for name in SIZES if name in values), None)
 
 

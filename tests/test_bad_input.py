@@ -181,9 +181,9 @@ CASES = {
     "unprepared": Case(["--dataset=new"], ["no train.bin in data/new", "run: python data/new/prepare.py"], ONE,
                        lambda f: ((f / "data/new").mkdir(), write(f, "data/new/prepare.py", ""))),
     "no-data-path": Case(["--dataset=/no/where"], ["no train.bin in /no/where"]),
-    "no-val": Case([], ["data/tiny/val.bin does not exist", "prepare.py"], BOTH, data(val_bin=None)),
-    "empty-val": Case([], ["data/tiny/val.bin is empty", "prepare.py"], ONE, data(val_bin=b"")),
-    "empty-train": Case([], ["data/tiny/train.bin is empty", "prepare.py"], ONE, data(train_bin=b"")),
+    "no-val": Case([], ["data/tiny/val.bin does not exist", "split.py data/tiny"], BOTH, data(val_bin=None)),
+    "empty-val": Case([], ["data/tiny/val.bin is empty", "write train.bin"], ONE, data(val_bin=b"")),
+    "empty-train": Case([], ["data/tiny/train.bin is empty", "write train.bin"], ONE, data(train_bin=b"")),
     "odd-val": Case([], ["data/tiny/val.bin has 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])),
     "short-val": Case([], ["data/tiny/val.bin has 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])),
     "block-over-data": Case(["--block_size=20001"], ["train.bin has 20000 tokens", "--block_size=", "20001"], BOTH),
@@ -198,7 +198,9 @@ CASES = {
     "json-vocab": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": "many"}')),
     "json-null": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": null}')),
     # prepare.py was killed between two renames
-    "json-counts": Case([], ["train.bin", "prepare.py"], ONE, data(meta_json=b'{"train_tokens": 99999}')),
+    "json-counts": Case([], ["train.bin", "prepare.py"], ONE, data(meta_json=json.dumps(
+        {"train_tokens": 99999, "dtype": "uint16", "vocab_size": 65, "tokenizer": "char", "tokenizer_size": 65,
+         "source": {}}).encode())),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
     "no-gpu-1": Case(["--device=cuda:1"], ["device is 'cuda", "--device=cpu"]),

@@ -422,6 +422,87 @@ def test_a_killed_prepare_leaves_the_earlier_files(data, tmp_path):
     assert set(contents(tmp_path / "SIGTERM")) == {"train.bin"}
 
 
+# ----- where it is written
+
+
+def test_links_and_other_folders(data, tmp_path):
+    """A script runs from any folder, also through a link to itself or to its folder, and writes where --out says."""
+    (tmp_path / "a.txt").write_text("some text, and more of it")
+    disk, linked, work = tmp_path / "disk" / "mine", tmp_path / "linked", tmp_path / "work" / "data"
+    shutil.copytree(data / "shakespeare_char", disk)
+    (data / "mine").symlink_to(disk)
+    linked.mkdir()
+    (linked / "prepare.py").symlink_to(data / "shakespeare_char" / "prepare.py")
+    work.mkdir(parents=True)
+    files = f"--data_files={tmp_path / 'a.txt'}"
+
+    def next_line(script, *args, cwd=tmp_path):
+        command = [sys.executable, str(script), files, *args]
+        result = subprocess.run(command, cwd=cwd, env=os.environ | {"PWD": str(cwd)}, capture_output=True, text=True)
+        assert (result.returncode, result.stderr) == (0, "")
+        return result.stdout.splitlines()[-1].removeprefix("next: python train.py ")
+
+    assert next_line(data / "mine" / "prepare.py") == "--dataset=mine" and (disk / "train.bin").exists()
+    (disk / "train.bin").unlink()
+    assert next_line("prepare.py", cwd=data / "mine") == "--dataset=mine" and (disk / "train.bin").exists()
+    assert next_line(linked / "prepare.py") == f"--dataset={linked}" and (linked / "train.bin").exists()
+    script = data / "shakespeare_char" / "prepare.py"
+    assert next_line(script, "--out=new folder/x") == f"--dataset='{tmp_path}/new folder/x'"
+    assert (tmp_path / "new folder" / "x" / "meta.json").exists()
+    assert next_line(script, "--out=data/own", cwd=work.parent) == "--dataset=own" and (work / "own/val.bin").exists()
+    assert not (script.parent / "train.bin").exists()
+
+
+def test_a_reader_that_leaves(data):
+    """prepare.py --help | head"""
+    command = [sys.executable, str(data / "fineweb" / "prepare.py"), "--help"]
+    read, write = os.pipe()
+    os.close(read)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=env)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+# ----- a val.bin for files that others prepared
+
+
+def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("split", REPO / "data" / "split.py")
+    split = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(split)
+    ids = (np.arange(5000) * 7 % 50257).astype(np.uint32)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+
+    def divide(*args):
+        monkeypatch.setattr(sys, "argv", ["split.py", str(folder), *args])
+        status = bins.run(split.main)
+        return status, capsys.readouterr().err
+
+    assert divide() == (1, f"error: no train.bin in {folder}: give the folder that contains it\n")
+    ids.tofile(folder / "train.bin")
+    (folder / "val.bin").touch()
+    assert "val.bin exists already: delete it" in divide()[1]
+    (folder / "val.bin").unlink()
+    assert "--val_fraction=0.0 of 5,000 tokens leaves train.bin or val.bin empty" in divide("--val_fraction=0")[1]
+    for args, val in ((["--val_fraction=0.3"], 1500), ([], 500)):  # the second time from all.bin
+        assert divide(*args) == (0, "")
+        train, rest = (np.fromfile(folder / f"{name}.bin", np.uint32) for name in ("train", "val"))
+        assert (train.tolist(), rest.tolist()) == (ids[:-val].tolist(), ids[-val:].tolist())
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    # after a kill between the two files, train.bin is missing: no run can train on what is in val.bin
+    with monkeypatch.context() as patch:
+        patch.setattr(bins, "sync_folder", killed)
+        with pytest.raises(KeyboardInterrupt):
+            divide()
+    assert set(contents(folder)) == {"all.bin", "val.bin"}
+    assert divide() == (0, "") and set(contents(folder)) == {"all.bin", "train.bin", "val.bin"}
+
+
 # ----- error messages
 
 
@@ -462,11 +543,17 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
         ("--data_files=fake.parquet", "fake.parquet: not readable as Parquet"),
         ("--data_files=content.parquet", "content.parquet, row 1: no string at 'text' in {'content': 'a', 'id': 1}"),
         ("--data_files=null.parquet", "null.parquet, row 2: no string at 'text' in {'text': None}"),
-        ("--data_files=empty.txt", ("0 characters", "0 non-empty documents")),
-        ("--data_files=empty.jsonl", ("0 characters", "0 non-empty documents")),
+        (
+            "--data_files=empty.txt",
+            ("found 0 characters, need 2: use files", "0 non-empty documents, need 2; use files"),
+        ),
+        ("--data_files=empty.jsonl", ("found 0 characters", "0 non-empty documents")),
         (
             "--data_files=two.jsonl --val_fraction=0",
-            ("--val_fraction=0.0 of 7 characters leaves .* empty", "--val_fraction=0.0 is not between 0 and 1"),
+            (
+                "--val_fraction=0.0 of 7 characters leaves .* empty, e.g. --val_fraction=0.1",
+                "--val_fraction=0.0 is not between 0 and 1",
+            ),
         ),
         (
             "--data_files=two.jsonl --val_fraction=1.5",
@@ -475,7 +562,10 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
         ("--data_file=two.jsonl", "unrecognized arguments: --data_file=two.jsonl; usage: .* --data_files "),
         ("--val_fraction=much", "--val_fraction: invalid float value: 'much'"),
     ]
-    text = [("--data_files=letter.txt", "of 1 characters leaves"), ("--seed=1", "unrecognized arguments: --seed=1")]
+    text = [
+        ("--data_files=letter.txt", "found 1 characters, need 2: use files with more text"),
+        ("--seed=1", "unrecognized arguments: --seed=1"),
+    ]
     bpe = [("--data_files=two.jsonl --tokenizer=gpt", "--tokenizer=gpt: 'gpt' is not an encoding .*gpt2")]
     documents = [
         ("--data_files=one.txt", "found 1 non-empty documents, .* shakespeare/prepare.py splits one text"),

@@ -681,3 +681,38 @@ def test_a_pickle_may_read_members_of_enums_and_no_other_attributes(tmp_path):
     path.write_bytes(pickle.dumps(Reads(np.dtype, "mro")))
     with pytest.raises(pickle.UnpicklingError, match="only plain values are read"):
         load_pickle(path, allowed)
+
+
+EXITS = """
+import builtins, datetime, sys
+sys.path.insert(0, {repo!r})
+import torch.distributed as dist
+from isogpt.agree import exit_together
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+failing, kind = [int(rank) for rank in sys.argv[1].split(",")], getattr(builtins, sys.argv[2])
+if kind is MemoryError:
+    sys.excepthook = lambda kind, error, trace: print("the hook explains", kind.__name__)
+with exit_together(lambda text: print("logged", text)):
+    if dist.get_rank() in failing:
+        raise kind("what happened\\nand more")
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    "failing, kind", [("1", "KeyError"), ("0,1,2", "KeyError"), ("1,2", "MemoryError"), ("2", "KeyboardInterrupt")]
+)
+def test_any_exception_in_a_shared_block_ends_all_ranks(zygote, tmp_path, failing, kind):
+    """At once, with the traceback or the crash hook's message of the first rank that failed."""
+    (tmp_path / "exits.py").write_text(EXITS.format(repo=str(REPO)))
+    run = zygote.start([failing, kind], tmp_path, nproc=3, script="exits.py", repo=tmp_path).wait(40, ok=False)
+    text, first = run.text(), failing[0]
+    assert all(run.codes) and "went on" not in text
+    said = "KeyError: 'what happened" if kind == "KeyError" else f"{kind}: what happened"
+    line = f"error: rank {', '.join(failing.split(','))}: {said}"
+    assert text.count(line) == (first != "0") and text.count("logged") == 2
+    if kind == "MemoryError":
+        assert text.count("the hook explains MemoryError") == 1 and "Traceback" not in text
+    else:
+        assert text.count("Traceback") == 1 and "Traceback" in Path(run.outs[int(first)]).read_text()

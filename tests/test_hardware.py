@@ -2,45 +2,78 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import REPO
 
-from isogpt import hardware
-from isogpt.hardware import data_sheet_peak
+from isogpt import devices, hardware
+from isogpt.hardware import known_gpu
+
+# a device's name, its peak, and the entry of devices.HARDWARE for plans
+NAMES = [
+    ("NVIDIA L4", 121, ""),
+    ("NVIDIA L40", 181, ""),
+    ("NVIDIA L40S", 362, ""),
+    ("NVIDIA A10", 125, ""),
+    ("NVIDIA A10G", 70, ""),
+    ("NVIDIA A100-SXM4-80GB", 312, "a100"),
+    ("NVIDIA A100-SXM4-40GB", 312, "a100"),
+    ("NVIDIA A100-PCIE-40GB", 312, ""),
+    ("NVIDIA A100 80GB PCIe", 312, ""),
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, ""),
+    ("NVIDIA H100 80GB HBM3", 989, "h100"),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, ""),
+    ("NVIDIA H100 PCIe", 756, ""),
+    ("NVIDIA H100 NVL", 835, ""),
+    ("NVIDIA GH200 480GB", 989, ""),
+    ("NVIDIA H200", 989, "h200"),
+    ("NVIDIA H200 NVL", 835, ""),
+    ("NVIDIA B200", 2250, ""),
+    ("NVIDIA RTX A6000", 155, ""),
+    ("NVIDIA RTX 6000 Ada Generation", 364, ""),
+    ("NVIDIA RTX 5000 Ada Generation", None, ""),
+    ("Quadro RTX 6000", None, ""),
+    ("NVIDIA GeForce RTX 4090", 165, "4090"),
+    ("NVIDIA GeForce RTX 4090 D", None, ""),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None, ""),
+    ("NVIDIA GeForce RTX 3090", 71, ""),
+    ("NVIDIA GeForce RTX 3090 Ti", None, ""),
+    ("Tesla V100-SXM2-16GB", 125, ""),
+    ("Tesla V100-PCIE-32GB", 112, ""),
+    ("Tesla T4", 65, ""),
+    ("NVIDIA T400", None, ""),
+    ("NVIDIA A1000", None, ""),
+    ("NVIDIA GB2000", None, ""),
+    ("NVIDIA GeForce GTX 1080", None, ""),
+]
 
 
-@pytest.mark.parametrize(
-    "name, tflops",
-    [
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA A10", 125),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA RTX A6000", 155),
-        ("NVIDIA GeForce RTX 4090", 165),
-        ("NVIDIA GeForce RTX 3090", 71),
-        ("Tesla V100-SXM2-16GB", 125),
-        ("Tesla T4", 65),
-        ("NVIDIA T400", None),
-        ("NVIDIA A1000", None),
-        ("NVIDIA GB2000", None),
-        ("NVIDIA GeForce GTX 1080", None),
-    ],
-)
-def test_peak_of_a_device(name, tflops):
-    """Names are compared as whole words: an L40 is not an L4, an A10G not an A10, an H100 NVL not an H100 SXM."""
-    assert data_sheet_peak(name) == (tflops and tflops * 1e12)
+@pytest.mark.parametrize("name, tflops, plan", NAMES)
+def test_what_is_known_of_a_device(monkeypatch, name, tflops, plan):
+    """All of its name counts: an L40 is not an L4, and an H100 for PCIe is not planned as one with NVLink."""
+    gpu = known_gpu(name)
+    assert (gpu and gpu.matmul) == (tflops and tflops * 1e12)
+    assert (gpu.plan if gpu else "") == plan
+    found = SimpleNamespace(name=name, total_memory=40e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(devices, "hardware_here", lambda *_: "measured")
+    hw = devices.hardware_of(torch.device("cuda"), "bfloat16", 8)
+    if plan:
+        usual = devices.HARDWARE[plan]
+        assert (hw.memory_gb, hw.matmul, hw.local) == (40, usual.matmul, usual.local)
+        assert hw.bytes_per_s == devices.BANDWIDTH * gpu.bytes_per_s
+        assert 0.6 < usual.matmul / gpu.matmul < 0.9  # both tables are of the same device
+    else:
+        assert hw == "measured"
+
+
+def test_a_planned_device_is_a_known_one():
+    """The bandwidth that is planned for --hardware=NAME is that of the device of this name with the most memory."""
+    for key in devices.HARDWARE.keys() - {"cpu"}:
+        best = max(gpu.bytes_per_s for gpu in hardware.GPUS.values() if gpu.plan == key)
+        assert devices.HARDWARE[key].bytes_per_s == devices.BANDWIDTH * best
 
 
 def test_the_gpus_utilization_is_read_every_five_seconds(monkeypatch):
@@ -69,3 +102,30 @@ def test_memory_of_a_process_is_not_that_of_the_one_that_started_it():
     parent = f"import subprocess, sys\nheld = b'x' * 10**9\n{run}"
     result = subprocess.run([sys.executable, "-c", parent], cwd=REPO, capture_output=True, text=True, check=True)
     assert 0.1 < float(result.stdout) < 0.9
+
+
+READS_ALL = """
+import sys
+import torch
+from isogpt import loader
+from isogpt.hardware import memory_gb
+from isogpt.mesh import Mesh
+
+before = memory_gb(torch.device("cpu"))
+data = loader.open_dataset(sys.argv[1], 1024)
+reader = loader.Reader(data, "random", 1, 1024, 64, Mesh(), 64, data.vocab_size, torch.device("cpu"))
+for split in ("train", "val"):
+    for _ in reader.evaluation(split, 6400):
+        pass
+print(memory_gb(torch.device("cpu")) - before)
+"""
+
+
+def test_the_data_set_is_not_counted_as_memory(tmp_path):
+    """Its pages belong to the system's cache: a run that reads all of a large file does not take its size."""
+    for split, tokens in (("train", 2**27), ("val", 2**26)):  # files of zeros take no room on the disk
+        with open(tmp_path / f"{split}.bin", "wb") as file:
+            file.truncate(2 * tokens)
+    command = [sys.executable, "-c", READS_ALL, str(tmp_path)]
+    grown = float(subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout)
+    assert grown < 0.1, "of 0.4 GB"

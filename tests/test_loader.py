@@ -1,17 +1,21 @@
 """Which sequences a step reads, how they are divided over the ranks, reading ahead, and damaged data sets."""
 
+import gzip
+import io
 import itertools
 import json
 import os
 import pickle
 import threading
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from runs import column
 
 from isogpt import loader
 from isogpt.checkpoint import Progress
@@ -24,9 +28,9 @@ from isogpt.loader import (
     TRAIN,
     Reader,
     check_ids,
-    highest_id,
     open_dataset,
     random_windows,
+    range_of_ids,
     read_rows,
     share_of,
     shuffled_windows,
@@ -34,6 +38,7 @@ from isogpt.loader import (
 from isogpt.mesh import Mesh
 
 CPU = torch.device("cpu")
+OURS = {"dtype": "uint16", "vocab_size": 128, "tokenizer": "char", "tokenizer_size": 90, "source": {}}  # a meta.json
 N, BLOCK = 1003, 8  # a text of 125 windows and a bit
 
 
@@ -337,8 +342,12 @@ def test_uint32_is_read_from_the_metadata(tmp_path, monkeypatch):
 
 def test_missing_files_are_named(folder, tmp_path):
     (folder / "val.bin").unlink()
-    refused(r"val\.bin does not exist; run: python .*text.prepare\.py")
+    refused(r"data.text.val\.bin does not exist; take it from the end of train\.bin: python .*split\.py data.text$")
+    (folder / "test.bin").touch()
+    refused(r"data.text.val\.bin does not exist; rename data.text.test\.bin to val\.bin$")
     (folder / "train.bin").unlink()
+    refused(r"no train\.bin in .*; data.text contains test\.bin: rename the file to train on to train\.bin$")
+    (folder / "test.bin").unlink()
     refused(r"no train\.bin in data.text or .*repository.data.text; prepared data sets: none")
     write_data(tmp_path / "data" / "other")
     refused("prepared data sets: other", name="nosuch")
@@ -382,33 +391,36 @@ def test_ids_outside_the_vocabulary_are_refused(folder, split):
 
 def test_samples_for_the_highest_id_of_a_large_file_reach_both_ends():
     tokens = np.zeros(2**26 + 5000, dtype=np.uint8)
-    assert highest_id(tokens) == 0
+    assert range_of_ids(tokens) == (0, 0)
     for place in 0, 4095, -4096, -1:
         tokens[place] = 7
-        assert highest_id(tokens) == 7
+        assert range_of_ids(tokens) == (0, 7)
         tokens[place] = 0
     tokens[: 2**26][40_000_000:40_100_000] = 9
-    assert highest_id(tokens) == 9
-    assert highest_id(np.array([3, 70_000, 5], dtype=np.uint32)) == 70_000
+    assert range_of_ids(tokens) == (0, 9)
+    assert range_of_ids(np.array([3, 70_000, -5], dtype=np.int32)) == (-5, 70_000)
 
 
 def test_check_ids_accepts_the_last_id():
     check_ids(64, 65, Path("train.bin"))
     with pytest.raises(ValueError, match="token id 65"):
         check_ids(65, 65, Path("train.bin"))
+    with pytest.raises(ValueError, match="token id -1: remove the ids below 0"):
+        check_ids(64, 65, Path("train.bin"), lowest=-1)
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"dtype": "int64"}', r"meta\.json: dtype is 'int64', possible are uint16 and uint32"),
+        ('{"dtype": "float32"}', r"meta\.json: dtype is 'float32', possible are uint8, .*, uint32, int64 and uint64"),
+        ('{"dtype": ">u2"}', r"meta\.json: dtype is '>u2', possible are"),
         ('{"dtype": null}', r"meta\.json: dtype is None"),
         ('{"vocab_size": 90', r"meta\.json cannot be read"),
         ("", r"meta\.json cannot be read"),
         ("[90]", r"meta\.json cannot be read"),
         ('{"vocab_size": "many"}', r"vocab_size is 'many'"),
         ('{"vocab_size": null}', r"vocab_size is None"),
-        ('{"vocab_size": 90, "train_tokens": 99}', "100 tokens, but meta.json says 99"),
+        (json.dumps(OURS | {"train_tokens": 99}), "100 tokens, but meta.json says 99"),
     ],
 )
 def test_invalid_metadata_is_refused(folder, text, message):
@@ -494,5 +506,185 @@ def test_where_data_sets_are_searched(tmp_path, monkeypatch):
     refused(r"no train\.bin in .*nosuch", name=str(tmp_path / "nosuch"))
 
 
+@pytest.mark.parametrize(
+    "form", ["data/mine", "data/mine/", "mine/", "./data/mine", "{}/data/mine/train.bin", "data/mine/val.bin", "~/mine"]
+)
+def test_forms_of_a_data_sets_name(tmp_path, monkeypatch, form):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "data"))
+    write_data(tmp_path / "data" / "mine", highest=44)
+    assert open_dataset(form.format(tmp_path), BLOCK).highest == 44
+
+
+def test_the_working_folder_as_a_data_set(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert open_dataset(".", BLOCK).highest == 89
+    monkeypatch.setattr(loader, "REPOSITORY", tmp_path)  # found there from any working folder
+    assert open_dataset("data/text", BLOCK).highest == 89
+    monkeypatch.setattr(os, "sep", "\\")  # Windows
+    assert open_dataset("data/text", BLOCK).highest == 89
+
+
 def test_the_repository_is_the_folder_that_contains_the_package():
     assert Path(loader.__file__).resolve().parent.parent == loader.REPOSITORY
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files that others wrote
+
+LETTERS = np.random.default_rng(0).integers(0, 65, 6000)  # as in a text of 65 different characters
+WORDS = np.random.default_rng(1).zipf(1.3, 6000) % 50257
+CHARACTERS = {"vocab_size": 65}
+
+
+def foreign(folder, train, val=None, **meta):
+    """Write the files of somebody else, and their meta.pkl; val: the end of train."""
+    val = train[-len(train) // 4 :] if val is None else val
+    for split, content in (("train", train), ("val", val)):
+        (folder / f"{split}.bin").write_bytes(content if isinstance(content, bytes) else content.tobytes())
+    for name in ("meta.pkl", "meta.json"):
+        (folder / name).unlink(missing_ok=True)
+    if meta:
+        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+def assert_read(folder, capsys, expected, note):
+    """The tokens are these, and what is printed contains `note`, or is empty."""
+    capsys.readouterr()
+    data, printed = open_dataset("text", BLOCK), capsys.readouterr().out
+    assert (data.train.tolist(), data.val.tolist()) == (expected.tolist(), expected[-len(expected) // 4 :].tolist())
+    assert note in printed and bool(note) == bool(printed)
+    assert printed.count("\n") <= 1
+
+
+def test_the_width_of_ids_is_concluded_from_the_content(folder, capsys):
+    high = np.arange(6000) * 11 % 70_001
+    for dtype, bits in ((np.int32, 32), (np.uint32, 32), (np.int64, 64), (np.uint64, 64)):
+        foreign(folder, WORDS.astype(dtype))
+        note = f"train.bin and val.bin in data/text: ids of {bits} bits, read as int{bits}"
+        assert_read(folder, capsys, WORDS, note)
+        foreign(folder, high.astype(dtype), vocab_size=70_001)
+        assert_read(folder, capsys, high, f"ids of {bits} bits, read as int{bits}; if they are uint16, write {{")
+    foreign(folder, LETTERS.astype(np.int64), **CHARACTERS)
+    assert_read(folder, capsys, LETTERS, ": ids of 64 bits, read as int64")
+    foreign(folder, LETTERS.astype(np.uint8), **CHARACTERS)
+    assert_read(folder, capsys, LETTERS, ": ids of 8 bits, read as uint8")
+    # as few different ids occur in a text in which a space of id 0 follows each letter
+    foreign(folder, LETTERS.astype(np.int32), **CHARACTERS)
+    refused('32 bits, or ids of 16 bits of which every second is 0: write {"dtype": "int32"} to data/text/meta.json')
+    (folder / "meta.json").write_text('{"dtype": "int32"}')
+    assert_read(folder, capsys, LETTERS, "")
+    foreign(folder, LETTERS.astype(np.uint8))
+    refused('probably ids of 8 bits: write {"dtype": "uint8"} to data/text/meta.json, or with uint16')
+    foreign(folder, WORDS.astype(np.int32), LETTERS.astype(np.uint16))
+    refused("data/text: train.bin holds ids of 32 bits, but val.bin of 16 bits: write both with the same dtype")
+    padded = WORDS.astype(np.int32)
+    padded[5::10] = -1
+    foreign(folder, padded)
+    refused("train.bin holds token id -1: remove the ids below 0")
+
+
+def test_uint16_is_never_taken_for_another_width(folder, capsys):
+    rng = np.random.default_rng(2)
+    mostly_zero = np.where(rng.random(6000) < 0.99, 0, rng.integers(0, 65, 6000))
+    for ids in (LETTERS, WORDS, LETTERS % 4, LETTERS % 16, LETTERS % 2, WORDS * 0, mostly_zero, np.arange(6000) % 40,
+                rng.integers(0, 2**16, 6000), rng.integers(32768, 50304, 6000), WORDS[:100], LETTERS[:37]):  # fmt: skip
+        for vocab_size in (65536, 0):
+            if vocab_size or ids.max() < GPT2_VOCAB:
+                foreign(folder, ids.astype(np.uint16), **({"vocab_size": vocab_size} if vocab_size else {}))
+                assert_read(folder, capsys, ids, "")
+    alternating = np.arange(6000) % 2 * 7
+    for ids in (alternating, alternating[::-1]):
+        foreign(folder, ids.astype(np.uint16))
+        assert_read(
+            folder, capsys, ids, "" if ids[0] == 0 else "train.bin and val.bin in data/text: every second id is 0"
+        )
+    spaced = np.where(np.arange(6000) % 2, 0, LETTERS)
+    foreign(folder, spaced.astype(np.uint16))
+    refused("or with uint16")
+    (folder / "meta.json").write_text('{"dtype": "uint16"}')
+    assert_read(folder, capsys, spaced, "")
+    foreign(folder, WORDS.astype(np.uint16), vocab_size=128_256)
+    assert_read(folder, capsys, WORDS, ": read as uint16, whose ids end at 65535, but the vocabulary size is 128256")
+
+
+def with_header(ids, magic, version, tokens=None):
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(ids) if tokens is None else tokens
+    return header.tobytes() + ids.tobytes()
+
+
+def test_the_header_of_llm_c_is_skipped(folder, capsys):
+    for magic, version, dtype in ((20240520, 1, np.uint16), (20240801, 7, np.uint32)):
+        ids = WORDS.astype(dtype)
+        foreign(folder, with_header(ids, magic, version), with_header(ids[-1500:], magic, version))
+        assert open_dataset("text", BLOCK).train.tolist() == ids.tolist()
+        assert open_dataset("text", BLOCK).val.tolist() == ids[-1500:].tolist()
+        assert "train.bin has llm.c's header, which is skipped" in capsys.readouterr().out
+        foreign(folder, with_header(ids, magic, version, 6001), b"")
+        (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes())
+        refused("train.bin has .* bytes, but its header announces 6001 tokens, .*: it is truncated or damaged")
+        foreign(folder, with_header(ids, magic, 2), with_header(ids, magic, 2))
+        refused(f"header {magic} of version 2, but only version {version} is known")
+    questions = with_header(WORDS.astype(np.uint16), 20240522, 1)
+    foreign(folder, questions, questions)
+    refused("llm.c's multiple-choice questions")
+    # the end of the file is where the header says, also while the run reads
+    ids = WORDS.astype(np.uint16)
+    foreign(folder, with_header(ids, 20240520, 1), with_header(ids, 20240520, 1))
+    data = open_dataset("text", BLOCK)
+    os.truncate(folder / "train.bin", 1024 + 2 * len(ids) - 2)
+    reader = Reader(data, "random", 1, BLOCK, 4, Mesh(), 4, GPT2_VOCAB, CPU)
+    with pytest.raises(ValueError, match="has been truncated"):
+        next(reader.evaluation("train", 4))
+
+
+def test_files_without_ids_are_named(folder, tmp_path):
+    text = ("First Citizen: Before we proceed — any further, hear me speak.\n" * 2000).encode()
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as z:
+        z.writestr("a", bytes(1000))
+    array = io.BytesIO()
+    np.save(array, WORDS.astype(np.uint16))
+    for content, said in (
+        (array.getvalue(), "is a .npy file, .*: write the ids with numpy's tofile instead of save"),
+        (b"version https://git-lfs.github.com/spec/v1\noid 12\n", "is a pointer of Git LFS, .*: run git lfs pull in"),
+        (archive.getvalue(), "is a zip archive"),
+        (gzip.compress(WORDS.astype(np.uint16).tobytes()), "is compressed by gzip"),
+        (b"<!DOCTYPE html><html>" + text, "is a web page"),
+        (text, "is text, not token ids: rename it to train.txt, then run: python data/shakespeare/prepare.py "
+               "--data_files=data/text/train.txt --out=data/text$"),
+    ):  # fmt: skip
+        foreign(folder, content, content)
+        refused(f"^data/text/train.bin {said}")
+    foreign(folder, text, text, vocab_size=256, dtype=np.uint8)  # the bytes may be ids
+    assert open_dataset("text", BLOCK).train[:5].tolist() == list(text[:5])
+
+
+@pytest.mark.parametrize("name", [np.dtype("int32"), np.int32, "int32", "torch.int32", "np.int32", "<i4"])
+def test_forms_of_a_declared_dtype(folder, name):
+    foreign(folder, LETTERS.astype(np.int32), dtype=name, **CHARACTERS)
+    assert open_dataset("text", BLOCK).train.tolist() == LETTERS.tolist()
+
+
+def test_of_a_foreign_meta_json_only_what_is_meant_is_taken(folder):
+    (folder / "meta.json").write_text('{"vocab_size": 90, "train_tokens": 1, "tokenizer": "own", "lang": "en"}')
+    assert loader.read_meta(folder) == {"vocab_size": 90}
+    assert open_dataset("text", BLOCK).vocab_size == 90
+    (folder / "meta.json").write_text(json.dumps(OURS))
+    assert loader.read_meta(folder) == OURS
+
+
+def test_the_same_tokens_in_other_formats_give_the_same_losses(zygote, work):
+    """On two ranks, in training and evaluation; the note is printed once."""
+    zygote.train(["--out_dir=one", "--max_iters=3", "--eval_interval=2"], work)
+    for split in ("train", "val"):
+        path = work / "data" / "tiny" / f"{split}.bin"
+        ids = np.fromfile(path, np.uint16)
+        path.write_bytes(with_header(ids, 20240520, 1) if split == "train" else ids.astype(np.int64).tobytes())
+    text = zygote.train(["--out_dir=other", "--max_iters=3", "--eval_interval=2"], work, 2).text()
+    assert text.count("note: data/tiny/train.bin has llm.c's header, which is skipped: uint16 ids") == 1
+    assert text.count("note: val.bin in data/tiny: ids of 64 bits, read as int64") == 1
+    for key in ("loss", "val_loss"):
+        expected = column(work / "one", key)
+        assert expected and column(work / "other", key) == pytest.approx(expected, abs=1e-5)

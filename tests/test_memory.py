@@ -13,7 +13,7 @@ import torch
 from runs import REPO, TINY, column, records
 
 from configurator import settings_of
-from isogpt import memory, run_folder
+from isogpt import devices, memory, planner, run_folder
 from model import GPT, GPTConfig
 
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
@@ -51,7 +51,11 @@ def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
             "--fsdp=True",
         ):
             assert part in run.text()
-        assert json.loads((work / "out" / "micro_batch.json").read_text())["micro_batch"] == smaller
+        recorded = (work / "out" / "micro_batch.json").read_text()
+        assert json.loads(recorded)["micro_batch"] == smaller
+    other = zygote.start([*args, "--n_head=4", "--out_dir=out"], work, 2, script="limited.py", repo=work, env=env)
+    assert "error: out of memory with micro-batches of 8" in other.wait(ok=False).text(), "of a different model"
+    (work / "out" / "micro_batch.json").write_text(recorded)
     run = start().wait()
     assert "micro-batches of 2 instead of 8" in run.text()
     zygote.train([*args[len(TINY) :], "--out_dir=roomy"], work)
@@ -59,6 +63,53 @@ def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
     assert len(other) == 10 and all(abs(one[s] - other[s]) < 1e-5 for s in one)
     config = next(r for r in records(work / "out") if r.get("event") == "start")["config"]
     assert config["batch_size"] == 8, "the settings do not change"
+
+
+class Reads(dict):
+    """A dict that remembers which keys were read."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.read = set()
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __or__(self, other):  # what is computed from changed settings reads them all the same
+        changed = Reads(super().__or__(other))
+        changed.read = self.read
+        return changed
+
+
+def test_what_was_recorded_for_a_job_is_not_used_for_another():
+    """A smaller micro-batch and a layout. Each setting that memory or time are computed from makes another job."""
+    args = asdict(GPTConfig(vocab_size=65, bias=False, n_expert=4, arch="llama"))
+    cost = Reads(memory.cost_of(DEFAULTS, args, 12, "bfloat16", 8, "cuda"))
+    memory.memory_estimate(cost)
+    memory.memory_estimate(cost | {"zero": 2, "pp": 2, "islands": 2, "grad_compression": "int8"})
+    planner.predict(cost | {"zero": 3}, devices.HARDWARE["h100"], 8)
+    planner.predict(cost | {"pp": 2, "islands": 2, "local_steps": 4}, devices.HARDWARE["h100"], 8)
+    # rows follow from the batch and the ranks; fsdp is zero 3; the mesh keeps the timeout, which costs nothing
+    job, names = memory.job_of(cost), cost.read - {"rows", "fsdp", "dist_timeout_s"}
+    assert {"optimizer", "dtype", "ep", "model_args", "ddp_bucket_mb", "outer_parts"} <= names
+    assert names <= job.keys()
+
+    def differs(**changes):
+        return memory.job_of(cost | changes) != job
+
+    for name in names - {"model_args"}:
+        assert differs(**{name: "changed"}), name
+    assert differs(fsdp=True) and not differs(rows=3)
+    for name in ("n_head", "n_kv_head", "n_expert", "vocab_size", "arch", "block_size", "dropout", "tied"):
+        assert differs(model_args=args | {name: 7}), name
+    logs = dict(learning_rate=1.0, out_dir="x", log_interval=7, wandb_log=True, max_iters=3, seed=2, dataset="other")
+    assert not differs(**logs, model_args=args | {"balance_loss": 1.0})
+    assert json.loads(json.dumps(job)) == job  # as it is recorded
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def not_finite():
 
 def transformers_that_lack(at, key):
     loaded = lambda *args, **kw: (None, {"missing_keys": {key}})  # noqa: E731
-    config = SimpleNamespace(from_pretrained=lambda name: SimpleNamespace(model_type="gpt2"))
+    config = SimpleNamespace(from_pretrained=lambda name, **kw: SimpleNamespace(model_type="gpt2"))
     gpt2 = SimpleNamespace(from_pretrained=loaded)
     at.item(sys.modules, "transformers", SimpleNamespace(AutoConfig=config, GPT2LMHeadModel=gpt2))
     GPT.from_pretrained("other")
@@ -213,7 +213,7 @@ RAISED = {
         launch.check_alike([{"seed": 1, "host": "a"}, {"seed": 2, "host": "a"}])),
     # data
     "no train.bin in data/nowhere or": lambda at: loader.open_dataset("nowhere", 8),
-    "train.bin is empty; run: python": lambda at: loader.open_dataset(data_in(at.path / "d", train=[]), 8),
+    "train.bin is empty; write train.bin": lambda at: loader.open_dataset(data_in(at.path / "d", train=[]), 8),
     "holds a list, not a dict": lambda at: loader.open_dataset(data_in(at.path / "d", pkl=[1]), 8),
     "meta.json cannot be read: ": lambda at: loader.open_dataset(data_in(at.path / "d", meta="{"), 8),
     # checkpoints

@@ -1,9 +1,13 @@
 """sample.py: the same text on any number of processes, the tokenizers of folders, its figures and mistakes."""
 
+import io
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from runs import script, script_that_fails
 
 from isogpt import huggingface, tokenizer
@@ -113,3 +117,65 @@ def test_a_tokenizer_of_another_model(at, capsys):
     huggingface.save(folder, model.describe(), dict(model.named_parameters()), NO_TOKENS)
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=abf"])
     assert output.err.splitlines()[-1].startswith("error: the tokenizer has 6 ids, but the model has 4: set --dataset=")
+
+
+RUNS = """from pathlib import Path
+
+Path(r"{}").touch()
+from transformers import GPT2Config as Config, GPT2LMHeadModel as Model, PreTrainedTokenizerFast as Words
+
+def generate(*args, **kw):
+    pass
+"""
+
+
+class Touch:
+    """Its pickle creates a file when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_no_code_in_a_folder_runs(at, capsys):
+    """Not even if the answer at the terminal would be yes: for the model's types, its tokenizer, generate, weights."""
+    ran, folder = at.path / "ran", folder_of(at.path, "llama")
+    (folder / "custom_generate").mkdir()
+    for file in ("own.py", "custom_generate/generate.py"):
+        (folder / file).write_text(RUNS.format(ran))
+    model_code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    args = ["--device=cpu", "--dtype=float32", f"--init_from={folder}", "--num_samples=1", "--start=ab"]
+
+    def sample(problem):
+        at.set(sys, "stdin", io.StringIO("y\n" * 9))
+        if problem is None:
+            script(at, "sample.py", args)
+            assert "\nab" in f"\n{capsys.readouterr().out}"
+        else:
+            output = script_that_fails(at, capsys, "sample.py", args)
+            assert [line for line in output.err.splitlines() if "error" in line] == [f"error: {problem}"]
+            assert output.out == ""
+        assert not ran.exists()
+
+    # a type that transformers knows is loaded without the folder's code, and without a kernel from the Hub
+    change_json(folder / "config.json", auto_map=model_code, attn_implementation="someone/kernel")
+    sample(None)
+    change_json(
+        folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "own.Words"]}, tokenizer_class="Words"
+    )
+    sample(None)  # tokenizer.json alone is read
+    change_json(folder / "config.json", model_type="own")
+    sample(f"cannot load {str(folder)!r} with transformers: it needs Python code of its own, which is not run; "
+           "possible are gpt2, nanochat, llama, mixtral")  # fmt: skip
+    change_json(folder / "config.json", model_type="llama")
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Touch(ran)}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=f"cannot load '{folder}' with transformers: "):
+        GPT.from_pretrained(str(folder))
+    assert not ran.exists()

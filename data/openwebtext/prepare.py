@@ -1,10 +1,12 @@
 """OpenWebText in GPT-2 tokens, from the Hugging Face hub: 8 million web pages, each followed by the end-of-text token.
 With --data_files=, tokenizes your own documents instead, without a network."""
 
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
 from bins import prepare_documents, run
 
 # The hub's own conversion to Parquet: the main revision is a loading script, which `datasets` no longer runs.
@@ -12,7 +14,7 @@ REVISION = "refs/convert/parquet"
 
 
 def main(argv: list[str]) -> None:
-    """Write the data set to the folder of this script."""
+    """Write the data set to the folder of this script, or to --out."""
     prepare_documents(__file__, __doc__, argv, "Skylion007/openwebtext", {"revision": REVISION}, rows=8_013_769)
 
 

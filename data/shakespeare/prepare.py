@@ -1,15 +1,17 @@
 """Tiny Shakespeare in GPT-2 tokens: one text without end-of-text tokens, the first 90% of its characters for training.
 Reads input.txt in the folder of this script, or downloads it if it does not exist."""
 
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
 from bins import prepare_text, read_shakespeare, run
 
 
 def main(argv: list[str]) -> None:
-    """Write the data set to the folder of this script."""
+    """Write the data set to the folder of this script, or to --out."""
     prepare_text(__file__, __doc__, argv, read_shakespeare, tokenizer="gpt2")
 
 

@@ -1,12 +1,14 @@
 """The source code of Python's standard library at character level: a data set that needs no network. It is the library
 of the interpreter that runs this script; the same interpreter always produces the same files."""
 
+import os
 import platform
 import sys
 import sysconfig
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).absolute().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
 from bins import prepare_text, run
 
 # Tests and bundled packages; config-* folders, skipped below, differ between builds of the same version.
@@ -44,7 +46,7 @@ def read_own_library(folder: Path) -> tuple[str, dict]:
 
 
 def main(argv: list[str]) -> None:
-    """Write the data set to the folder of this script."""
+    """Write the data set to the folder of this script, or to --out."""
     prepare_text(__file__, __doc__, argv, read_own_library)
 
 
