@@ -138,6 +138,11 @@ try:
     schedule = make_schedule(config, sequences_per_step)
     launch.start_workers(nproc, __file__)
     ranks = launch.connect(device, backend, dist_timeout_s)
+    progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
+    logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters)
+    clock = Clock(ranks.device)
+    watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger)
+    watchdog.start()  # from here on, a rank that fails is named
     if ranks.store or fsdp or zero > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
     with agree.exit_together():  # an error on any rank ends all
@@ -152,12 +157,10 @@ try:
     zero_stage, degrees = 3 if fsdp else zero, config | degrees
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
     mesh.connect(ranks.device.type, shards=zero_stage >= 2)
-except (ValueError, dist.DistError) as e:
+except ValueError as e:
     fail(str(e))
 
-# log, and what a previous attempt left behind (all ranks)
-progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
-logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters)
+# what a previous attempt left behind (all ranks)
 job = resilience.describe_job(config, ranks.world_size)
 micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
 if is_resume:
@@ -188,8 +191,7 @@ torch_dtype = precision.DTYPES[compute_dtype]
 saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, config)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
                        model_args["vocab_size"], ranks.device, weights)  # fmt: skip
-clock = Clock(ranks.device)
-watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger, saver)
+watchdog.saver = saver
 memory_cost = memory.cost_of(config, model_args, reader.share.rows, compute_dtype, ranks.world_size, ranks.device.type)
 explain_crashes(watchdog, out_dir, job, reader, memory_cost)
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
@@ -263,7 +265,6 @@ if pipeline:
 batches = reader.train(progress)
 if profile and ranks.is_main:
     clock.profiler = start_profiler(out_dir, max_iters - first_step + 1)
-watchdog.start()
 logger.start(eval_only)
 step_began = time.perf_counter()
 
