@@ -148,6 +148,11 @@ try:
     schedule = make_schedule(config, sequences_per_step)
     launch.start_workers(nproc, __file__)
     ranks = launch.connect(device, backend, dist_timeout_s)
+    progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
+    logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters, eval_interval)
+    clock = Clock(ranks.device)
+    watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger)
+    watchdog.start()  # from here on, a rank that fails is named
     if ranks.store or fsdp or zero > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
     with agree.exit_together():  # an error on any rank ends all
@@ -156,19 +161,16 @@ try:
     with agree.exit_together():
         degrees = {"islands": islands or launch.island_count(ranks)}
         check_degrees(ranks.world_size, config | degrees, config if init_from == "scratch" else {})
-    measures = what_is_measured(config, data.digest)  # by an evaluation
+    progress.measures = what_is_measured(config, data.digest)  # by an evaluation
     stop = resilience.watch_signals(time_limit_s)
     source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step, ranks)  # rank 0 looks, all ranks open it
     config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
     zero_stage, degrees = 3 if fsdp else zero, config | degrees
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
     mesh.connect(ranks.device.type, shards=zero_stage >= 2)
-except (ValueError, dist.DistError) as e:
+except ValueError as e:
     fail(str(e))
 
-# log, and what a previous attempt left behind (all ranks)
-progress = checkpoint.Progress(sequences_per_step * block_size, measures=measures)
-logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters, eval_interval)
 notes = progress.load(source) if is_resume else []  # of what is not continued; more notes are added below
 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
@@ -206,8 +208,7 @@ micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size
 saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
                        model_args["vocab_size"], ranks.device, weights)  # fmt: skip
-clock = Clock(ranks.device)
-watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger, saver)
+watchdog.saver = saver
 explain_crashes(watchdog, out_dir, job, reader, memory_cost)
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
@@ -293,7 +294,6 @@ if pipeline:
 batches = reader.train(progress)
 if profile and ranks.is_main:
     clock.profiler = start_profiler(out_dir, max_iters - progress.step + 1)
-watchdog.start()
 logger.start(eval_only)
 step_began = time.perf_counter()
 

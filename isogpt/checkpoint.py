@@ -452,7 +452,8 @@ class Saver:
         has_errors = keeps_errors(self.config.get("grad_compression", "none")) and self.world_size > 1
         self.is_sharded = self.zero > 0 or self.mesh.splits_model or self.mesh.islands > 1 or has_errors
         if self.is_sharded:  # shards are written from a thread, which needs a group of its own with a CPU backend
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # a rank's disk may be slow
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.mesh.timeout_s))
+            self.group = self.mesh.limit(group, timeout_s=7 * 24 * 3600)  # now that it is connected: disks may be slow
 
     def check_folder(self, hosts: tuple[str, ...]) -> None:
         """

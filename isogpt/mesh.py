@@ -107,9 +107,9 @@ class Mesh:
             for axis in sizes:
                 self.limit(self.devices.get_group(axis))
 
-    def limit(self, group: ProcessGroup) -> ProcessGroup:
-        """Set a group's timeout: the default for a new one is the backend's, up to half an hour."""
-        _set_pg_timeout(timedelta(seconds=self.timeout_s), group)
+    def limit(self, group: ProcessGroup, timeout_s: float | None = None) -> ProcessGroup:
+        """Set a group's timeout, by default the mesh's: that of a new group is the backend's, up to half an hour."""
+        _set_pg_timeout(timedelta(seconds=timeout_s or self.timeout_s), group)
         return group
 
     def submesh(self, *axes: str) -> DeviceMesh:

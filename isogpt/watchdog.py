@@ -51,7 +51,8 @@ class Watchdog:
     progress: Progress
     clock: Clock
     logger: Logger
-    saver: Saver
+    saver: Saver | None = None  # known before the first checkpoint
+    default_hook: Callable | None = None  # the excepthook that was there before ours
     armed: bool = False  # disarmed while a step may take long: compilation at the first, a slow disk at a checkpoint
     store: dist.Store | None = None
     has_failed: bool = False  # whether another rank has
@@ -61,7 +62,8 @@ class Watchdog:
     reported: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """Connect to the store, if there are other ranks, and start the threads."""
+        """Install an excepthook that names lost ranks; connect to the store if there are others; start the threads."""
+        install(self, partial(explain_failure, self))
         if self.ranks.world_size == 1 or not self.ranks.store:
             return
         # a connection of its own, since a request blocks all others on the same connection
@@ -167,7 +169,7 @@ class Watchdog:
 
     def finish_checkpoint(self) -> None:
         """Wait for a checkpoint under way if this rank can complete it alone: it is worth having."""
-        if self.saver.writes_alone():
+        if self.saver and self.saver.writes_alone():
             self.logger.saved(self.saver.wait())
 
     def announce(self, key: str) -> None:
@@ -193,13 +195,52 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Whether a collective failed because another rank exited or did not respond in time."""
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in CONNECTION_LOST)
+    """Whether a collective or the store failed because another rank exited or did not respond in time."""
+    has_failed = isinstance(error, RuntimeError) and any(text in str(error).lower() for text in CONNECTION_LOST)
+    return has_failed or isinstance(error, dist.DistStoreError | dist.DistNetworkError)
+
+
+def explain_failure(watchdog: Watchdog, kind: type, raised: BaseException, trace: object) -> None:
+    """Name the rank that was lost, if that is what `raised` is about; else print the traceback."""
+    error = cause_of(raised)
+    if is_connection_lost(error):
+        reason = str(error).splitlines()[0].split(". ")[0][:200]
+        watchdog.report(f"lost the connection to another rank ({reason})")
+    else:
+        watchdog.logger.failed(f"{type(error).__name__}: {error}")
+        watchdog.default_hook(kind, raised, trace)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The first error of a chain: torch.distributed.pipelining raises a RuntimeError from what a stage raised."""
+    while error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def install(watchdog: Watchdog, explain: Callable[[type, BaseException, object], None]) -> None:
+    """Install an excepthook that calls `explain`, tells the other ranks and ends the process."""
+
+    def hook(kind: type, error: BaseException, trace: object) -> None:
+        try:
+            explain(kind, error, trace)
+        except Exception as e:  # an explanation that fails must not keep the process from exiting
+            print(f"error: {error} (and while explaining it: {e})", file=sys.stderr, flush=True)
+        watchdog.announce("failed")
+        watchdog.finish_checkpoint()
+        sys.stdout.flush()
+        # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo), and a rank
+        # that hangs instead of exiting keeps its launcher from restarting it
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    watchdog.default_hook = watchdog.default_hook or sys.excepthook
+    sys.excepthook = hook
 
 
 def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader, cost: dict) -> None:
     """
-    Install an excepthook that prints a message instead of a traceback if it can explain the exception.
+    Install an excepthook that prints a message instead of a traceback if it can explain the exception, from when it is
+    known what takes memory; until then Watchdog.start has installed one for lost ranks.
 
     Out of memory: rank 0 prints what the memory consists of and what would reduce it (all ranks run out alike, unless
     their shares differ). In the first steps it also records half of the rows as the micro-batch size, so that the same
@@ -210,21 +251,15 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
         reader: with the rows of each rank.
         cost: the arguments of memory.memory_report.
     """
-    default_hook, first_step, rank = sys.excepthook, watchdog.progress.step, watchdog.ranks.rank
+    first_step, rank = watchdog.progress.step, watchdog.ranks.rank
 
     def explain(kind: type, raised: BaseException, trace: object) -> None:
-        error = raised
-        while error.__cause__:  # torch.distributed.pipelining raises a RuntimeError from what a stage raised
-            error = error.__cause__
+        error = cause_of(raised)
         if isinstance(error, DataError):
             print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
             watchdog.logger.failed(str(error))
-        elif is_connection_lost(error):
-            reason = str(error).splitlines()[0].split(". ")[0][:200]
-            watchdog.report(f"lost the connection to another rank ({reason})")
-        elif not is_out_of_memory(error):
-            watchdog.logger.failed(f"{type(error).__name__}: {error}")
-            default_hook(kind, raised, trace)
+        elif is_connection_lost(error) or not is_out_of_memory(error):
+            explain_failure(watchdog, kind, raised, trace)
         elif rank == 0 or len(set(reader.share.rows_of)) > 1:
             explain_out_of_memory(error)
 
@@ -240,16 +275,4 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
         print(f"{problem}\n{memory_report(cost | {'rows': rows})}{hint}", file=sys.stderr, flush=True)
         watchdog.logger.failed(problem)
 
-    def hook(kind: type, error: BaseException, trace: object) -> None:
-        try:
-            explain(kind, error, trace)
-        except Exception as e:  # an explanation that fails must not keep the process from exiting
-            print(f"error: {error} (and while explaining it: {e})", file=sys.stderr, flush=True)
-        watchdog.announce("failed")
-        watchdog.finish_checkpoint()
-        sys.stdout.flush()
-        # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo), and a rank
-        # that hangs instead of exiting keeps its launcher from restarting it
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    sys.excepthook = hook
+    install(watchdog, explain)

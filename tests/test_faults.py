@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 import torch
 from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
 
-from isogpt import checkpoint, launch, loader, metrics, run_folder, shards
+from isogpt import checkpoint, launch, loader, mesh, metrics, run_folder, shards
 from isogpt.files import load_pickle, reason_of, write_whole
 from isogpt.parallel import part_of
 
@@ -359,6 +360,41 @@ def test_ranks_wait_for_a_disk_that_is_slower_than_dist_timeout_s(zygote, work):
     args += ["--init_from=auto", "--max_iters=6", "--save_checkpoint=False"]
     run = zygote.start(args, work, 2, script="slow.py", repo=work).wait()
     assert "iter 6:" in run.text() and "iter 5:" not in run.text()
+
+
+# train.py, whose last rank is killed while the others make the group in which shards are written
+DYING = """
+import os, signal, sys, time
+sys.path.insert(0, REPO)
+from isogpt import checkpoint
+def die(saver):
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ["RANK"] == "2":
+    checkpoint.Saver.__post_init__ = die
+sys.argv[0] = REPO + "/train.py"
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
+    (work / "dying.py").write_text(DYING.replace("REPO", repr(str(REPO))))
+    args = [*TINY, *SHORT, "--zero=1", "--dist_timeout_s=60"]
+    run = zygote.start(args, work, 3, script="dying.py", repo=work).wait(ok=False, timeout=55)
+    assert run.codes == [1, 1, -9] and "Traceback" not in run.text()
+    for rank in (0, 1):
+        assert re.search(rf"error: rank {rank} at step 0, the start: .*; rank 2 does not respond", run.text())
+
+
+def test_the_group_that_writes_shards_waits_for_slow_disks_only(monkeypatch):
+    """dist_timeout_s applies to connecting; after that, a slow disk of a rank ends no checkpoint."""
+    made, limited = Mock(), Mock()
+    monkeypatch.setattr(checkpoint.dist, "new_group", made)
+    monkeypatch.setattr(mesh, "_set_pg_timeout", limited)
+    checkpoint.Saver("out", 2, mesh.Mesh(dp_shard=2, timeout_s=77.0), 3, {}, {})
+    assert made.call_args.kwargs["timeout"].total_seconds() == 77
+    assert limited.call_args.args[0].days == 7
 
 
 @pytest.mark.parametrize("name", ["lr$x^$_b", os.fsdecode(b"caf\xe9"), "\U00012345"])
