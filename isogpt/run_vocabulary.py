@@ -42,7 +42,7 @@ def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
     meta = loader.read_meta(place)
     found = vocabulary.of_data(meta, place)
     is_table = found is not None and found.kind in ("table", "bytes")
-    if is_table and size not in (found.size, vocabulary.vocab_size_of(meta), config.get("vocab_size")):
+    if is_table and size not in (found.size, vocabulary.vocab_size_of(meta)):
         return Vocabulary("unknown", f"data set {name} has {found.size} ids, but the run's model has {size}: it was "
                           "prepared again since")  # fmt: skip
     return vocabulary.resolve(found, size, str(place))

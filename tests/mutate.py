@@ -174,7 +174,8 @@ MUTATIONS = {
     "not finite: the step is taken": (
         "isogpt/optim.py", ", (~numbers.is_finite).float()", ", None",
         f"{SURVIVE}::test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are"),
-    "stop: no checkpoint": ("train.py", "    if stop.agreed and save_checkpoint:\n        save()\n", "", SURVIVE),
+    "stop: no checkpoint": (
+        "train.py", "if stop.agreed and save_checkpoint and progress.step != saver.step:\n    save()\n", "", SURVIVE),
     "skip: the step is taken": ("isogpt/resilience.py", "        return accepted\n", "        return True\n", SURVIVE),
     "hang: no rank is named": (
         "isogpt/watchdog.py", "before[r] == after[r] and not has_left[r]", "False", SURVIVE),

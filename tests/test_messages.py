@@ -32,6 +32,7 @@ from isogpt.mesh import Mesh
 from isogpt.parallel import compilation
 from isogpt.precision import resolve_dtype
 from isogpt.run_folder import Found
+from isogpt.vocabulary import Vocabulary
 from model import GPT, GPTConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,6 +299,7 @@ def test_checkpoints_of_nanogpts_forks(at, capsys):
     ignored = [note.split(" in model_args of out/ckpt.pt is not used: ") for note in source.notes]
     assert [what for what, _ in ignored] == ["flash_attn=True", "memory=3"]
     assert ignored[0][1] == "it does not change the model" and "as rope=True would" in ignored[1][1]
+    Path("out/vocab.json").write_text(json.dumps({chr(32 + i): i for i in range(65)}))
     script(at, "sample.py", ["--device=cpu", "--dtype=float32"], until="# the prompt")
     said = capsys.readouterr().err.splitlines()
     assert said == ["out/ckpt.pt: step 3, val loss 1.5000", *(f"note: {note}" for note in source.notes)]
@@ -334,7 +336,7 @@ def test_a_converted_checkpoint_has_the_settings_of_the_run(at):
         path = export.convert("out", "ckpt.pt")
         state = torch.load(path, weights_only=True)
         if not changes:  # as of a model of transformers, which has no run
-            path = export.convert_hf(str(export.write_hf("out", tiny_model(), "letters")))
+            path = export.convert_hf(str(export.write_hf("out", tiny_model(), Vocabulary("table", {"A": 0}))))
             state = torch.load(path, weights_only=True)
         groups = state["optimizer"]["param_groups"]
         assert (groups[0]["lr"], groups[0]["betas"], [g["weight_decay"] for g in groups]) == expected
@@ -521,7 +523,7 @@ def test_prompts_of_sample_py(at, capsys, monkeypatch):
     save_in(at.path / "out")
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A\\n"]).err.splitlines()
     note = """note: --start contains \\n as two characters: for a line break, type --start='"A\\n"'"""
-    assert len(output) == 3 and output[1] == note and output[2].startswith("error: --start has characters")
+    assert len(output) == 3 and output[1] == note and output[2].startswith("error: --start: the text contains")
 
 
 def test_mistakes_of_sample_py(at, capsys):

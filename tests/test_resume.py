@@ -88,7 +88,9 @@ def test_a_resume_that_reads_other_sequences_says_so(zygote, work):
     text = zygote.train(["--out_dir=out", "--data_order=shuffle", *more], work).text()
     assert "note:    the checkpoint's steps had 8 sequences, this run's have 4: the loss curve changes\n" in text
     assert "note:    the checkpoint was trained with seed 1337, this run has 7: of this epoch, some sequences" in text
-    assert text.count("note:") == 2 and final(work / "out")["isogpt"]["position"] == (4 * 8 + 4) * 32
+    assert "note:    the best val loss so far," in text and "note:    the run ends at step 4" in text
+    assert text.count("note:") == 4
+    assert final(work / "out")["isogpt"]["position"] == (4 * 8 + 4) * 32
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(zygote, work):
