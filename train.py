@@ -187,7 +187,7 @@ with agree.exit_together():
         model_args = model_args_of(config, data.vocab_size)
     notes += differences(config, model_args, source, is_resume) + schedule.notes(config)
     model_args = fit_model_args(model_args, degrees, ranks.world_size, data, is_resume)
-    weights_from = out_dir if is_resume else init_from.removeprefix("auto:")
+    weights_from = out_dir if is_resume else weights_name
     vocabulary, data_notes = vocabulary_for_run(data, source, weights_from, model_args["vocab_size"], is_resume)
     notes += data_notes
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
