@@ -46,5 +46,7 @@ def raise_together(problem: str) -> None:
     """Raise DataError on all ranks if any of them found a problem; '' is none (all ranks)."""
     found = gather_objects(problem)
     ranks = {text: ", ".join(str(r) for r, other in enumerate(found) if other == text) for text in found if text}
+    if len(found) == 1 and problem:
+        raise DataError(problem)
     if ranks:
         raise DataError("; ".join(f"rank {ranks[text]}: {text}" for text in ranks))
