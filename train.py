@@ -217,8 +217,8 @@ optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_deca
 scaler = torch.amp.GradScaler(ranks.device.type, enabled=compute_dtype == "float16")
 # FSDP computes in torch_dtype by its own mixed-precision policy
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
+island = mesh.place("islands")  # (this rank's one, their number)
 if is_resume:
-    island = mesh.place("islands")
     agree.do_together(partial(checkpoint.restore, source, raw_model, optimizers, scaler, progress, island=island))
 elif source:  # a new run from another run's weights
     agree.do_together(partial(checkpoint.restore, source, raw_model, seed=seed))
@@ -377,9 +377,9 @@ while not is_complete:
         raw_model.routing = None  # the routers' numbers may not be finite either
         exchange.forget()
         if back:
-            with agree.exit_together(logger.failed):
-                source = checkpoint.open_checkpoint(back)
-                checkpoint.restore(source, raw_model, optimizers, scaler, progress, island=mesh.place("islands"))
+            source = agree.do_together(partial(checkpoint.open_checkpoint, back), logger.failed)
+            restore = partial(checkpoint.restore, source, raw_model, optimizers, scaler, progress, island=island)
+            agree.do_together(restore, logger.failed)
             checkpoint.restore_exchange(source, exchange, progress.step)
             nan_policy.rolled_back(progress, logger)
             saver.step = progress.step
