@@ -3,7 +3,6 @@
 import atexit
 import os
 import sys
-from contextlib import suppress
 
 
 def prepare() -> None:
@@ -28,12 +27,20 @@ def flush() -> bool:
             sys.stdout.flush()
         return True
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return False
+
+
+def discard_output() -> None:
+    """Write what is printed from here on to nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_line(text: str) -> bool:
     """Print a line to stdout and flush it. Returns whether it was written: False if nobody reads stdout."""
-    with suppress(BrokenPipeError):  # if the text is larger than the buffer; then flush() fails too
+    try:
         print(text)
+    except BrokenPipeError:  # the text is larger than the buffer, or there is none (PYTHONUNBUFFERED)
+        discard_output()
+        return False
     return flush()

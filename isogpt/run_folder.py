@@ -306,7 +306,7 @@ def best(out_dir: str) -> tuple[Found | None, list[str]]:
     """The checkpoint with the best validation loss, or the newest if that one is damaged; as `newest` returns it."""
     found, reports = newest(out_dir)
     alone = Path(out_dir) / "ckpt_best.pt"
-    if not found and alone.exists():  # the file was copied without its folder
+    if not found and alone.exists() and not alone.is_symlink():  # the file was copied without its folder
         return open_bare(alone, read_file(alone, verify=True)), reports
     folder = best_folder(Path(out_dir), found.manifest) if found and found.manifest else None
     if not folder:

@@ -249,7 +249,7 @@ def fit_model_args(model_args: dict, config: dict, world_size: int, data: Datase
     return here
 
 
-def differences(config: dict, model_args: dict, source: "Source | None", is_resume: bool) -> list[str]:
+def differences(config: dict, model_args: dict, source: "Source | None", is_resume: bool = False) -> list[str]:
     """
     What a user should know about settings that differ from those of the model, a sentence each.
 

@@ -154,7 +154,10 @@ def test_float16_keeps_the_direction_of_small_gradients():
 
 
 def test_settings_that_a_checkpoint_overrides():
-    model_args, source = GPT(GPTConfig(8, 65, 1, 2, 8, arch="llama")).describe(), SimpleNamespace(run={"config": {}})
+    model_args, source = (
+        GPT(GPTConfig(8, 65, 1, 2, 8, arch="llama")).describe(),
+        SimpleNamespace(run={"config": {}}, notes=()),
+    )
     settings = {"arch": "llama", "n_layer": 1, "n_head": 2, "n_embd": 8, "bias": False, "vocab_size": 0, "dataset": ""}
     settings |= {"n_kv_head": 0, "n_hidden": 0, "head": "auto", "n_expert": 0, "n_expert_active": 2}
     settings["init_from"] = "auto:folder"
@@ -182,16 +185,17 @@ def test_settings_that_change_what_a_resume_reads():
         ("block_size", 16): f"the checkpoint was trained with block_size 16, this run has 8: {drawn}",
     }
     for (name, value), said in cases.items():
-        source = SimpleNamespace(run=run | {"config": settings | {name: value}})
-        assert differences(settings, source, is_resume=True) == [said]
-        assert differences(settings, source) == []  # a new run from the checkpoint's weights
+        source = SimpleNamespace(run=run | {"config": settings | {name: value}}, notes=())
+        assert differences(settings, run["model_args"], source, is_resume=True) == [said]
+        assert differences(settings, run["model_args"], source) == []  # a new run from the checkpoint's weights
     settings["data_order"] = "random"
-    source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}})
+    source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}}, notes=())
     said = "the checkpoint was trained with seed 2, this run has 1: it draws different sequences"
-    assert differences(settings, source, is_resume=True) == [said]
+    assert differences(settings, run["model_args"], source, is_resume=True) == [said]
     same = settings | {"gradient_accumulation_steps": 8, "batch_size": 3}
     for config in (same, {}):  # nanoGPT's has some of the settings only
-        assert differences(settings, SimpleNamespace(run=run | {"config": config}), is_resume=True) == []
+        source = SimpleNamespace(run=run | {"config": config}, notes=())
+        assert differences(settings, run["model_args"], source, is_resume=True) == []
 
 
 ANGLES = torch.arange(3.0, dtype=torch.float64)[:, None, None] * torch.tensor([1.0, 0.3])  # (T, 1, D / 2)

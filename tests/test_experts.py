@@ -182,6 +182,7 @@ def lopsided(shared_work):
             block.ln_2.bias[0] = 50.0
             block.mlp.router.weight[:, 0] = torch.tensor(scores)
     state = {"model": model.state_dict(), "model_args": model.describe(), "iter_num": 0, "best_val_loss": 9.0}
+    state["isogpt"] = {"model_args": model.describe()}
     (shared_work / "lopsided").mkdir()
     torch.save(state, shared_work / "lopsided/ckpt.pt")
     return shared_work / "lopsided"
@@ -409,5 +410,5 @@ def test_two_processes_say_a_mistake_once(zygote, work):
         run = zygote.start([*TINY, *args], work, 2)
         wait_for(lambda: run.poll() or run.codes[0] is not None)
         run.kill([1])
-        assert run.codes[0] == 1 and run.text() == f"{said}\n"
+        assert run.codes[0] == 1 and run.text().removeprefix("error: ") == f"{said}\n"
     assert not (work / "out").exists()

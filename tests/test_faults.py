@@ -434,10 +434,10 @@ import os, sys
 sys.path.insert(0, REPO)
 from isogpt import loader, metrics
 check_ids, log_step, is_late = loader.check_ids, metrics.Logger.step, []
-def check(highest, vocab_size, path):
+def check(highest, vocab_size, path, *lowest):
     if is_late and path.name == "val.bin" and os.environ.get("RANK", "1") == "1":
         raise loader.DataError(f"{path} has been truncated since the start of the run")
-    check_ids(highest, vocab_size, path)
+    check_ids(highest, vocab_size, path, *lowest)
 def log(logger, *args):
     if logger.progress.step == 6:
         is_late.append(True)
@@ -460,7 +460,8 @@ def test_an_evaluation_that_fails_saves_the_state_first(zygote, work, nproc, fla
     run = zygote.start(args, work, nproc, script="unreadable.py", repo=work).wait(ok=False)
     step = 8 if flags else 10
     assert set(run.codes) == {1} and "Traceback" not in run.text()
-    message = f"error: rank {nproc - 1}: {work}/data/tiny/val.bin has been truncated since the start of the run\n"
+    rank = "rank 1: " if nproc > 1 else ""
+    message = f"error: {rank}{work}/data/tiny/val.bin has been truncated since the start of the run\n"
     assert run.text().count(message) == 1 and f"saved out/step_{step:08d}\n" in run.text()
     text = Path(run.outs[0]).read_text()
     assert text.endswith(message) and f"step {step}:" not in text

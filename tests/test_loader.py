@@ -150,7 +150,8 @@ def test_a_resume_with_another_batch_continues_the_epoch():
 
     progress, read = Progress(tokens_per_step=6 * BLOCK), []
     for n, steps in ((6, 7), (4, 10), (9, 30)):
-        saved = {"iter_num": progress.step, "isogpt": progress.describe()}
+        run = {"iter_num": progress.step, "isogpt": progress.describe(), "best_val_loss": float("inf"), "config": {}}
+        saved = SimpleNamespace(run=run, optimizer=None)
         progress = Progress(tokens_per_step=n * BLOCK)
         progress.load(saved)
         first = reader(n, progress)
@@ -636,7 +637,7 @@ def test_the_header_of_llm_c_is_skipped(folder, capsys):
     os.truncate(folder / "train.bin", 1024 + 2 * len(ids) - 2)
     reader = Reader(data, "random", 1, BLOCK, 4, Mesh(), 4, GPT2_VOCAB, CPU)
     with pytest.raises(ValueError, match="has been truncated"):
-        next(reader.evaluation("train", 4))
+        list(reader.evaluation("train", 4))
 
 
 def test_files_without_ids_are_named(folder, tmp_path):
@@ -669,7 +670,7 @@ def test_forms_of_a_declared_dtype(folder, name):
 
 def test_of_a_foreign_meta_json_only_what_is_meant_is_taken(folder):
     (folder / "meta.json").write_text('{"vocab_size": 90, "train_tokens": 1, "tokenizer": "own", "lang": "en"}')
-    assert loader.read_meta(folder) == {"vocab_size": 90}
+    assert loader.read_meta(folder) == {"vocab_size": 90, "tokenizer": "own"}
     assert open_dataset("text", BLOCK).vocab_size == 90
     (folder / "meta.json").write_text(json.dumps(OURS))
     assert loader.read_meta(folder) == OURS

@@ -57,7 +57,7 @@ def test_a_run_with_fractional_steps(zygote, work):
     run = zygote.train(["c.py", "--out_dir=out", "--keep_last=0"], work)
     rates, c = column(work / "out", "lr"), DEFAULTS | dict(learning_rate=1e-3, warmup_iters=0.1, lr_decay_iters=6.75)
     assert {step: rates[step] for step in range(8)} == {step: nanogpt_rate(c, step) for step in range(8)}
-    assert list(column(work / "out", "val_loss")) == [0, 3, 6] and max(rates) == 7
+    assert list(column(work / "out", "val_loss")) == [0, 3, 6, 8] and max(rates) == 7
     assert [p.name for p in sorted((work / "out").glob("step_*"))] == [f"step_{s:08d}" for s in (3, 5, 6, 8)]
     line = rf"^iter 3: loss \d+\.\d{{4}}, time \S+ms, mfu \S+%, .*, lr {rates[3]:.1e}, "
     assert re.search(line, run.text(), re.M) and "note:" not in run.text()

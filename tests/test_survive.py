@@ -321,7 +321,7 @@ def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
 
 
 def test_a_run_that_has_lost_its_folder_does_not_roll_back(tmp_path):
-    (tmp_path / "owner").write_text("the newer run")
+    run_folder.write_owner(tmp_path, "the newer run", None)
     with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
         run_folder.find_rollback(str(tmp_path), "this run")
 
