@@ -115,6 +115,7 @@ def prepare_shakespeare(work: Path) -> None:
     if text.exists():  # else prepare.py downloads it
         shutil.copy(text, folder / "input.txt")
     shutil.copy(REPO / "data" / "bins.py", work / "data")
+    (work / "isogpt").symlink_to(REPO / "isogpt")  # which bins.py imports
     shutil.copy(REPO / "data" / "shakespeare_char" / "prepare.py", folder)
     subprocess.run([sys.executable, str(folder / "prepare.py")], check=True, stdout=subprocess.DEVNULL)
 

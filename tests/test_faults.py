@@ -677,6 +677,7 @@ def test_prepare_is_killed_at_random_moments(tmp_path):
     folder, texts = tmp_path / "data/chars", {"a": "abc" * 200_000, "b": "bdfg" * 170_000}
     shutil.copytree(REPO / "data/shakespeare_char", folder, ignore=shutil.ignore_patterns("*.bin", "meta.*"))
     shutil.copy(REPO / "data/bins.py", tmp_path / "data")
+    (tmp_path / "isogpt").symlink_to(REPO / "isogpt")  # which bins.py imports
     for name, text in texts.items():
         (tmp_path / f"{name}.txt").write_text(text)
 

@@ -32,6 +32,7 @@ def shakespeare(zygote, tmp_path):
     folder.mkdir(parents=True)
     shutil.copy(text, folder / "input.txt")
     shutil.copy(REPO / "data" / "bins.py", tmp_path / "data")
+    (tmp_path / "isogpt").symlink_to(REPO / "isogpt")  # which bins.py imports
     shutil.copy(REPO / "data" / "shakespeare_char" / "prepare.py", folder)
     zygote.start([], tmp_path, script="prepare.py", repo=folder).wait()
     return folder
