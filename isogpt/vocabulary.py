@@ -29,6 +29,7 @@ SIZES = ("vocabsize", "vocabularysize", "nvocab", "numtokens")
 BYTE_LEVEL_SPACE = "\u0120"  # of GPT-2's vocab.json
 PIECE_SPACE = "\u2581"  # of SentencePiece
 PIECE_OF_BYTE = re.compile("<0x([0-9A-F]{2})>")
+INCOMPLETE = ("merges.txt", "tokenizer.model", "spiece.model")  # parts of a tokenizer that are not read by themselves
 ENCODING_KEYS = ("tokenizer", "tiktokenencoding", "encoding", "encodingname", "tokenizername")
 # GPT-2's letters for bytes: printable characters of Latin-1 stand for themselves, the others follow at 256
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -113,7 +114,7 @@ def check_size(n_ids: int | None, vocab_size: int) -> None:
 def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     """
     The vocabulary of the data set in `folder` with this metadata: of a tokenizer.json beside train.bin, of a table in
-    the metadata, or of the encoding that the metadata names. None if there is nothing that says what the ids mean.
+    the metadata, or of the encoding or the file that the metadata names. None if nothing says what the ids mean.
 
     Raises:
         ValueError: a file cannot be read.
@@ -134,7 +135,7 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     if known:
         return Vocabulary("tiktoken", known[0])
     if not names or names == ["tiktoken"]:
-        return None
+        return of_incomplete(folder)
     if path := next(filter(Path.is_file, (folder / sub / Path(names[0]).name for sub in ("", "tokenizer"))), None):
         return of_file(path)
     if names[0].lower().startswith("char"):
@@ -247,6 +248,13 @@ def of_folder(folder: Path | str) -> Vocabulary | None:
     whole, vocab = folder / "tokenizer.json", folder / "vocab.json"
     path = whole if whole.exists() else vocab
     return of_file(path) if path.exists() else None
+
+
+def of_incomplete(folder: Path | str) -> Vocabulary | None:
+    """'unknown' if a folder contains only parts of a tokenizer, whose ids are not GPT-2's; None if there are none."""
+    part = next((name for name in INCOMPLETE if (Path(folder) / name).exists()), "")
+    reason = f"{folder} contains {part}, but neither a tokenizer.json nor a vocab.json"
+    return Vocabulary("unknown", reason) if part else None
 
 
 def of_file(path: Path) -> Vocabulary:

@@ -15,6 +15,7 @@ from runs import REPO, TINY, script, script_that_fails
 
 import export
 from isogpt import loader, tokenizer, vocabulary
+from isogpt.run_vocabulary import vocabulary_of_weights
 from isogpt.vocabulary import Vocabulary
 
 TEXT = "hello world\n" * 300
@@ -155,6 +156,11 @@ def test_tokenizer_files_beside_the_data(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1}))
     assert of_meta({}, tmp_path) == Vocabulary("table", {"a": 0, "b": 1})
     tokens = {"h": 0, "i": 1, "hi": 2, "\u0120": 3, "<|endoftext|>": 4}
+    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "merges.txt").touch()
+    for found in (of_meta({}, tmp_path), vocabulary_of_weights(str(tmp_path), 50257)):  # not GPT-2's
+        assert found.kind == "unknown" and "contains merges.txt, but neither a tokenizer.json nor" in found.content
+    assert of_meta({"stoi": {"a": 0}}, tmp_path).kind == "table"
     (tmp_path / "vocab.json").write_text(json.dumps(tokens))
     (tmp_path / "merges.txt").write_text("#version: 0.2\nh i\n")
     words = tokenizer.load(of_meta({}, tmp_path))
