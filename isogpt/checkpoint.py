@@ -41,6 +41,7 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 # it; for all others, which the weights show, see check_weights.
 HARMLESS = re.compile(r"flash|sdp|compile|checkpoint|fused|kernel|device|dtype|init|seed|batch|backend|drop|tie|tying")
 CHANGING = re.compile(r"rope|rotary|alibi|pos|norm|eps|window|cap|act|glu|gelu|relu|scale|residual|parallel|attn")
+NANOGPTS = ("none", "layernorm", "layer_norm", "gelu")  # values that say what nanoGPT's model computes
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
 
 
@@ -226,10 +227,12 @@ def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
     args["dropout"] = float(saved.get("dropout") or 0.0)
     default = GPTConfig(**args)
     others = {name: v for name, v in saved.items() if name not in args and v and v != getattr(default, name, None)}
+    off = tuple(f"{name.removeprefix('use_')}_" for name, v in saved.items() if v is False)  # and what belongs to it
+    others = {name: v for name, v in others.items() if not name.startswith(off) and str(v).lower() not in NANOGPTS}
     harmless = [name for name in others if HARMLESS.search(name.lower())]
     changing = [name for name in others if name not in harmless and CHANGING.search(name.lower())]
     if changing:
-        found = ", ".join(f"{name}={others[name]!r}" for name in changing)
+        found = some_of([f"{name}={others[name]!r}" for name in changing])
         raise ValueError(f"{path}: {found} in its model_args changes the model, which is not nanoGPT's: load it with "
                          f"the program that saved it")  # fmt: skip
     notes = []

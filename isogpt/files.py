@@ -42,6 +42,14 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(found).split()) or type(found).__name__
 
 
+def about_pointer(path: Path) -> str:
+    """What to do about a file that is a pointer of Git LFS, not the file itself; '' if it is none."""
+    with suppress(OSError), open(path, "rb") as f:
+        if f.read(32).startswith(b"version https://git-lfs"):
+            return f"a pointer of Git LFS, not the file itself: run git lfs pull in {path.parent}"
+    return ""
+
+
 def record(path: Path, job: dict, value: object) -> None:
     """Record a value for later attempts at the same job: out/layout.json has the keys "layout" and "job"."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from isogpt.agree import broadcast
-from isogpt.files import read_records, sync_folder, write_whole
+from isogpt.files import about_pointer, read_records, sync_folder, write_whole
 from isogpt.launch import Launch
 
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
@@ -169,6 +169,8 @@ def read_file(path: Path, verify: bool = False) -> dict:
     Raises:
         ValueError: it is damaged, cannot be loaded, would run code, or is not a checkpoint.
     """
+    if pointer := about_pointer(path):
+        raise ValueError(f"{path} is {pointer}")
     if verify and (problem := damaged_zip(path)):
         raise ValueError(f"{path} is damaged: {problem}")
     try:

@@ -57,7 +57,8 @@ def vocabulary_of_weights(name: str, vocab_size: int) -> Vocabulary:
     """
     if name in GPT2:
         return Vocabulary("tiktoken", "gpt2")
-    return vocabulary.resolve(vocabulary.of_folder(name), vocab_size, f"{name}, without a tokenizer.json,")
+    found = vocabulary.of_folder(name) or vocabulary.of_incomplete(name)
+    return vocabulary.resolve(found, vocab_size, f"{name}, without a tokenizer.json,")
 
 
 def vocabulary_for_run(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from isogpt.files import about_pointer
+
 DTYPES = ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # llm.c's header, which modded-nanogpt writes too: 256 int32, of which the first three are
 # this number, a version, and the number of tokens
@@ -103,8 +105,8 @@ def other_kind(path: Path, may_be_text: bool) -> str:
         start = f.read(2**16)
     if start.startswith(b"\x93NUMPY"):
         return "a .npy file, whose header would be read as tokens: write the ids with numpy's tofile instead of save"
-    if start.startswith(b"version https://git-lfs"):
-        return f"a pointer of Git LFS, not the file itself: run git lfs pull in {path.parent}"
+    if pointer := about_pointer(path):
+        return pointer
     if start.startswith(b"PK\x03\x04") and zipfile.is_zipfile(path):
         return "a zip archive (.zip, .npz, or written by torch.save): write the ids with numpy's tofile"
     if start.startswith(b"\x1f\x8b\x08") and is_gzip(path):

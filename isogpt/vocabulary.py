@@ -5,9 +5,12 @@ and decoders from them.
 
 import json
 import operator
+import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from isogpt.files import about_pointer
 
 GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
@@ -23,7 +26,15 @@ TO_IDS = (
     "tokentoidx", "token2idx", "wordtoindex", "wordtoidx", "word2idx", "word2id", "c2i", "s2i", "vocab", "vocabulary",
 )  # fmt: skip
 SIZES = ("vocabsize", "vocabularysize", "nvocab", "numtokens")
+BYTE_LEVEL_SPACE = "\u0120"  # of GPT-2's vocab.json
+PIECE_SPACE = "\u2581"  # of SentencePiece
+PIECE_OF_BYTE = re.compile("<0x([0-9A-F]{2})>")
+INCOMPLETE = ("merges.txt", "tokenizer.model", "spiece.model")  # parts of a tokenizer that are not read by themselves
 ENCODING_KEYS = ("tokenizer", "tiktokenencoding", "encoding", "encodingname", "tokenizername")
+# GPT-2's letters for bytes: printable characters of Latin-1 stand for themselves, the others follow at 256
+PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+BYTE_OF_LETTER = {chr(byte): byte for byte in PRINTABLE}
+BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
 
 
 @dataclass(frozen=True)
@@ -39,22 +50,26 @@ class Vocabulary:
             'tokenizer.json': the text of such a file, in the format of Hugging Face's tokenizers.
             'unknown': why the ids cannot be decoded.
         end_of_text: the token that ends a document, if the vocabulary contains the token.
+        aliases: of a table, the further ids of tokens that have several. They are decoded, and text never becomes them.
     """
 
     kind: str
     content: str | dict[str, int]
     end_of_text: str = END_OF_TEXT
+    aliases: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> dict[int, str]:
         """The tokens of a table by id."""
-        return {i: token for token, i in reversed(self.content.items())}
+        tokens = {i: token for token, ids in self.aliases.items() for i in ids}
+        return tokens | {i: token for token, i in reversed(self.content.items())}
 
     @property
     def size(self) -> int | None:
         """The highest id + 1; None if it is not known without loading the tokenizer."""
         if self.kind in ("table", "bytes"):
-            return max(self.content.values(), default=-1) + 1
+            aliases = [i for ids in self.aliases.values() for i in ids]
+            return max([*self.content.values(), *aliases], default=-1) + 1
         if self.kind == "tokenizer.json":
             return max(ids_in_json(self.content).values(), default=-1) + 1
         return None
@@ -67,6 +82,9 @@ class Vocabulary:
 def recorded(run: dict) -> Vocabulary | None:
     """The vocabulary that a checkpoint's run records; None if it records none, as nanoGPT's."""
     found = run.get("isogpt", {}).get("vocabulary")
+    if found and found["kind"] == "table" and "aliases" not in found:
+        # an earlier version recorded it, which did not know the marks of spaces
+        return of_tables([found["content"]])
     return Vocabulary(**found) if found else None
 
 
@@ -96,7 +114,7 @@ def check_size(n_ids: int | None, vocab_size: int) -> None:
 def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     """
     The vocabulary of the data set in `folder` with this metadata: of a tokenizer.json beside train.bin, of a table in
-    the metadata, or of the encoding that the metadata names. None if there is nothing that says what the ids mean.
+    the metadata, or of the encoding or the file that the metadata names. None if nothing says what the ids mean.
 
     Raises:
         ValueError: a file cannot be read.
@@ -109,17 +127,21 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
         return Vocabulary("tiktoken", meta["tokenizer"])
     tables = [values[name] for name in (*TO_TOKENS, *TO_IDS) if isinstance(values.get(name), dict | list | tuple)]
     tables += [values[name].tolist() for name in (*TO_TOKENS, *TO_IDS) if hasattr(values.get(name), "tolist")]
-    if tables:
-        return of_tables(tables)
     names = [values[name] for name in ENCODING_KEYS if isinstance(values.get(name), str)]
     known = [name.lower() for name in names if name.lower() in ENCODINGS]
+    # a table beside the name of an encoding may contain only the tokens of one split, each decoded by itself
+    if tables and not (known and lacks_tokens(tables, vocab_size_of(meta))):
+        return of_tables(tables)
     if known:
         return Vocabulary("tiktoken", known[0])
     if not names or names == ["tiktoken"]:
-        return None
+        return of_incomplete(folder)
+    if path := next(filter(Path.is_file, (folder / sub / Path(names[0]).name for sub in ("", "tokenizer"))), None):
+        return of_file(path)
     if names[0].lower().startswith("char"):
         return Vocabulary("unknown", "they are characters, but there is no meta.pkl with a table of them")
-    return Vocabulary("unknown", f"the metadata names the tokenizer {names[0]!r}, which is not an encoding of tiktoken")
+    reason = f"the metadata names the tokenizer {names[0]!r}, which is not an encoding of tiktoken"
+    return Vocabulary("unknown", f"{reason}, and {folder} contains no tokenizer.json")
 
 
 def plain(key: object) -> str:
@@ -138,16 +160,60 @@ def vocab_size_of(meta: dict) -> object:
     return next((values[name] for name in SIZES if name in values), None)
 
 
+def lacks_tokens(tables: list[dict | list | tuple], vocab_size: object) -> bool:
+    """Whether tables lack tokens of a vocabulary with vocab_size ids, or have the same text for several of them."""
+    tokens = {token for table in tables for token, _ in pairs_of(table) if isinstance(token, str | bytes)}
+    return is_id(vocab_size) and len(tokens) < vocab_size
+
+
 def of_tables(tables: list[dict | list | tuple]) -> Vocabulary:
-    """The vocabulary of tables from tokens to ids, or from ids to tokens; earlier ones decide how an id is decoded."""
+    """
+    The vocabulary of tables from tokens to ids, or from ids to tokens; earlier ones decide how an id is decoded. Text
+    beside bytes becomes the bytes of its UTF-8, and the marks of spaces in the tables of tokenizers become spaces.
+    """
     pairs = [pair for table in tables for pair in pairs_of(table)]
-    kinds = {type(token) for token, _ in pairs}
-    if kinds == {bytes}:
-        return Vocabulary("bytes", {token.decode("latin-1"): i for token, i in pairs})
-    if pairs and all(issubclass(kind, str) for kind in kinds):
-        return Vocabulary("table", {str(token): i for token, i in pairs})
-    found = " and ".join(sorted(kind.__name__ for kind in kinds)) or "nothing"
-    return Vocabulary("unknown", f"the table in the metadata contains {found}, not text or bytes")
+    others = sorted({type(token).__name__ for token, _ in pairs if not isinstance(token, str | bytes)})
+    if others or not pairs:
+        found = " and ".join(others) or "nothing"
+        return Vocabulary("unknown", f"the table in the metadata contains {found}, not text or bytes")
+    texts = {token for token, _ in pairs if isinstance(token, str)}
+    if marks_spaces(BYTE_LEVEL_SPACE, texts):
+        pairs = [(bytes_of_letters(token), i) for token, i in pairs]
+    elif marks_spaces(PIECE_SPACE, texts):
+        pairs = [(text_of_piece(token), i) for token, i in pairs]
+    if any(isinstance(token, bytes) for token, _ in pairs):
+        pairs = [(token.encode("utf-8", "surrogatepass") if isinstance(token, str) else token, i) for token, i in pairs]
+        return table_of("bytes", [(token.decode("latin-1"), i) for token, i in pairs])
+    return table_of("table", [(str(token), i) for token, i in pairs])
+
+
+def table_of(kind: str, pairs: list[tuple[str, int]]) -> Vocabulary:
+    """The vocabulary of pairs of a token and an id, of which later ones decide how a token is encoded."""
+    content, found = dict(pairs), {}
+    for token, i in pairs:
+        if i != content[token]:
+            found.setdefault(token, set()).add(i)
+    return Vocabulary(kind, content, aliases={token: sorted(ids) for token, ids in found.items()})
+
+
+def marks_spaces(mark: str, texts: set[str]) -> bool:
+    """Whether a character stands for a space in these tokens: it also begins longer ones, and no space begins any."""
+    first = {text[0] for text in texts if len(text) > 1}
+    return mark in first and " " not in first
+
+
+def bytes_of_letters(token: str | bytes) -> str | bytes:
+    """A token of a byte-level BPE such as GPT-2's, in whose table each byte is a letter; others are returned as is."""
+    if isinstance(token, bytes) or not BYTE_OF_LETTER.keys() >= set(token):
+        return token
+    return bytes(BYTE_OF_LETTER[letter] for letter in token)
+
+
+def text_of_piece(token: str | bytes) -> str | bytes:
+    """A piece of SentencePiece without its mark of spaces; <0x0A>, which stands for a byte, as this byte."""
+    if isinstance(token, str) and (byte := PIECE_OF_BYTE.fullmatch(token)):
+        return bytes([int(byte[1], 16)])
+    return token.replace(PIECE_SPACE, " ") if isinstance(token, str) else token
 
 
 def pairs_of(table: dict | list | tuple) -> list[tuple[object, int]]:
@@ -179,19 +245,35 @@ def of_folder(folder: Path | str) -> Vocabulary | None:
         ValueError: a file cannot be read.
     """
     folder = Path(folder)
-    whole, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
+    whole, vocab = folder / "tokenizer.json", folder / "vocab.json"
     path = whole if whole.exists() else vocab
-    if not path.exists():
-        return None
+    return of_file(path) if path.exists() else None
+
+
+def of_incomplete(folder: Path | str) -> Vocabulary | None:
+    """'unknown' if a folder contains only parts of a tokenizer, whose ids are not GPT-2's; None if there are none."""
+    part = next((name for name in INCOMPLETE if (Path(folder) / name).exists()), "")
+    reason = f"{folder} contains {part}, but neither a tokenizer.json nor a vocab.json"
+    return Vocabulary("unknown", reason) if part else None
+
+
+def of_file(path: Path) -> Vocabulary:
+    """
+    The vocabulary of a tokenizer.json, under any name, or of a vocab.json, with the merges.txt beside it if there is
+    one. Raises ValueError if it cannot be read.
+    """
+    folder, merges = path.parent, path.with_name("merges.txt")
+    is_vocab = path.name == "vocab.json"
     try:
         text = path.read_text(encoding="utf-8")
-        if path == vocab and not merges.exists():
+        if is_vocab and not merges.exists():
             return of_tables([json.loads(text)])
-        if path == vocab:
-            text = of_merges(vocab, merges)
+        if is_vocab:
+            text = of_merges(path, merges)
         tokens = ids_in_json(text)
     except Exception as e:  # of tokenizers; a file of any other form raises nearly anything
-        raise ValueError(f"cannot load the tokenizer of {folder}: {' '.join(str(e).split())[:200]}") from e
+        reason = " ".join(str(e).split())[:200]
+        raise ValueError(f"cannot load the tokenizer of {folder}: {about_pointer(path) or reason}") from e
     return Vocabulary("tokenizer.json", text, end_of_text_in(folder, tokens))
 
 

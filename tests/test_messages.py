@@ -292,6 +292,7 @@ def test_checkpoints_of_nanogpts_forks(at, capsys):
     """Numpy scalars, missing entries, wrappers' prefixes, other optimizers and fields that change nothing."""
     # what changes nothing is not an error
     args = {"use_rope": False, "flash_attn": True, "n_kv_head": 2, "norm_eps": 1e-5, "memory": 3, "dropout": None}
+    args |= {"rope_base": 1e4, "normalization": "LayerNorm", "k_norm": "None", "swiglu": False, "swiglu_mult": 8 / 3}
     numbers = {"iter_num": np.int64(3), "best_val_loss": np.float64(1.5), "config": None, "optimizer": None}
     source = fork(at, args=args | {"n_layer": np.int64(1)}, **numbers)
     assert (source.run["iter_num"], source.run["best_val_loss"], source.run["config"]) == (3, 1.5, {})

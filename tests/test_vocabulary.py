@@ -15,6 +15,7 @@ from runs import REPO, TINY, script, script_that_fails
 
 import export
 from isogpt import loader, tokenizer, vocabulary
+from isogpt.run_vocabulary import vocabulary_of_weights
 from isogpt.vocabulary import Vocabulary
 
 TEXT = "hello world\n" * 300
@@ -60,6 +61,15 @@ def dataset(folder, text=TEXT, **meta):
         ({"stoi": {"cat": 0, "the": 1, "sat": 2}}, "the cat sat", [1, 0, 2]),
         ({"stoi": {"in": 0, "ing": 1, " ": 2, "s": 3}}, "sing in", [3, 1, 2, 0]),
         ({"stoi": {"A": 0, "a": 0, "b": 1}, "itos": {0: "a", 1: "b"}}, "ab", [0, 1]),
+        ({"stoi": {b"a": 0, b"\xc3": 1, b"\xa9": 2, "the": 3, "\u6771": 4}}, "athe\u00e9\u6771", [0, 3, 1, 2, 4]),
+        ({"stoi": {"\u2581": 1, "\u2581a": 2, "a": 3, "<s>": 0}}, "a a <s>", [3, 2, 1, 0]),
+        ({"stoi": {"\u2581a": 0, "<0xC3>": 1, "<0xA9>": 2, "\u6771": 3}}, " a\u00e9\u6771", [0, 1, 2, 3]),
+        (
+            {"stoi": {"\u0120": 0, "\u0120a": 1, "a": 2, "\u00c3": 3, "\u00a9": 4, "<\u6771>": 5}},
+            "a a \u00e9<\u6771>",
+            [2, 1, 0, 3, 4, 5],
+        ),
+        ({"stoi": {"\u0120": 0, "a": 1, "\u2581": 2}}, "\u0120a\u2581", [0, 1, 2]),
     ],
 )
 def test_tables_that_prepare_scripts_write(meta, text, ids):
@@ -73,15 +83,35 @@ def test_tables_that_prepare_scripts_write(meta, text, ids):
         words.encode(text + " Z" if tokenizer.contains_words(found) else text + "Z")
 
 
+def test_ids_that_have_the_same_text():
+    found = of_meta({"stoi": {b"a": 0, b"b": 1, "a": 2}, "itos": {0: b"a", 1: b"b", 2: "a"}})
+    words = tokenizer.load(found)
+    assert words.encode("ab") == [2, 1] and words.decode([0, 1, 2]) == "aba" and words.n_ids == 3
+    assert Vocabulary(**json.loads(json.dumps(found.describe()))) == found
+    assert tokenizer.load(of_meta({"itos": ["x", "x", "a", "x"]})).decode([0, 2, 1, 3]) == "xaxx"
+
+
+def test_the_marks_of_spaces_in_a_table_of_an_earlier_version():
+    found = {"kind": "table", "content": {"\u2581a": 0, "b": 1}, "end_of_text": "<|endoftext|>"}
+    assert vocabulary.recorded({"isogpt": {"vocabulary": found}}).content == {" a": 0, "b": 1}
+
+
+def test_an_encoding_beside_a_table():
+    meta = {"tokenizer": "tiktoken", "tiktoken_encoding": "gpt2", "vocab_size": 50257}
+    part = {"itos": {11: ",", 16398: " drown"}}  # the tokens of a part of the text
+    assert of_meta(meta | part) == Vocabulary("tiktoken", "gpt2")
+    assert of_meta(meta | part | {"vocab_size": 2}).kind == "table"
+    assert of_meta(meta | {"itos": ["\ufffd"] * 50257}) == Vocabulary("tiktoken", "gpt2")  # parts of characters
+
+
 def test_metadata_that_does_not_say_what_the_ids_mean(tmp_path):
     assert of_meta({}) is of_meta({"vocab_size": 90}) is of_meta({"tokenizer": "tiktoken"}) is None
     assert of_meta({"tokenizer": "tiktoken", "tiktoken_encoding": "gpt2"}) == Vocabulary("tiktoken", "gpt2")
     assert of_meta({"tokenizer": "cl100k_base", "tokenizer_size": 100277}) == Vocabulary("tiktoken", "cl100k_base")
     for meta, reason in (
         ({"tokenizer": "char"}, "there is no meta.pkl"),
-        ({"tokenizer": "my-bpe"}, "the tokenizer 'my-bpe', which is not an encoding of tiktoken"),
+        ({"tokenizer": "my-bpe"}, "'my-bpe', which is not an encoding of tiktoken, and nowhere contains no"),
         ({"stoi": {0: 1, 1: 2}}, "contains int, not text or bytes"),
-        ({"stoi": {"a": 0, b"b": 1}}, "contains bytes and str, not text"),
         ({"itos": []}, "contains nothing, not text"),
         ({"itos": {0: None}}, "contains NoneType, not text"),
     ):
@@ -114,10 +144,23 @@ def test_tokenizer_files_beside_the_data(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"class_name": "Tokenizer"}')  # of Keras
     with pytest.raises(ValueError, match="cannot load the tokenizer of .*: it is not in the format of Hugging Face"):
         of_meta({}, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="a pointer of Git LFS, not the file itself: run git lfs pull in"):
+        of_meta({}, tmp_path)
     (tmp_path / "tokenizer.json").unlink()
+    for folder in (tmp_path, tmp_path / "tokenizer"):  # a file that the metadata names
+        folder.mkdir(exist_ok=True)
+        tokenizer.of_table(table).save(str(folder / "my-bpe.json"))
+        assert tokenizer.load(of_meta({"tokenizer": "data/x/my-bpe.json"}, tmp_path)).encode("abb") == [2, 1]
+        (folder / "my-bpe.json").unlink()
     (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1}))
     assert of_meta({}, tmp_path) == Vocabulary("table", {"a": 0, "b": 1})
     tokens = {"h": 0, "i": 1, "hi": 2, "\u0120": 3, "<|endoftext|>": 4}
+    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "merges.txt").touch()
+    for found in (of_meta({}, tmp_path), vocabulary_of_weights(str(tmp_path), 50257)):  # not GPT-2's
+        assert found.kind == "unknown" and "contains merges.txt, but neither a tokenizer.json nor" in found.content
+    assert of_meta({"stoi": {"a": 0}}, tmp_path).kind == "table"
     (tmp_path / "vocab.json").write_text(json.dumps(tokens))
     (tmp_path / "merges.txt").write_text("#version: 0.2\nh i\n")
     words = tokenizer.load(of_meta({}, tmp_path))
