@@ -131,25 +131,25 @@ def configure(script_globals: dict[str, Any], argv: list[str] | None = None, ext
             current = {name: setting.default for name, setting in known.items()} | final
             final |= _from_config(argument, script_globals, known, current, renamed, findings)
     final |= {name: _in_home(final[name]) for name in PATHS & final.keys()}
-    if findings.problems:
-        lines = findings.problems + findings.notes
-        fail("\n".join(f"{os.path.basename(script)}: {line}" for line in lines))
     # the process that launched torchrun for this one, see launch.start_workers, has printed them
-    if _is_rank_0() and "ISOGPT_STARTED" not in os.environ:
+    if _is_rank_0() and not console.is_worker_of_nproc():
         for note in findings.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
+    if findings.problems:
+        fail("\n".join(f"{os.path.basename(script)}: {problem}" for problem in findings.problems))
     script_globals.update({name: final[name] for name in own})
     return final
 
 
 def fail(message: str) -> NoReturn:
     """Exit with status 1 because of a user's mistake. Rank 0 prints `message` to stderr immediately."""
+    source = ""
     if not _is_rank_0():
         # Usually every rank fails with the same message. torchrun kills all workers as soon as one fails, so another
         # rank must not exit before rank 0 has printed. A rank that survives the wait is the only one with this problem.
         time.sleep(10)
-        message = f"rank {os.environ['RANK']}: {message}"
-    print(message, file=sys.stderr, flush=True)
+        source = f"rank {os.environ['RANK']}: "
+    console.print_error(message, source)
     from isogpt.agree import about_restarts  # imports torch, which --help does not need
 
     if note := about_restarts():

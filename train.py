@@ -237,6 +237,8 @@ saver.exchange = exchange = parallel.make_exchange(raw_model, mesh, config, zero
 model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
 if replicas and zero_stage < 2 and not pipeline:  # gradient_as_bucket_view: no copies of the gradients
+    with agree.exit_together():
+        launch.check_debug_level()
     model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True, process_group=replicas)
 
 # the run folder and the log (rank 0 claims the folder and writes the log)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isogpt import console
+
 Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
 LEAVE_TIMEOUT = timedelta(seconds=10)  # for the other ranks to report their errors
@@ -179,7 +181,7 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     for message in messages if is_main() else []:
         ranks = ", ".join(str(r) for r, p in enumerate(problems) if p == message)
         source = "" if problems[0] == message else f"rank {ranks}: "
-        print(f"error: {source}{message}", file=sys.stderr, flush=True)
+        console.print_error(message, source)
     if raises_again:
         raise unexpected
     if not messages:

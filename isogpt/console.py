@@ -18,6 +18,24 @@ def prepare() -> None:
     atexit.register(flush)  # Python itself reports an error
 
 
+def print_error(message: str, source: str = "") -> None:
+    """
+    Print the message that ends a run to stderr. Each line, which is a problem of its own, begins with 'error: ' and the
+    source, such as 'rank 1: '.
+    """
+    message = message.partition("\nException raised from ")[0]  # torch.distributed appends C++ frames
+    lines = [f"error: {source}{line}" for line in message.splitlines() or [""]]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def is_worker_of_nproc() -> bool:
+    """
+    Whether this process is a worker of the torchrun that launch.start_workers has started. The variable contains the
+    process id of that torchrun: it may also be left over in a shell.
+    """
+    return os.environ.get("ISOGPT_STARTED") == str(os.getppid())
+
+
 def flush() -> bool:
     """
     Flush stdout. If nobody reads it, this and all later output is discarded. Returns whether the output was written.

@@ -7,9 +7,11 @@ import re
 import signal
 import socket
 import sys
+import threading
+import time
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from isogpt import network
+from isogpt import console, network
 from isogpt.agree import exit_together, gather_objects
 
 # The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes before
@@ -25,6 +27,13 @@ from isogpt.agree import exit_together, gather_objects
 # torch.distributed.launch use torchrun's names.
 MPI = {"Open MPI's mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
        "MPICH's mpirun": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]}  # fmt: skip
+# What launchers set for each process. A variable that ends in _ stands for all that begin with it. A Slurm job's own
+# variables are none of them, such as SLURM_JOB_ID.
+OF_A_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+                "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ISOGPT_STARTED",
+                "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "TORCHELASTIC_", "SLURM_STEP_", "OMPI_", "PMI_",
+                "PMIX_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # fmt: skip
+WAITING_S = 10  # until rank 0 says that it waits for other ranks
 
 
 @dataclass(frozen=True)
@@ -129,14 +138,41 @@ def mpi_variables() -> tuple[list[str], str, str] | None:
 
 
 def slurm_variables() -> tuple[list[str], str, str] | None:
-    """The same from srun; None without it, and in the shell of `srun --pty`."""
+    """The same from srun; None without it, and in the shell of `srun --pty` or salloc."""
     env = os.environ
-    if "SLURM_PTY_PORT" in env or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
+    if is_in_a_shell_of_slurm() or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
         return None
     address, tasks = slurm_nodes(env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     here = str(tasks[min(int(env.get("SLURM_NODEID", 0)), len(tasks) - 1)])
     found = [env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env.get("SLURM_LOCALID", "0"), here]
     return found, address, f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
+
+
+def is_in_a_shell_of_slurm() -> bool:
+    """
+    Whether a person started this process in the shell of `srun --pty` or salloc. The variable does not tell: an `srun`
+    that is typed there passes it on to its tasks. But Slurm gives a terminal only to the first task of `srun --pty`,
+    here the shell, and slurmstepd is the parent of each task.
+    """
+    if "SLURM_PTY_PORT" not in os.environ or not has_terminal():
+        return False
+    with suppress(OSError):  # there is no /proc
+        return Path(f"/proc/{os.getppid()}/comm").read_text().strip() != "slurmstepd"
+    return True
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal, wherever its input and output go."""
+    with suppress(OSError):
+        os.close(os.open("/dev/tty", os.O_RDWR))
+        return True
+    return False
+
+
+def environment_without_launcher() -> dict[str, str]:
+    """The environment for a command that is not a rank of this run, although a rank starts it."""
+    groups = tuple(name for name in OF_A_PROCESS if name.endswith("_"))
+    return {k: v for k, v in os.environ.items() if k not in OF_A_PROCESS and not k.startswith(groups)}
 
 
 def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
@@ -154,13 +190,13 @@ def start_workers(nproc: int, script: str) -> None:
     Raises:
         ValueError: the launcher started another number of processes.
     """
-    if not nproc or "ISOGPT_STARTED" in os.environ:  # a worker of this function; its config may set nproc again
+    if not nproc or console.is_worker_of_nproc():  # a worker of this function; its config may set nproc again
         return
     if "RANK" in os.environ:
         if nproc != (started := rank_variables()[3]):
             raise ValueError(f"nproc is {nproc}, but the launcher started {started} processes: omit --nproc")
         return
-    os.environ["ISOGPT_STARTED"] = "1"
+    os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun's, since it replaces this process
     sys.stdout.flush()
     # torchrun would take --nproc as an abbreviation of its own option; configure has normalized it to --nproc=N
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
@@ -177,16 +213,20 @@ def rank_variables() -> tuple[int, int, int, int]:
     if "RANK" not in os.environ:
         return 0, 1, 0, 1
     if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise ValueError(f"RANK is set but {', '.join(missing)} is not: start with torchrun, or unset RANK")
+        raise ValueError(f"RANK is set but {', '.join(missing)} is not: no launcher started this process, and "
+                         f"RANK={os.environ['RANK']} is left over in the shell. Type unset RANK, or start with torchrun"
+                         )  # fmt: skip
     local_size = os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])  # DeepSpeed's name for it
     values = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": local_size, **os.environ}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     if wrong := [f"{name} is {values[name]!r}" for name in names if not values[name].isdigit()]:
-        raise ValueError(f"{', '.join(wrong)}: not a number; start with torchrun, or unset RANK")
+        raise ValueError(f"{', '.join(wrong)}: not a number; start with torchrun, or type unset RANK")
     rank, world_size, local_rank, local_world_size, port = (int(values[name]) for name in names)
     if rank >= world_size or local_rank >= local_world_size or port > 65535:
         text = ", ".join(f"{name} {values[name]}" for name in names)
-        raise ValueError(f"the launcher's variables contradict each other: {text}; start with torchrun, or unset RANK")
+        raise ValueError(
+            f"the launcher's variables contradict each other: {text}; start with torchrun, or type unset RANK"
+        )
     return rank, world_size, local_rank, local_world_size
 
 
@@ -319,8 +359,9 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
         return Ranks(rank, world_size, chosen, group_backend, launch=make_launch([]))
 
     try:
-        store = connect_store(timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
-        start = network.meet(store, rank, world_size, timeout_s)
+        with saying_that_it_waits(rank, world_size):
+            store = connect_store(timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+            start = network.meet(store, rank, world_size, timeout_s)
         store = dist.PrefixStore(start, store)
         store.set_timeout(timedelta(seconds=timeout_s))
         machines = network.exchange(store, rank, world_size, "machine", network.this_machine())
@@ -338,8 +379,7 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
         if problems := [p for p in network.exchange(store, rank, world_size, "problem", problem) if p]:
             raise ValueError(problems[0])
     except dist.DistError as e:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise ValueError(f"rank {rank} cannot reach the other ranks at {where}: {str(e).splitlines()[0]}") from e
+        raise ValueError(f"cannot reach the other ranks at {store_address()}: {str(e).splitlines()[0]}") from e
     if chosen.type != "mps":  # GPUs too: with cpu_offload the optimizer runs on the CPU
         network.divide_cores(machines, rank, local_world_size)
     hosts = tuple(name for name, _, _ in machines)
@@ -349,10 +389,68 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
 
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
-    """A connection to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`."""
+    """
+    A connection to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.
+
+    Raises:
+        ValueError: nobody serves it within timeout_s.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not serves:
+        wait_for_server(address, port, timeout_s)
     # does not wait for the other ranks: network.meet does, and names those that are missing
     return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def store_address() -> str:
+    """Where the store is, for messages."""
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def check_debug_level() -> None:
+    """
+    Raise ValueError if DistributedDataParallel cannot be used: torch 2.13 ends with a segmentation fault in its
+    constructor, since with DETAIL it wraps process groups. The other layouts work.
+    """
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        raise ValueError("TORCH_DISTRIBUTED_DEBUG is DETAIL, with which PyTorch crashes in DistributedDataParallel: "
+                         "type export TORCH_DISTRIBUTED_DEBUG=INFO, or set --zero=2")  # fmt: skip
+
+
+def wait_for_server(address: str, port: int, timeout_s: float) -> None:
+    """
+    Wait until a process listens at this address. TCPStore waits too, but prints a page of C++ frames at each attempt.
+
+    Raises:
+        ValueError: there is none within timeout_s.
+    """
+    deadline, pause = time.monotonic() + timeout_s, 0.02
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((address, port), max(left, 0.1)).close()
+            return
+        except OSError as e:
+            if left <= pause:
+                problem = f"cannot reach the other ranks at {store_address()} within {timeout_s:g} s: {e}"
+                raise ValueError(f"{problem}{network.LEFT_OVER}") from e
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+@contextmanager
+def saying_that_it_waits(rank: int, world_size: int) -> Iterator[None]:
+    """Rank 0 prints a note if the block takes long: the other ranks may not exist."""
+    text = (f"note: rank 0 of {world_size} waits for the other ranks at {store_address()}, as the environment "
+            f"says{network.LEFT_OVER}")  # fmt: skip
+    timer = threading.Timer(WAITING_S, print, [text], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def leave() -> None:

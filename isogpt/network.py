@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 PCI = Path("/sys/bus/pci/devices")
+# the end of messages about variables of a launcher that has exited; configurator.fail says which rank it is
+UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
+LEFT_OVER = f". If no launcher started this process, RANK is left over in the shell: type {UNSET}"
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
@@ -48,9 +51,9 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
     if rank > 0:
-        raise ValueError(f"rank {rank} did not find rank 0 within {timeout_s:g} s")
+        raise ValueError(f"did not find rank 0 within {timeout_s:g} s{LEFT_OVER}")
     missing = [str(r) for r in range(1, world_size) if not store.check([f"{mine}/here/{welcomed.get(r)}"])]
-    raise ValueError(f"rank {', '.join(missing)} of {world_size} did not join within {timeout_s:g} s")
+    raise ValueError(f"rank {', '.join(missing)} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}")
 
 
 def exchange(store: dist.Store, rank: int, world_size: int, key: str, value: object) -> list:

@@ -22,7 +22,7 @@ import torch.nn as nn
 from isogpt import run_folder
 from isogpt.agree import StepNumbers, do_together, exit_together, gather_number, is_main
 from isogpt.files import recorded
-from isogpt.launch import agent_start
+from isogpt.launch import agent_start, environment_without_launcher
 from isogpt.loader import Reader
 from isogpt.parallel import gradient_norms
 
@@ -282,9 +282,9 @@ def alert(command: str, record: dict, wait_s: float = 0) -> None:
     """Run the user's command with a line of JSON on its standard input (rank 0). Its failure does not stop the run."""
     if not command:
         return
-    stderr = None if wait_s else subprocess.DEVNULL
+    stderr, env = None if wait_s else subprocess.DEVNULL, environment_without_launcher()
     try:
-        process = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stderr=stderr, text=True)
+        process = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stderr=stderr, text=True, env=env)
     except OSError as e:
         print(f"warning: alert_command: {e}", file=sys.stderr, flush=True)
         return

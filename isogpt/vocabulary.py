@@ -82,9 +82,6 @@ class Vocabulary:
 def recorded(run: dict) -> Vocabulary | None:
     """The vocabulary that a checkpoint's run records; None if it records none, as nanoGPT's."""
     found = run.get("isogpt", {}).get("vocabulary")
-    if found and found["kind"] == "table" and "aliases" not in found:
-        # an earlier version recorded it, which did not know the marks of spaces
-        return of_tables([found["content"]])
     return Vocabulary(**found) if found else None
 
 

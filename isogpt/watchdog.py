@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from isogpt import resilience
+from isogpt import console, resilience
 from isogpt.checkpoint import Progress, Saver
 from isogpt.files import record
 from isogpt.hardware import Clock
@@ -256,7 +256,7 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
     def explain(kind: type, raised: BaseException, trace: object) -> None:
         error = cause_of(raised)
         if isinstance(error, DataError):
-            print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+            console.print_error(str(error), f"rank {rank}: ")
             watchdog.logger.failed(str(error))
         elif is_connection_lost(error) or not is_out_of_memory(error):
             explain_failure(watchdog, kind, raised, trace)

@@ -7,6 +7,7 @@ Kill runs at random moments, many times, and count what was lost. The test suite
     python tests/soak.py signals --kills=50    SIGTERM at random moments: checkpoint, exit within 10 s, same bits?
     python tests/soak.py elastic --kills=50    SIGKILL of random torchrun workers: same losses, how long to recover?
     python tests/soak.py shrink                agents of one worker each are killed, 4 -> 3 -> 2 -> 3: same losses?
+    python tests/soak.py phases --kills=200    SIGKILL in chosen phases, on changing numbers of processes and layouts
 """
 
 import argparse
@@ -215,6 +216,140 @@ def shrink(zygote, work, say=lambda *_: None):
     return worst < 1e-5 and sizes[0] == 4 and 2 in sizes and sizes[-1] == 3
 
 
+LAYOUTS = ((), ("--zero=1",), ("--zero=3",), ("--pp=2",))
+PHASES = ("start", "restore", "save", "evaluation")
+SAVE_EVERY, EVALUATE_EVERY = 5, 15
+
+
+def reads_a_checkpoint(pid):
+    """Whether the process has a file of a checkpoint open or mapped."""
+    try:
+        opened = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+        return "/step_" in " ".join(opened) + Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # the process or the descriptor is gone
+        return False
+
+
+def wait_for_phase(run, phase, out, first, rng):
+    """
+    Wait until the run, which begins at step `first`, is in this phase; returns whether that was seen. The moment within
+    the phase is random.
+    """
+    if phase == "start":
+        time.sleep(rng.random() * 1.5)
+        return "iter " not in run.text()
+    if phase == "restore":
+        seen = run.until(lambda text: any(map(reads_a_checkpoint, run.pids)) or "iter " in text)
+        time.sleep(rng.random() * 0.05)
+        return seen and "iter " not in run.text()
+    skipped = rng.randint(1, 3)  # checkpoints or evaluations
+    if phase == "save":
+        run.until(lambda text: text.count("saved ") >= skipped)
+        seen = run.until(lambda text: any(out.glob("unfinished_*")) or text.count("saved ") > skipped + 5)
+        time.sleep(rng.random() * 0.02)
+        return seen and any(out.glob("unfinished_*"))
+    if phase == "evaluation":
+        at = (first // EVALUATE_EVERY + skipped) * EVALUATE_EVERY
+        run.until(lambda text: f"iter {at - 1}:" in text)
+        time.sleep(rng.random() * 0.02)
+        return f"step {at}:" not in run.text()
+    run.until(lambda text: "iter " in text)
+    time.sleep(rng.random() * 1.5)
+    return True
+
+
+def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
+    """
+    SIGKILL a run `kills` times, in half of the cases during the start, a restore, a save or an evaluation, otherwise
+    at a random moment: all ranks, or one, after which the others must end by themselves. Each start has 1 to 4
+    processes and one of LAYOUTS. No checkpoint that was completed may be lost, and the losses must be those of an
+    undisturbed process.
+    """
+    rng, took, waited, lost, phases = random.Random(seed), [], [], [], {}
+    report = dict(kills=0, starts=0, older=0, hung=0, runs=0, worst=0.0)
+    args = [*TINY, "--gradient_accumulation_steps=12", "--batch_size=1", f"--save_interval={SAVE_EVERY}"]
+    args += ["--max_iters=600", "--lr_decay_iters=600", f"--eval_interval={EVALUATE_EVERY}", "--eval_iters=4"]
+    args += ["--dist_timeout_s=20", "--keep_last=3"]
+    zygote.start([*args, "--out_dir=straight"], work).wait(timeout=600)
+    one = column(work / "straight", "loss")
+    out, killed, completed, reached = work / "killed0", None, -1, -1
+
+    def summary():
+        report["phases"] = phases
+        for name, values in (("seconds to the next step", took), ("seconds until the others ended", waited),
+                             ("steps lost", lost)):  # fmt: skip
+            if values:
+                report[name] = f"median {statistics.median(values):.3g}, maximum {max(values):.3g}, {len(values)} times"
+        return report
+
+    while report["kills"] < kills or report["runs"] == 0:
+        nproc = rng.randint(1, 4)
+        layout = rng.choice([flags for flags in LAYOUTS if flags != ("--pp=2",) or nproc % 2 == 0])
+        run = zygote.start([*args, *layout, f"--out_dir={out.name}", "--init_from=auto"], work, nproc)
+        report["starts"] += 1
+        ends = report["kills"] >= kills
+        phase = rng.choice(PHASES) if rng.random() < 0.5 else "any"
+        was_seen = not ends and wait_for_phase(run, phase, out, max(completed, 0), rng)
+        if ends:
+            run.wait(timeout=600)
+        one_rank = nproc > 1 and rng.random() < 0.5
+        if not run.poll():
+            began = time.time()
+            run.kill([rng.randrange(nproc)] if one_rank else None)
+            report["kills"] += 1
+            if was_seen:
+                phases[phase] = phases.get(phase, 0) + 1
+            if not run.gone(within=60):
+                report["hung"] += 1
+                say(
+                    f"hangs after a kill of {'one rank' if one_rank else 'all'} in phase {phase}:\n{run.text()[-3000:]}"
+                )
+                run.kill()
+                run.wait(ok=False)
+            if one_rank:
+                waited.append(time.time() - began)
+        else:
+            began = None
+            if run.codes != [0] * nproc:
+                report["hung"] += 1
+                say(f"failed on {nproc} with {layout}:\n{run.text()[-3000:]}")
+        text = run.text()
+        resumed = re.search(r"step_(\d+)(?:/ckpt.pt)?, step", text)
+        if "iter " in text and completed >= 0 and (not resumed or int(resumed[1]) < completed):
+            report["older"] += 1
+            say(f"resumed from {resumed and resumed[1]}, completed was {completed}")
+        steps = (
+            [(r["iter"], r["time"]) for r in records(out) if "loss" in r and "event" not in r]
+            if "iter " in text
+            else []
+        )
+        new = [stamp({"time": when}) for _, when in steps if killed and stamp({"time": when}) > killed]
+        if new:
+            took.append(new[0] - killed)
+        if "iter " in text:
+            killed = None
+        killed = killed or began
+        reached = max([reached, *(int(n) for n in re.findall(r"iter (\d+):", text))])
+        completed = max([completed, *(int(n) for n in re.findall(r"saved \S*step_(\d+)", text))])
+        found, reports = run_folder.newest(str(out))
+        newest = found.step if found else -1
+        if newest < completed or reports:
+            report["older"] += 1
+            say(f"found {found}, completed was {completed}, reports {reports}")
+        if began and "iter " in text:
+            lost.append(reached + 1 - max(newest, 0))
+        if report["kills"] % 10 == 0:
+            say(summary())
+        if began is None and run.codes == [0] * nproc:  # the end of a run; the next one has a folder of its own
+            other = column(out, "loss")
+            same = one.keys() == other.keys()
+            report["worst"] = max(report["worst"], *(abs(one[s] - other[s]) for s in one)) if same else float("inf")
+            report["runs"] += 1
+            out, killed, completed, reached = work / f"killed{report['runs']}", None, -1, -1
+    say(summary())
+    return report
+
+
 def recoveries(folder, since):
     """The events of first steps after a restart, later than the time `since`."""
     return [r for r in records(folder) if r.get("event") == "recovered" and stamp(r) > since]
@@ -232,7 +367,7 @@ def stamp(record):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["saves", "bits", "signals", "elastic", "shrink"])
+    parser.add_argument("what", choices=["saves", "bits", "signals", "elastic", "shrink", "phases"])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
@@ -254,6 +389,9 @@ def main():
             bad = sum(r["unsaved"] + r["late"] for r in reports)
         elif options.what == "elastic":
             bad = not kill_workers(Path(folder), options.kills, options.seed, print)
+        elif options.what == "phases":
+            report = kill_in_phases(zygote, Path(folder), options.kills, options.seed, print)
+            bad = report["older"] + report["hung"] + (report["worst"] > 1e-5)
         elif options.what == "shrink":
             bad = not shrink(zygote, Path(folder), print)
         else:

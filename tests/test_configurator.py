@@ -236,7 +236,7 @@ def test_false_is_false(script, text):
 )
 def test_a_value_of_another_type_is_an_error(script, capsys, argument, wanted):
     line = problem(capsys, script, argument)
-    assert line.startswith(f"train.py: command line: {argument.partition('=')[0]}=")
+    assert line.startswith(f"error: train.py: command line: {argument.partition('=')[0]}=")
     assert line.endswith(f": not {wanted}")
 
 
@@ -283,7 +283,7 @@ def test_a_key_without_an_equals_sign(script, arguments, values):
 def test_a_key_without_a_value_says_what_to_type(script, capsys, arguments):
     key, *rest = arguments.split()
     line = problem(capsys, script, key, *rest)
-    assert line == f"train.py: command line: {key}: missing value; type {key}=VALUE"
+    assert line == f"error: train.py: command line: {key}: missing value; type {key}=VALUE"
 
 
 def test_a_value_of_another_type_after_a_key(script, capsys):
@@ -291,7 +291,7 @@ def test_a_value_of_another_type_after_a_key(script, capsys):
 
 
 def test_a_bare_flag_takes_no_other_argument_as_its_value(script, capsys):
-    assert problem(capsys, script, "--eval_only", "maybe").startswith("train.py: maybe: no such config file")
+    assert problem(capsys, script, "--eval_only", "maybe").startswith("error: train.py: maybe: no such config file")
 
 
 def test_sys_argv_is_rewritten_with_equals_signs(script, monkeypatch):
@@ -316,7 +316,7 @@ def test_a_key_without_value_swallows_no_config_file(script, capsys):
 )
 def test_an_unknown_key_names_the_nearest(script, capsys, argument, key):
     line = problem(capsys, script, argument)
-    assert line == f"train.py: command line: --{key}: no such setting; did you mean --learning_rate?"
+    assert line == f"error: train.py: command line: --{key}: no such setting; did you mean --learning_rate?"
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_what_was_meant_by_a_word(script, capsys, arguments, said):
     """One line that says what to type, and it is accepted when it is typed."""
     out_dir = {"out_dir": Setting("out_dir", "out", "the run's folder", "run")}
     line = problem(capsys, script, *shlex.split(arguments), extra=out_dir)
-    assert line == f"train.py: command line: {said}"
+    assert line == f"error: train.py: command line: {said}"
     typed = said.partition(": type ")[2] or said.partition("; type ")[2]
     if typed and "VALUE" not in typed and "FILE" not in typed and typed != "--help":
         run(script, *shlex.split(typed), extra=out_dir)
@@ -386,7 +386,8 @@ def test_how_an_editor_may_save_a_config(script, content):
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
 def test_a_config_that_is_not_in_utf_8(script, capsys, encoding):
     Path("c.py").write_bytes("device = '\u00e9'".encode(encoding))
-    assert problem(capsys, script, "c.py") == "train.py: c.py: not a text file in UTF-8: save it in this encoding"
+    expected = "error: train.py: c.py: not a text file in UTF-8: save it in this encoding"
+    assert problem(capsys, script, "c.py") == expected
 
 
 def test_the_nearest_of_several_near_names(script, capsys):
@@ -395,8 +396,8 @@ def test_the_nearest_of_several_near_names(script, capsys):
 
 
 def test_an_unknown_key_like_no_other(script, capsys):
-    assert problem(capsys, script, "--zzz=1") == "train.py: command line: --zzz: no such setting"
-    assert problem(capsys, script, "--zzz", "1") == "train.py: command line: --zzz: no such setting"
+    assert problem(capsys, script, "--zzz=1") == "error: train.py: command line: --zzz: no such setting"
+    assert problem(capsys, script, "--zzz", "1") == "error: train.py: command line: --zzz: no such setting"
 
 
 @pytest.mark.parametrize("name", ["_private", "computed", "listed", "nothing", "before", "later", "math"])
@@ -441,19 +442,20 @@ def test_a_missing_config_lists_both_places_and_near_names(script, capsys):
     (script.parent / "config" / "unlike.py").touch()
     places = [f"{folder}/config/train_gpt.py" for folder in (os.getcwd(), script.parent)]
     line = problem(capsys, script, "config/train_gpt.py")
-    assert line.startswith("train.py: config/train_gpt.py: no such config file; looked for " + " and ".join(places))
+    start = "error: train.py: config/train_gpt.py: no such config file; looked for "
+    assert line.startswith(start + " and ".join(places))
     assert line.endswith(f"; {script.parent}/config has train_gpt2.py")
     os.mkdir("config")
     Path("config/train_gpt3.py").touch()
     assert f"; {os.getcwd()}/config has train_gpt3.py; " in problem(capsys, script, "config/train_gpt.py")
-    text = "train.py: config: a folder, not a config file; "
+    text = "error: train.py: config: a folder, not a config file; "
     assert problem(capsys, script, "config") == text + "type the name of a file in it: train_gpt3.py"
     for number in range(4, 9):
         Path(f"config/train_gpt{number}.py").touch()
     assert problem(capsys, script, "config").endswith("train_gpt6.py, train_gpt7.py, ...")
     assert "=y.py: no such config file; looked for " in problem(capsys, script, "--config=x=y.py")
     os.mkdir("out")
-    assert problem(capsys, script, "out") == "train.py: out: a folder, not a config file"
+    assert problem(capsys, script, "out") == "error: train.py: out: a folder, not a config file"
     out_dir = {"out_dir": Setting("out_dir", "out", "the run's folder", "run")}
     assert problem(capsys, script, "out", extra=out_dir).endswith("; for the folder of a run, type --out_dir=out")
 
@@ -550,7 +552,7 @@ def test_a_config_value_becomes_a_builtin_of_the_right_type(script, name, expres
 )
 def test_a_config_value_of_another_type_is_an_error(script, capsys, name, expression, shown, wanted):
     config_file(f"{name} = {expression}")
-    assert problem(capsys, script, "c.py") == f"train.py: c.py: {name} = {shown}: not {wanted}"
+    assert problem(capsys, script, "c.py") == f"error: train.py: c.py: {name} = {shown}: not {wanted}"
 
 
 def test_a_number_too_large_for_a_float_is_an_error(script, capsys):
@@ -574,15 +576,15 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
     assert run(script, "c.py") == DEFAULTS
     assert capsys.readouterr() == ("", "".join(f"note: {note}\n" for note in TYPO_NOTES))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("ISOGPT_STARTED", "1")
+    monkeypatch.setenv("ISOGPT_STARTED", str(os.getppid()))
     assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
     monkeypatch.delenv("ISOGPT_STARTED")
     monkeypatch.setenv("RANK", "1")
     assert run(script, "c.py") == DEFAULTS and capsys.readouterr() == ("", "")
     monkeypatch.delenv("RANK")
     config_file(TYPOS + "\nseed = 'x'")  # an error: a note may explain it
-    expected = ["c.py: seed = 'x': not a whole number", *TYPO_NOTES]
-    assert problems(capsys, script, "c.py") == [f"train.py: {line}" for line in expected]
+    notes = [f"note: {note}" for note in TYPO_NOTES]
+    assert problems(capsys, script, "c.py") == [*notes, "error: train.py: c.py: seed = 'x': not a whole number"]
 
 
 def test_names_that_nanogpts_scripts_have_imported(script):
@@ -606,7 +608,7 @@ def test_names_that_nanogpts_scripts_have_imported(script):
 def test_a_name_that_is_not_installed_is_unknown(script, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     config_file("seed = tiktoken.nothing")
-    assert problem(capsys, script, "c.py") == "train.py: c.py, line 1: NameError: name 'tiktoken' is not defined"
+    assert problem(capsys, script, "c.py") == "error: train.py: c.py, line 1: NameError: name 'tiktoken' is not defined"
 
 
 def test_a_number_of_steps_may_be_a_fraction(script, capsys):
@@ -617,7 +619,8 @@ def test_a_number_of_steps_may_be_a_fraction(script, capsys):
     config_file("max_iters = max_iters * 2")
     config = run(script, "--max_iters=2500.5", "c.py")  # bench.py passes what a config has set to train.py
     assert config == DEFAULTS | {"max_iters": 5001} and type(config["max_iters"]) is int
-    assert problem(capsys, script, "--max_iters=x") == "train.py: command line: --max_iters='x': not a finite number"
+    expected = "error: train.py: command line: --max_iters='x': not a finite number"
+    assert problem(capsys, script, "--max_iters=x") == expected
     config_file("max_iters = True\nbatch_size = 0.5\naccumulation = float('inf')")
     assert [line.rpartition(": ")[2] for line in problems(capsys, script, "c.py")] == [
         "not a whole number", "not a whole number", "not a finite number"]  # fmt: skip
@@ -653,7 +656,7 @@ def test_a_global_of_the_script_is_no_typo_of_the_config(script):
 )
 def test_an_exception_in_a_config_is_one_line(script, capsys, text, said):
     config_file(text)
-    assert problem(capsys, script, "c.py") == f"train.py: c.py{said}"
+    assert problem(capsys, script, "c.py") == f"error: train.py: c.py{said}"
 
 
 # -- settings that were renamed
@@ -677,7 +680,7 @@ def test_an_exception_in_a_config_is_one_line(script, capsys, text, said):
 def test_a_renamed_key_says_what_to_type(script, capsys, arguments, old, typed):
     config_file("seed = 2")
     line = problem(capsys, script, *shlex.split(arguments))
-    assert line == f"train.py: command line: --{old} was renamed: type {typed}"
+    assert line == f"error: train.py: command line: --{old} was renamed: type {typed}"
 
 
 def test_a_renamed_setting_in_a_config_is_noted(script, capsys, monkeypatch):
@@ -722,10 +725,11 @@ def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys
     lines = problems(capsys, script, *arguments, "--seed=8")  # checks that nothing is applied
     starts = ["c.py: seed = 'one'", "c.py: batch_size = 0.5", "d.py, line 1", "nowhere.py"]
     starts += ["command line: --sed:", "command line: --top_k='x'", "command line: --batch_size:"]
-    starts += ["command line: --rate was renamed", "c.py: batchsize is not used"]
+    starts += ["command line: --rate was renamed"]
+    assert lines.pop(0).startswith("note: c.py: batchsize is not used")
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts):
-        assert line.startswith(f"train.py: {start}")
+        assert line.startswith(f"error: train.py: {start}")
 
 
 @pytest.mark.parametrize("rank", [None, "", "0"])
@@ -735,7 +739,7 @@ def test_fail_prints_once_on_rank_0(capsys, monkeypatch, rank):
     with pytest.raises(SystemExit) as end:
         fail("what is wrong")
     assert end.value.code == 1
-    assert capsys.readouterr() == ("", "what is wrong\n")
+    assert capsys.readouterr() == ("", "error: what is wrong\n")
 
 
 def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
@@ -744,7 +748,7 @@ def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     sleep_on(monkeypatch, lambda seconds: waited.append((seconds, capsys.readouterr().err)))
     said = problems(capsys, script, "--zzz=1")
-    assert waited == [(10, "")] and len(said) == 1 and said[0].startswith("rank 1: ") and "zzz" in said[0]
+    assert waited == [(10, "")] and len(said) == 1 and said[0].startswith("error: rank 1: ") and "zzz" in said[0]
 
 
 # -- help
@@ -881,4 +885,4 @@ def test_as_a_command_from_another_folder(script):
     assert not {"torch", "numpy"} & set(modules)  # --help and errors come at once
     result = subprocess.run([*command, "--sed=1"], env=environment, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "train.py: command line: --sed: no such setting; did you mean --seed?\n"
+    assert result.stderr == "error: train.py: command line: --sed: no such setting; did you mean --seed?\n"

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,7 +16,7 @@ import yaml
 from runs import REPO, TINY, column, free_port, records, wait_for
 
 from configurator import settings_of
-from isogpt import launch, network
+from isogpt import launch, network, resilience
 
 FIVE = [*TINY, "--max_iters=4"]
 TRAIN = str(REPO / "train.py")
@@ -119,9 +120,14 @@ def test_rank_variables_of_each_launcher(monkeypatch):
     variables(monkeypatch, **step | {"SLURM_JOB_ID": "18"})
     launch.adopt_launcher_variables()
     assert os.environ["MASTER_PORT"] != port, "two jobs on a machine use different ports"
-    variables(monkeypatch, **step, SLURM_PTY_PORT="1")
-    launch.adopt_launcher_variables()
-    assert "RANK" not in os.environ, "the shell of srun --pty"
+    # what is typed in the shell of srun --pty; srun, typed in this shell; srun --pty without a shell
+    for terminal, parent, is_rank in ((True, "bash", False), (False, "bash", True), (True, "slurmstepd", True)):
+        variables(monkeypatch, **step, SLURM_PTY_PORT="1")
+        monkeypatch.setattr(launch, "has_terminal", Mock(return_value=terminal))
+        with monkeypatch.context() as only_here:
+            only_here.setattr(Path, "read_text", lambda path, name=parent: f"{name}\n")
+            launch.adopt_launcher_variables()
+        assert ("RANK" in os.environ) == is_rank, (terminal, parent)
     # torchrun under srun: torchrun's variables; the shell of a job: a single process
     variables(monkeypatch, **step, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="h1", MASTER_PORT="1")
     launch.adopt_launcher_variables()
@@ -237,14 +243,68 @@ def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3", "--batch_size=2"])
     launch.start_workers(3, "/x/train.py")
     assert started[0][-2:] == ["/x/train.py", "--batch_size=2"] and "--nproc_per_node=3" in started[0]
+    assert os.environ["ISOGPT_STARTED"] == str(os.getpid()), "torchrun replaces this process"
+    monkeypatch.setattr(os, "getppid", os.getpid)
     launch.start_workers(7, "/x/train.py")  # in a worker of start_workers, a config may set nproc again
+    monkeypatch.setenv("ISOGPT_STARTED", "1")  # left over in a shell
+    launch.start_workers(3, "/x/train.py")
+    assert len(started) == 2 and started[1] == started[0]
     monkeypatch.delenv("ISOGPT_STARTED")
     launch.start_workers(0, "/x/train.py")
     variables(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
     launch.start_workers(2, "/x/train.py")
-    assert len(started) == 1
+    assert len(started) == 2
     with pytest.raises(ValueError, match="nproc is 3, but the launcher started 2 processes: omit --nproc"):
         launch.start_workers(3, "/x/train.py")
+
+
+def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
+    """alert_command's command may start train.py or torch: it inherits no launcher's variables, but a job's number."""
+    ours = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="h1", MASTER_PORT="1")
+    ours |= dict(GROUP_RANK="0", ROLE_NAME="default", TORCHELASTIC_RUN_ID="x", TORCHELASTIC_USE_AGENT_STORE="True")
+    ours |= dict(OMPI_COMM_WORLD_RANK="0", PMI_RANK="0", PMIX_NAMESPACE="x", MPI_LOCALRANKID="0", ISOGPT_STARTED="1")
+    ours |= dict(SLURM_PROCID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID="0", LOCAL_SIZE="2")
+    variables(monkeypatch, **ours, SLURM_JOB_ID="17", MAIL="me")
+    resilience.alert(f"env > {tmp_path}/env; cat > {tmp_path}/event", {"event": "end"}, wait_s=30)
+    inherited = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    assert not ours.keys() & inherited.keys() and inherited["SLURM_JOB_ID"] == "17" and inherited["MAIL"] == "me"
+    assert os.environ["RANK"] == "0"
+
+
+def test_variables_of_a_launcher_that_has_exited(monkeypatch, capfd):
+    """Rank 0 says early what it waits for. The error says what to type, in a sentence without C++ frames."""
+    unset = "If no launcher started this process, RANK is left over in the shell: type unset RANK WORLD_SIZE "
+    group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    monkeypatch.setattr(launch, "WAITING_S", 0)
+    for rank, served in (("1", False), ("0", False), ("0", True)):
+        agent = {} if served else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables(monkeypatch, RANK=rank, **group)
+        monkeypatch.setattr(os, "environ", {**os.environ, **agent})
+        problem = (
+            "rank 1 of 2 did not join"
+            if served
+            else f"cannot reach the other ranks at 127.0.0.1:{group['MASTER_PORT']}"
+        )
+        with pytest.raises(ValueError, match=f"^{problem} within 0.5 s.*{unset}"):
+            launch.connect("cpu", "gloo", 0.5)
+        expected = (
+            f"note: rank 0 of 2 waits for the other ranks at 127.0.0.1:{group['MASTER_PORT']}, as the environment"
+        )
+        said = capfd.readouterr().err.splitlines()
+        assert len(said) == (rank == "0") and all(line.startswith(expected) and unset in line for line in said)
+        monkeypatch.undo()
+        monkeypatch.setattr(launch, "WAITING_S", 0)
+
+
+def test_a_debug_level_with_which_torch_crashes(zygote, work):
+    """A segmentation fault in DistributedDataParallel (torch 2.13). The other layouts and the level INFO work."""
+    run = zygote.start([*FIVE, "--out_dir=ddp"], work, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).wait(ok=False)
+    errors = [line for line in run.text().splitlines() if line.startswith("error: ")]
+    assert run.codes == [1, 1] and len(errors) == 1, run.text()
+    assert errors[0].startswith("error: TORCH_DISTRIBUTED_DEBUG is DETAIL") and "=INFO, or set --zero=2" in errors[0]
+    assert not (work / "ddp").exists()
+    for level, flag in (("INFO", "--zero=0"), ("DETAIL", "--zero=2"), ("DETAIL", "--pp=2")):
+        zygote.start([*FIVE, "--out_dir=out", flag], work, 2, env={"TORCH_DISTRIBUTED_DEBUG": level}).wait()
 
 
 def test_kubernetes_manifest_has_only_fields_of_the_operator():

@@ -203,12 +203,14 @@ RAISED = {
     "backend is 'mpi'; possible are auto, nccl (GPUs) and gloo (CPU)": lambda at: launch.connect("cpu", "mpi", 1),
     "backend 'nccl' needs GPUs, the device is cpu: set --backend=gloo": lambda at: (
         rank_of_two(at), launch.connect("cpu", "nccl", 1)),
-    "RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not: start with torchrun, or unset RANK": lambda at: (
+    "RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not: no launcher started this process, and RANK=0 "
+    "is left over in the shell. Type unset RANK, or start with torchrun": lambda at: (
         at.env("RANK", "0"), launch.rank_variables()),
-    "WORLD_SIZE is 'abc', LOCAL_WORLD_SIZE is 'abc': not a number; start with torchrun, or unset RANK": lambda at: (
+    "WORLD_SIZE is 'abc', LOCAL_WORLD_SIZE is 'abc': not a number; start with torchrun, or type unset "
+    "RANK": lambda at: (
         rank_of_two(at, WORLD_SIZE="abc"), launch.rank_variables()),
     "the launcher's variables contradict each other: RANK 2, WORLD_SIZE 2, LOCAL_RANK 2, LOCAL_WORLD_SIZE 2, "
-    "MASTER_PORT 29500; start with torchrun, or unset RANK": lambda at: (
+    "MASTER_PORT 29500; start with torchrun, or type unset RANK": lambda at: (
         rank_of_two(at, RANK="2"), launch.rank_variables()),
     "the ranks were started with different settings: seed is 1 on rank 0, 2 on rank 1": lambda at: (
         launch.check_alike([{"seed": 1, "host": "a"}, {"seed": 2, "host": "a"}])),
@@ -457,12 +459,12 @@ def test_mistakes_on_the_command_line_and_in_a_config(at, capsys):
         configurator.configure({"__file__": str(REPO / "train.py")}, wrong)
     lines = [line.partition("; looked for ")[0] for line in capsys.readouterr().err.splitlines()]
     assert sorted(lines) == [
-        "train.py: command line: --batch_sise: no such setting; did you mean --batch_size?",
-        "train.py: command line: --learning_rate='fast': not a finite number",
-        "train.py: command line: --seed: missing value; type --seed=VALUE",
-        "train.py: mine.py: batch_sise is not used: no such setting; did you mean batch_size?",
-        "train.py: mine.py: max_iters = 'x': not a finite number",
-        "train.py: none.py: no such config file",
+        "error: train.py: command line: --batch_sise: no such setting; did you mean --batch_size?",
+        "error: train.py: command line: --learning_rate='fast': not a finite number",
+        "error: train.py: command line: --seed: missing value; type --seed=VALUE",
+        "error: train.py: mine.py: max_iters = 'x': not a finite number",
+        "error: train.py: none.py: no such config file",
+        "note: mine.py: batch_sise is not used: no such setting; did you mean batch_size?",
     ]
 
 
@@ -493,15 +495,16 @@ WRONG = {
 def test_settings_of_train_py(at, capsys):
     """All mistakes at once; then those that exclude others."""
     output = script_that_fails(at, capsys, "train.py", list(WRONG))
-    assert sorted(output.err.splitlines()) == sorted(WRONG.values())
+    assert sorted(output.err.splitlines()) == sorted(f"error: {problem}" for problem in WRONG.values())
     excluding = ["--fsdp=True", "--zero=1", "--grad_sync=never", "--cuda_graphs=True", "--compile=False"]
     output = script_that_fails(at, capsys, "train.py", excluding)
     assert sorted(output.err.splitlines()) == [
-        "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
-        "cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new ones: set --fsdp=False, or "
-        "--cuda_graphs=False",
-        "fsdp is short for zero=3, but zero is 1: set only one of them",
-        "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set --save_checkpoint=False",
+        "error: cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
+        "error: cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new ones: set --fsdp=False, "
+        "or --cuda_graphs=False",
+        "error: fsdp is short for zero=3, but zero is 1: set only one of them",
+        "error: grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
+        "--save_checkpoint=False",
     ]
 
 
@@ -535,11 +538,11 @@ def test_mistakes_of_sample_py(at, capsys):
 
     wrong = [f"--seed={2**63}", "--init_from=scratch", "--num_samples=0", "--top_k=-1", "--top_p=2"]
     assert sorted(fails(*wrong).splitlines()) == [
-        "init_from is 'scratch'; possible: resume, gpt2[-medium|-large|-xl], a folder of Hugging Face weights",
-        "num_samples is 0: it must be at least 1",
-        f"seed is {2**63}: it must be below 2**63",
-        "top_k is -1: it must not be negative",
-        "top_p is 2.0: it must be in (0, 1]; 1 samples among all tokens",
+        "error: init_from is 'scratch'; possible: resume, gpt2[-medium|-large|-xl], a folder of Hugging Face weights",
+        "error: num_samples is 0: it must be at least 1",
+        f"error: seed is {2**63}: it must be below 2**63",
+        "error: top_k is -1: it must not be negative",
+        "error: top_p is 2.0: it must be in (0, 1]; 1 samples among all tokens",
     ]
     assert fails("--start=AB\u00e9").splitlines() == [
         "out/ckpt.pt: step 3, val loss 1.5000",
@@ -747,7 +750,7 @@ def test_collectives_that_a_backend_does_not_support(at, capsys):
     assert "\n  all-reduce: not supported by this backend: no such collective\n" in out
     rank_of_two(at, WORLD_SIZE="1")
     at.set(launch, "connect", lambda *args: one_rank())
-    text = "comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU\n"
+    text = "error: comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU\n"
     assert script_that_fails(at, capsys, "bench.py", ["--comm", "--device=cpu"]).err == text
 
 
@@ -765,24 +768,25 @@ def test_mistakes_of_bench_py(at, capsys):
     rank_of_two(at)
     at.set(loader, "REPOSITORY", at.path)  # where no data set is prepared
     assert fails("--steps=0", "--nproc=-1", "--comm", "--tune", "--json_path=nowhere/x").err.splitlines() == [
-        "steps is 0: it must be at least 1",
-        "nproc is -1: it must not be negative",
-        "comm, sweep, plan and tune are separate reports: set one of them",
-        "json_path is 'nowhere/x': no such folder",
+        "error: steps is 0: it must be at least 1",
+        "error: nproc is -1: it must not be negative",
+        "error: comm, sweep, plan and tune are separate reports: set one of them",
+        "error: json_path is 'nowhere/x': no such folder",
     ]
-    assert fails("--nproc=3").err == "nproc is 3, but the launcher started 2 processes: omit --nproc\n"
+    assert fails("--nproc=3").err == "error: nproc is 3, but the launcher started 2 processes: omit --nproc\n"
     output = fails("--tune", "--n_layer=1")
     machine, text = output.out.splitlines()
     assert re.fullmatch(r".+, \d+ cores, torch \d\S+", machine)
     assert text == "random tokens, since openwebtext is not prepared"
-    assert output.err == "a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N\n"
-    text = "a sweep over nproc launches the processes itself: start bench.py without torchrun\n"
+    text = "error: a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N\n"
+    assert output.err == text
+    text = "error: a sweep over nproc launches the processes itself: start bench.py without torchrun\n"
     assert fails("--sweep=nproc:1").err == text
-    text = "sweep is 'batch_size': type --sweep='nproc:1,2;batch_size:4,8' or the like\n"
+    text = "error: sweep is 'batch_size': type --sweep='nproc:1,2;batch_size:4,8' or the like\n"
     assert fails("--sweep=batch_size").err == text
     assert fails("--world_size=2", "--json=x").err.splitlines() == [
-        "bench.py: command line: --world_size was renamed: type --estimate_world_size=2",
-        "bench.py: command line: --json was renamed: type --json_path=x",
+        "error: bench.py: command line: --world_size was renamed: type --estimate_world_size=2",
+        "error: bench.py: command line: --json was renamed: type --json_path=x",
     ]
 
 
