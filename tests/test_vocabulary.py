@@ -91,11 +91,6 @@ def test_ids_that_have_the_same_text():
     assert tokenizer.load(of_meta({"itos": ["x", "x", "a", "x"]})).decode([0, 2, 1, 3]) == "xaxx"
 
 
-def test_the_marks_of_spaces_in_a_table_of_an_earlier_version():
-    found = {"kind": "table", "content": {"\u2581a": 0, "b": 1}, "end_of_text": "<|endoftext|>"}
-    assert vocabulary.recorded({"isogpt": {"vocabulary": found}}).content == {" a": 0, "b": 1}
-
-
 def test_an_encoding_beside_a_table():
     meta = {"tokenizer": "tiktoken", "tiktoken_encoding": "gpt2", "vocab_size": 50257}
     part = {"itos": {11: ",", 16398: " drown"}}  # the tokens of a part of the text
