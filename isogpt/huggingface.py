@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isogpt.architecture import GPTConfig
+from isogpt.files import about_pointer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -73,6 +74,8 @@ def load(name: str) -> "PreTrainedModel":
         reason = " ".join(str(e).split())[:250]
         if needs_code(e):
             reason = f"it needs Python code of its own, which is not run; possible are {', '.join(CLASSES)}"
+        if pointer := next(filter(is_weights_pointer, Path(name).glob("*")), None):
+            reason = f"{pointer.name} is {about_pointer(pointer)}"
         raise ValueError(f"cannot load {name!r} with transformers: {reason}") from e
     if report["missing_keys"]:  # transformers initializes them randomly
         raise ValueError(f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing")
@@ -81,6 +84,11 @@ def load(name: str) -> "PreTrainedModel":
         raise ValueError(f"the weights and the config.json of {name!r} do not belong together: {key} is "
                          f"{tuple(found)}, but config.json says {tuple(expected)}")  # fmt: skip
     return hf
+
+
+def is_weights_pointer(path: Path) -> bool:
+    """Whether a file should contain weights and is a pointer of Git LFS, for which transformers gives wrong advice."""
+    return path.suffix in (".safetensors", ".bin") and bool(about_pointer(path))
 
 
 def needs_code(error: Exception) -> bool:

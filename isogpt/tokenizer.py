@@ -129,7 +129,7 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
         return text.encode("latin-1", "replace").decode("utf-8", "replace") if is_bytes else text
 
     note = "the tokens of the vocabulary are words: they are joined with spaces" if is_words else ""
-    if not is_words and not is_bytes and any(len(token) > 1 for token in ids):
+    if not is_words and not are_characters:
         note = "some tokens of the vocabulary are longer than a character: text is cut into the longest ones that match"
     return Tokenizer(encode, decode, vocabulary.size, ids.get(END_OF_TEXT), note)
 

@@ -224,6 +224,8 @@ RAISED = {
         (at.path / "ckpt.pt").touch(), run_folder.read_file(at.path / "ckpt.pt")),
     "ckpt.pt is not a nanoGPT or isoGPT checkpoint: it has no model, model_args, iter_num": lambda at: (
         torch.save({}, "ckpt.pt"), run_folder.read_file(Path("ckpt.pt"))),
+    "ckpt.pt is a pointer of Git LFS, not the file itself: run git lfs pull in .": lambda at: (
+        Path("ckpt.pt").write_text("version https://git-lfs"), run_folder.read_file(Path("ckpt.pt"))),
     "ckpt.pt: its model is not a dict of tensors": lambda at: opened(at, model=[1]),
     "ckpt.pt: its model_args have no n_layer, n_head": lambda at: opened(at, model_args={}),
     "ckpt.pt: its iter_num is '9'": lambda at: opened(at, iter_num="9"),

@@ -77,6 +77,7 @@ def test_tables_that_prepare_scripts_write(meta, text, ids):
     words = tokenizer.load(found)
     assert words.encode(text) == ids and words.decode(ids) == text
     assert words.n_ids == max(found.content.values()) + 1
+    assert bool(words.note) == any(len(token) > 1 for token in found.content)  # how text is divided
     recorded = json.loads(json.dumps(found.describe()))  # as in the manifest of a checkpoint in shards
     assert Vocabulary(**recorded) == found
     with pytest.raises(ValueError, match="that the vocabulary does not contain: 'Z'"):
