@@ -180,5 +180,5 @@ def test_no_code_in_a_folder_runs(at, capsys):
         GPT.from_pretrained(str(folder))
     assert not ran.exists()
     (folder / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match=r"with transformers: pytorch_model.bin is a pointer of Git LFS, .*git lfs pull"):
+    with pytest.raises(ValueError, match=r"pytorch_model.bin is a pointer of Git LFS, .*git lfs pull"):
         GPT.from_pretrained(str(folder))
