@@ -293,7 +293,7 @@ if is_resume:
 source = pretrained = None  # frees their memory
 if pipeline:
     pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
-batches = reader.train(progress)
+batches = reader.train(progress.step, progress.position, progress.skipped)
 if profile and ranks.is_main:
     clock.profiler = start_profiler(out_dir, max_iters - progress.step + 1)
 logger.start(eval_only)
@@ -385,7 +385,7 @@ while not is_complete:
             checkpoint.restore_exchange(source, exchange, progress.step)
             nan_policy.rolled_back(progress, logger)
             saver.step = progress.step
-            batches = reader.train(progress)
+            batches = reader.train(progress.step, progress.position, progress.skipped)
         step_began = time.perf_counter()  # the next step does not include the report and the rollback
         continue
     model.zero_grad(set_to_none=not keeps_gradients)

@@ -14,14 +14,13 @@ import mmap
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import chain, count, islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,9 +32,6 @@ from isogpt.files import load_pickle
 from isogpt.mesh import Mesh
 from isogpt.token_files import DTYPES, Format, formats_of, parse_dtype
 from isogpt.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from isogpt.checkpoint import Progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
@@ -512,10 +508,16 @@ class Reader:
             return shuffled_windows(n_tokens, self.block_size, self.seed, step, self.sequences, self.shift)
         return random_windows(n_tokens, self.block_size, self.seed, TRAIN, step, self.sequences)
 
-    def train(self, progress: "Progress") -> Batches:
-        """This rank's micro-batches from progress.step on, without the steps in progress.skipped."""
-        self.shift = progress.position // self.block_size - progress.step * self.sequences
-        steps = (step for step in count(progress.step) if step not in progress.skipped)
+    def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
+        """
+        This rank's micro-batches from `step` on.
+
+        Args:
+            position: the tokens that the run has read before.
+            skipped: steps that are left out.
+        """
+        self.shift = position // self.block_size - step * self.sequences
+        steps = (number for number in count(step) if number not in skipped)
         return self.read(self.data.train, self.starts, steps, self.share)
 
     def evaluation(self, split: str, sequences: int) -> Batches:

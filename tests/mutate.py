@@ -135,7 +135,7 @@ MUTATIONS = {
     "order of the reduction after a start": (
         "isogpt/parallel/data.py", "        loss.backward()\n        model.zero_grad", "        model.zero_grad", KILLED),
     "resume: position in the data": (
-        "isogpt/loader.py", "for step in count(progress.step) if", "for step in count(0) if", KILLED),
+        "isogpt/loader.py", "for number in count(step) if", "for number in count(0) if", KILLED),
     "resume: optimizer state": (
         "isogpt/checkpoint.py", "state = state_parts(model, optimizers, island) if optimizers else {}", "state = {}", KILLED),
     "resume: scaler state": (

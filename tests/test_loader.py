@@ -145,7 +145,7 @@ def test_a_resume_with_another_batch_continues_the_epoch():
 
     def reader(n, progress):
         made = Reader(data, "shuffle", 1, BLOCK, n, Mesh(), micro_batch=3, vocab_size=65, device=CPU)
-        made.train(progress)
+        made.train(progress.step, progress.position, progress.skipped)
         return made
 
     progress, read = Progress(tokens_per_step=6 * BLOCK), []

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,7 @@ from isogpt.kernels import KVCache
 from isogpt.loader import Share
 from isogpt.mesh import Mesh, stages_per_rank
 
-if TYPE_CHECKING:
-    from isogpt.hardware import Clock
-
+Timer = Callable[[str], AbstractContextManager]  # such as hardware.Clock: times what is inside under a name
 # of the last stage's output, see Stage.forward: nothing changes it in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 # setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and interleaved:
@@ -135,7 +132,7 @@ def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     return stages
 
 
-def timed(function: Callable, clock: "Clock", context: AbstractContextManager | None = None) -> Callable:
+def timed(function: Callable, clock: Timer, context: AbstractContextManager | None = None) -> Callable:
     """A stage's forward or backward, timed: the rest of a step is the bubble."""
 
     def timed_function(*args: object, **kwargs: object) -> object:
@@ -170,7 +167,7 @@ class Pipeline:
         self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
         self.model.forward = self.forward
 
-    def prepare(self, share: Share, scaler: torch.amp.GradScaler, loss_divisor: float, clock: "Clock",
+    def prepare(self, share: Share, scaler: torch.amp.GradScaler, loss_divisor: float, clock: Timer,
                 autocast: AbstractContextManager) -> None:  # fmt: skip
         """Make the schedule for steps with this rank's share of a batch."""
         from torch.distributed import pipelining
