@@ -57,7 +57,7 @@ def vocabulary_of_weights(name: str, vocab_size: int) -> Vocabulary:
     """
     if name in GPT2:
         return Vocabulary("tiktoken", "gpt2")
-    found = vocabulary.of_folder(name) or vocabulary.of_incomplete(name)
+    found = vocabulary.of_folder(name) or vocabulary.of_other_files(name)
     return vocabulary.resolve(found, vocab_size, f"{name}, without a tokenizer.json,")
 
 

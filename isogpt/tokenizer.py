@@ -95,13 +95,19 @@ def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
 
 
 def parse_json(text: str) -> "tokenizers.Tokenizer":
-    """The tokenizer in the text of a tokenizer.json. Raises ValueError if it is damaged."""
+    """
+    The tokenizer in the text of a tokenizer.json, without the file's padding and truncation, which transformers ignores
+    too. Raises ValueError if it is damaged.
+    """
     from tokenizers import Tokenizer as JsonTokenizer
 
     try:
-        return JsonTokenizer.from_str(text)
+        tokenizer = JsonTokenizer.from_str(text)
     except Exception as e:  # tokenizers raises this class
         raise ValueError(f"cannot load the tokenizer: {(str(e).splitlines() or [e])[0][:200]}") from e
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def load_table(vocabulary: Vocabulary) -> Tokenizer:

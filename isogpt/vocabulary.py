@@ -29,7 +29,10 @@ SIZES = ("vocabsize", "vocabularysize", "nvocab", "numtokens")
 BYTE_LEVEL_SPACE = "\u0120"  # of GPT-2's vocab.json
 PIECE_SPACE = "\u2581"  # of SentencePiece
 PIECE_OF_BYTE = re.compile("<0x([0-9A-F]{2})>")
-INCOMPLETE = ("merges.txt", "tokenizer.model", "spiece.model")  # parts of a tokenizer that are not read by themselves
+# files of tokenizers that are not read, or are not read alone
+UNREAD = re.compile(r"(merges.*\.(txt|bpe)|.*(tokenizer|vocab).*\.(txt|bpe|pkl|pickle|vocab|tiktoken)|.*\.model)", re.I)
+# how the files begin that Hugging Face's tokenizers write, whatever spaces and lines they contain
+TOKENIZERS_FILE = re.compile(rb'\s*\{\s*"version"\s*:\s*"[^"]*"\s*,\s*"truncation"')
 ENCODING_KEYS = ("tokenizer", "tiktokenencoding", "encoding", "encodingname", "tokenizername")
 # GPT-2's letters for bytes: printable characters of Latin-1 stand for themselves, the others follow at 256
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -132,11 +135,13 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     if known:
         return Vocabulary("tiktoken", known[0])
     if not names or names == ["tiktoken"]:
-        return of_incomplete(folder)
+        return of_other_files(folder)
     if path := next(filter(Path.is_file, (folder / sub / Path(names[0]).name for sub in ("", "tokenizer"))), None):
         return of_file(path)
     if names[0].lower().startswith("char"):
         return Vocabulary("unknown", "they are characters, but there is no meta.pkl with a table of them")
+    if found := of_other_files(folder):
+        return found
     reason = f"the metadata names the tokenizer {names[0]!r}, which is not an encoding of tiktoken"
     return Vocabulary("unknown", f"{reason}, and {folder} contains no tokenizer.json")
 
@@ -247,11 +252,36 @@ def of_folder(folder: Path | str) -> Vocabulary | None:
     return of_file(path) if path.exists() else None
 
 
-def of_incomplete(folder: Path | str) -> Vocabulary | None:
-    """'unknown' if a folder contains only parts of a tokenizer, whose ids are not GPT-2's; None if there are none."""
-    part = next((name for name in INCOMPLETE if (Path(folder) / name).exists()), "")
-    reason = f"{folder} contains {part}, but neither a tokenizer.json nor a vocab.json"
-    return Vocabulary("unknown", reason) if part else None
+def of_other_files(folder: Path | str) -> Vocabulary | None:
+    """
+    The vocabulary of the only tokenizer in a folder, if the name of the file is different from those of `of_folder`;
+    'unknown' if there are several, or only files that are not read: then the ids are not GPT-2's. None if there are
+    none.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    folder = Path(folder)
+    found = sorted(filter(is_tokenizers_file, folder.glob("*.json")))
+    if len(found) == 1:
+        return of_file(found[0])
+    if found:
+        names = ", ".join(path.name for path in found)
+        return Vocabulary("unknown", f"{folder} contains several tokenizers, {names}: rename theirs to tokenizer.json")
+    unread = sorted(path.name for path in folder.glob("*") if UNREAD.fullmatch(path.name))
+    if not unread:
+        return None
+    reason = f"{folder} contains {unread[0]}, but neither a tokenizer.json nor a vocab.json"
+    if (folder / "train.bin").exists():
+        reason += f' (if they are GPT-2\'s, write {{"tokenizer": "gpt2"}} to {folder / "meta.json"})'
+    return Vocabulary("unknown", reason)
+
+
+def is_tokenizers_file(path: Path) -> bool:
+    """Whether a file begins as those that Hugging Face's tokenizers write; a large file of data costs no more."""
+    with suppress(OSError), open(path, "rb") as f:
+        return bool(TOKENIZERS_FILE.match(f.read(256)))
+    return False
 
 
 def of_file(path: Path) -> Vocabulary:

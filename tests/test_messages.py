@@ -315,6 +315,18 @@ def test_checkpoints_of_nanogpts_forks(at, capsys):
             "out/ckpt.pt contains no state of AdamW: the moments start at zero"
         ]
     assert export.convert("out", "shards").name == "step_00000003"
+    # moments of an optimizer that has more of them than AdamW
+    shutil.rmtree("out")
+    state = torch.load(save_in(at.path / "out") / "ckpt.pt", weights_only=True)["optimizer"]
+    shutil.rmtree("out")
+    assert resume_fork(at, optimizer=state) == []
+    shutil.rmtree("out")
+    for moments in state["state"].values():
+        moments["max_exp_avg_sq"] = moments["exp_avg_sq"]
+    assert resume_fork(at, optimizer=state) == [
+        "out/ckpt.pt contains max_exp_avg_sq of an optimizer that is not used here: the run continues with AdamW, "
+        "whose steps are different"
+    ]
     # the prefixes of wrappers, in any order and place
     for prefix in ("module._orig_mod.", "_orig_mod.module.", "_fsdp_wrapped_module._orig_mod."):
         shutil.rmtree("out")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from isogpt import run_vocabulary, tokenizer, vocabulary
 from isogpt.vocabulary import Vocabulary
@@ -139,6 +139,18 @@ def test_a_chat_is_the_text_of_its_messages(tmp_path):
     messages = [{"role": "system", "content": " a\n"}, {"role": "user", "content": "\n  {{ b }} \n"}]
     chat = saved.apply_chat_template(messages, add_generation_prompt=True)
     assert saved.decode(chat["input_ids"]) == " a\n\n  {{ b }} \n"
+
+
+def test_padding_and_truncation_in_a_file_are_not_applied(tmp_path):
+    """They would cut a document and fill up a prompt. transformers ignores them too."""
+    json_tokenizer = tokenizer.of_table(Vocabulary("table", {"a": 0, "b": 1, "<pad>": 2}))
+    json_tokenizer.enable_padding(pad_id=2, pad_token="<pad>", length=8)
+    json_tokenizer.enable_truncation(4)
+    json_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    saved = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    words = tokenizer.load(vocabulary.of_folder(tmp_path))
+    for text, ids in (("ab", [0, 1]), ("abababab", [0, 1] * 4)):
+        assert words.encode(text) == saved(text)["input_ids"] == ids
 
 
 def test_a_tokenizer_that_does_not_fit_the_model(tmp_path):

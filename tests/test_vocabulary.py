@@ -164,6 +164,33 @@ def test_tokenizer_files_beside_the_data(tmp_path):
     assert words.end_of_text == 4
 
 
+def test_tokenizer_files_of_other_names(tmp_path):
+    """They say what the ids mean, or at least that they are not GPT-2's."""
+    table = Vocabulary("table", {"a": 0, "b": 1, "ab": 2})
+    for name in ("wiki_tokenizer_8k.json", "bpe.json"):
+        for pretty in (False, True):
+            tokenizer.of_table(table).save(str(tmp_path / name), pretty=pretty)
+            found = of_meta({"vocab_size": 8192}, tmp_path)
+            assert tokenizer.load(found).encode("abb") == [2, 1]
+        assert of_meta({"tokenizer": "my own"}, tmp_path) == vocabulary_of_weights(str(tmp_path), 50257) == found
+        assert of_meta({"stoi": {"a": 0}}, tmp_path).kind == "table"
+        assert of_meta({"tokenizer": "gpt2"}, tmp_path) == Vocabulary("tiktoken", "gpt2")
+        (tmp_path / name).rename(tmp_path / f"{name}.old")
+    for name in ("a.json", "b.json"):
+        tokenizer.of_table(table).save(str(tmp_path / name))
+    assert "contains several tokenizers, a.json, b.json: rename theirs to" in of_meta({}, tmp_path).content
+    for name in ("a.json", "b.json", "meta.json", "tokens.json"):
+        (tmp_path / name).write_text('{"version": "1.0", "rows": []}')
+    assert of_meta({}, tmp_path) is None
+    (tmp_path / "train.bin").touch()
+    for name in ("spm.model", "tokenizer.pkl", "my_vocab.txt", "vocab.bpe", "merges_8k.txt"):
+        (tmp_path / name).touch()
+        found = of_meta({}, tmp_path)
+        assert found.kind == "unknown" and f"contains {name}, but neither a tokenizer.json nor" in found.content
+        assert '(if they are GPT-2\'s, write {"tokenizer": "gpt2"} to' in found.content
+        (tmp_path / name).unlink()
+
+
 def test_differences_between_vocabularies():
     abc = Vocabulary("table", ABC)
     assert tokenizer.difference(abc, Vocabulary("table", ABC | {"d": 3})) == ""
