@@ -152,8 +152,9 @@ def find_start(init_from: str, out_dir: str, resume_step: int, ranks: Ranks) -> 
                 check_views(out_dir, found.step if found else -1, steps_seen, rank_names(ranks.hosts))
     is_resume = broadcast(is_resume)
     found = run_folder.share(found, out_dir if is_resume else init_from.removeprefix("auto:"))
-    with exit_together():
-        return open_checkpoint(found) if found else None, is_resume
+    if not found:
+        return None, is_resume
+    return do_together(partial(open_checkpoint, found)), is_resume  # may verify a copy, which takes long
 
 
 def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: list[str]) -> None:
@@ -183,7 +184,8 @@ def open_checkpoint(found: Found) -> Source:
     Read everything but the tensors.
 
     Raises:
-        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, or is not what rank 0 found.
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, is not what rank 0 found, or is
+            a damaged copy of it.
     """
     run_folder.check_same(found)
     if found.path.is_dir():
@@ -413,8 +415,9 @@ def read_shards(source: Source, *arguments: object, **options: object) -> None:
     """shards.read from a checkpoint. Raises ValueError if it cannot be loaded."""
     from isogpt import shards
 
+    found = source.found
     try:
-        shards.read(source.found.path, *arguments, **options)
+        shards.read(found.path, *arguments, manifest=None if found.is_verified else found.manifest, **options)
     except shards.ERRORS as e:  # damaged files raise nearly anything
         raise ValueError(f"{source.found.path} cannot be loaded: {reason_of(e)[:300]}") from e
 
