@@ -147,7 +147,7 @@ MUTATIONS = {
     "resume: metrics are cut back": (
         "isogpt/metrics.py", 'r.get("iter", 0) < step]', "True]", KILLED),
     "checkpoint: checksum is not compared": (
-        "isogpt/run_folder.py", 'if actual != expected["sha256"]:', "if False:",
+        "isogpt/run_folder.py", 'if actual == manifest["files"][path.name]["sha256"]', "if True",
         f"{RESUME}::test_damaged_checkpoints_are_reported_and_skipped"),
     "checkpoint: incomplete when it appears": (
         "isogpt/checkpoint.py", "unfinished = run_folder.unfinished_folder(Path(self.out_dir), self.owner, self.step)",
