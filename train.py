@@ -246,9 +246,9 @@ with agree.exit_together():
     if ranks.is_main:
         logger.start_services(recorded)  # wandb, TensorBoard
     if ranks.is_main and not eval_only:
-        saver.owner = enter_folder(out_dir, source.found if is_resume else None, ranks.launch)
+        logger.owner = saver.owner = enter_folder(out_dir, source.found if is_resume else None, ranks.launch)
         logger.open()
-saver.owner, clock.doing = agree.broadcast(saver.owner), "the first step"
+saver.owner, saver.launch, clock.doing = agree.broadcast(saver.owner), ranks.launch, "the first step"
 saver.check_folder(ranks.hosts)
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
 logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
@@ -263,7 +263,8 @@ def save(val_loss: float | None = None) -> None:
     watchdog.armed = False  # waiting for a slow disk is not a hang
     logger.saved(saver.wait_together())
     with agree.exit_together(logger.failed):
-        saver.check(raw_model, progress.step)
+        lost = saver.check(raw_model, progress.step)
+    logger.folder_lost(lost)
     with clock("save"):
         saver.start(progress, raw_model, optimizers, scaler, compute_dtype, val_loss)
 

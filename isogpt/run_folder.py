@@ -523,8 +523,24 @@ def try_to_write(out: Path, owner: str, rank: int) -> str:
 def check_owner(out: Path, owner: str) -> None:
     """Raise ValueError if another run has claimed the folder."""
     now = read_owner(out).get("owner", owner)  # it may have been deleted
-    if now != owner:
+    if owner and now != owner:
         raise ValueError(f"another run was started in {out}: this one stops, and its checkpoints are kept")
+
+
+def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
+    """
+    If the file that enter_folder wrote is gone, write it again, so that a restart still finds what this launch writes
+    from here on (the owner). Returns a sentence for the user, or ''.
+    """
+    if os.path.lexists(out / "owner"):
+        return ""
+    with suppress(OSError):  # then no checkpoint can be written either, which is reported
+        out.mkdir(parents=True, exist_ok=True)
+        write_owner(out, owner, launch)
+    kept = ", ".join(map(str, steps_in(str(out)))) or "none"
+    return (f"{out.absolute()} is not the folder in which this run began: it was deleted, or its file system is no "
+            "longer mounted. Checkpoints are written to the folder that has this name now, which contains the steps: "
+            f"{kept}")  # fmt: skip
 
 
 def clean_up(out: Path) -> None:

@@ -148,7 +148,8 @@ class Watchdog:
         cause = self.ask(self.find_silent, 6 + len(names) / 50) if self.store else ""
         text = f"{names[self.ranks.rank]} at {self.position()[1]}: {problem}; {cause}"
         print(f"error: {text}", file=sys.stderr, flush=True)
-        self.logger.failed(text)
+        # in a thread: if the file system of metrics.jsonl is the cause, writing to it does not return either
+        self.ask(partial(self.logger.failed, text), 15)
         if self.store:
             self.ask(self.let_others_finish, 5)
 

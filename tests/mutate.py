@@ -179,7 +179,7 @@ MUTATIONS = {
     "skip: the step is taken": ("isogpt/resilience.py", "        return accepted\n", "        return True\n", SURVIVE),
     "hang: no rank is named": (
         "isogpt/watchdog.py", "before[r] == after[r] and not has_left[r]", "False", SURVIVE),
-    "two runs in a folder": ("isogpt/run_folder.py", "    if now != owner:\n", "    if False:\n", SURVIVE),
+    "two runs in a folder": ("isogpt/run_folder.py", "    if owner and now != owner:\n", "    if False:\n", SURVIVE),
     "restart: the store of the previous attempt": (
         "isogpt/network.py", "mine, deadline, pause = uuid.uuid4().hex,", 'mine, deadline, pause = f"again{rank}",', LAUNCH),
     "ranks: not numbered by machine": (
