@@ -413,7 +413,7 @@ with agree.exit_together(logger.failed):
     if saver.problem:
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")
     if is_preempted and ranks.is_main and not eval_only:
-        mark_preempted(out_dir, progress.step, stop.reason())
+        mark_preempted(out_dir, saver.owner, progress.step, stop.reason())
 exchange.wait()
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()

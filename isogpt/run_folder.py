@@ -578,8 +578,14 @@ def enter_folder(out_dir: str, found: Found | None, launch: Launch) -> str:
     return owner
 
 
-def mark_preempted(out_dir: str, step: int, reason: str) -> None:
-    """Write the file that says that the run was stopped on request before its end; the next start removes it."""
+def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
+    """
+    Write the file that says that the run was stopped on request before its end; the next start removes it.
+
+    Raises:
+        ValueError: another run has claimed the folder. A file in it would put that run back into the queue.
+    """
+    check_owner(Path(out_dir), owner)
     (Path(out_dir) / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")
 
 

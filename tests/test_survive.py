@@ -324,10 +324,13 @@ def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
     assert run.text().count(said) == 1
 
 
-def test_a_run_that_has_lost_its_folder_does_not_roll_back(tmp_path):
+def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(tmp_path):
     run_folder.write_owner(tmp_path, "the newer run", None)
     with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
         run_folder.find_rollback(str(tmp_path), "this run")
+    with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
+        run_folder.mark_preempted(str(tmp_path), "this run", 3, "SIGTERM")
+    assert not (tmp_path / "PREEMPTED").exists()
 
 
 def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
