@@ -157,7 +157,8 @@ try:
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
     with agree.exit_together():  # an error on any rank ends all
         data = loader.open_dataset(dataset, block_size, vocab_size)
-    launch.check_start(ranks, config | {"the data's digest": data.digest})  # before anything that depends on settings
+    facts = {"the data's digest": data.digest, "the data's vocabulary size": data.vocab_size}
+    launch.check_start(ranks, config | facts)  # before anything that depends on settings
     with agree.exit_together():
         degrees = {"islands": islands or launch.island_count(ranks)}
         check_degrees(ranks.world_size, config | degrees, config if init_from == "scratch" else {})

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -563,3 +564,13 @@ def test_a_slow_disk_is_named_and_one_that_hangs_keeps_no_rank_from_exiting(monk
     dog = watchdogs.Watchdog(ranks, 1.0, progress, SimpleNamespace(count=0, doing="the start"), hangs)
     dog.report("no progress for 1 s")
     assert "no progress for 1 s" in capsys.readouterr().err and limits == [15]
+
+
+def test_a_data_set_with_different_metadata_on_some_ranks_is_named(zygote, work):
+    """The same tokens, but the models would have different shapes."""
+    shutil.copytree(work / "data/tiny", work / "data/tiny1")
+    (work / "data/tiny1/meta.pkl").unlink()
+    (work / "config.py").write_text('import os\ndataset = "tiny" + os.environ["RANK"].strip("0")\n')
+    run = zygote.start([*TINY, "config.py", "--dist_timeout_s=20"], work, 2).wait(ok=False)
+    said = "the ranks were started with different settings: the data's vocabulary size is 65 on rank 0, 50304 on rank 1"
+    assert run.codes == [1, 1] and run.text().count(said) == 1, run.text()
