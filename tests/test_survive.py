@@ -20,6 +20,7 @@ from runs import REPO, TINY, children, column, free_port, records, steps_in, wai
 from isogpt import agree, launch, network, optim, resilience, run_folder
 from isogpt import watchdog as watchdogs
 from isogpt.checkpoint import Progress
+from isogpt.files import write_whole
 from model import GPT, GPTConfig
 
 # train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that differ; a wait;
@@ -564,6 +565,15 @@ def test_a_slow_disk_is_named_and_one_that_hangs_keeps_no_rank_from_exiting(monk
     dog = watchdogs.Watchdog(ranks, 1.0, progress, SimpleNamespace(count=0, doing="the start"), hangs)
     dog.report("no progress for 1 s")
     assert "no progress for 1 s" in capsys.readouterr().err and limits == [15]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+def test_a_disk_that_is_full_at_the_start_is_named(tmp_path):
+    path = tmp_path / "owner"
+    os.symlink("/dev/full", tmp_path / "owner.tmp")
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        write_whole(path, "content")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_data_set_with_different_metadata_on_some_ranks_is_named(zygote, work):
