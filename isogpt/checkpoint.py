@@ -42,7 +42,6 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 HARMLESS = re.compile(r"flash|sdp|compile|checkpoint|fused|kernel|device|dtype|init|seed|batch|backend|drop|tie|tying")
 CHANGING = re.compile(r"rope|rotary|alibi|pos|norm|eps|window|cap|act|glu|gelu|relu|scale|residual|parallel|attn")
 NANOGPTS = ("none", "layernorm", "layer_norm", "gelu")  # values that say what nanoGPT's model computes
-ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
 
 
@@ -82,9 +81,6 @@ class Progress:
                          f"evaluations measure something different: {', '.join(changed)}")  # fmt: skip
         if source.optimizer == {}:
             notes.append(f"{source.found.path} contains no state of AdamW: the moments start at zero")
-        if unused := source.unused_state:
-            notes.append(f"{source.found.path} contains {', '.join(unused)} of an optimizer that is not used here: the "
-                         "run continues with AdamW, whose steps are different")  # fmt: skip
         return notes
 
     def rewind(self, run: dict) -> None:
@@ -129,13 +125,6 @@ class Source:
     def dtype(self) -> str | None:
         """The dtype that the run computed in; None in nanoGPT's checkpoints."""
         return self.run["isogpt"].get("dtype")
-
-    @property
-    def unused_state(self) -> list[str]:
-        """What a fork's optimizer stored besides AdamW's moments, such as max_exp_avg_sq with amsgrad."""
-        if self.run["isogpt"] or not self.optimizer:  # only this program writes isogpt
-            return []
-        return sorted({key for moments in self.optimizer.values() for key in moments} - ADAMW_STATE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
