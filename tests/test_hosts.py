@@ -77,7 +77,7 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
         """The output of h1 after a run in which only h2's mounts and settings are different."""
         began = h.text("h1") if "h1" in h.logs else ""
         processes = h.train([*args, *flags], {"h2": ([*more], mount)})
-        codes = [p.wait(60) for p in processes.values()]
+        codes = [p.wait(120) for p in processes.values()]
         said = h.text("h1").removeprefix(began)
         assert codes == ([0, 0] if ok else [1, 1]) and said.count("error:") == (not ok), said + h.text("h2")
         assert "Traceback" not in h.text("h1") + h.text("h2")
