@@ -157,7 +157,8 @@ try:
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
     with agree.exit_together():  # an error on any rank ends all
         data = loader.open_dataset(dataset, block_size, vocab_size)
-    launch.check_start(ranks, config | {"the data's digest": data.digest})  # before anything that depends on settings
+    facts = {"the data's digest": data.digest, "the data's vocabulary size": data.vocab_size}
+    launch.check_start(ranks, config | facts)  # before anything that depends on settings
     with agree.exit_together():
         degrees = {"islands": islands or launch.island_count(ranks)}
         check_degrees(ranks.world_size, config | degrees, config if init_from == "scratch" else {})
@@ -246,9 +247,9 @@ with agree.exit_together():
     if ranks.is_main:
         logger.start_services(recorded)  # wandb, TensorBoard
     if ranks.is_main and not eval_only:
-        saver.owner = enter_folder(out_dir, source.found if is_resume else None, ranks.launch)
+        logger.owner = saver.owner = enter_folder(out_dir, source.found if is_resume else None, ranks.launch)
         logger.open()
-saver.owner, clock.doing = agree.broadcast(saver.owner), "the first step"
+saver.owner, saver.launch, clock.doing = agree.broadcast(saver.owner), ranks.launch, "the first step"
 saver.check_folder(ranks.hosts)
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
 logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
@@ -263,7 +264,8 @@ def save(val_loss: float | None = None) -> None:
     watchdog.armed = False  # waiting for a slow disk is not a hang
     logger.saved(saver.wait_together())
     with agree.exit_together(logger.failed):
-        saver.check(raw_model, progress.step)
+        lost = saver.check(raw_model, progress.step)
+    logger.folder_lost(lost)
     with clock("save"):
         saver.start(progress, raw_model, optimizers, scaler, compute_dtype, val_loss)
 
@@ -412,7 +414,7 @@ with agree.exit_together(logger.failed):
     if saver.problem:
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")
     if is_preempted and ranks.is_main and not eval_only:
-        mark_preempted(out_dir, progress.step, stop.reason())
+        mark_preempted(out_dir, saver.owner, progress.step, stop.reason())
 exchange.wait()
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()

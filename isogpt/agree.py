@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from isogpt import console
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
+NOTE_S = 60.0  # until rank 0 says that it waits for files
 LEAVE_TIMEOUT = timedelta(seconds=10)  # for the other ranks to report their errors
 
 
@@ -46,13 +48,20 @@ def broadcast(value: object) -> object:
 def wait_together(future: Future | None) -> None:
     """
     Wait until every rank's future is done; None counts as done (all ranks). The ranks meet once a second, so that a
-    disk slower than the collectives' timeout ends no run.
+    disk slower than the collectives' timeout ends no run. Rank 0 says from time to time whose disk it is.
     """
-    all_done = False
-    while not all_done:
+    began, note_s, waiting = time.monotonic(), NOTE_S, [None]
+    while waiting:
         if future:
             futures.wait([future], timeout=1.0)
-        all_done = all(gather_objects(not future or future.done()))
+        done = gather_objects(not future or future.done())
+        waiting = [str(rank) for rank, is_done in enumerate(done) if not is_done]
+        waited_s = time.monotonic() - began
+        if waiting and waited_s >= note_s and is_main():
+            note_s *= 2
+            print(f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} has read or "
+                  "written its files: if this does not end, check its disk or file system",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
 
 def number_dtype(device: torch.device) -> torch.dtype:
@@ -137,11 +146,16 @@ def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
     return gather_numbers(Number(value), device).read().value
 
 
+def restarts_left() -> int:
+    """How many more times torchrun restarts this run after a failure."""
+    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
+    return max(0, int(counts[0]) - int(counts[1])) if all(c.isdigit() for c in counts) else 0
+
+
 def about_restarts() -> str:
     """A line to print after an error message under torchrun, which repeats a user's mistake at each restart; or ''."""
-    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
-    left = int(counts[0]) - int(counts[1]) if all(c.isdigit() for c in counts) else 0
-    if left <= 0:
+    left = restarts_left()
+    if not left:
         return ""
     return (f"torchrun restarts the command, up to {left} more times: if this message comes back, stop torchrun with "
             "Ctrl-C and correct the command. With --nnodes=MIN:MAX, the settings must also fit MIN x nproc_per_node "

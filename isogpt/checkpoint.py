@@ -23,11 +23,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from isogpt import optim, run_folder
-from isogpt.agree import broadcast, do_together, exit_together, gather_objects, is_main, wait_together
+from isogpt.agree import broadcast, do_together, exit_together, gather_objects, is_main, restarts_left, wait_together
 from isogpt.architecture import GPTConfig
 from isogpt.files import reason_of
 from isogpt.hardware import synchronize
-from isogpt.launch import Ranks, rank_names
+from isogpt.launch import Launch, Ranks, rank_names
 from isogpt.mesh import AXES, Mesh
 from isogpt.parallel import Exchange, Part, copy_to_cpu, keeps_errors, local, part_of, parts_by_name, reshard, splits_of
 from isogpt.run_folder import Found
@@ -163,8 +163,9 @@ def find_start(init_from: str, out_dir: str, resume_step: int, ranks: Ranks) -> 
                 check_views(out_dir, found.step if found else -1, steps_seen, rank_names(ranks.hosts))
     is_resume = broadcast(is_resume)
     found = run_folder.share(found, out_dir if is_resume else init_from.removeprefix("auto:"))
-    with exit_together():
-        return open_checkpoint(found) if found else None, is_resume
+    if not found:
+        return None, is_resume
+    return do_together(partial(open_checkpoint, found)), is_resume  # may verify a copy, which takes long
 
 
 def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: list[str]) -> None:
@@ -194,7 +195,8 @@ def open_checkpoint(found: Found) -> Source:
     Read everything but the tensors.
 
     Raises:
-        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, or is not what rank 0 found.
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, is not what rank 0 found, or is
+            a damaged copy of it.
     """
     run_folder.check_same(found)
     if found.path.is_dir():
@@ -424,8 +426,9 @@ def read_shards(source: Source, *arguments: object, **options: object) -> None:
     """shards.read from a checkpoint. Raises ValueError if it cannot be loaded."""
     from isogpt import shards
 
+    found = source.found
     try:
-        shards.read(source.found.path, *arguments, **options)
+        shards.read(found.path, *arguments, manifest=None if found.is_verified else found.manifest, **options)
     except shards.ERRORS as e:  # damaged files raise nearly anything
         raise ValueError(f"{source.found.path} cannot be loaded: {reason_of(e)[:300]}") from e
 
@@ -451,6 +454,7 @@ class Saver:
     vocabulary: Vocabulary | None = None  # what the token ids mean
     exchange: Exchange | None = None  # known before the first checkpoint, like owner
     owner: str = ""
+    launch: Launch | None = None  # known like owner
     pending: Future | None = None
     step: int = 0  # of the last checkpoint that was written or restored: the state of this step need not be saved
     # of the last checkpoint that was written:
@@ -486,6 +490,10 @@ class Saver:
         where = f"{names[0]} keeps this run in {seen[0][1]}, which is not what other ranks have as out_dir: {others}"
         advice = "set --out_dir= to one folder on a file system that all machines share"
         with exit_together():
+            if blind and restarts_left():
+                raise ValueError(f"{where}. torchrun restarts this run after a failure, and then all ranks read its "
+                                 f"checkpoints, and any of them may be rank 0: {advice}, or type --max-restarts=0"
+                                 )  # fmt: skip
             if blind and self.is_sharded:
                 raise ValueError(f"{where}. All ranks write checkpoints, in shards, into one folder: {advice}, or "
                                  "--save_checkpoint=False")  # fmt: skip
@@ -501,18 +509,25 @@ class Saver:
             if problems[self.mesh.rank]:
                 raise ValueError(problems[self.mesh.rank])
 
-    def check(self, model: nn.Module, step: int) -> None:
-        """Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written."""
+    def check(self, model: nn.Module, step: int) -> str:
+        """
+        Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written.
+        Returns a sentence if the folder was lost, else ''.
+        """
         bad = [name for name, p in model.named_parameters() if not local(p).isfinite().all()]
         if bad:
             names = ", ".join(bad[:3])
             raise ValueError(f"weights are not finite at step {step} ({names}): no checkpoint was written")
-        if is_main():
-            run_folder.check_owner(Path(self.out_dir), self.owner)
+        if not is_main():
+            return ""
+        run_folder.check_owner(Path(self.out_dir), self.owner)
+        return run_folder.claim_again(Path(self.out_dir), self.owner, self.launch)
 
     def start(self, progress: Progress, model: nn.Module, optimizers: list[torch.optim.Optimizer],
               scaler: torch.amp.GradScaler, dtype: str, val_loss: float | None) -> None:  # fmt: skip
         """Copy the state and start to write it (all ranks; without shards, ranks other than 0 have nothing to do)."""
+        # shards of this rank that rank 0 did not see when it discarded a checkpoint: in a folder that is not shared
+        shutil.rmtree(run_folder.unfinished_folder(Path(self.out_dir), self.owner, self.step), ignore_errors=True)
         began, self.step, self.problem = time.perf_counter(), progress.step, ""
         extra = {"dtype": dtype, "scaler": scaler.state_dict(), **progress.describe(), "world_size": self.world_size}
         extra["vocabulary"] = self.vocabulary.describe() if self.vocabulary else None

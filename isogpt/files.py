@@ -17,6 +17,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.replace(other, path)
+    except OSError as e:
+        e.filename = e.filename or str(path)  # a full disk names no file
+        raise
     finally:
         other.unlink(missing_ok=True)  # after an error, such as a full disk
     sync_folder(path.parent)

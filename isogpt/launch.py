@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -358,28 +359,35 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
     if "RANK" not in os.environ:
         return Ranks(rank, world_size, chosen, group_backend, launch=make_launch([]))
 
+    limit_s = timeout_s + network.ANSWER_S
+
+    def exchange(key: str, value: object) -> list:
+        return network.answer_of(partial(network.exchange, store, rank, world_size, key, value), limit_s)
+
     try:
         with saying_that_it_waits(rank, world_size):
             store = connect_store(timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
-            start = network.meet(store, rank, world_size, timeout_s)
+            start = network.answer_of(partial(network.meet, store, rank, world_size, timeout_s), limit_s)
         store = dist.PrefixStore(start, store)
         store.set_timeout(timedelta(seconds=timeout_s))
-        machines = network.exchange(store, rank, world_size, "machine", network.this_machine())
+        machines = exchange("machine", network.this_machine())
         order = network.order_by_machine([(name, unique) for name, unique, _ in machines])
         rank, machines = order.index(rank), [machines[r] for r in order]
         os.environ["RANK"] = str(rank)
-        started = network.exchange(store, rank, world_size, "launch", (own_agent(), local_world_size))
+        started = exchange("launch", (own_agent(), local_world_size))
         agents, local_sizes = zip(*started, strict=True)
-        addresses = network.exchange(store, rank, world_size, "address", network.address_of(os.environ["MASTER_ADDR"]))
+        addresses = exchange("address", network.address_of(os.environ["MASTER_ADDR"]))
         interface, problem = "", ""
         try:
             interface = network.choose_interface(len({(name, unique) for name, unique, _ in machines}) > 1, addresses)
         except ValueError as e:
             problem = str(e)
-        if problems := [p for p in network.exchange(store, rank, world_size, "problem", problem) if p]:
+        if problems := [p for p in exchange("problem", problem) if p]:
             raise ValueError(problems[0])
     except dist.DistError as e:
         raise ValueError(f"cannot reach the other ranks at {store_address()}: {str(e).splitlines()[0]}") from e
+    except TimeoutError as e:
+        raise ValueError(no_answer(limit_s)) from e
     if chosen.type != "mps":  # GPUs too: with cpu_offload the optimizer runs on the CPU
         network.divide_cores(machines, rank, local_world_size)
     hosts = tuple(name for name, _, _ in machines)
@@ -393,13 +401,25 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
     A connection to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.
 
     Raises:
-        ValueError: nobody serves it within timeout_s.
+        ValueError: nobody serves it within timeout_s, or what listens there does not answer.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not serves:
         wait_for_server(address, port, timeout_s)
     # does not wait for the other ranks: network.meet does, and names those that are missing
-    return dist.TCPStore(address, port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False)
+    timeout, limit_s = timedelta(seconds=timeout_s), timeout_s + network.ANSWER_S
+    connecting = partial(dist.TCPStore, address, port, None, serves, timeout, wait_for_workers=False)
+    try:
+        return network.answer_of(connecting, limit_s)
+    except TimeoutError as e:
+        raise ValueError(no_answer(limit_s)) from e
+
+
+def no_answer(limit_s: float) -> str:
+    """What to print if requests to the store do not return."""
+    return (f"no answer from {store_address()} within {limit_s:g} s, although something listens there: rank 0 or its "
+            "agent is suspended, its machine was cut off, or the port is that of a different program. Check rank 0's "
+            f"machine, or choose a different port{network.LEFT_OVER}")  # fmt: skip
 
 
 def store_address() -> str:

@@ -24,7 +24,7 @@ from isogpt.launch import Ranks
 from isogpt.loader import Dataset, Reader, show_weights
 from isogpt.parallel.compilation import compile_report
 from isogpt.resilience import SlowRanks, Spikes, Stop, alert
-from isogpt.run_folder import NONE, is_run
+from isogpt.run_folder import NONE, check_owner, is_run
 from isogpt.schedule import Schedule
 from isogpt.traffic import Traffic
 
@@ -53,6 +53,7 @@ class Logger:
     wandb: Any = None
     summary_writer: type | None = None  # TensorBoard's SummaryWriter, if it is used
     tensorboard: Any = None
+    owner: str = ""  # of the run's folder, like Saver's: known before the file is opened
     is_full: bool = False  # whether a line of metrics.jsonl could not be written
     interrupted_at: float | None = None  # when the run before a resume wrote its last line, in seconds since the epoch
     began: float = 0.0
@@ -211,14 +212,36 @@ class Logger:
             return
         record = as_json(record | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")})
         try:
-            if os.fstat(self.file.fileno()).st_nlink == 0:
-                self.print(f"warning: {self.file.name} was deleted: it is written anew from here on")
-                self.file = open(self.file.name, "ab", buffering=0)
+            if os.fstat(self.file.fileno()).st_nlink == 0 and not self.reopen():
+                return
             self.file.write(f"{json.dumps(record)}\n".encode())
         except OSError as e:
             if not self.is_full:
                 self.print(f"warning: {self.file.name} cannot be written ({e.strerror}); training continues")
             self.is_full = True
+
+    def reopen(self) -> bool:
+        """
+        Open metrics.jsonl again after it was deleted or replaced (rank 0). Returns whether it is still this run's: a
+        run that resumes in the same folder has replaced it, and two runs must not write to one file.
+        """
+        name = self.file.name
+        self.file.close()
+        self.file = None
+        try:
+            check_owner(Path(self.out_dir), self.owner)
+        except ValueError:
+            self.print(f"warning: another run was started in {self.out_dir}: this one no longer writes to {name}")
+            return False
+        self.print(f"warning: {name} was deleted: it is written anew from here on")
+        self.file = open(name, "ab", buffering=0)
+        return True
+
+    def folder_lost(self, reason: str) -> None:
+        """Report that the run's folder is not the one that it had, see Saver.check; '': it is."""
+        if reason:
+            self.print(f"warning: {reason}")
+            self.event("folder_lost", reason=reason)
 
     def send(self, values: dict) -> None:
         """Send numbers to wandb and TensorBoard. wandb keeps the first of two values for a step."""

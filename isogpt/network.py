@@ -4,14 +4,20 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+Answer = TypeVar("Answer")
+ANSWER_S = 10  # how much longer than its own timeout a request to the store may take until the store counts as dead
 PCI = Path("/sys/bus/pci/devices")
 # the end of messages about variables of a launcher that has exited; configurator.fail says which rank it is
 UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
@@ -62,6 +68,26 @@ def exchange(store: dist.Store, rank: int, world_size: int, key: str, value: obj
     if rank == 0:  # collects them once: with every rank reading every other's, requests grow with world_size squared
         store.set(key, json.dumps([json.loads(store.get(f"{key}/{r}")) for r in range(world_size)]))
     return json.loads(store.get(key))
+
+
+def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
+    """
+    What a request to the store returns. It runs in a thread: if the machine with the store was cut off or suspended, a
+    request may never return, whatever its own timeout is.
+
+    Raises:
+        TimeoutError: there is no answer within limit_s. And what the request raises.
+    """
+    answer = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(request())
+        except Exception as e:
+            answer.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result(limit_s)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

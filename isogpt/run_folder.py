@@ -32,6 +32,7 @@ import torch
 from isogpt.agree import broadcast
 from isogpt.files import about_pointer, read_records, sync_folder, write_whole
 from isogpt.launch import Launch
+from isogpt.network import this_machine
 
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
@@ -54,12 +55,17 @@ class Found:
     """
     A checkpoint on disk: its ckpt.pt or its folder of shards, its step, its manifest (empty for a bare ckpt.pt), and
     the validation loss of its weights (None if that is not known).
+
+    `records` is the digest_of_records of a bare ckpt.pt. `is_verified` is whether this is the file or folder
+    whose checksums rank 0 has compared, not a copy, see `share`.
     """
 
     path: Path
     step: int
     manifest: dict = field(default_factory=dict)
     val_loss: float | None = None
+    records: str = ""
+    is_verified: bool = True
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,14 +145,27 @@ def damage(folder: Path) -> str:
     manifest = read_manifest(folder)
     if not manifest or step_of(folder) != manifest["step"]:
         return "its manifest.json is missing or damaged"
-    for name, expected in manifest["files"].items():
-        try:
-            actual = sha256_of(folder / name)
-        except OSError as e:
-            return f"{name} cannot be read ({e.strerror})"
-        if actual != expected["sha256"]:
-            return f"the checksum of {name} does not match"
-    return ""
+    problems = (damaged_file(folder / name, manifest) for name in manifest["files"])
+    return next((problem for problem in problems if problem), "")
+
+
+def damaged_file(path: Path, manifest: dict) -> str:
+    """What is wrong with a file of a step folder: '' if its checksum matches the manifest."""
+    try:
+        actual = sha256_of(path)
+    except OSError as e:
+        return f"{path.name} cannot be read ({e.strerror})"
+    return "" if actual == manifest["files"][path.name]["sha256"] else f"the checksum of {path.name} does not match"
+
+
+def digest_of_records(path: Path) -> str:
+    """A digest of the names, sizes and checksums in the directory of a torch.save file; '' if it has none."""
+    try:
+        with zipfile.ZipFile(path) as z:
+            records = [(entry.filename, entry.file_size, entry.CRC) for entry in z.infolist()]
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        return ""
+    return hashlib.sha256(json.dumps(records).encode()).hexdigest()
 
 
 def damaged_zip(path: Path) -> str:
@@ -267,7 +286,8 @@ def val_loss_of(manifest: dict) -> float | None:
 def open_bare(path: Path, state: dict) -> Found:
     """The checkpoint in a ckpt.pt without a manifest."""
     is_best = best_step_of(state) == state["iter_num"]
-    return Found(path, state["iter_num"], val_loss=state["best_val_loss"] if is_best else None)
+    val_loss = state["best_val_loss"] if is_best else None
+    return Found(path, state["iter_num"], val_loss=val_loss, records=digest_of_records(path))
 
 
 def newest(out_dir: str, step: int = -1) -> tuple[Found | None, list[str]]:
@@ -393,22 +413,47 @@ def find_rollback(out_dir: str, owner: str) -> tuple[Found | None, list[str]]:
 def share(found: Found | None, folder: str) -> Found | None:
     """
     Rank 0's `found`, which is in `folder`, with the path under which this rank sees it (all ranks): machines may mount
-    the same folder under different paths. `check_same` compares what is there.
+    the same folder under different paths, or have copies of it. `check_same` compares what is there.
     """
     # only a name below the folder is sent: rank 0's path need not exist on other machines
     name = broadcast(str(found.path.relative_to(folder)) if found else None)
-    found = broadcast(found)
-    return replace(found, path=Path(folder) / name) if found else None
+    found, verified = broadcast((found, identity(found.path) if found else None))
+    if not found:
+        return None
+    path = Path(folder) / name
+    return replace(found, path=path, is_verified=identity(path) == verified)
+
+
+def identity(path: Path) -> tuple[str, int, int] | None:
+    """
+    What two processes have in common if they see the same file or folder: the machine and its number. One that two
+    machines share counts as two. None if it is not there.
+    """
+    with suppress(OSError):
+        status = path.stat()
+        return this_machine()[1], status.st_dev, status.st_ino
+    return None
 
 
 def check_same(found: Found) -> None:
-    """Raise ValueError if `found`, which may come from rank 0, is not what is on the disk of this machine."""
+    """
+    Raise ValueError if `found`, which may come from rank 0, is not what is on the disk of this machine, or if a
+    ckpt.pt, which rank 0 may not have read here, is damaged. Shards are verified by the ranks that read them.
+    """
     folder = found.path if found.path.is_dir() else found.path.parent
-    is_there = read_manifest(folder) == found.manifest if found.manifest else found.path.exists()
+    where = f"{found.path.absolute()} on {socket.gethostname()}"
+    if found.manifest:
+        is_there = read_manifest(folder) == found.manifest
+    else:
+        is_there = found.path.exists() and found.records in ("", digest_of_records(found.path))
     if not is_there:
-        raise ValueError(f"{found.path.absolute()} on {socket.gethostname()} is not the checkpoint that rank 0 found, "
-                         "and all ranks read it: use a folder on a file system that all machines share, or copy the "
-                         "checkpoint from rank 0's machine to the others")  # fmt: skip
+        raise ValueError(f"{where} is not the checkpoint that rank 0 found, and all ranks read it: use a folder on a "
+                         "file system that all machines share, or copy the checkpoint from rank 0's machine to the "
+                         "others")  # fmt: skip
+    if not found.is_verified and found.path.is_file():
+        problem = damaged_zip(found.path) if not found.manifest else damaged_file(found.path, found.manifest)
+        if problem:
+            raise ValueError(f"{where} is damaged: {problem}. Copy it from rank 0's machine again")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -478,8 +523,24 @@ def try_to_write(out: Path, owner: str, rank: int) -> str:
 def check_owner(out: Path, owner: str) -> None:
     """Raise ValueError if another run has claimed the folder."""
     now = read_owner(out).get("owner", owner)  # it may have been deleted
-    if now != owner:
+    if owner and now != owner:
         raise ValueError(f"another run was started in {out}: this one stops, and its checkpoints are kept")
+
+
+def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
+    """
+    If the file that enter_folder wrote is gone, write it again, so that a restart still finds what this launch writes
+    from here on (the owner). Returns a sentence for the user, or ''.
+    """
+    if os.path.lexists(out / "owner"):
+        return ""
+    with suppress(OSError):  # then no checkpoint can be written either, which is reported
+        out.mkdir(parents=True, exist_ok=True)
+        write_owner(out, owner, launch)
+    kept = ", ".join(map(str, steps_in(str(out)))) or "none"
+    return (f"{out.absolute()} is not the folder in which this run began: it was deleted, or its file system is no "
+            "longer mounted. Checkpoints are written to the folder that has this name now, which contains the steps: "
+            f"{kept}")  # fmt: skip
 
 
 def clean_up(out: Path) -> None:
@@ -517,8 +578,14 @@ def enter_folder(out_dir: str, found: Found | None, launch: Launch) -> str:
     return owner
 
 
-def mark_preempted(out_dir: str, step: int, reason: str) -> None:
-    """Write the file that says that the run was stopped on request before its end; the next start removes it."""
+def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
+    """
+    Write the file that says that the run was stopped on request before its end; the next start removes it.
+
+    Raises:
+        ValueError: another run has claimed the folder. A file in it would put that run back into the queue.
+    """
+    check_owner(Path(out_dir), owner)
     (Path(out_dir) / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")
 
 

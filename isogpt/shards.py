@@ -4,6 +4,7 @@ name, and reads the parts that it holds from shards of any layout.
 """
 
 import pickle
+import socket
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from isogpt.files import load_pickle, reason_of
 from isogpt.hardware import synchronize
 from isogpt.parallel.parts import Part
+from isogpt.run_folder import damaged_file
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
 ERRORS = (Exception, CheckpointException)
@@ -78,18 +80,19 @@ def shapes(folder: Path) -> dict[str, torch.Size]:
 
 
 def read(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part]],
-         is_optional: bool = False) -> None:  # fmt: skip
+         is_optional: bool = False, manifest: dict | None = None) -> None:  # fmt: skip
     """
     Fill parts from the saved parts that overlap with them: rows of a stack with as many rows from their own, any others
     from the mean of the rows.
 
     Args:
         is_optional: leave out what was not saved.
+        manifest: the folder's, to verify each file that this rank reads; None: its files have been verified.
 
     Raises:
         any of ERRORS: a file is damaged, or its pickle would run code.
     """
-    reader = PlainReader(folder)
+    reader = PlainReader(folder, manifest)
     saved = reader.read_metadata().state_dict_metadata  # DCP reads it again, but would wrap an error of ours
     wanted, stacks = {}, []
     for name, part in flat(weights, state).items():
@@ -161,7 +164,24 @@ def chunk_of(offsets: tuple[int, ...], piece: Tensor) -> dcp.ChunkStorageMetadat
 class PlainReader(dcp.FileSystemReader):
     """DCP's reader, restricted: the pickled metadata may contain only DCP's own classes, and only tensors are read."""
 
+    def __init__(self, folder: Path, manifest: dict | None = None) -> None:
+        """`manifest`: to verify the files that are read; None: they have been verified."""
+        super().__init__(folder)
+        self.manifest = manifest
+
+    def verify(self, names: set[str]) -> None:
+        """Raise ValueError if one of these files of the folder does not match its checksum."""
+        for name in sorted(names) if self.manifest else ():
+            if problem := damaged_file(Path(self.path) / name, self.manifest):
+                host = socket.gethostname()
+                raise ValueError(f"it is damaged on {host}: {problem}. Copy it from rank 0's machine again")
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> object:
+        self.verify({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
+
     def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
+        self.verify({".metadata"})
         metadata = load_pickle(Path(self.path) / ".metadata", METADATA)
         if not all(isinstance(m, dcp.TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
             raise pickle.UnpicklingError("it holds objects other than tensors")  # DCP would unpickle them unchecked

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from isogpt import console, resilience
+from isogpt import console, network, resilience
 from isogpt.checkpoint import Progress, Saver
 from isogpt.files import record
 from isogpt.hardware import Clock
@@ -133,17 +133,11 @@ class Watchdog:
 
     def ask(self, question: Callable[[], str], wait_s: float) -> str:
         """The answer to a question that needs the store, which may be unreachable: then a request may never return."""
-        answers = []
-
-        def run() -> None:
-            with suppress(Exception):
-                answers.append(question())
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(wait_s)
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return answers[0] if answers else f"the store of rank 0 or its agent at {address} does not respond"
+        try:
+            return network.answer_of(question, wait_s)
+        except Exception:  # the store's, or TimeoutError
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            return f"the store of rank 0 or its agent at {address} does not respond"
 
     def report(self, problem: str) -> None:
         """Print once what is wrong and which rank is the cause."""
@@ -154,7 +148,8 @@ class Watchdog:
         cause = self.ask(self.find_silent, 6 + len(names) / 50) if self.store else ""
         text = f"{names[self.ranks.rank]} at {self.position()[1]}: {problem}; {cause}"
         print(f"error: {text}", file=sys.stderr, flush=True)
-        self.logger.failed(text)
+        # in a thread: if the file system of metrics.jsonl is the cause, writing to it does not return either
+        self.ask(partial(self.logger.failed, text), 15)
         if self.store:
             self.ask(self.let_others_finish, 5)
 

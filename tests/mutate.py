@@ -147,7 +147,7 @@ MUTATIONS = {
     "resume: metrics are cut back": (
         "isogpt/metrics.py", 'r.get("iter", 0) < step]', "True]", KILLED),
     "checkpoint: checksum is not compared": (
-        "isogpt/run_folder.py", 'if actual != expected["sha256"]:', "if False:",
+        "isogpt/run_folder.py", 'if actual == manifest["files"][path.name]["sha256"]', "if True",
         f"{RESUME}::test_damaged_checkpoints_are_reported_and_skipped"),
     "checkpoint: incomplete when it appears": (
         "isogpt/checkpoint.py", "unfinished = run_folder.unfinished_folder(Path(self.out_dir), self.owner, self.step)",
@@ -179,7 +179,7 @@ MUTATIONS = {
     "skip: the step is taken": ("isogpt/resilience.py", "        return accepted\n", "        return True\n", SURVIVE),
     "hang: no rank is named": (
         "isogpt/watchdog.py", "before[r] == after[r] and not has_left[r]", "False", SURVIVE),
-    "two runs in a folder": ("isogpt/run_folder.py", "    if now != owner:\n", "    if False:\n", SURVIVE),
+    "two runs in a folder": ("isogpt/run_folder.py", "    if owner and now != owner:\n", "    if False:\n", SURVIVE),
     "restart: the store of the previous attempt": (
         "isogpt/network.py", "mine, deadline, pause = uuid.uuid4().hex,", 'mine, deadline, pause = f"again{rank}",', LAUNCH),
     "ranks: not numbered by machine": (

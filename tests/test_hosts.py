@@ -6,6 +6,7 @@ address and with an elastic rendezvous; a cut cable, a machine that fails, one t
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -68,7 +69,7 @@ def test_two_and_three_hosts_by_master_address_have_the_curve_of_one_process(hos
 
 
 def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts, work):
-    """A disk of h2's own, which a start and a resume refuse; a folder that h2 cannot write to; another path."""
+    """A disk of h2's own, which a start and a resume refuse; a folder that h2 cannot write to; another path; a copy."""
     h, out = hosts(2), work / "out"
     args = [*TINY, "--max_iters=3", "--save_interval=2", "--dist_timeout_s=60", f"--out_dir={out}"]
 
@@ -76,7 +77,7 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
         """The output of h1 after a run in which only h2's mounts and settings are different."""
         began = h.text("h1") if "h1" in h.logs else ""
         processes = h.train([*args, *flags], {"h2": ([*more], mount)})
-        codes = [p.wait(60) for p in processes.values()]
+        codes = [p.wait(120) for p in processes.values()]
         said = h.text("h1").removeprefix(began)
         assert codes == ([0, 0] if ok else [1, 1]) and said.count("error:") == (not ok), said + h.text("h2")
         assert "Traceback" not in h.text("h1") + h.text("h2")
@@ -98,6 +99,15 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
     assert sorted(column(out, "loss")) == [*range(6)] and run_folder.newest(out)[0].step == 6
     said = train(["--zero=1", "--init_from=auto"], own, ok=False)
     assert f"error: rank 1: {out}/step_00000006 on h2 is not the checkpoint that rank 0 found" in said
+
+    shutil.copytree(out, work / "copy", symlinks=True)
+    damaged = run_folder.newest(str(work / "copy"))[0].path / "__1_0.distcp"  # what rank 1 reads
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    copied = f"mount --bind {work}/copy {out}"
+    said = train(["--zero=1", "--init_from=resume", "--save_checkpoint=False"], copied, ok=False)
+    assert "it is damaged on h2: the checksum of __1_0.distcp does not match" in said
 
 
 def test_without_restarts_every_survivor_names_the_failed_host(hosts, work):

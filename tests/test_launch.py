@@ -2,7 +2,9 @@
 
 import math
 import re
+import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +192,29 @@ def test_a_restart_ignores_what_the_previous_attempt_left_in_the_store():
         assert found[0] == found[1] == found[2] is not None, "all ranks join the same start"
         starts.append(found[0])
     assert len(set(starts)) == 3, "each start has a unique name"
+
+
+def test_a_store_that_does_not_answer_is_named(at):
+    """The port of a different program, rank 0 is suspended, its cable is cut: requests to the store never return."""
+    at.set(network, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        for name, value in variables.items():
+            at.env(name, value)
+        said = "no answer from 127.0.0.1:.* within 0.7 s, although something listens there"
+        with pytest.raises(ValueError, match=said):
+            launch.connect("cpu", "auto", 0.5)
+        # connected before the store became silent
+        ask = threading.Event().wait
+        requests = SimpleNamespace(set=lambda *_: ask(), check=lambda _: ask(), get=lambda _: ask(), set_timeout=print)
+        at.set(launch, "connect_store", lambda *args: requests)
+        with pytest.raises(ValueError, match=said):
+            launch.connect("cpu", "auto", 0.5)
+        at.set(network, "meet", lambda *args: "start")
+        at.set(dist, "PrefixStore", lambda start, store: store)
+        with pytest.raises(ValueError, match=said):
+            launch.connect("cpu", "auto", 0.5)
 
 
 def test_missing_ranks_are_named():

@@ -270,6 +270,47 @@ def test_message_of_a_function(at, text):
     assert not Path("PWNED").exists()
 
 
+@pytest.mark.parametrize("form", ["ckpt.pt", "shards", "bare"])
+def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, form):
+    """Rank 0 verifies what is in its folder. A rank that sees a copy of it verifies what this rank reads."""
+    save_in(at.path / "rank0")
+    if form == "bare":
+        state = torch.load("rank0/ckpt.pt", weights_only=True)
+        del state["isogpt"]
+        torch.save(state, "rank0/ckpt.pt")
+    elif form == "shards":
+        export.convert("rank0", "shards")
+    else:
+        run_folder.continue_from("rank0", run_folder.newest("rank0")[0])
+    found, sent = run_folder.newest("rank0")[0], []
+    at.set(run_folder, "broadcast", lambda value: sent.append(value) or value)
+    assert run_folder.share(found, "rank0").is_verified
+    shutil.copytree("rank0", "copy", symlinks=True)
+    os.symlink("rank0", "link")
+
+    def resume(folder):
+        """What a rank does that sees rank 0's checkpoint in this folder."""
+        received = iter(sent)
+        with at.context() as others:
+            others.setattr(run_folder, "broadcast", lambda _: next(received))
+            found = run_folder.share(None, folder)
+        assert found.path.is_relative_to(folder) and found.is_verified == (folder == "link")
+        checkpoint.restore(checkpoint.open_checkpoint(found), tiny_model())
+
+    resume("link")
+    resume("copy")
+    path = next(Path("copy").rglob("*.distcp")) if form == "shards" else Path("copy") / found.path.relative_to("rank0")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged.* the checksum of .* does not match.* from rank 0's machine"):
+        resume("copy")
+    if form == "bare":  # a different file that is not damaged
+        torch.save({**state, "model": {name: w + 1 for name, w in state["model"].items()}}, path)
+        with pytest.raises(ValueError, match="copy/ckpt.pt on .* is not the checkpoint that rank 0 found"):
+            resume("copy")
+
+
 def test_a_faulty_network(at, capsys):
     at.set(dist, "all_reduce", lambda t: t.fill_(1.0))
     with pytest.raises(SystemExit):

@@ -5,16 +5,22 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import REPO, TINY, children, column, free_port, records, steps_in, wait_for
 
-from isogpt import agree, launch, optim, resilience, run_folder
+from isogpt import agree, launch, network, optim, resilience, run_folder
+from isogpt import watchdog as watchdogs
+from isogpt.checkpoint import Progress
+from isogpt.files import write_whole
 from model import GPT, GPTConfig
 
 # train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that differ; a wait;
@@ -320,10 +326,13 @@ def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
     assert run.text().count(said) == 1
 
 
-def test_a_run_that_has_lost_its_folder_does_not_roll_back(tmp_path):
+def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(tmp_path):
     run_folder.write_owner(tmp_path, "the newer run", None)
     with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
         run_folder.find_rollback(str(tmp_path), "this run")
+    with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
+        run_folder.mark_preempted(str(tmp_path), "this run", 3, "SIGTERM")
+    assert not (tmp_path / "PREEMPTED").exists()
 
 
 def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
@@ -437,6 +446,10 @@ def test_a_run_stops_when_another_run_has_claimed_its_folder(faulty, zygote, wor
     (work / "go").touch()
     first.wait(ok=False)
     assert first.codes == [1] and "another run was started in out" in first.text()
+    # the steps that the first one has taken since then are not in the log of the second
+    assert "this one no longer writes to out/metrics.jsonl" in first.text()
+    logged = [r["iter"] for r in records(work / "out") if "loss" in r]
+    assert logged == [*range(21)] and records(work / "out")[-1]["event"] == "end"
     assert_same(before, weights(work / "out"))
     assert sorted(column(work / "out", "loss")) == list(range(21))
 
@@ -487,3 +500,87 @@ def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     assert run.codes[0] == run.codes[2] == 1
     for rank in (0, 2):
         assert re.search(rf"error: rank {rank} at step 7, .*another rank has failed; rank 1 does not", run.text())
+
+
+def test_a_folder_that_is_gone_during_a_run_is_reported_and_replaced(zygote, work):
+    """As if its file system were unmounted: rank 0 would save to what is below, and no one would look there."""
+    run = zygote.start([*TINY, "--out_dir=out", "--save_interval=5", "--keep_last=0", "--max_iters=100000"], work)
+    assert run.until(lambda text: "saved out/step_00000005" in text)
+    owner = (work / "out/owner").read_text()
+    os.rename(work / "out", work / "away")
+    assert run.until(lambda text: "warning: " in text)
+    run.kill(sig=signal.SIGTERM)
+    run.wait(ok=False)
+    said = f"warning: {work}/out is not the folder in which this run began: it was deleted, or its file system is no"
+    assert run.text().count(said) == 1, run.text()
+    assert (work / "out/owner").read_text() == owner, "a restart continues what is here"
+    (lost,) = events(work / "away", "folder_lost")
+    stopped = json.loads((work / "out/PREEMPTED").read_text())["iter"]
+    assert lost["reason"] in said + run.text() and run_folder.newest(str(work / "out"))[0].step == stopped
+
+
+def test_a_folder_that_is_not_shared_any_more(zygote, work):
+    """Rank 1's shards do not pile up in a different folder. If torchrun may restart, such a run does not start."""
+    (work / "config.py").write_text('import os\nout_dir = "link" + os.environ["RANK"]\n')
+    for folder in ("out", "other"):
+        (work / folder).mkdir()
+    for link, folder in (("link0", "out"), ("link1", "other")):
+        os.symlink(folder, work / link)
+    args = [*TINY, "config.py", "--save_interval=5", "--keep_last=1", "--max_iters=100000"]
+    run = zygote.start(args, work, 2, env={"TORCHELASTIC_MAX_RESTARTS": "1"}).wait(ok=False)
+    assert run.codes == [1, 1] and "any of them may be rank 0: set --out_dir= to one folder" in run.text()
+
+    def point_link_1_to(folder):
+        os.symlink(folder, work / "new")
+        os.replace(work / "new", work / "link1")
+
+    point_link_1_to("out")
+    run = zygote.start([*args, "--zero=1"], work, 2)
+    assert run.until(lambda text: "saved link0/step_00000005" in text)
+    point_link_1_to("other")
+    assert run.until(lambda text: text.count("do all ranks write to this folder?") > 2)
+    kept = list((work / "out").glob("step_*"))
+    assert len(kept) == 1 and not run_folder.damage(kept[0])
+    assert len(list((work / "other").glob("unfinished_*"))) < 3
+    point_link_1_to("out")
+    failed = run.text().count("a checkpoint failed")
+    assert run.until(lambda text: "saved link0" in text[text.rindex("a checkpoint failed") :])
+    run.kill(sig=signal.SIGTERM)
+    run.wait()
+    assert run.text().count("a checkpoint failed") <= failed + 1 and run_folder.newest(str(work / "out"))[0]
+
+
+def test_a_slow_disk_is_named_and_one_that_hangs_keeps_no_rank_from_exiting(monkeypatch, capsys):
+    monkeypatch.setattr(agree, "NOTE_S", 0.0)
+    answers = iter([[True, False, False], [True, True, False], [True, True, True]])
+    monkeypatch.setattr(agree, "gather_objects", lambda value: next(answers))
+    agree.wait_together(None)
+    said = "until rank 1, 2 has read or written its files: if this does not end, check its disk or file system"
+    assert said in capsys.readouterr().err
+
+    limits, answer_of = [], network.answer_of
+    monkeypatch.setattr(network, "answer_of", lambda request, s: limits.append(s) or answer_of(request, 0.1))
+    hangs = SimpleNamespace(failed=lambda text: threading.Event().wait())
+    ranks, progress = launch.Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(1)
+    dog = watchdogs.Watchdog(ranks, 1.0, progress, SimpleNamespace(count=0, doing="the start"), hangs)
+    dog.report("no progress for 1 s")
+    assert "no progress for 1 s" in capsys.readouterr().err and limits == [15]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+def test_a_disk_that_is_full_at_the_start_is_named(tmp_path):
+    path = tmp_path / "owner"
+    os.symlink("/dev/full", tmp_path / "owner.tmp")
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        write_whole(path, "content")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_data_set_with_different_metadata_on_some_ranks_is_named(zygote, work):
+    """The same tokens, but the models would have different shapes."""
+    shutil.copytree(work / "data/tiny", work / "data/tiny1")
+    (work / "data/tiny1/meta.pkl").unlink()
+    (work / "config.py").write_text('import os\ndataset = "tiny" + os.environ["RANK"].strip("0")\n')
+    run = zygote.start([*TINY, "config.py", "--dist_timeout_s=20"], work, 2).wait(ok=False)
+    said = "the ranks were started with different settings: the data's vocabulary size is 65 on rank 0, 50304 on rank 1"
+    assert run.codes == [1, 1] and run.text().count(said) == 1, run.text()
