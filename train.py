@@ -312,10 +312,10 @@ while not is_complete:
     if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a graph of its own
         with agree.exit_together(evaluation_failed), exchange.evaluated_weights(), logger.traffic.paused():
-            train_loss, val_loss = (evaluate(raw_model, reader, split, eval_sequences, autocast, stop, clock,
-                                             saver.seconds) for split in ("train", "val"))  # fmt: skip
+            losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
         if stop.agreed:
             break
+        train_loss, val_loss = losses
         logger.evaluation(train_loss, val_loss, lr)
     if eval_only:
         break
@@ -360,6 +360,7 @@ while not is_complete:
     # all ranks decide from the same numbers: the one small collective of a step
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
+        routing = parallel.take_routing(raw_model, step % log_interval == 0, ranks.device)  # read with the numbers
         gathered = agree.gather_numbers(agree.StepNumbers(
             loss=loss_sum * island_weight, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
             memory_gb=memory_gb(ranks.device), forward_ms=clock.last("forward"), stop=stop.code(step_s, saver.seconds),
@@ -392,7 +393,7 @@ while not is_complete:
     exchange.after_step(step)
     clock.step()
 
-    logger.step(numbers, lr, log_interval, parallel.take_routing(raw_model, step % log_interval == 0))
+    logger.step(numbers, lr, log_interval, routing)
     logger.saved(saver.poll())
     watchdog.armed = True
     progress.advance()

@@ -492,7 +492,9 @@ class Saver:
 
     def check(self, model: nn.Module, step: int) -> None:
         """Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written."""
-        bad = [name for name, p in model.named_parameters() if not local(p).isfinite().all()]
+        flags = {name: local(p).isfinite().all() for name, p in model.named_parameters()}
+        is_finite = torch.stack(list(flags.values())).tolist()  # one copy: each waits for a GPU
+        bad = [name for name, ok in zip(flags, is_finite, strict=True) if not ok]
         if bad:
             names = ", ".join(bad[:3])
             raise ValueError(f"weights are not finite at step {step} ({names}): no checkpoint was written")
