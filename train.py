@@ -167,7 +167,7 @@ try:
     config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
     zero_stage, degrees = 3 if fsdp else zero, config | degrees
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
-    mesh.connect(ranks.device.type, shards=zero_stage >= 2)
+    mesh.connect(ranks.device.type, shards=zero_stage >= 2, offloads=cpu_offload)
 except ValueError as e:
     fail(str(e))
 
@@ -281,7 +281,8 @@ def evaluation_failed(reason: str) -> None:
 saver.step = progress.step  # what the run starts with need not be saved
 copies_of = parallel.copies_of(raw_model, mesh)
 nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
-reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2)
+adds_shards = grad_sync == "auto" and cpu_offload  # they are copied to the CPU at the last micro-step
+reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2 and not cpu_offload)
 # the mean over the ranks of an island is the mean over its sequences; without islands, over the batch
 copies = mesh.data_size // mesh.islands * cp  # ranks of an island with different tokens
 loss_divisor = share.island_sequences * block_size / copies
@@ -343,7 +344,7 @@ while not is_complete:
             x, y = next(batches)  # (rows, block_size) each
         is_last = micro_step == share.micro_steps - 1
         reduce_now = reduce_every or (is_last and grad_sync != "never")
-        with nullcontext() if reduce_now else parallel.no_sync(model):
+        with nullcontext() if reduce_now else parallel.no_sync(model, adds_shards):
             with clock("forward"), autocast:
                 _, loss = model(x, y, loss_divisor)
             with clock("backward"):
