@@ -262,10 +262,11 @@ def save(val_loss: float | None = None) -> None:
     """Start writing a checkpoint of the state before step progress.step, in the background (all ranks)."""
     watchdog.armed = False  # waiting for a slow disk is not a hang
     logger.saved(saver.wait_together())
-    with agree.exit_together(logger.failed):
-        saver.check(raw_model, progress.step)
     with clock("save"):
-        saver.start(progress, raw_model, optimizers, scaler, compute_dtype, val_loss)
+        copied = saver.copy(raw_model, optimizers)
+        with agree.exit_together(logger.failed):
+            saver.check(raw_model, progress.step)  # waits for the copies too
+        saver.start(copied, progress, scaler, compute_dtype, val_loss)
 
 
 def evaluation_failed(reason: str) -> None:

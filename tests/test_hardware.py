@@ -211,15 +211,26 @@ def test_signs_are_coded_with_tables_that_are_on_the_device():
     assert reads.found == []
 
 
-def test_weights_are_checked_with_one_copy():
+def test_a_save_waits_once_for_the_check_of_the_weights_and_for_all_copies(monkeypatch):
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
-    saver = checkpoint.Saver("out", 2, Mesh(rank=1, dp_replicate=2), zero=0, model_args={}, config={})
-    wpe = model.transformer.wpe.weight
+    optimizers = [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
+    saver = checkpoint.Saver("out", 2, Mesh(), zero=0, model_args={}, config={})
+    waits, wpe = [], model.transformer.wpe.weight
+    monkeypatch.setattr(checkpoint, "synchronize", waits.append)
+    monkeypatch.setattr(checkpoint.run_folder, "check_owner", lambda *args: None)
     with Reads() as reads, torch.no_grad():
+        copied = saver.copy(model, optimizers)
+        assert waits == []
+        saver.check(model, 3)
+        assert waits == [CPU]
         wpe[0, 0] = torch.nan
         with pytest.raises(ValueError, match=r"weights are not finite at step 3 \(transformer.wpe.weight\)"):
             saver.check(model, 3)
-    assert reads.found == []  # tolist, the one copy, is no operator
+    assert reads.found == []
+    assert (
+        copied["model"].keys() == model.state_dict().keys()
+        and copied["model"]["transformer.wpe.weight"].isfinite().all()
+    )
 
 
 def test_an_evaluation_reads_both_losses_together(monkeypatch):
