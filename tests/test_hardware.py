@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isogpt import agree, checkpoint, devices, evaluation, hardware, optim, resilience
 from isogpt.hardware import Clock, known_gpu
 from isogpt.mesh import Mesh
-from isogpt.parallel import compression, data
+from isogpt.parallel import compression, data, gradients
 from isogpt.parallel.pipeline import Pipeline
 from model import GPT, GPTConfig
 
@@ -231,6 +231,16 @@ def test_a_save_waits_once_for_the_check_of_the_weights_and_for_all_copies(monke
         copied["model"].keys() == model.state_dict().keys()
         and copied["model"]["transformer.wpe.weight"].isfinite().all()
     )
+
+
+def test_the_norms_of_all_gradients_are_read_together():
+    """After a step that was not finite."""
+    model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
+    model(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))[1].backward()
+    with Reads() as reads:
+        norms = gradients.gradient_norms(model)
+    assert reads.found == []
+    assert norms == {name: p.grad.double().norm().item() for name, p in model.named_parameters()}
 
 
 def test_an_evaluation_reads_both_losses_together(monkeypatch):
