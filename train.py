@@ -168,7 +168,7 @@ try:
     config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
     zero_stage, degrees = 3 if fsdp else zero, config | degrees
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
-    mesh.connect(ranks.device.type, shards=zero_stage >= 2)
+    mesh.connect(ranks.device.type, shards=zero_stage >= 2, offloads=cpu_offload)
 except ValueError as e:
     fail(str(e))
 
@@ -263,11 +263,12 @@ def save(val_loss: float | None = None) -> None:
     """Start writing a checkpoint of the state before step progress.step, in the background (all ranks)."""
     watchdog.armed = False  # waiting for a slow disk is not a hang
     logger.saved(saver.wait_together())
-    with agree.exit_together(logger.failed):
-        lost = saver.check(raw_model, progress.step)
-    logger.folder_lost(lost)
     with clock("save"):
-        saver.start(progress, raw_model, optimizers, scaler, compute_dtype, val_loss)
+        copied = saver.copy(raw_model, optimizers)
+        with agree.exit_together(logger.failed):
+            lost = saver.check(raw_model, progress.step)  # waits for the copies too
+        logger.folder_lost(lost)
+        saver.start(copied, progress, scaler, compute_dtype, val_loss)
 
 
 def evaluation_failed(reason: str) -> None:
@@ -283,7 +284,8 @@ def evaluation_failed(reason: str) -> None:
 saver.step = progress.step  # what the run starts with need not be saved
 copies_of = parallel.copies_of(raw_model, mesh)
 nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
-reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2)
+adds_shards = grad_sync == "auto" and cpu_offload  # they are copied to the CPU at the last micro-step
+reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2 and not cpu_offload)
 # the mean over the ranks of an island is the mean over its sequences; without islands, over the batch
 copies = mesh.data_size // mesh.islands * cp  # ranks of an island with different tokens
 loss_divisor = share.island_sequences * block_size / copies
@@ -314,10 +316,10 @@ while not is_complete:
     if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a graph of its own
         with agree.exit_together(evaluation_failed), exchange.evaluated_weights(), logger.traffic.paused():
-            train_loss, val_loss = (evaluate(raw_model, reader, split, eval_sequences, autocast, stop, clock,
-                                             saver.seconds) for split in ("train", "val"))  # fmt: skip
+            losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
         if stop.agreed:
             break
+        train_loss, val_loss = losses
         logger.evaluation(train_loss, val_loss, lr)
     if eval_only:
         break
@@ -345,7 +347,7 @@ while not is_complete:
             x, y = next(batches)  # (rows, block_size) each
         is_last = micro_step == share.micro_steps - 1
         reduce_now = reduce_every or (is_last and grad_sync != "never")
-        with nullcontext() if reduce_now else parallel.no_sync(model):
+        with nullcontext() if reduce_now else parallel.no_sync(model, adds_shards):
             with clock("forward"), autocast:
                 _, loss = model(x, y, loss_divisor)
             with clock("backward"):
@@ -362,6 +364,7 @@ while not is_complete:
     # all ranks decide from the same numbers: the one small collective of a step
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
+        routing = parallel.take_routing(raw_model, step % log_interval == 0, ranks.device)  # read with the numbers
         gathered = agree.gather_numbers(agree.StepNumbers(
             loss=loss_sum * island_weight, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
             memory_gb=memory_gb(ranks.device), forward_ms=clock.last("forward"), stop=stop.code(step_s, saver.seconds),
@@ -394,7 +397,7 @@ while not is_complete:
     exchange.after_step(step)
     clock.step()
 
-    logger.step(numbers, lr, log_interval, parallel.take_routing(raw_model, step % log_interval == 0))
+    logger.step(numbers, lr, log_interval, routing)
     logger.saved(saver.poll())
     watchdog.armed = True
     progress.advance()

@@ -83,9 +83,10 @@ class Gathered(Generic[Numbers]):
         return self.kind(*self.columns) if device == self.columns.device else self.read()
 
     def read(self) -> Numbers:
-        """The same NamedTuple with float64 CPU tensors (world_size,). Waits for a GPU, but not for later work."""
+        """The same NamedTuple with float64 CPU tensors (world_size,). The first call waits for what precedes them."""
         if self.arrived:
             self.arrived.synchronize()
+            self.arrived = None
         return self.kind(*self.copy.double())
 
 

@@ -457,6 +457,7 @@ class Saver:
     launch: Launch | None = None  # known like owner
     pending: Future | None = None
     step: int = 0  # of the last checkpoint that was written or restored: the state of this step need not be saved
+    began: float = 0.0  # when the last copy was started
     # of the last checkpoint that was written:
     folder: Path | None = None
     stall: float = 0.0  # how long it delayed its step
@@ -509,12 +510,29 @@ class Saver:
             if problems[self.mesh.rank]:
                 raise ValueError(problems[self.mesh.rank])
 
+    def copy(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+        """
+        Start to copy this rank's part of the state to the CPU; without shards, ranks other than 0 have none. It is
+        complete after `check`, which waits for a GPU, and is what `start` writes.
+        """
+        self.began = time.perf_counter()
+        if not self.is_sharded:
+            return copied_state(model, optimizers) if is_main() else {}
+        from isogpt import shards
+
+        state, own = state_parts(model, optimizers, self.mesh.place("islands")), self.exchange.saved_parts()
+        state = {name: state.get(name, {}) | own.get(name, {}) for name in state | own}
+        return shards.copies(self.exchange.saved_weights(), state)
+
     def check(self, model: nn.Module, step: int) -> str:
         """
-        Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written.
-        Returns a sentence if the folder was lost, else ''.
+        Wait for the device, and raise ValueError if weights are not finite, or another run owns the folder: no
+        checkpoint must be written. Returns a sentence if the folder was lost, else ''.
         """
-        bad = [name for name, p in model.named_parameters() if not local(p).isfinite().all()]
+        flags = {name: local(p).isfinite().all() for name, p in model.named_parameters()}
+        is_finite = copy_to_cpu(torch.stack(list(flags.values())))
+        synchronize(next(model.parameters()).device)
+        bad = [name for name, ok in zip(flags, is_finite.tolist(), strict=True) if not ok]
         if bad:
             names = ", ".join(bad[:3])
             raise ValueError(f"weights are not finite at step {step} ({names}): no checkpoint was written")
@@ -523,12 +541,12 @@ class Saver:
         run_folder.check_owner(Path(self.out_dir), self.owner)
         return run_folder.claim_again(Path(self.out_dir), self.owner, self.launch)
 
-    def start(self, progress: Progress, model: nn.Module, optimizers: list[torch.optim.Optimizer],
-              scaler: torch.amp.GradScaler, dtype: str, val_loss: float | None) -> None:  # fmt: skip
-        """Copy the state and start to write it (all ranks; without shards, ranks other than 0 have nothing to do)."""
+    def start(self, copied: dict, progress: Progress, scaler: torch.amp.GradScaler, dtype: str,
+              val_loss: float | None) -> None:  # fmt: skip
+        """Start to write the state that `copy` returned (all ranks; without shards, others than 0 have none)."""
         # shards of this rank that rank 0 did not see when it discarded a checkpoint: in a folder that is not shared
         shutil.rmtree(run_folder.unfinished_folder(Path(self.out_dir), self.owner, self.step), ignore_errors=True)
-        began, self.step, self.problem = time.perf_counter(), progress.step, ""
+        self.step, self.problem = progress.step, ""
         extra = {"dtype": dtype, "scaler": scaler.state_dict(), **progress.describe(), "world_size": self.world_size}
         extra["vocabulary"] = self.vocabulary.describe() if self.vocabulary else None
         run = {"model_args": self.model_args, "iter_num": progress.step, "best_val_loss": progress.best_val_loss}
@@ -540,17 +558,15 @@ class Saver:
             from isogpt import shards
 
             extra |= self.exchange.describe()
-            manifest["run"], state = run, state_parts(model, optimizers, self.mesh.place("islands"))
-            own, device = self.exchange.saved_parts(), next(model.parameters()).device
-            state = {name: state.get(name, {}) | own.get(name, {}) for name in state | own}
-            self.pending = shards.start_write(unfinished, self.exchange.saved_weights(), state, self.group, device)
+            manifest["run"] = run
+            self.pending = shards.start_write(unfinished, copied, self.group)
             write = self.pending.result  # waits for all ranks' shards
         elif is_main():
-            write = partial(write_file, unfinished / "ckpt.pt", nanogpt_state(run, model, optimizers))
+            write = partial(write_file, unfinished / "ckpt.pt", in_nanogpts_form(run, copied))
         if is_main():
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self.pending = background.submit(self.finish, write, unfinished, manifest, began)
-        self.stall = time.perf_counter() - began
+            self.pending = background.submit(self.finish, write, unfinished, manifest, self.began)
+        self.stall = time.perf_counter() - self.began
 
     def finish(self, write: Callable[[], object], unfinished: Path, manifest: dict, began: float) -> None:
         """Write the files and commit the checkpoint (rank 0, in the background)."""
@@ -595,17 +611,28 @@ class Saver:
 
 def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
     """A copy of the state on the CPU in nanoGPT's form, which its train.py and sample.py load if it is a GPT-2."""
+    copied = copied_state(model, optimizers)
+    synchronize(next(model.parameters()).device)
+    return in_nanogpts_form(run, copied)
+
+
+def copied_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """Copies on the CPU of the weights and of the optimizer's state: complete when the device has been waited for."""
     weights = {name: copy_to_cpu(p.detach()) for name, p in model.named_parameters()}
     state = optim.saved_state(model, optimizers)
     state["state"] = {i: {k: copy_to_cpu(v) for k, v in old.items()} for i, old in state["state"].items()}
-    synchronize(next(model.parameters()).device)
     if model.config.tied:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    return {"model": weights, "optimizer": state}
+
+
+def in_nanogpts_form(run: dict, copied: dict) -> dict:
+    """What nanoGPT stores, from a run's description and `copied_state`."""
     args, others = {}, {}
     for name, value in run["model_args"].items():  # others: unknown to nanoGPT
         (args if name in (*MODEL_ARGS, "dropout") else others)[name] = value
     extra = run["isogpt"] | {"model_args": others}
-    return {"model": weights, "optimizer": state, **run, "model_args": args, "isogpt": extra}
+    return {**copied, **run, "model_args": args, "isogpt": extra}
 
 
 def write_file(path: Path, state: dict) -> None:

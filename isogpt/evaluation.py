@@ -1,45 +1,60 @@
 """The loss over fixed sequences, divided among the ranks."""
 
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from isogpt import parallel
-from isogpt.agree import gather_number, gather_objects, number_dtype
+from isogpt.agree import gather_numbers, gather_objects, number_dtype
 from isogpt.hardware import Clock
 from isogpt.loader import DataError, Reader
 from isogpt.resilience import Stop
 
 
+class SplitSums(NamedTuple):
+    """This rank's sums of the losses over its sequences of both splits."""
+
+    train: Tensor | float
+    val: Tensor | float
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, reader: Reader, split: str, sequences: int, autocast: AbstractContextManager, stop: Stop,
-             clock: Clock, checkpoint_s: float) -> float | None:  # fmt: skip
+def evaluate(model: nn.Module, reader: Reader, sequences: int, autocast: AbstractContextManager, stop: Stop,
+             clock: Clock, checkpoint_s: float) -> tuple[float, float] | None:  # fmt: skip
     """
-    Mean loss over a split's fixed sequences (all ranks); None if a stop was requested.
+    Mean losses over the fixed sequences of the training and the validation data (all ranks); None if a stop was
+    requested. The host waits for a GPU once, at the end.
 
     Args:
+        sequences: how many of each split.
         checkpoint_s: how long a checkpoint takes, see Stop.code.
 
     Raises:
         DataError: on all ranks, if any of them could not read the data.
     """
-    total, device, problem = 0.0, reader.device, ""
+    device, problems = reader.device, []
+    sums = {split: 0.0 for split in SplitSums._fields}
     model.eval()
-    try:
-        for i, (x, y) in enumerate(reader.evaluation(split, sequences)):
-            with clock("evaluation"), autocast:
-                total += model(x, y, 1.0)[1].to(number_dtype(device))  # the sum over the targets
-            if stop.in_evaluation(i, device, checkpoint_s):
-                break
-    except DataError as e:  # raised after the last micro-batch: this rank has computed as many as the others
-        problem = str(e)
+    for split in sums:
+        try:
+            for i, (x, y) in enumerate(reader.evaluation(split, sequences)):
+                with clock("evaluation"), autocast:
+                    sums[split] += model(x, y, 1.0)[1].to(number_dtype(device))  # the sum over the targets
+                if stop.in_evaluation(i, device, checkpoint_s):
+                    break
+        except DataError as e:  # raised after the last micro-batch: this rank has computed as many as the others
+            problems.append(str(e))
+        if stop.agreed:
+            break
     model.train()
     parallel.reshard(model)
-    raise_together(problem)
+    raise_together("; ".join(problems))
     copies = reader.mesh.data_size * reader.mesh.cp  # ranks with different tokens
-    total = gather_number(total, device).mean().item() * copies
-    return None if stop.agreed else total / (sequences * reader.block_size)
+    totals = [over_ranks.mean().item() * copies for over_ranks in gather_numbers(SplitSums(**sums), device).read()]
+    train_loss, val_loss = (total / (sequences * reader.block_size) for total in totals)
+    return None if stop.agreed else (train_loss, val_loss)
 
 
 def raise_together(problem: str) -> None:

@@ -77,7 +77,9 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
         weights = 4 * shard + size * (n if zero == 2 else gathered)
         gradients = 4 * shard + size * (gathered if reduces_always else n)
     if cost["cpu_offload"]:
-        weights, gradients, moments = weights - 4 * shard, gradients - 4 * shard, 0
+        weights, moments = weights - 4 * shard, 0
+        if cost["grad_sync"] != "auto":  # which adds up the shards of the gradients on the device
+            gradients -= 4 * shard
     own = shard if zero >= 2 else n
     if keeps_errors(cost["grad_compression"]) and cost["world_size"] > islands:
         moments += 4 * own  # the errors
@@ -138,6 +140,8 @@ def memory_report(cost: dict) -> str:
         options["--cuda_graphs=False"] = {"cuda_graphs": False}
     if cost["zero"] >= 2 or cost["fsdp"]:
         options["--cpu_offload=True"] = {"cpu_offload": True}
+    if cost["cpu_offload"] and cost["grad_sync"] == "auto":
+        options["--grad_sync=every"] = {"grad_sync": "every"}
     totals = {flags: memory_estimate(cost | changes)["total"] for flags, changes in options.items()}
     lower = [f"{flags} {total:.2f}" for flags, total in totals.items() if total < parts["total"]]
     text = "GB on each rank, estimated: " + ", ".join(f"{name} {part:.2f}" for name, part in parts.items())

@@ -94,14 +94,16 @@ class Mesh:
         """Whether a rank holds only some of the layers or experts, or parts of matrices."""
         return self.pp > 1 or self.tp > 1 or self.ep > 1
 
-    def connect(self, device_type: str, shards: bool) -> None:
+    def connect(self, device_type: str, shards: bool, offloads: bool = False) -> None:
         """
         Create the process groups (all ranks).
 
         Args:
             shards: fully_shard needs a mesh even for a single rank.
+            offloads: with cpu_offload, it needs an axis of replicas even for a single one, see data.no_sync.
         """
-        sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or (shards and a == "dp_shard")}
+        kept = {"dp_shard": shards, "dp_replicate": shards and offloads}
+        sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or kept.get(a)}
         if len(sizes) > 1 or shards:  # for one axis the default group will do
             self.devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             for axis in sizes:
@@ -133,7 +135,7 @@ class Mesh:
     def fsdp_mesh(self, has_replicas: bool, *shard_axes: str) -> DeviceMesh:
         """The mesh for fully_shard: one axis, or (replicas, shards) for HSDP if has_replicas (all ranks)."""
         shards = self.submesh(*shard_axes)
-        if self.dp_replicate == 1 or not has_replicas:
+        if not has_replicas or "dp_replicate" not in self.devices.mesh_dim_names:
             return shards
         return self.devices["dp_replicate", shards.mesh_dim_names[0]]
 

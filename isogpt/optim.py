@@ -250,7 +250,8 @@ def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, 
             optimizer.step()
         if scaler.is_enabled():  # it knows of this rank's gradients only
             for overflowed in scaler._found_inf_per_device(optimizer).values():
-                overflowed.copy_(~numbers.is_finite)
+                # on the GPU also for an optimizer that decides on the CPU: copying to the GPU would wait for it
+                overflowed.copy_(~gathered.on(overflowed.device).is_finite)
     scaler.update()
 
 

@@ -20,7 +20,16 @@ import torch
 import torch.nn as nn
 
 from isogpt import run_folder
-from isogpt.agree import StepNumbers, do_together, exit_together, gather_number, is_main
+from isogpt.agree import (
+    Gathered,
+    Number,
+    StepNumbers,
+    do_together,
+    exit_together,
+    gather_number,
+    gather_numbers,
+    is_main,
+)
 from isogpt.files import recorded
 from isogpt.launch import agent_start, environment_without_launcher
 from isogpt.loader import Reader
@@ -54,6 +63,7 @@ class Stop:
     time_limit_s: float = 0
     signal: int = 0
     agreed: int = 0  # the code that all ranks stop by
+    asked: Gathered[Number] | None = None  # the codes of an evaluation that are read at a later micro-batch
 
     def code(self, step_s: float = 0.0, checkpoint_s: float = 0.0) -> int:
         """
@@ -71,12 +81,16 @@ class Stop:
 
     def in_evaluation(self, micro_batch: int, device: torch.device, checkpoint_s: float) -> bool:
         """
-        Whether to stop, asked after each micro-batch of an evaluation (all ranks). A GPU is asked every eighth time,
-        since the answer waits for it.
+        Whether to stop, asked after each micro-batch of an evaluation (all ranks). With a GPU, the ranks ask each other
+        at every fourth one and read the answer four later: reading it at once would wait for all queued work.
         """
-        if device.type != "cpu" and micro_batch % 8:
+        if device.type == "cpu":
+            return self.decide(gather_number(self.code(checkpoint_s=checkpoint_s), device)) != 0
+        if micro_batch % 4:
             return False
-        return self.decide(gather_number(self.code(checkpoint_s=checkpoint_s), device)) != 0
+        answer = self.asked if micro_batch else None  # at the first micro-batch: of an earlier evaluation
+        self.asked = gather_numbers(Number(self.code(checkpoint_s=checkpoint_s)), device)
+        return answer is not None and self.decide(answer.read().value) != 0
 
     def reason(self) -> str:
         """The agreed code's name."""

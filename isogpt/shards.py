@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from isogpt.files import load_pickle, reason_of
-from isogpt.hardware import synchronize
 from isogpt.parallel.parts import Part
 from isogpt.run_folder import damaged_file
 
@@ -38,11 +37,13 @@ METADATA = {
 }  # fmt: skip
 
 
-def start_write(folder: Path, weights: dict[str, Part], state: dict[str, dict[str, Part]],
-                group: dist.ProcessGroup | None, device: torch.device) -> Future:  # fmt: skip
-    """Start to write this rank's parts into folder (all ranks of group); returns when they have been copied."""
-    content = {name: part.copy() for name, part in flat(weights, state).items()}
-    synchronize(device)
+def copies(weights: dict[str, Part], state: dict[str, dict[str, Part]]) -> dict[str, Part]:
+    """Copies of this rank's parts on the CPU, see `flat`: complete when the device has been waited for."""
+    return {name: part.copy() for name, part in flat(weights, state).items()}
+
+
+def start_write(folder: Path, content: dict[str, Part], group: dist.ProcessGroup | None) -> Future:
+    """Start to write `copies` of this rank's parts into folder (all ranks of group)."""
     background = ThreadPoolExecutor(1, thread_name_prefix="shards")
     return background.submit(dcp.save, content, storage_writer=Writer(folder), planner=SavePlanner(**FLAT),
                              process_group=group)  # fmt: skip

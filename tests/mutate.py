@@ -32,8 +32,7 @@ MUTATIONS = {
         "isogpt/agree.py", "columns = rows.view(-1, len(mine)).T",
         "columns = mine[:, None].expand(-1, len(rows) // len(mine))", PARITY),
     "all-reduce: of the evaluation": (
-        "isogpt/evaluation.py", "total = gather_number(total, device).mean().item() * copies", "total = total * copies",
-        PARITY),
+        "isogpt/evaluation.py", "over_ranks.mean().item() * copies for", "over_ranks[0].item() * copies for", PARITY),
     "share: its weight in the gradient": (
         "train.py", "loss_divisor = share.island_sequences * block_size / copies",
         "loss_divisor = share.micro_steps * share.rows * block_size", PARITY),

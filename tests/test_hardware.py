@@ -1,4 +1,4 @@
-"""Devices: their peaks and utilization, and deterministic algorithms."""
+"""Devices: their peaks and utilization, deterministic algorithms, and how often the host waits for a GPU."""
 
 import subprocess
 import sys
@@ -6,10 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from runs import REPO
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogpt import devices, hardware
-from isogpt.hardware import known_gpu
+from isogpt import agree, checkpoint, devices, evaluation, hardware, optim, resilience
+from isogpt.hardware import Clock, known_gpu
+from isogpt.mesh import Mesh
+from isogpt.parallel import compression, data, gradients
+from isogpt.parallel.pipeline import Pipeline
+from model import GPT, GPTConfig
+
+CPU = torch.device("cpu")
 
 # a device's name, its peak, and the entry of devices.HARDWARE for plans
 NAMES = [
@@ -129,3 +137,168 @@ def test_the_data_set_is_not_counted_as_memory(tmp_path):
     command = [sys.executable, "-c", READS_ALL, str(tmp_path)]
     grown = float(subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout)
     assert grown < 0.1, "of 0.4 GB"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# how often the host waits for a GPU
+
+
+class Reads(TorchDispatchMode):
+    """Lists the operators that would wait for a GPU: numbers that the host reads, and copies between devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        is_copy = (
+            func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device", args[0].device) != args[0].device
+        )
+        if is_copy or func is torch.ops.aten._local_scalar_dense.default:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(**changes):
+    """The numbers of a step of two ranks, as if a GPU had computed them, and how often the host has waited for it."""
+    waits = []
+    numbers = dict(loss=4.0, grad_square=4.0, step_ms=1.0, data_ms=1.0, memory_gb=1.0, forward_ms=1.0, stop=0.0,
+                   bytes_sent=0.0, loss_scale=1.0) | changes  # fmt: skip
+    columns = torch.tensor([[value] * 2 for value in numbers.values()], dtype=torch.float64)
+    arrived = SimpleNamespace(synchronize=lambda: waits.append("event"))
+    return agree.Gathered(agree.StepNumbers, columns, columns.clone(), arrived), waits
+
+
+@pytest.mark.parametrize("loss", [4.0, torch.inf])
+def test_the_optimizers_and_the_loop_wait_once_for_a_steps_numbers(loss):
+    """Muon decides on the CPU, and so does the loop. float16's flags stay where they are."""
+    model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False, arch="nanochat"), 0)
+    optimizers = optim.make_optimizers(model, "muon", 0, 0.1, 1e-3, (0.9, 0.95), 0.02)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))[1]).backward()
+    for part in optimizers:
+        scaler.unscale_(part)
+    numbers, waits = gathered(loss=loss)
+    moved = [p for group in optimizers[1].param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in moved]
+    optim.step(optimizers, scaler, numbers, 1.0)
+    assert numbers.read().loss.tolist() == [loss, loss] and waits == ["event"]
+    is_finite = loss == 4.0
+    assert all(torch.equal(p, b) != is_finite for p, b in zip(moved, before, strict=True))
+    assert scaler.get_scale() == (65536.0 if is_finite else 32768.0)
+
+
+def test_a_pipeline_does_not_read_float16s_loss_scale():
+    pipeline = Pipeline.__new__(Pipeline)
+    pipeline.mesh, pipeline.clock, pipeline.device, pipeline.micro_steps = SimpleNamespace(pp=2), Clock(CPU), CPU, 2
+    pipeline.has_first = pipeline.has_last = True
+    pipeline.scaler = torch.amp.GradScaler("cpu")
+
+    def run(x, target, losses, return_outputs):
+        losses += [pipeline.scaler.scale(torch.tensor(loss)) for loss in (1.0, 2.5)]
+
+    pipeline.schedule = SimpleNamespace(step=run)
+    batches = iter([(torch.zeros(1, 4), torch.zeros(1, 4))] * 2)
+    with Reads() as reads:
+        loss = pipeline.step(batches)
+    assert reads.found == [] and loss.item() == 7.0
+
+
+def test_signs_are_coded_with_tables_that_are_on_the_device():
+    with Reads() as reads:
+        codes = compression.encode(torch.empty(2, 512, device="meta"), "sign")
+        assert compression.decode(codes, "sign").shape == (2, 512)
+    assert reads.found == []
+
+
+def test_a_save_waits_once_for_the_check_of_the_weights_and_for_all_copies(monkeypatch):
+    model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
+    optimizers = [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
+    saver = checkpoint.Saver("out", 2, Mesh(), zero=0, model_args={}, config={})
+    waits, wpe = [], model.transformer.wpe.weight
+    monkeypatch.setattr(checkpoint, "synchronize", waits.append)
+    monkeypatch.setattr(checkpoint.run_folder, "check_owner", lambda *args: None)
+    with Reads() as reads, torch.no_grad():
+        copied = saver.copy(model, optimizers)
+        assert waits == []
+        saver.check(model, 3)
+        assert waits == [CPU]
+        wpe[0, 0] = torch.nan
+        with pytest.raises(ValueError, match=r"weights are not finite at step 3 \(transformer.wpe.weight\)"):
+            saver.check(model, 3)
+    assert reads.found == []
+    assert (
+        copied["model"].keys() == model.state_dict().keys()
+        and copied["model"]["transformer.wpe.weight"].isfinite().all()
+    )
+
+
+def test_the_norms_of_all_gradients_are_read_together():
+    """After a step that was not finite."""
+    model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
+    model(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))[1].backward()
+    with Reads() as reads:
+        norms = gradients.gradient_norms(model)
+    assert reads.found == []
+    assert norms == {name: p.grad.double().norm().item() for name, p in model.named_parameters()}
+
+
+def test_an_evaluation_reads_both_losses_together(monkeypatch):
+    """Its micro-batches are not waited for."""
+    calls = []
+    monkeypatch.setattr(evaluation, "gather_numbers", lambda *args: calls.append(args) or agree.gather_numbers(*args))
+    model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
+    x, y = torch.zeros(2, 8, dtype=torch.int64), torch.arange(16).view(2, 8)
+    read = {"train": [(x, y)], "val": [(x, y), (y, x)]}
+    reader = SimpleNamespace(device=CPU, mesh=Mesh(), block_size=8, evaluation=lambda split, sequences: read[split])
+    stop = SimpleNamespace(agreed=0, in_evaluation=lambda *args: False)
+    with Reads() as reads:
+        losses = evaluation.evaluate(model, reader, 4, torch.autocast("cpu", enabled=False), stop, Clock(CPU), 0.0)
+    assert len(calls) == 1 and len(reads.found) == 2, "the means on the CPU"
+    sums = [sum(model(*batch, 1.0)[1].double().item() for batch in batches) for batches in read.values()]
+    assert losses == tuple(total / 32 for total in sums)
+
+
+def test_an_evaluation_on_a_gpu_asks_for_a_stop_in_advance(monkeypatch):
+    """The answer is read four micro-batches later, when it has arrived."""
+    asked, read = [], []
+
+    def gather(number, device):
+        mine = number.value
+        asked.append(mine)
+        answer = agree.Number(torch.tensor([float(mine), 0.0]))
+        return SimpleNamespace(read=lambda: read.append(mine) or answer)
+
+    monkeypatch.setattr(resilience, "gather_numbers", gather)
+    stop, gpu = resilience.Stop(), torch.device("cuda")
+    assert not any(stop.in_evaluation(i, gpu, 0.0) for i in range(9))
+    assert asked == [0, 0, 0] and read == [0, 0]
+    stop.signal = 15
+    assert not stop.in_evaluation(12, gpu, 0.0) and stop.in_evaluation(16, gpu, 0.0) and stop.agreed == 15
+    stop.asked, stop.signal = None, 0
+    assert not stop.in_evaluation(0, gpu, 0.0), "no answer of an earlier evaluation is read"
+
+
+def test_offloaded_gradients_are_copied_to_the_cpu_at_the_last_micro_step(monkeypatch):
+    """Before that, each of them would be added on the CPU, and the host would wait for its copy."""
+    x, y = torch.zeros(2, 8, dtype=torch.int64), torch.arange(16).view(2, 8)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = Mesh()
+        mesh.connect("cpu", shards=True, offloads=True)
+        model = GPT(GPTConfig(8, 16, 2, 2, 8, bias=False), 0)
+        data.shard(model, mesh, CPU, 3, torch.float32, True, 1, "1f1b")
+        expected = None
+        for adds_shards in (False, True):
+            for batch in ((x, y), (y, x)):
+                with data.no_sync(model, adds_shards) if batch[0] is x else data.nullcontext():
+                    model(*batch, 1.0)[1].backward()
+                if batch[0] is x:
+                    assert all(p.grad is None for p in model.parameters())
+            grads = [p.grad.full_tensor() for p in model.parameters()]
+            model.zero_grad()
+            expected = expected or grads
+        for grad, other in zip(grads, expected, strict=True):
+            torch.testing.assert_close(grad, other)
+    finally:
+        dist.destroy_process_group()

@@ -151,6 +151,15 @@ def test_cuda_graphs_keep_gradients_twice():
     assert f"--cuda_graphs=False {without['total']:.2f}" in memory.memory_report(cost | {"cuda_graphs": True})
 
 
+def test_offloading_adds_up_gradients_on_the_device_unless_they_are_reduced_in_every_micro_step():
+    settings = DEFAULTS | {"zero": 3, "cpu_offload": True}
+    cost = memory.cost_of(settings, asdict(GPTConfig(bias=False)), 12, "bfloat16", 4, "cuda")
+    on_device, on_cpu = (memory.memory_estimate(cost | {"grad_sync": value}) for value in ("auto", "every"))
+    shard = 4 * memory.parameter_counts(cost["model_args"])[0] / 4 / 1e9
+    assert on_device["gradients"] - on_cpu["gradients"] == pytest.approx(shard)
+    assert f"--grad_sync=every {on_cpu['total']:.2f}" in memory.memory_report(cost)
+
+
 def test_what_compression_and_islands_keep():
     args = GPT(GPTConfig(8, 65, 2, 2, 32)).describe()
     n = memory.parameter_counts(args)[0]

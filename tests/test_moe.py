@@ -258,8 +258,8 @@ def test_the_numbers_in_the_record():
             entropy -= (probs * probs.log()).sum().item() / (2 * 7 * 16)
             auxiliary += sum(auxiliary_of(s, model.config) for s in scores[:rows].detach()).item() / 7
         model(idx, targets, 112.0)
-    assert take_routing(model, False) is None
-    found = metrics.routing_record(take_routing(model, True), 112)
+    assert take_routing(model, False, torch.device("cpu")) is None
+    found = metrics.routing_record(take_routing(model, True, torch.device("cpu")), 112)
     assert model.routing is None and tokens.sum() == 2 * 2 * 112
     assert found.pop("dead_experts") == ["1.3"] and found.pop("dropped_tokens") == 0
     expected = {"expert_tokens_min": 0, "expert_tokens_mean": 56, "expert_tokens_max": tokens.max().item(),

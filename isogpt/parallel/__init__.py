@@ -115,21 +115,22 @@ def init_weights(model: nn.Module, seed: int) -> None:
         part.put(model.initial_weight(name, part.shape, seed))
 
 
-def take_routing(model: nn.Module, is_logged: bool) -> Tensor | None:
+def take_routing(model: nn.Module, is_logged: bool, device: torch.device) -> Tensor | None:
     """
     What the model's routers have done since the last logged step, over all ranks and divided by the number of tokens
-    (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged.
+    (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged. From a GPU the
+    copy is only queued: it has arrived when numbers that were gathered after it have.
     """
     c = model.config
     if not c.n_expert or not is_logged:
         return None
     sums, model.routing = model.routing, None
     if sums is None:  # only the last rank of a pipeline knows them
-        sums = torch.zeros(c.n_layer, c.n_expert + 2, device=next(model.parameters()).device)
+        sums = torch.zeros(c.n_layer, c.n_expert + 2, device=device)
     if dist.is_initialized():
         dist.all_reduce(sums)
     tokens = sums[:, 2:].sum(1, keepdim=True) / c.n_expert_active  # (L, 1)
-    return (sums / tokens).cpu()
+    return copy_to_cpu(sums / tokens)
 
 
 def check_weights(model: nn.Module, step: int, on_error: Callable, island: int = 0) -> None:

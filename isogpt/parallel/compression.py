@@ -10,6 +10,7 @@ gradients before the exchange.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,6 @@ from isogpt.parallel.parts import Part, is_sharded, is_split, local, part_of, sp
 
 BLOCKS = {"int8": 256, "sign": 64}  # elements with one scale
 KEPT = {"sign": 0.3}  # the part of the errors that is added to the next gradient, where it is not all of them
-BITS = 2 ** torch.arange(8, dtype=torch.uint8)
-SIGNS = (torch.arange(256)[:, None] & BITS).ne(0).float() * 2 - 1  # (256, 8): those that a byte stands for
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWERSGD_START = 2  # torch's hook reduces whole gradients before this step
 POWERSGD_GAIN = 12  # matrices that would not shrink to 1/12 are sent whole: small embeddings train badly at low rank
@@ -262,7 +261,7 @@ def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Te
         content = levels.clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     else:
         scales = blocks.abs().mean(-1, keepdim=True)
-        bits = (blocks >= 0).view(rows, -1, 8) * BITS.to(x.device)
+        bits = (blocks >= 0).view(rows, -1, 8) * bit_values(x.device)
         content = bits.sum(-1, dtype=torch.uint8)
     return torch.cat((content.view(rows, -1), scales.view(rows, -1).view(torch.uint8)), 1)
 
@@ -279,8 +278,21 @@ def decode(codes: Tensor, kind: str) -> Tensor:
     if kind == "int8":
         values = content.contiguous().view(torch.int8).float()
     else:
-        values = F.embedding(content.int(), SIGNS.to(codes.device))
+        values = F.embedding(content.int(), signs_of_bytes(codes.device))
     return values.view(rows, blocks, BLOCKS[kind]).mul_(scales).view(rows, -1)
+
+
+@cache
+def bit_values(device: torch.device) -> Tensor:
+    """What each bit of a byte counts (8,), made once for a device: a copy for each use would wait for a GPU."""
+    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+
+
+@cache
+def signs_of_bytes(device: torch.device) -> Tensor:
+    """The eight signs, -1 or 1, that each byte stands for (256, 8), made once for a device."""
+    is_set = torch.arange(256, device=device)[:, None] & bit_values(device)
+    return is_set.ne(0).float() * 2 - 1
 
 
 def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:

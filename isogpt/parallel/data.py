@@ -67,18 +67,23 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module, adds_shards: bool = False) -> Iterator[None]:
     """
     A micro-step whose backward adds to the local gradients and does not reduce them over the ranks: DDP's no_sync, or
     FSDP2's set_requires_gradient_sync(False).
+
+    Args:
+        adds_shards: FSDP2 does reduce the gradients to shards, which it adds up on the device. Only the last micro-step
+            copies them to the CPU: with cpu_offload, adding to gradients there would wait for a GPU at each of them.
     """
-    is_fsdp = hasattr(model, "set_requires_gradient_sync")
-    if is_fsdp:
-        model.set_requires_gradient_sync(False)
+    switch = None
+    if hasattr(model, "set_requires_gradient_sync"):
+        switch = model.set_requires_all_reduce if adds_shards else model.set_requires_gradient_sync
+        switch(False)
     with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
         yield
-    if is_fsdp:
-        model.set_requires_gradient_sync(True)
+    if switch:
+        switch(True)
 
 
 def settle_gradients(model: nn.Module, cuda_graphs: bool, x: Tensor, y: Tensor, target_count: float,

@@ -101,7 +101,9 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     for name, p in model.named_parameters():
         if p.grad is not None:
             parts = part_of(p.grad, splits_of(p)).pieces
-            pieces |= {(name, offsets): piece.double().square().sum().item() for offsets, piece in parts}
+            pieces |= {(name, offsets): piece.double().square().sum() for offsets, piece in parts}
+    values = torch.stack(list(pieces.values())).tolist() if pieces else []  # one copy from the device
+    pieces = dict(zip(pieces, values, strict=True))
     squares = defaultdict(float)
     for (name, _), square in {k: v for found in gather_objects(pieces) for k, v in found.items()}.items():
         squares[name] += square

@@ -103,8 +103,14 @@ class Islands:
         ready = torch.cuda.current_stream().record_event() if changes[0].is_cuda else None
         self.pending = self.thread.submit(self.average, changes, self.averaged_at, ready)
 
-    def average(self, changes: list[Tensor], step: int, ready: "torch.cuda.Event | None") -> list[Tensor]:
-        """The mean of each change over the islands (in the background)."""
+    def average(self, changes: list[Tensor], step: int,
+                ready: "torch.cuda.Event | None") -> tuple[list[Tensor], "torch.cuda.Event | None"]:  # fmt: skip
+        """
+        The mean of each change over the islands (in the background).
+
+        Returns:
+            (the means, the event after which a GPU has computed them)
+        """
         device = changes[0].device
         generator = torch.Generator(device).manual_seed(step * dist.get_world_size() + self.mesh.rank)
         with torch.cuda.stream(torch.cuda.Stream(device) if ready else None):
@@ -114,9 +120,8 @@ class Islands:
                 flat = torch.cat([change.flatten() for change in bucket])
                 mean = mean_over(flat, self.compression, self.group, generator)
                 torch._foreach_copy_(bucket, views_of(mean, bucket))
-            if ready:
-                torch.cuda.current_stream().synchronize()
-        return changes
+            done = torch.cuda.current_stream().record_event() if ready else None
+        return changes, done
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -124,7 +129,10 @@ class Islands:
         if not self.pending:
             return
         reshard(self.model)
-        changes, self.pending = self.pending.result(), None
+        changes, done = self.pending.result()
+        self.pending = None
+        if done:
+            torch.cuda.current_stream().wait_event(done)  # the GPU waits, not the host
         for (name, sent), change in zip(self.sent.items(), changes, strict=True):
             weight, p = local(self.weights[name]), local(self.params[name])
             momentum = local(self.momentum[name]).mul_(self.outer_momentum).add_(change)
@@ -135,7 +143,9 @@ class Islands:
     def wait(self) -> None:
         """Wait for the background (all ranks)."""
         if self.pending:
-            self.pending.result()
+            _, done = self.pending.result()
+            if done:
+                done.synchronize()
 
     @contextmanager
     @torch.no_grad()

@@ -219,7 +219,8 @@ class Pipeline:
         with self.clock("pipeline"):
             self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         total = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
-        return total * (self.mesh.pp / self.scaler.get_scale())
+        scale = self.scaler.scale(torch.ones((), device=self.device))  # its get_scale() would wait for the GPU
+        return total * self.mesh.pp / scale
 
     @torch.no_grad()
     def forward(self, idx: Tensor, targets: Tensor | None = None, target_count: float | None = None,
