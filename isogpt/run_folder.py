@@ -524,7 +524,7 @@ def mark_preempted(out_dir: str, step: int, reason: str) -> None:
 
 def continue_from(out_dir: str, found: Found) -> None:
     """
-    Prepare the folder for a run that resumes from `found`: rename newer step folders, which are damaged or were not
+    Prepare the folder for a run that resumes from `found`: rename newer checkpoints, which are damaged or were not
     chosen, since they must not count as kept; and turn a bare ckpt.pt into a step folder, so that the first checkpoint
     does not overwrite it.
     """
@@ -542,8 +542,24 @@ def continue_from(out_dir: str, found: Found) -> None:
         if step_of(folder) > found.step:
             kind = "damaged" if damage(folder) else "abandoned"
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
+    if found.manifest:
+        abandon_bare(out, found.step)
     folder = step_folder(out, found.step)
     link(out, folder, best_folder(out, read_manifest(folder)))
+
+
+def abandon_bare(out: Path, step: int) -> None:
+    """
+    Rename a ckpt.pt that is not a link, such as export.py writes from shards, if `newest` would prefer it to the step
+    folder that a run resumes from: the next resume would use it, or a link would replace it.
+    """
+    bare = out / "ckpt.pt"
+    if not bare.is_file() or bare.is_symlink():
+        return
+    with suppress(ValueError):  # what cannot be read is never chosen
+        state = read_file(bare)
+        if "isogpt" not in state or state["iter_num"] > step:
+            os.rename(bare, free_name(out, "abandoned_ckpt.pt"))
 
 
 def free_name(out: Path, name: str, first: int = 0) -> Path:
