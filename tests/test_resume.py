@@ -157,7 +157,7 @@ def test_resume_from_a_chosen_step(zygote, work):
 
 
 def test_an_exported_file_of_abandoned_steps_is_not_resumed(zygote, work):
-    """A ckpt.pt that export.py wrote from shards is further on than the chosen step: the next resume does not use it."""
+    """The next resume does not use a ckpt.pt that export.py wrote from shards of a later step than the chosen one."""
     args, out = ["--out_dir=out", "--zero=3", "--save_interval=2", "--keep_last=0"], work / "out"
     zygote.train([*args, "--max_iters=5"], work)
     export.convert(str(out), "ckpt.pt")
