@@ -372,7 +372,7 @@ def write_meta(files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, so
     if is_table:
         encoding = "latin-1" if vocabulary.kind == "bytes" else None
         stoi = {token.encode(encoding) if encoding else token: i for token, i in vocabulary.content.items()}
-        itos = {i: token for token, i in reversed(stoi.items())}
+        itos = {i: token.encode(encoding) if encoding else token for i, token in vocabulary.tokens.items()}
         files["meta.pkl"].write(pickle.dumps({"vocab_size": size, "itos": itos, "stoi": stoi}))
     if vocabulary.kind == "tokenizer.json":
         files["tokenizer.json"].write(vocabulary.content.encode())

@@ -1,21 +1,28 @@
 """What token ids mean: read from metadata, recorded by a run, and used by sample.py, export.py and prepare.py."""
 
 import collections
+import io
 import json
 import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from runs import REPO, TINY, script, script_that_fails
 
+sys.path.insert(0, str(REPO / "data"))
+
+import bins
+
 import export
 from isogpt import loader, tokenizer, vocabulary
-from isogpt.run_vocabulary import vocabulary_of_weights
+from isogpt.run_vocabulary import vocabulary_for_run, vocabulary_of_weights
 from isogpt.vocabulary import Vocabulary
 
 TEXT = "hello world\n" * 300
@@ -117,6 +124,48 @@ def test_metadata_that_does_not_say_what_the_ids_mean(tmp_path):
             tokenizer.load(found)
     assert vocabulary.resolve(None, 50304, "it") == Vocabulary("tiktoken", "gpt2")
     assert "it does not say what they mean, and 300 ids" in vocabulary.resolve(None, 300, "it").content
+
+
+def test_metadata_of_different_data_sets(tmp_path):
+    """A meta.pkl that does not belong to our meta.json is an error; a tokenizer.json that is missing is no encoding."""
+    ours = {"dtype": "uint16", "vocab_size": 4, "tokenizer": "char", "tokenizer_size": 4, "source": {}}
+    dataset(tmp_path, "abcd" * 100)
+    (tmp_path / "meta.json").write_text(json.dumps(ours))
+    assert loader.open_dataset(str(tmp_path), 16).vocabulary.size == 4
+    dataset(tmp_path, "abc" * 100)
+    with pytest.raises(ValueError, match=r"meta\.pkl contains 3 tokens, but meta\.json says 4: they come from diff"):
+        loader.open_dataset(str(tmp_path), 16)
+    (tmp_path / "meta.json").write_text(json.dumps(ours | {"tokenizer": "tokenizer.json"}))
+    found = loader.open_dataset(str(tmp_path), 16).vocabulary
+    assert found.kind == "unknown" and "a tokenizer.json, but" in found.content
+
+
+def test_a_vocabulary_that_the_data_knows_only_in_part():
+    """The run keeps its own; and ids of which nothing is known, too few for GPT-2's, have a note."""
+    whole, part = Vocabulary("table", ABC), Vocabulary("table", {"a": 0, "b": 1})
+    run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
+    data = SimpleNamespace(vocabulary=part, folder="data/part", highest=1, digest="")
+    source = SimpleNamespace(run=run)
+    for is_resume in (True, False):
+        assert vocabulary_for_run(data, source, "out", 3, is_resume) == (whole, [])
+    data.vocabulary = Vocabulary("table", ABC | {"d": 3})
+    assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
+    data.vocabulary, data.highest = None, 57
+    found, (note,) = vocabulary_for_run(data, None, "scratch", 50304, False)
+    assert found == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest one is 57" in note
+    assert note.endswith("--vocab_size=58")
+    data.highest = 50256
+    assert vocabulary_for_run(data, None, "scratch", 50304, False) == (found, [])
+
+
+def test_ids_with_the_same_text_are_kept_by_prepare():
+    """The metadata that bins.py writes decodes every id of a run's vocabulary."""
+    words = Vocabulary("table", {"a": 0, "b": 1}, aliases={"a": [2]})
+    for kind in ("table", "bytes"):
+        files = {name: io.BytesIO() for name in ("train.bin", "val.bin", "meta.pkl", "meta.json")}
+        bins.write_meta(files, replace(words, kind=kind), 3, {})
+        found = of_meta(pickle.loads(files["meta.pkl"].getvalue()) | json.loads(files["meta.json"].getvalue()))
+        assert found.tokens == {0: "a", 1: "b", 2: "a"} and found.content == words.content and found.kind == kind
 
 
 def test_plain_classes_in_a_pickle_are_read_and_others_are_not(tmp_path):
