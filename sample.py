@@ -113,6 +113,7 @@ with agree.exit_together():
         checkpoint.restore(source, model)
     else:
         checkpoint.load_weights(model, pretrained.state_dict())
+    checkpoint.check_finite(model, found.path if found else init_from)
 source = pretrained = None  # frees their memory
 model.eval().to(ranks.device)
 context = nullcontext()

@@ -281,6 +281,18 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     return is_same_kind and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
 
 
+def not_finite(model: nn.Module) -> list[str]:
+    """The names of the parameters of which this rank holds values that are not finite."""
+    return [name for name, p in model.named_parameters() if not local(p).isfinite().all()]
+
+
+def check_finite(model: nn.Module, where: object) -> None:
+    """Raise ValueError if weights from `where` are not finite: nanoGPT saves them too, and text of them means nothing."""
+    if bad := not_finite(model):
+        raise ValueError(f"weights in {where} are not finite ({some_of(bad)}), so that the model predicts nothing: use a "
+                         "checkpoint from before the loss became NaN")  # fmt: skip
+
+
 def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None,
             scaler: torch.amp.GradScaler | None = None, progress: Progress | None = None, seed: int = 0,
             island: tuple[int, int] = (0, 1)) -> None:  # fmt: skip
@@ -492,10 +504,8 @@ class Saver:
 
     def check(self, model: nn.Module, step: int) -> None:
         """Raise ValueError if weights are not finite, or another run owns the folder: no checkpoint must be written."""
-        bad = [name for name, p in model.named_parameters() if not local(p).isfinite().all()]
-        if bad:
-            names = ", ".join(bad[:3])
-            raise ValueError(f"weights are not finite at step {step} ({names}): no checkpoint was written")
+        if bad := not_finite(model):
+            raise ValueError(f"weights are not finite at step {step} ({some_of(bad)}): no checkpoint was written")
         if is_main():
             run_folder.check_owner(Path(self.out_dir), self.owner)
 

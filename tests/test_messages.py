@@ -552,6 +552,13 @@ def test_mistakes_of_sample_py(at, capsys):
     ]
     assert "--start is empty: give at least one character" in fails("--start=")
     assert "--start=FILE:none.txt cannot be read as text: [Errno 2]" in fails("--start=FILE:none.txt")
+    state = torch.load("out/ckpt.pt", weights_only=True)
+    state["model"]["transformer.wpe.weight"][0] = torch.nan
+    save_in(at.path / "bad/out", model=state["model"])
+    problem = "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so that the model predicts nothing: "
+    assert f"error: {problem}use a checkpoint from before the loss became NaN" in fails("--out_dir=bad/out", "--start=A")
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        export.convert("bad/out", "hf")
     shutil.rmtree("data")
     unknown = (
         "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say what they mean"
