@@ -136,7 +136,7 @@ with agree.exit_together():
 text = agree.broadcast(text)
 with agree.exit_together():
     try:
-        prompt = words.encode(text)
+        prompt = words.begin(text)
     except ValueError as e:
         raise ValueError(f"--start: {e}") from e
     if not prompt:

@@ -287,10 +287,10 @@ def not_finite(model: nn.Module) -> list[str]:
 
 
 def check_finite(model: nn.Module, where: object) -> None:
-    """Raise ValueError if weights from `where` are not finite: nanoGPT saves them too, and text of them means nothing."""
+    """Raise ValueError if weights from `where` are not finite: nanoGPT saves them too."""
     if bad := not_finite(model):
-        raise ValueError(f"weights in {where} are not finite ({some_of(bad)}), so that the model predicts nothing: use a "
-                         "checkpoint from before the loss became NaN")  # fmt: skip
+        problem = f"weights in {where} are not finite ({some_of(bad)}), so that the model predicts nothing"
+        raise ValueError(f"{problem}: use a checkpoint from before the loss became NaN")
 
 
 def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None,

@@ -555,8 +555,9 @@ def test_mistakes_of_sample_py(at, capsys):
     state = torch.load("out/ckpt.pt", weights_only=True)
     state["model"]["transformer.wpe.weight"][0] = torch.nan
     save_in(at.path / "bad/out", model=state["model"])
-    problem = "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so that the model predicts nothing: "
-    assert f"error: {problem}use a checkpoint from before the loss became NaN" in fails("--out_dir=bad/out", "--start=A")
+    problem = "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so that the model predicts nothing"
+    advice = "use a checkpoint from before the loss became NaN"
+    assert f"error: {problem}: {advice}\n" in fails("--out_dir=bad/out", "--start=A")
     with pytest.raises(ValueError, match=re.escape(problem)):
         export.convert("bad/out", "hf")
     shutil.rmtree("data")

@@ -325,6 +325,16 @@ def test_special_tokens_and_stop(at, capsys, zygote, work):
     words = tokenizer.load(Vocabulary("tokenizer.json", special_json()))
     plain = tokenizer.load(Vocabulary("tokenizer.json", special_json()), special_tokens=False)
     assert (words.encode("a<e>b"), plain.encode("a<e>b")) == ([0, 5, 1], [0, 2, 3, 4, 1])
+    # a prompt is continued: it does not end with the token that the tokenizer adds at the end of a document
+    for template, ids, begun in (
+        ("$A <e>", [0, 5, 1, 5], [0, 5, 1]),
+        ("<e> $A", [5, 0, 5, 1], [5, 0, 5, 1]),
+        ("<e> $A <e>", [5, 0, 5, 1, 5], [5, 0, 5, 1]),
+    ):
+        adding = tokenizer.load(Vocabulary("tokenizer.json", special_json(template)))
+        assert (adding.encode("a<e>b"), adding.begin("a<e>b")) == (ids, begun)
+    assert (adding.encode(""), adding.begin(""), adding.begin("a<e>")) == ([5, 5], [5], [5, 0, 5])
+    assert words.begin("a<e>b") == [0, 5, 1]
     assert tokenizer.cut_at("one STOP two STOP", "STOP", 0) == "one "
     assert tokenizer.cut_at("STOP two STOP", "STOP", 4) == "STOP two " and tokenizer.cut_at("one", "", 0) == "one"
     zygote.train(SHORT, work)
@@ -335,13 +345,14 @@ def test_special_tokens_and_stop(at, capsys, zygote, work):
     assert cut.partition("\n---")[0] == whole[0] + whole[1:].partition(letter)[0]
 
 
-def special_json():
-    """A tokenizer.json with the tokens a, b, <, e, > and the special token <e>."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def special_json(template="$A"):
+    """A tokenizer.json with the tokens a, b, <, e, > and the special token <e>, which it may add to a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     made = Tokenizer(models.WordLevel({c: i for i, c in enumerate("ab<e>")}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.add_special_tokens(["<e>"])
+    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<e>", 5)])
     return made.to_str()
 
 
