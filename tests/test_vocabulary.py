@@ -3,6 +3,7 @@
 import collections
 import io
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -156,6 +157,30 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     assert note.endswith("--vocab_size=58")
     data.highest = 50256
     assert vocabulary_for_run(data, None, "scratch", 50304, False) == (found, [])
+
+
+def test_no_tokens_beside_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
+    """A prepare.py that is killed between two renames leaves no data set; a file that is named twice is read once."""
+    (tmp_path / "a.txt").write_text("ABC" * 100)
+    texts = bins.read_documents(f"{tmp_path}/a.txt,{tmp_path}/./a.txt,{tmp_path}/*.txt")
+    assert list(texts) == ["ABC" * 100]
+    rename = os.replace
+    for last in range(4):
+        bins.write_text_dataset(tmp_path, "ABC" * 100, {})
+        renamed = []
+
+        def killed_later(old, new, last=last, renamed=renamed):
+            if len(renamed) == last:
+                raise InterruptedError
+            renamed.append(new)
+            rename(old, new)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", killed_later)
+            with pytest.raises(InterruptedError):
+                bins.write_text_dataset(tmp_path, "XYZ" * 100, {})
+        with pytest.raises(ValueError, match=r"no train\.bin in"):
+            loader.open_dataset(str(tmp_path), 16)
 
 
 def test_ids_with_the_same_text_are_kept_by_prepare():
