@@ -172,6 +172,16 @@ def test_an_exported_file_of_abandoned_steps_is_not_resumed(zygote, work):
     assert final(out / "abandoned_ckpt.pt_1")["iter_num"] == 3 and final(out)["iter_num"] == 5
 
 
+def test_an_older_ckpt_pt_that_a_user_puts_back_is_named_and_kept(zygote, work):
+    zygote.train(["--out_dir=out", "--save_interval=2", "--keep_last=0", "--max_iters=3"], work)
+    out = work / "out"
+    (out / "ckpt.pt").unlink()
+    shutil.copyfile(out / "step_00000002/ckpt.pt", out / "ckpt.pt")
+    text = zygote.train(["--out_dir=out", "--init_from=resume", "--max_iters=4"], work).text()
+    assert "warning: out/ckpt.pt, step 2, is not used, since step 4 is further on: to use the file, put it in" in text
+    assert final(out / "abandoned_ckpt.pt")["iter_num"] == 2 and final(out)["iter_num"] == 5
+
+
 def fresh_run(out, folder):
     """
     A folder to resume from at step 0 with the weights of `out` and without optimizer state: a reference for
