@@ -32,7 +32,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint records.
 
     Raises:
-        ValueError: there is no checkpoint, it has this form already, or its ids cannot be decoded.
+        ValueError: there is no checkpoint, it has this form already, its ids cannot be decoded, or, for 'hf', its
+            weights are not finite.
     """
     found, damaged = run_folder.best(out_dir) if form == "hf" else run_folder.newest(out_dir)
     if not found:
@@ -50,6 +51,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     parallel.materialize(model, torch.device("cpu"))
     if form == "hf":
         checkpoint.restore(source, model)
+        checkpoint.check_finite(model, found.path)
         return write_hf(out_dir, model, vocabulary_of_run(source.run, Path(out_dir), dataset))
     optimizers = optimizers_of(model, source.run["config"])
     checkpoint.restore(source, model, optimizers)

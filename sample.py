@@ -113,6 +113,7 @@ with agree.exit_together():
         checkpoint.restore(source, model)
     else:
         checkpoint.load_weights(model, pretrained.state_dict())
+    checkpoint.check_finite(model, found.path if found else init_from)
 source = pretrained = None  # frees their memory
 model.eval().to(ranks.device)
 context = nullcontext()
@@ -125,13 +126,17 @@ else:
 if compile:
     model.compile()
 
-# the prompt (all ranks)
+# the prompt (rank 0 reads it: a pipe, such as FILE:/dev/stdin, can be read only once)
+text = None
 with agree.exit_together():
-    if ranks.is_main and (note := settings.note_about_prompt(start)):
-        print(f"note: {note}", file=sys.stderr)
-    text = settings.read_prompt(start)
+    if ranks.is_main:
+        for note in settings.notes_about_text(start, stop):
+            print(f"note: {note}", file=sys.stderr)
+        text = settings.read_prompt(start)
+text = agree.broadcast(text)
+with agree.exit_together():
     try:
-        prompt = words.encode(text)
+        prompt = words.begin(text)
     except ValueError as e:
         raise ValueError(f"--start: {e}") from e
     if not prompt:

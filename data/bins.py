@@ -115,7 +115,8 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
         if not files:
             raise ValueError(f"--data_files: no file matches '{pattern}', e.g. --data_files='texts/*.txt,more.jsonl'")
         found |= files
-    paths = [Path(name) for name in sorted(found)]
+    different = {os.path.realpath(name): name for name in sorted(found, reverse=True)}  # a.txt and ./a.txt are one file
+    paths = [Path(name) for name in sorted(different.values())]
     for path in paths:  # check all of them before reading the first one, which can take hours
         if path.suffix.lower() not in readers:
             raise ValueError(f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}")
@@ -212,7 +213,9 @@ def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
 @contextmanager
 def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
     """Open temporary files for writing, by name. On exit, sync them to disk and move them to `folder`, in the order of
-    `names`. An exception leaves `folder` unchanged."""
+    `names`. An exception while they are written leaves `folder` unchanged. An earlier file with the last of several
+    names is deleted before the others are replaced: after a kill it is missing, and no earlier file belongs to a new
+    one."""
     with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
         with ExitStack() as stack:
             files = {name: stack.enter_context(open(Path(temporary, name), "wb")) for name in names}
@@ -220,6 +223,9 @@ def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
+        if len(names) > 1:
+            (folder / names[-1]).unlink(missing_ok=True)
+            sync_folder(folder)
         for name in names:
             if name == "meta.json" and "meta.pkl" not in names:
                 (folder / "meta.pkl").unlink(missing_ok=True)  # vocabulary of a previous character data set
@@ -278,7 +284,7 @@ def write_text_dataset(folder: Path, text: str, source: dict, tokenizer: str = "
     source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
     vocabulary = characters_of(text) if tokenizer == "char" else find_vocabulary(tokenizer)
     words = load_words(vocabulary, tokenizer, special_tokens)
-    with atomic_files(folder, "train.bin", "val.bin", *names_of(vocabulary)) as files:
+    with atomic_files(folder, *names_of(vocabulary)) as files:
         files["train.bin"].write(pack_ids(words.encode(text[:cut]), words.n_ids))
         files["val.bin"].write(pack_ids(words.encode(text[cut:]), words.n_ids))
         return write_meta(files, vocabulary, words.n_ids, source)
@@ -334,7 +340,7 @@ def write_documents(folder: Path, documents: Iterable[str], source: dict, vocabu
         problem = f"the tokenizer has no {vocabulary.end_of_text} to end documents with"
         raise ValueError(f"{problem}: set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text")
     count = 0
-    with atomic_files(folder, "train.bin", "val.bin", *names_of(vocabulary)) as files:
+    with atomic_files(folder, *names_of(vocabulary)) as files:
         for count, ids in enumerate(tokenize(documents, words, num_proc), 1):
             files["val.bin" if goes_to_val(seed, count - 1, val_fraction) else "train.bin"].write(ids)
         if count < 2:
@@ -354,13 +360,13 @@ def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
 
 
 def names_of(vocabulary: Vocabulary) -> list[str]:
-    """The files of a data set's metadata, in the order in which they are written: meta.json is the last."""
+    """The files of a data set in the order in which they are written: train.bin, which train.py looks for, is last."""
     kinds = {
         "table": ["meta.pkl"],
         "bytes": ["meta.pkl"],
         "tokenizer.json": ["tokenizer_config.json", "tokenizer.json"],
     }
-    return [*kinds.get(vocabulary.kind, []), "meta.json"]
+    return ["val.bin", *kinds.get(vocabulary.kind, []), "meta.json", "train.bin"]
 
 
 def write_meta(files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, source: dict, **counts: int) -> dict:
@@ -372,7 +378,7 @@ def write_meta(files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, so
     if is_table:
         encoding = "latin-1" if vocabulary.kind == "bytes" else None
         stoi = {token.encode(encoding) if encoding else token: i for token, i in vocabulary.content.items()}
-        itos = {i: token for token, i in reversed(stoi.items())}
+        itos = {i: token.encode(encoding) if encoding else token for i, token in vocabulary.tokens.items()}
         files["meta.pkl"].write(pickle.dumps({"vocab_size": size, "itos": itos, "stoi": stoi}))
     if vocabulary.kind == "tokenizer.json":
         files["tokenizer.json"].write(vocabulary.content.encode())

@@ -50,7 +50,6 @@ def split(folder: Path, val_fraction: float) -> dict[str, int]:
         raise ValueError(f"--val_fraction={val_fraction} of {len(tokens):,} tokens leaves train.bin or val.bin empty")
     if source == train:
         os.replace(train, whole)
-    train.unlink(missing_ok=True)  # from a previous division
     parts = {"val.bin": tokens[cut:], "train.bin": tokens[:cut]}
     with atomic_files(folder, *parts) as files:
         for name, part in parts.items():

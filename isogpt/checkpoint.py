@@ -294,6 +294,21 @@ def same_values(a: Tensor, b: Tensor) -> bool:
     return is_same_kind and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
 
 
+def not_finite(model: nn.Module) -> list[str]:
+    """The names of the parameters of which this rank holds values that are not finite. Waits for the device once."""
+    flags = {name: local(p).isfinite().all() for name, p in model.named_parameters()}
+    is_finite = copy_to_cpu(torch.stack(list(flags.values())))
+    synchronize(next(model.parameters()).device)
+    return [name for name, ok in zip(flags, is_finite.tolist(), strict=True) if not ok]
+
+
+def check_finite(model: nn.Module, where: object) -> None:
+    """Raise ValueError if weights from `where` are not finite: nanoGPT saves them too."""
+    if bad := not_finite(model):
+        problem = f"weights in {where} are not finite ({some_of(bad)}), so that the model predicts nothing"
+        raise ValueError(f"{problem}: use a checkpoint from before the loss became NaN")
+
+
 def restore(source: Source, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None,
             scaler: torch.amp.GradScaler | None = None, progress: Progress | None = None, seed: int = 0,
             island: tuple[int, int] = (0, 1)) -> None:  # fmt: skip
@@ -529,13 +544,8 @@ class Saver:
         Wait for the device, and raise ValueError if weights are not finite, or another run owns the folder: no
         checkpoint must be written. Returns a sentence if the folder was lost, else ''.
         """
-        flags = {name: local(p).isfinite().all() for name, p in model.named_parameters()}
-        is_finite = copy_to_cpu(torch.stack(list(flags.values())))
-        synchronize(next(model.parameters()).device)
-        bad = [name for name, ok in zip(flags, is_finite.tolist(), strict=True) if not ok]
-        if bad:
-            names = ", ".join(bad[:3])
-            raise ValueError(f"weights are not finite at step {step} ({names}): no checkpoint was written")
+        if bad := not_finite(model):
+            raise ValueError(f"weights are not finite at step {step} ({some_of(bad)}): no checkpoint was written")
         if not is_main():
             return ""
         run_folder.check_owner(Path(self.out_dir), self.owner)

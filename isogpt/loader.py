@@ -126,7 +126,7 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     splits = map_splits(folder, found, known_size, block_size)
     for split, tokens in splits.items():
         recorded = found.get(f"{split}_tokens", len(tokens))
-        if recorded != len(tokens):  # prepare.py was killed between two renames
+        if recorded != len(tokens):  # some of the files were copied or written by themselves
             problem = f"{folder / split}.bin has {len(tokens)} tokens, but meta.json says {recorded}"
             todo = how_to_repair(folder)
             raise ValueError(f"{problem}: they come from different prepare.py runs; {todo}")

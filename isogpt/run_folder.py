@@ -298,7 +298,7 @@ def newest(out_dir: str, step: int = -1) -> tuple[Found | None, list[str]]:
         step: only this step's checkpoint; -1: the newest.
 
     Returns:
-        (the checkpoint or None, a sentence for each newer one that is damaged)
+        (the checkpoint or None, a sentence for each newer one that is damaged, and for a bare one that is older)
     """
     out, reports, found = Path(out_dir), [], None
     for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
@@ -319,8 +319,12 @@ def newest(out_dir: str, step: int = -1) -> tuple[Found | None, list[str]]:
         state = read_file(bare, verify=True)
     except ValueError as e:
         return found, reports if linked else [*reports, str(e)]
-    if "isogpt" not in state or (not linked and state["iter_num"] > (found.step if found else -1)):
+    step = found.step if found else -1
+    if "isogpt" not in state or (not linked and state["iter_num"] > step):
         return open_bare(bare, state), reports
+    if not linked and state["iter_num"] < step:
+        reports.append(f"{bare}, step {state['iter_num']}, is not used, since step {step} is further on: to use the "
+                       "file, put it in an empty folder, and set --out_dir= to the folder")  # fmt: skip
     return found, reports
 
 
@@ -591,7 +595,7 @@ def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
 
 def continue_from(out_dir: str, found: Found) -> None:
     """
-    Prepare the folder for a run that resumes from `found`: rename newer step folders, which are damaged or were not
+    Prepare the folder for a run that resumes from `found`: rename newer checkpoints, which are damaged or were not
     chosen, since they must not count as kept; and turn a bare ckpt.pt into a step folder, so that the first checkpoint
     does not overwrite it.
     """
@@ -609,8 +613,26 @@ def continue_from(out_dir: str, found: Found) -> None:
         if step_of(folder) > found.step:
             kind = "damaged" if damage(folder) else "abandoned"
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
+    if found.manifest:
+        abandon_bare(out, found)
     folder = step_folder(out, found.step)
     link(out, folder, best_folder(out, read_manifest(folder)))
+
+
+def abandon_bare(out: Path, found: Found) -> None:
+    """
+    Rename a ckpt.pt that is not a link, such as export.py writes from shards, if `newest` would prefer it to the step
+    folder that a run resumes from, or if a link would replace it.
+    """
+    bare = out / "ckpt.pt"
+    if not bare.is_file() or bare.is_symlink():
+        return
+    with suppress(ValueError):  # what cannot be read is never chosen
+        state = read_file(bare)
+        is_preferred = "isogpt" not in state or state["iter_num"] > found.step
+        is_replaced = found.path.is_file() and state["iter_num"] != found.step
+        if is_preferred or is_replaced:
+            os.rename(bare, free_name(out, "abandoned_ckpt.pt"))
 
 
 def free_name(out: Path, name: str, first: int = 0) -> Path:

@@ -10,6 +10,8 @@ from isogpt.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from isogpt.checkpoint import Source
 
+FEW_IDS = 1000  # a page of text has larger ids in GPT-2's vocabulary, and smaller ones if they are characters
+
 
 def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
     """
@@ -98,6 +100,13 @@ def vocabulary_for_run(
         again = f"prepare the data set with the vocabulary of the run, --tokenizer={weights}"
         new = f"start a new run from its weights, with --init_from={weights} and a new --out_dir"
         raise ValueError(f"{notes[0]}: {again}; or {new}")
+    elif before and (now.size or 0) < (before.size or 0):
+        now = before  # text that was prepared again may contain only the first of the run's tokens
+    is_taken_for_gpt2 = not data.vocabulary and now.kind == "tiktoken" and not is_resume
+    if is_taken_for_gpt2 and data.highest < FEW_IDS:
+        notes.append(f"{data.folder} does not say what its token ids mean: they are taken for GPT-2's, although the "
+                     f"highest one is {data.highest}. If they are not, copy the meta.pkl of its prepare.py there, or "
+                     f"set --vocab_size={data.highest + 1}")  # fmt: skip
     if is_resume and measures_of(source.run).get("digest") not in (None, data.digest):
         notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
     return now, notes

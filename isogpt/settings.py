@@ -308,12 +308,15 @@ def check_sampling(config: dict) -> None:
     report(problems)
 
 
-def note_about_prompt(start: str) -> str:
-    """What a user should know about sample.py's `start`, or nothing. The text itself may mean a backslash and an n."""
-    if "\\n" not in start or start.startswith("FILE:"):
-        return ""
-    quoted = shlex.quote(json.dumps(start.replace("\\n", "\n"), ensure_ascii=False))
-    return f"--start contains \\n as two characters: for a line break, type --start={quoted}"
+def notes_about_text(start: str, stop: str) -> list[str]:
+    """What a user should know about sample.py's `start` and `stop`. The text itself may mean a backslash and an n."""
+    found = []
+    for name, text in (("start", start), ("stop", stop)):
+        is_file = name == "start" and text.startswith("FILE:")
+        if "\\n" in text and not is_file:
+            quoted = shlex.quote(json.dumps(text.replace("\\n", "\n"), ensure_ascii=False))
+            found.append(f"--{name} contains \\n as two characters: for a line break, type --{name}={quoted}")
+    return found
 
 
 def read_prompt(start: str) -> str:

@@ -26,12 +26,15 @@ class Tokenizer:
     encode(text) gives the ids of a text, decode(ids) the text of ids.
 
     Args:
+        begin: as encode, for a text that is to be continued: without the tokens that a tokenizer.json is configured to
+            add at the end, after which a model begins a new document.
         n_ids: the highest id + 1.
         end_of_text: the id that ends a document; None if there is no such token.
         note: what a user should know about the way in which text is divided; usually empty.
     """
 
     encode: Callable[[str], list[int]]
+    begin: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     n_ids: int
     end_of_text: int | None = None
@@ -59,7 +62,7 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
         bpe = load_encoding(vocabulary.content)
         special = "all" if special_tokens else set()
         encode = partial(bpe.encode, allowed_special=special, disallowed_special=())
-        return Tokenizer(encode, bpe.decode, bpe.n_vocab, bpe._special_tokens.get(END_OF_TEXT))
+        return Tokenizer(encode, encode, bpe.decode, bpe.n_vocab, bpe._special_tokens.get(END_OF_TEXT))
     if vocabulary.kind == "tokenizer.json":
         return load_json(vocabulary, special_tokens)
     return load_table(vocabulary)
@@ -83,15 +86,24 @@ def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
     tokenizer = parse_json(vocabulary.content)
     tokenizer.encode_special_tokens = not special_tokens
 
-    def encode(text: str) -> list[int]:
+    def encoding_of(text: str) -> "tokenizers.Encoding":
         try:
-            return tokenizer.encode(text).ids
+            return tokenizer.encode(text)
         except Exception as e:  # tokenizers raises this class
             raise ValueError(f"the tokenizer cannot encode the text: {e}") from e
 
+    def encode(text: str) -> list[int]:
+        return encoding_of(text).ids
+
+    def begin(text: str) -> list[int]:
+        encoding = encoding_of(text)
+        of_text = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+        last = max(of_text, default=0)  # of no text: the token at the start
+        return encoding.ids[: last + 1]
+
     decode = partial(tokenizer.decode, skip_special_tokens=False)
     n_ids = max(tokenizer.get_vocab().values()) + 1
-    return Tokenizer(encode, decode, n_ids, tokenizer.token_to_id(vocabulary.end_of_text))
+    return Tokenizer(encode, begin, decode, n_ids, tokenizer.token_to_id(vocabulary.end_of_text))
 
 
 def parse_json(text: str) -> "tokenizers.Tokenizer":
@@ -137,7 +149,7 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
     note = "the tokens of the vocabulary are words: they are joined with spaces" if is_words else ""
     if not is_words and not are_characters:
         note = "some tokens of the vocabulary are longer than a character: text is cut into the longest ones that match"
-    return Tokenizer(encode, decode, vocabulary.size, ids.get(END_OF_TEXT), note)
+    return Tokenizer(encode, encode, decode, vocabulary.size, ids.get(END_OF_TEXT), note)
 
 
 def contains_words(vocabulary: Vocabulary) -> bool:

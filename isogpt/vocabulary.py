@@ -117,12 +117,14 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     the metadata, or of the encoding or the file that the metadata names. None if nothing says what the ids mean.
 
     Raises:
-        ValueError: a file cannot be read.
+        ValueError: a file cannot be read, or meta.json and meta.pkl do not belong together.
     """
     values = {plain(name): value for name, value in meta.items()}
     is_ours = "tokenizersize" in values  # prepare.py wrote the metadata, which says what counts
     if (not is_ours or meta["tokenizer"] == "tokenizer.json") and (found := of_folder(folder)):
         return found
+    if is_ours and meta["tokenizer"] == "tokenizer.json":
+        return Vocabulary("unknown", f"they are those of a tokenizer.json, but {folder} contains none")
     if is_ours and meta["tokenizer"] != "char":
         return Vocabulary("tiktoken", meta["tokenizer"])
     tables = [values[name] for name in (*TO_TOKENS, *TO_IDS) if isinstance(values.get(name), dict | list | tuple)]
@@ -131,7 +133,11 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     known = [name.lower() for name in names if name.lower() in ENCODINGS]
     # a table beside the name of an encoding may contain only the tokens of one split, each decoded by itself
     if tables and not (known and lacks_tokens(tables, vocab_size_of(meta))):
-        return of_tables(tables)
+        found = of_tables(tables)
+        if is_ours and found.size not in (None, meta["tokenizer_size"]):
+            problem = f"{folder / 'meta.pkl'} contains {found.size} tokens, but meta.json says {meta['tokenizer_size']}"
+            raise ValueError(f"{problem}: they come from different prepare.py runs; run it again")
+        return found
     if known:
         return Vocabulary("tiktoken", known[0])
     if not names or names == ["tiktoken"]:

@@ -197,7 +197,7 @@ CASES = {
     "json-dtype": Case([], ["meta.json", "'int8'", "uint16", "uint32"], ONE, data(meta_json=b'{"dtype": "int8"}')),
     "json-vocab": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": "many"}')),
     "json-null": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": null}')),
-    # prepare.py was killed between two renames
+    # files of different prepare.py runs
     "json-counts": Case([], ["train.bin", "prepare.py"], ONE, data(meta_json=json.dumps(
         {"train_tokens": 99999, "dtype": "uint16", "vocab_size": 65, "tokenizer": "char", "tokenizer_size": 65,
          "source": {}}).encode())),

@@ -375,11 +375,11 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
 
 
 def test_files_appear_in_order(tmp_path, monkeypatch):
-    """The metadata is last: it marks a complete data set."""
+    """train.bin is last: it marks a complete data set."""
     order, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
     bins.write_text_dataset(tmp_path, "some text", {})
-    assert order == ["train.bin", "val.bin", "meta.pkl", "meta.json"]
+    assert order == ["val.bin", "meta.pkl", "meta.json", "train.bin"]
     assert sorted(order) == sorted(contents(tmp_path))
 
 

@@ -573,12 +573,12 @@ def test_prompts_of_sample_py(at, capsys, monkeypatch):
     Path("p.txt").write_text("A", encoding="utf-16")
     with pytest.raises(ValueError, match=r"^--start=FILE:p.txt cannot be read as text: 'utf-8' .*; save it in UTF-8$"):
         settings.read_prompt("FILE:p.txt")
-    assert [settings.note_about_prompt(text) for text in ("A\n", "FILE:\\new.txt", "")] == ["", "", ""]
+    assert not any(settings.notes_about_text(text, "") for text in ("A\n", "FILE:\\new.txt", ""))
     for text in ("ROMEO:\\n", 'it\'s \\n "so"', "\u00e9\\n"):
-        note = settings.note_about_prompt(text)
-        typed = note.removeprefix(r"--start contains \n as two characters: for a line break, type ")
-        settings_of_sample = configurator.configure({"__file__": str(REPO / "sample.py")}, shlex.split(typed))
-        assert settings_of_sample["start"] == text.replace("\\n", "\n")
+        for name, note in zip(("start", "stop"), settings.notes_about_text(text, text), strict=True):
+            typed = note.removeprefix(rf"--{name} contains \n as two characters: for a line break, type ")
+            settings_of_sample = configurator.configure({"__file__": str(REPO / "sample.py")}, shlex.split(typed))
+            assert settings_of_sample[name] == text.replace("\\n", "\n")
     save_in(at.path / "out")
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A\\n"]).err.splitlines()
     note = """note: --start contains \\n as two characters: for a line break, type --start='"A\\n"'"""
@@ -605,6 +605,14 @@ def test_mistakes_of_sample_py(at, capsys):
     ]
     assert "--start is empty: give at least one character" in fails("--start=")
     assert "--start=FILE:none.txt cannot be read as text: [Errno 2]" in fails("--start=FILE:none.txt")
+    state = torch.load("out/ckpt.pt", weights_only=True)
+    state["model"]["transformer.wpe.weight"][0] = torch.nan
+    save_in(at.path / "bad/out", model=state["model"])
+    problem = "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so that the model predicts nothing"
+    advice = "use a checkpoint from before the loss became NaN"
+    assert f"error: {problem}: {advice}\n" in fails("--out_dir=bad/out", "--start=A")
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        export.convert("bad/out", "hf")
     shutil.rmtree("data")
     unknown = (
         "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say what they mean"

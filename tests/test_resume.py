@@ -11,6 +11,7 @@ import torch
 from runs import TINY, column, records
 from test_parity import same
 
+import export
 from isogpt import metrics, precision, run_folder
 from isogpt.checkpoint import Progress
 from isogpt.launch import Ranks
@@ -18,8 +19,9 @@ from isogpt.launch import Ranks
 DROPOUT = ["--dropout=0.1", "--max_iters=39", "--save_interval=7", "--gradient_accumulation_steps=4", "--batch_size=3"]
 
 
-def final(out_dir):
-    return torch.load(out_dir / "ckpt.pt", weights_only=True)
+def final(path):
+    """The state in a run's newest ckpt.pt, or in this file."""
+    return torch.load(path / "ckpt.pt" if path.is_dir() else path, weights_only=True)
 
 
 def assert_same_bits(a, b):
@@ -152,6 +154,32 @@ def test_resume_from_a_chosen_step(zygote, work):
         assert not run_folder.damage(out / folder)
     found, reports = run_folder.newest(str(out))
     assert found.step == 20 and not reports, "abandoned checkpoints do not count"
+
+
+def test_an_exported_file_of_abandoned_steps_is_not_resumed(zygote, work):
+    """The next resume does not use a ckpt.pt that export.py wrote from shards of a later step than the chosen one."""
+    args, out = ["--out_dir=out", "--zero=3", "--save_interval=2", "--keep_last=0"], work / "out"
+    zygote.train([*args, "--max_iters=5"], work)
+    export.convert(str(out), "ckpt.pt")
+    zygote.train([*args, "--init_from=resume", "--resume_step=2", "--max_iters=3"], work)
+    assert final(work / "out/abandoned_ckpt.pt")["iter_num"] == 6 and not (out / "ckpt.pt").exists()
+    run = zygote.train([*args, "--init_from=resume", "--max_iters=4"], work)
+    assert "from out/step_00000004, step 4" in run.text() and "iter 4: loss" in run.text()
+    # nor is a file of nanoGPT lost, for which a link is put
+    state = {k: v for k, v in final(out / "abandoned_ckpt.pt").items() if k != "isogpt"} | {"iter_num": 3}
+    torch.save(state, out / "ckpt.pt")
+    zygote.train(["--out_dir=out", "--init_from=resume", "--resume_step=4", "--max_iters=4"], work)
+    assert final(out / "abandoned_ckpt.pt_1")["iter_num"] == 3 and final(out)["iter_num"] == 5
+
+
+def test_an_older_ckpt_pt_that_a_user_puts_back_is_named_and_kept(zygote, work):
+    zygote.train(["--out_dir=out", "--save_interval=2", "--keep_last=0", "--max_iters=3"], work)
+    out = work / "out"
+    (out / "ckpt.pt").unlink()
+    shutil.copyfile(out / "step_00000002/ckpt.pt", out / "ckpt.pt")
+    text = zygote.train(["--out_dir=out", "--init_from=resume", "--max_iters=4"], work).text()
+    assert "warning: out/ckpt.pt, step 2, is not used, since step 4 is further on: to use the file, put it in" in text
+    assert final(out / "abandoned_ckpt.pt")["iter_num"] == 2 and final(out)["iter_num"] == 5
 
 
 def fresh_run(out, folder):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -53,6 +54,18 @@ def test_two_ranks_report_a_mistake_once(zygote, trained, wrong):
     run = zygote.start([*ARGS, wrong], trained, 2, script="sample.py").wait(ok=False)
     lines = [line for line in run.text().splitlines() if ", val loss " not in line]
     assert run.codes == [1, 1] and len(lines) == 1 and lines[0].startswith("error: "), run.text()
+
+
+def test_a_prompt_from_a_pipe(zygote, trained):
+    """A pipe can be read only once: all ranks get what rank 0 reads."""
+    prompt, name = "hello there " * 3, trained / "pipe"
+    os.mkfifo(name)
+    args = [*ARGS, "--num_samples=2", f"--start=FILE:{name}"]
+    run = zygote.start(args, trained, 2, script="sample.py")
+    with open(name, "w") as pipe:
+        pipe.write(prompt)
+    # a second reader would wait for a second writer
+    assert run.wait(30).samples().count(prompt) == 2
 
 
 def test_the_speed(at, capsys):

@@ -1,21 +1,29 @@
 """What token ids mean: read from metadata, recorded by a run, and used by sample.py, export.py and prepare.py."""
 
 import collections
+import io
 import json
+import os
 import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from runs import REPO, TINY, script, script_that_fails
 
+sys.path.insert(0, str(REPO / "data"))
+
+import bins
+
 import export
 from isogpt import loader, tokenizer, vocabulary
-from isogpt.run_vocabulary import vocabulary_of_weights
+from isogpt.run_vocabulary import vocabulary_for_run, vocabulary_of_weights
 from isogpt.vocabulary import Vocabulary
 
 TEXT = "hello world\n" * 300
@@ -117,6 +125,72 @@ def test_metadata_that_does_not_say_what_the_ids_mean(tmp_path):
             tokenizer.load(found)
     assert vocabulary.resolve(None, 50304, "it") == Vocabulary("tiktoken", "gpt2")
     assert "it does not say what they mean, and 300 ids" in vocabulary.resolve(None, 300, "it").content
+
+
+def test_metadata_of_different_data_sets(tmp_path):
+    """A meta.pkl that does not belong to our meta.json is an error; a tokenizer.json that is missing is no encoding."""
+    ours = {"dtype": "uint16", "vocab_size": 4, "tokenizer": "char", "tokenizer_size": 4, "source": {}}
+    dataset(tmp_path, "abcd" * 100)
+    (tmp_path / "meta.json").write_text(json.dumps(ours))
+    assert loader.open_dataset(str(tmp_path), 16).vocabulary.size == 4
+    dataset(tmp_path, "abc" * 100)
+    with pytest.raises(ValueError, match=r"meta\.pkl contains 3 tokens, but meta\.json says 4: they come from diff"):
+        loader.open_dataset(str(tmp_path), 16)
+    (tmp_path / "meta.json").write_text(json.dumps(ours | {"tokenizer": "tokenizer.json"}))
+    found = loader.open_dataset(str(tmp_path), 16).vocabulary
+    assert found.kind == "unknown" and "a tokenizer.json, but" in found.content
+
+
+def test_a_vocabulary_that_the_data_knows_only_in_part():
+    """The run keeps its own; and ids of which nothing is known, too few for GPT-2's, have a note."""
+    whole, part = Vocabulary("table", ABC), Vocabulary("table", {"a": 0, "b": 1})
+    run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
+    data = SimpleNamespace(vocabulary=part, folder="data/part", highest=1, digest="")
+    source = SimpleNamespace(run=run)
+    for is_resume in (True, False):
+        assert vocabulary_for_run(data, source, "out", 3, is_resume) == (whole, [])
+    data.vocabulary = Vocabulary("table", ABC | {"d": 3})
+    assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
+    data.vocabulary, data.highest = None, 57
+    found, (note,) = vocabulary_for_run(data, None, "scratch", 50304, False)
+    assert found == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest one is 57" in note
+    assert note.endswith("--vocab_size=58")
+    data.highest = 50256
+    assert vocabulary_for_run(data, None, "scratch", 50304, False) == (found, [])
+
+
+def test_no_tokens_beside_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
+    """A prepare.py that is killed between two renames leaves no data set; a file that is named twice is read once."""
+    (tmp_path / "a.txt").write_text("ABC" * 100)
+    texts = bins.read_documents(f"{tmp_path}/a.txt,{tmp_path}/./a.txt,{tmp_path}/*.txt")
+    assert list(texts) == ["ABC" * 100]
+    rename = os.replace
+    for last in range(4):
+        bins.write_text_dataset(tmp_path, "ABC" * 100, {})
+        renamed = []
+
+        def killed_later(old, new, last=last, renamed=renamed):
+            if len(renamed) == last:
+                raise InterruptedError
+            renamed.append(new)
+            rename(old, new)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "replace", killed_later)
+            with pytest.raises(InterruptedError):
+                bins.write_text_dataset(tmp_path, "XYZ" * 100, {})
+        with pytest.raises(ValueError, match=r"no train\.bin in"):
+            loader.open_dataset(str(tmp_path), 16)
+
+
+def test_ids_with_the_same_text_are_kept_by_prepare():
+    """The metadata that bins.py writes decodes every id of a run's vocabulary."""
+    words = Vocabulary("table", {"a": 0, "b": 1}, aliases={"a": [2]})
+    for kind in ("table", "bytes"):
+        files = {name: io.BytesIO() for name in ("train.bin", "val.bin", "meta.pkl", "meta.json")}
+        bins.write_meta(files, replace(words, kind=kind), 3, {})
+        found = of_meta(pickle.loads(files["meta.pkl"].getvalue()) | json.loads(files["meta.json"].getvalue()))
+        assert found.tokens == {0: "a", 1: "b", 2: "a"} and found.content == words.content and found.kind == kind
 
 
 def test_plain_classes_in_a_pickle_are_read_and_others_are_not(tmp_path):
@@ -303,6 +377,16 @@ def test_special_tokens_and_stop(at, capsys, zygote, work):
     words = tokenizer.load(Vocabulary("tokenizer.json", special_json()))
     plain = tokenizer.load(Vocabulary("tokenizer.json", special_json()), special_tokens=False)
     assert (words.encode("a<e>b"), plain.encode("a<e>b")) == ([0, 5, 1], [0, 2, 3, 4, 1])
+    # a prompt is continued: it does not end with the token that the tokenizer adds at the end of a document
+    for template, ids, begun in (
+        ("$A <e>", [0, 5, 1, 5], [0, 5, 1]),
+        ("<e> $A", [5, 0, 5, 1], [5, 0, 5, 1]),
+        ("<e> $A <e>", [5, 0, 5, 1, 5], [5, 0, 5, 1]),
+    ):
+        adding = tokenizer.load(Vocabulary("tokenizer.json", special_json(template)))
+        assert (adding.encode("a<e>b"), adding.begin("a<e>b")) == (ids, begun)
+    assert (adding.encode(""), adding.begin(""), adding.begin("a<e>")) == ([5, 5], [5], [5, 0, 5])
+    assert words.begin("a<e>b") == [0, 5, 1]
     assert tokenizer.cut_at("one STOP two STOP", "STOP", 0) == "one "
     assert tokenizer.cut_at("STOP two STOP", "STOP", 4) == "STOP two " and tokenizer.cut_at("one", "", 0) == "one"
     zygote.train(SHORT, work)
@@ -313,13 +397,14 @@ def test_special_tokens_and_stop(at, capsys, zygote, work):
     assert cut.partition("\n---")[0] == whole[0] + whole[1:].partition(letter)[0]
 
 
-def special_json():
-    """A tokenizer.json with the tokens a, b, <, e, > and the special token <e>."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def special_json(template="$A"):
+    """A tokenizer.json with the tokens a, b, <, e, > and the special token <e>, which it may add to a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     made = Tokenizer(models.WordLevel({c: i for i, c in enumerate("ab<e>")}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.add_special_tokens(["<e>"])
+    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<e>", 5)])
     return made.to_str()
 
 
