@@ -214,7 +214,7 @@ explain_crashes(watchdog, out_dir, job, reader, memory_cost)
 compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
 optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_decay, learning_rate, (beta1, beta2),
                                    muon_lr, embedding_lr, torch_dtype, mesh)  # fmt: skip
-scaler = torch.amp.GradScaler(ranks.device.type, enabled=compute_dtype == "float16")
+scaler = precision.make_scaler(compute_dtype, next(raw_model.parameters()).device)
 # FSDP computes in torch_dtype by its own mixed-precision policy
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
 island = mesh.place("islands")  # (this rank's one, their number)

@@ -57,6 +57,22 @@ def common_dtype(dtypes: list[str]) -> str:
     return min(dtypes, key=BY_PRECISION.index)
 
 
+def make_scaler(dtype: str, device: torch.device) -> torch.amp.GradScaler:
+    """
+    What scales the loss for float16; does nothing with other dtypes.
+
+    GradScaler keeps its scale on the device of the first tensor that it scales. `unscale_` copies the inverse of the
+    scale to the gradients' device without waiting for the copy (torch 2.13). With cpu_offload, the gradients would be
+    multiplied by a number that has not arrived. Therefore, the scale is kept where the gradients are.
+
+    Args:
+        device: of the parameters and of their gradients.
+    """
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+    scaler.scale(torch.zeros((), device=device))  # creates the scale
+    return scaler
+
+
 def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
     """Process-wide switches: TF32 unless dtype is float32, and deterministic algorithms if asked for."""
     if device.type == "cuda":

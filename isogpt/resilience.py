@@ -252,6 +252,19 @@ class Spikes:
 
 
 @dataclass
+class Overflows:
+    """Detects float16 steps that are skipped in succession: the gradient overflows whatever the loss scale is."""
+
+    patience: int = 8  # the first steps of a run often overflow; by then the scale has fallen to 1/256
+    count: int = 0
+
+    def seen(self, is_finite: bool) -> bool:
+        """Whether this step is the last of `patience` skipped ones; once in each succession."""
+        self.count = 0 if is_finite else self.count + 1
+        return self.count == self.patience
+
+
+@dataclass
 class SlowRanks:
     """Detects a rank that stays well above the others in its own forward time, in data wait or in memory."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from runs import REPO
 
-from isogpt import devices, hardware
+from isogpt import devices, hardware, precision
 from isogpt.hardware import known_gpu
 
 # a device's name, its peak, and the entry of devices.HARDWARE for plans
@@ -85,6 +85,17 @@ def test_the_gpus_utilization_is_read_every_five_seconds(monkeypatch):
         assert hardware.utilization(torch.device("cuda", 0)) == 50
     assert len(asked) == 2
     hardware.read_utilization.cache_clear()
+
+
+def test_the_loss_scale_is_kept_where_the_gradients_are():
+    """With cpu_offload the loss is on a GPU, of which no number arrives without a wait: here the device meta."""
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.full((2,), 3 * 65536.0)
+    scaler = precision.make_scaler("float16", p.device)
+    assert scaler.scale(torch.ones((), device="meta")).is_meta
+    scaler.unscale_(torch.optim.AdamW([p]))
+    assert p.grad.tolist() == [3, 3] and scaler.get_scale() == 65536
+    assert not precision.make_scaler("bfloat16", p.device).is_enabled()
 
 
 def test_deterministic_means_inductor_too():
