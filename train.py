@@ -203,7 +203,7 @@ precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
 memory_cost = memory.cost_of(config, model_args, batch_size, compute_dtype, ranks.world_size, ranks.device.type)
 job = memory.job_of(memory_cost)
-micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
+micro_batch = min(agree.gather_objects(resilience.micro_batch_of(out_dir, job, batch_size)))
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
 saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,

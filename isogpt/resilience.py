@@ -313,8 +313,9 @@ def alert(command: str, record: dict, wait_s: float = 0) -> None:
 
 def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:
     """
-    The micro-batch size to use (rank 0): batch_size, or the smaller one that a previous attempt at the same job, see
-    memory.job_of, recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
+    The micro-batch size to use: batch_size, or the smaller one that a previous attempt at the same job, see
+    memory.job_of, recorded when it ran out of memory. The global batch and thus the loss curve stay the same. The rank
+    that ran out of memory may be on another machine: all ranks look, and the smallest size of all ranks is used.
     """
     rows = recorded(Path(out_dir) / MICRO_BATCH, job)
     return min(batch_size, rows) if isinstance(rows, int) else batch_size

@@ -441,6 +441,46 @@ def test_out_of_memory(at, capsys):
     ]
 
 
+NCCL = (
+    "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:"
+)
+FORMS = [
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14 GiB"),
+    (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be reported at some other call"),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    (dist.DistBackendError, f"{NCCL}\nCuda failure 2 'out of memory'"),
+    (RuntimeError, "[enforce fail at alloc_cpu.cpp:1] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    (RuntimeError, "MPS backend out of memory (MPS allocated: 5.00 GB, other allocations: 2.00 GB)"),
+    (RuntimeError, "HIP error: out of memory"),
+    (RuntimeError, "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
+]
+
+
+def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
+    """The first rank that has this problem explains it, whichever it is, and tells the others what ended it."""
+
+    def leave(status):
+        raise SystemExit(status)
+
+    at.set(os, "_exit", leave)
+    at.set(sys, "excepthook", sys.excepthook)
+    dog, store = tiny_watchdog(timeout_s=600, step=50), dist.HashStore()
+    dog.ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
+    for number, (kind, text) in enumerate(FORMS):
+        dog.store = dist.PrefixStore(str(number), store)
+        watchdogs.explain_crashes(dog, "out", {}, SimpleNamespace(share=loader.share_of(4, 0, 1, 4)), COST)
+        for is_first in (True, False):
+            with pytest.raises(SystemExit):
+                sys.excepthook(kind, kind(text), None)
+            said = capsys.readouterr().err
+            line = "Cuda failure 2 'out of memory'" if "NCCL" in text else text.splitlines()[0]
+            assert said.startswith(f"error: rank 3: out of memory with micro-batches of 4: {line}\nGB on") == is_first
+            assert is_first or not said
+        assert dog.errors() == {3: f"{kind.__name__}: {line}"}
+    assert not watchdogs.is_out_of_memory(RuntimeError("Triton: out of resource: shared memory, Required: 1"))
+
+
 def test_an_alert_that_cannot_be_started(at, capsys):
     def refuse(*args, **kw):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
