@@ -196,8 +196,8 @@ def test_cores_are_divided_among_ranks_with_gpus_too(monkeypatch):
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     monkeypatch.setattr(os, "environ", os.environ | variables)
     monkeypatch.setattr(launch, "pick_device", lambda *_: torch.device("cuda", 0))
-    for where, name in ((torch.cuda, "set_device"), (torch.cuda, "get_device_properties"), (network, "bind_to_gpu"),
-                        (network, "divide_cores")):  # fmt: skip
+    monkeypatch.setattr(launch, "gpu_identity", lambda device: ["T4", "GPU-1"])
+    for where, name in ((launch, "use_gpu"), (network, "divide_cores")):
         monkeypatch.setattr(where, name, Mock())
     assert launch.connect("cuda", "auto", 30).device.type == "cuda"
     (machine,), rank, local_world_size = network.divide_cores.call_args.args
