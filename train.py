@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import configure, fail
 from isogpt import agree, checkpoint, launch, layouts, loader, memory, metrics, optim, parallel, precision, resilience
@@ -236,10 +235,10 @@ pipeline = parallel.make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torc
 saver.exchange = exchange = parallel.make_exchange(raw_model, mesh, config, zero_stage)  # over slow networks
 model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
-if replicas and zero_stage < 2 and not pipeline:  # gradient_as_bucket_view: no copies of the gradients
+if replicas and zero_stage < 2 and not pipeline:
     with agree.exit_together():
         launch.check_debug_level()
-    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True, process_group=replicas)
+    model = parallel.replicate(raw_model, ddp_bucket_mb, replicas)
 
 # the run folder and the log (rank 0 claims the folder and writes the log)
 with agree.exit_together():
