@@ -10,6 +10,7 @@ from functorch.compile import make_boxed_func
 from runs import REPO
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from isogpt.parallel import recompute, replicate, settle_gradients
 from isogpt.parallel.compilation import compile_parts, compile_report
@@ -35,8 +36,17 @@ def test_buckets_of_any_size():
         model.compile(dynamic=False, backend="eager")
         ddp = replicate(model, 0.002, dist.group.WORLD)
         x = torch.zeros(2, 64, dtype=torch.long)
-        ddp(x, x, 128.0)[1].backward()
-        assert counters["stats"]["unique_graphs"] and len(ddp._get_ddp_logging_data()["bucket_sizes"].split(",")) > 1
+        buckets = []
+
+        def reduce(state, bucket):
+            buckets.append(bucket.index())
+            return allreduce_hook(state, bucket)
+
+        ddp.register_comm_hook(dist.group.WORLD, reduce)
+        for _ in range(2):  # after the first backward pass, DDP makes the buckets that are used from then on
+            buckets.clear()
+            ddp(x, x, 128.0)[1].backward()
+        assert counters["stats"]["unique_graphs"] and len(buckets) > 1
     finally:
         dist.destroy_process_group()
 

@@ -76,6 +76,25 @@ def test_a_planned_device_is_a_known_one():
         assert devices.HARDWARE[key].bytes_per_s == devices.BANDWIDTH * best
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_measuring_a_peak_leaves_no_trace_in_the_memory_of_a_step(monkeypatch, has_room):
+    gpu, allocated, peak = torch.device("cuda", 0), 5e9, [5e9]
+
+    def matmul(device, dtype):
+        peak[0] = allocated + 0.8e9
+        if not has_room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1e12
+
+    monkeypatch.setattr(hardware, "measured_matmul", matmul)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    expected = (1e12, "measured matmul") if has_room else (None, "unknown")
+    assert hardware.peak_flops(gpu, "float32") == expected
+    assert hardware.memory_gb(gpu) == 5
+
+
 def test_the_gpus_utilization_is_read_every_five_seconds(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 50)
