@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from isogpt import console, network
 from isogpt.agree import exit_together, gather_objects
+from isogpt.mesh import collectives_timeout
 
 # The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes before
 # Slurm, since mpirun inside a Slurm job starts its daemons with srun. DeepSpeed, accelerate and
@@ -85,10 +86,9 @@ class Ranks:
 
     def group_options(self, timeout_s: float) -> dict:
         """The arguments of init_process_group besides the backend; without a launcher, for a group of one process."""
-        nccl = "nccl" in self.backend
-        timeout = timedelta(seconds=timeout_s + 30 if nccl else timeout_s)  # the watchdog reports before NCCL aborts
-        return dict(rank=self.rank, world_size=self.world_size, store=self.store or dist.HashStore(), timeout=timeout,
-                    device_id=self.device if nccl else None)  # fmt: skip
+        return dict(rank=self.rank, world_size=self.world_size, store=self.store or dist.HashStore(),
+                    timeout=collectives_timeout(timeout_s, self.backend),
+                    device_id=self.device if "nccl" in self.backend else None)  # fmt: skip
 
 
 def rank_names(hosts: Sequence[str]) -> list[str]:

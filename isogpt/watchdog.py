@@ -31,6 +31,7 @@ from isogpt.metrics import Logger
 CONNECTION_LOST = (
     "closed by peer", "reset by peer", "remote peer", "timed out waiting", "connection was likely closed",
     "remote process exit", "ncclremoteerror", "ncclsystemerror", "broken pipe", "socket closed",
+    "communicator was aborted",
 )  # fmt: skip
 STORE_TIMEOUT_S = 5
 SILENT_S = 8  # how long a rank is silent before it counts as failed, if others also wait for something

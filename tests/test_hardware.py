@@ -8,8 +8,9 @@ import pytest
 import torch
 from runs import REPO
 
-from isogpt import devices, hardware, precision
+from isogpt import devices, hardware, mesh, precision
 from isogpt.hardware import known_gpu
+from isogpt.watchdog import is_connection_lost
 
 # a device's name, its peak, and the entry of devices.HARDWARE for plans
 NAMES = [
@@ -106,6 +107,37 @@ def test_the_gpus_utilization_is_read_every_five_seconds(monkeypatch):
     hardware.read_utilization.cache_clear()
 
 
+def test_dtypes_of_gpus(monkeypatch):
+    """ROCm reports capabilities too: (9, 0) for an MI50, which multiplies bfloat16 more slowly than float16."""
+    gpu, found = torch.device("cuda", 0), SimpleNamespace(gcnArchName="gfx906:sramecc+:xnack-")
+    capability = [(7, 5)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert precision.resolve_dtype("auto", gpu, previous="tf32") == "float16", "a T4"
+    capability[0] = (9, 0)
+    assert precision.best_dtype(gpu) == "bfloat16" and precision.resolve_dtype("tf32", gpu) == "tf32"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert precision.best_dtype(gpu) == "float16"
+    with pytest.raises(ValueError, match="'tf32' needs an NVIDIA GPU"):
+        precision.resolve_dtype("tf32", gpu)
+    found.gcnArchName = "gfx942:sramecc+:xnack-"
+    assert precision.best_dtype(gpu) == "bfloat16"
+
+
+def test_nccl_waits_longer_than_the_watchdog():
+    """NCCL's timeout ends the process: the watchdog reports before, whichever group hangs."""
+    assert mesh.collectives_timeout(600, "cpu:gloo,cuda:nccl").total_seconds() == 630
+    assert mesh.collectives_timeout(600, "gloo").total_seconds() == 600
+    limits = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "_set_pg_timeout", lambda timeout, group: limits.append(timeout.total_seconds()))
+        patch.setattr(mesh, "get_backend_config", lambda group: group)
+        for group in ("cpu:gloo,cuda:nccl", "cpu:gloo"):
+            mesh.Mesh(timeout_s=60).limit(group)
+    assert limits == [90, 60]
+    assert is_connection_lost(RuntimeError("NCCL communicator was aborted on rank 1. Original reason for failure: x"))
+
+
 def test_the_loss_scale_is_kept_where_the_gradients_are():
     """With cpu_offload the loss is on a GPU, of which no number arrives without a wait: here the device meta."""
     p = torch.nn.Parameter(torch.zeros(2))
@@ -121,7 +153,8 @@ def test_deterministic_means_inductor_too():
     """Inductor reads its switch when it is first used."""
     code = ("import torch; from isogpt import precision; "
             "precision.set_numerics(torch.device('cpu'), 'float32', deterministic=True); "
-            "import torch._inductor.config as c; assert c.deterministic; print('yes')")  # fmt: skip
+            "import torch._inductor.config as c; assert c.deterministic; "
+            "assert not torch.utils.deterministic.fill_uninitialized_memory; print('yes')")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.stdout == "yes\n", done.stderr
 
