@@ -6,6 +6,7 @@ Generate text with a trained model.
     python sample.py --out_dir=out --start=FILE:prompt.txt
     torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out      the samples are divided among the processes
     torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out --tp=2     the model is divided
+    torchrun --standalone --nproc_per_node=2 -- sample.py --start="def main("   -- since torchrun has a --start-method
 
 A sample's text depends on the seed and its number. It depends on the number of processes and samples only where
 rounding does.
@@ -35,7 +36,7 @@ out_dir = "out"  # the run's folder
 best = True  # use the checkpoint with the best val loss; False: the newest
 dataset = ""  # the data set whose vocabulary is used (empty: the vocabulary that the checkpoint records)
 # -- text -------------------------------------------------------------------------------------------------------------
-start = "\n"  # the prompt, or FILE:name of a file that contains it
+start = "\n"  # the prompt, or FILE:name of a file that contains it (with torchrun, type -- before sample.py)
 num_samples = 10  # number of samples; each process generates its share as one batch
 max_new_tokens = 500  # tokens to generate per sample
 temperature = 0.8  # below 1: less random, above 1: more random; 0: always the most likely token

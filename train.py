@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import configure, fail
 from isogpt import agree, checkpoint, launch, layouts, loader, memory, metrics, optim, parallel, precision, resilience
@@ -204,7 +203,7 @@ precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
 memory_cost = memory.cost_of(config, model_args, batch_size, compute_dtype, ranks.world_size, ranks.device.type)
 job = memory.job_of(memory_cost)
-micro_batch = agree.broadcast(resilience.micro_batch_of(out_dir, job, batch_size))
+micro_batch = min(agree.gather_objects(resilience.micro_batch_of(out_dir, job, batch_size)))
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
 saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
 reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
@@ -215,7 +214,7 @@ explain_crashes(watchdog, out_dir, job, reader, memory_cost)
 compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
 optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_decay, learning_rate, (beta1, beta2),
                                    muon_lr, embedding_lr, torch_dtype, mesh)  # fmt: skip
-scaler = torch.amp.GradScaler(ranks.device.type, enabled=compute_dtype == "float16")
+scaler = precision.make_scaler(compute_dtype, next(raw_model.parameters()).device)
 # FSDP computes in torch_dtype by its own mixed-precision policy
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
 island = mesh.place("islands")  # (this rank's one, their number)
@@ -237,10 +236,10 @@ pipeline = parallel.make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torc
 saver.exchange = exchange = parallel.make_exchange(raw_model, mesh, config, zero_stage)  # over slow networks
 model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
-if replicas and zero_stage < 2 and not pipeline:  # gradient_as_bucket_view: no copies of the gradients
+if replicas and zero_stage < 2 and not pipeline:
     with agree.exit_together():
         launch.check_debug_level()
-    model = DDP(raw_model, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True, process_group=replicas)
+    model = parallel.replicate(raw_model, ddp_bucket_mb, replicas)
 
 # the run folder and the log (rank 0 claims the folder and writes the log)
 with agree.exit_together():

@@ -96,7 +96,7 @@ def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
     is_there = [torch.is_tensor(v) and v.device.type == device.type for v in numbers]
     mine = torch.tensor([0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)],
                         dtype=number_dtype(device), pin_memory=device.type == "cuda")  # fmt: skip
-    mine = mine.to(device, non_blocking=True)  # (fields,)
+    mine = mine.to(device, non_blocking=device.type == "cuda")  # (fields,); MPS cannot pin memory
     for i, v in enumerate(numbers):
         if is_there[i]:
             mine[i] = v
@@ -206,8 +206,9 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     if not dist.is_initialized():
         sys.exit(1)
     with suppress(RuntimeError):  # other ranks may have left already
-        # a rank that leaves early makes the launcher kill those that have not printed yet
-        dist.barrier(async_op=True).wait(LEAVE_TIMEOUT)
+        # a rank that leaves early makes the launcher kill those that have not printed yet. A number on the CPU, since
+        # a barrier would use the GPU, which may be what has failed
+        dist.all_reduce(torch.zeros(1), async_op=True).wait(LEAVE_TIMEOUT)
     # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
     sys.stdout.flush()
     os._exit(1)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from isogpt import console, network
 from isogpt.agree import exit_together, gather_objects
+from isogpt.mesh import collectives_timeout
 
 # The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes before
 # Slurm, since mpirun inside a Slurm job starts its daemons with srun. DeepSpeed, accelerate and
@@ -86,10 +87,9 @@ class Ranks:
 
     def group_options(self, timeout_s: float) -> dict:
         """The arguments of init_process_group besides the backend; without a launcher, for a group of one process."""
-        nccl = "nccl" in self.backend
-        timeout = timedelta(seconds=timeout_s + 30 if nccl else timeout_s)  # the watchdog reports before NCCL aborts
-        return dict(rank=self.rank, world_size=self.world_size, store=self.store or dist.HashStore(), timeout=timeout,
-                    device_id=self.device if nccl else None)  # fmt: skip
+        return dict(rank=self.rank, world_size=self.world_size, store=self.store or dist.HashStore(),
+                    timeout=collectives_timeout(timeout_s, self.backend),
+                    device_id=self.device if "nccl" in self.backend else None)  # fmt: skip
 
 
 def rank_names(hosts: Sequence[str]) -> list[str]:
@@ -284,7 +284,8 @@ def island_count(ranks: Ranks) -> int:
 def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     """
     The device called `name`: 'auto' is cuda, else mps (a single process only: it has no collectives), else cpu; 'cuda'
-    is the GPU with the number of the local rank.
+    is the GPU with the number of the local rank. Schedulers may let each process see a GPU of its own only, which has
+    number 0 in every process: the numbers start again at 0. check_gpus finds processes that share a GPU.
 
     Raises:
         ValueError: it is not available.
@@ -299,10 +300,12 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
         if not has_cuda:
             raise ValueError("device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto")
         count = torch.cuda.device_count()
-        number = int(index) if index and world_size == 1 else local_rank
-        if number >= count:
-            raise ValueError(f"GPU {number} does not exist, this machine has {count}: start at most {count} processes")
-        return torch.device("cuda", number)
+        if world_size > 1 or not index:
+            return torch.device("cuda", local_rank % count)
+        if int(index) >= count:
+            names = ", ".join(f"cuda:{number}" for number in range(count))
+            raise ValueError(f"device is {name!r}, but torch finds only {names}")
+        return torch.device("cuda", int(index))
     if kind == "mps" and not has_mps:
         raise ValueError("device is 'mps', but torch does not find one: set --device=cpu or --device=auto")
     if kind == "mps" and world_size > 1:
@@ -313,16 +316,82 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
 def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     """
     The argument `backend` of init_process_group. With NCCL there is gloo too, for tensors on the CPU: checkpoints and
-    offloaded state.
+    offloaded state. Where PyTorch has no NCCL, as on Windows, gloo communicates for GPUs too.
 
     Raises:
-        ValueError: the backend is unknown or does not support the device.
+        ValueError: the backend is unknown, not part of this PyTorch, or does not support the device.
     """
     if name not in ("auto", "nccl", "gloo"):
         raise ValueError(f"backend is {name!r}; possible are auto, nccl (GPUs) and gloo (CPU)")
     if name == "nccl" and device.type != "cuda" and world_size > 1:
         raise ValueError(f"backend 'nccl' needs GPUs, the device is {device.type}: set --backend=gloo")
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and name != "gloo" else "gloo"
+    has_nccl = dist.is_nccl_available()
+    if name == "nccl" and not has_nccl and world_size > 1:
+        raise ValueError("backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto")
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and has_nccl and name != "gloo" else "gloo"
+
+
+def use_gpu(device: torch.device) -> None:
+    """
+    Make a GPU the current device of this process, and run on the cores near it.
+
+    Raises:
+        ValueError: the GPU runs no kernel.
+    """
+    try:
+        torch.cuda.set_device(device)
+        network.bind_to_gpu(torch.cuda.get_device_properties(device))
+        torch.ones(1, device=device)  # runs a kernel
+    except RuntimeError as e:
+        raise ValueError(about_unusable_gpu(device, str(e))) from e
+
+
+def about_unusable_gpu(device: torch.device, error: str) -> str:
+    """What to do about a GPU that runs no kernel, from the error of the first kernel."""
+    if "no kernel image" in error or "invalid device function" in error:  # CUDA's words, and HIP's
+        found = torch.cuda.get_device_properties(device)
+        kind = found.gcnArchName if torch.version.hip else f"compute capability {found.major}.{found.minor}"
+        return (f"{device} ({found.name}) has {kind}, but this PyTorch, {torch.__version__}, has kernels for "
+                f"{', '.join(torch.cuda.get_arch_list())} only: install a PyTorch that supports this GPU "
+                "(https://pytorch.org/get-started/previous-versions), or set --device=cpu")  # fmt: skip
+    return (f"{device} cannot be used ({error.splitlines()[0]}): look at nvidia-smi for other programs on this GPU, or "
+            "set --device=cpu")  # fmt: skip
+
+
+def gpu_identity(device: torch.device) -> list[str]:
+    """[name, what distinguishes this GPU from the others of its machine]; [] for other devices."""
+    if device.type != "cuda":
+        return []
+    found = torch.cuda.get_device_properties(device)
+    # slices of a GPU may all have the UUID of the GPU; a process sees a single slice
+    visible_slice = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "MIG" in found.name else ""
+    return [found.name, f"{found.uuid} {visible_slice}".strip()]
+
+
+def check_gpus(machines: Sequence[tuple[str, str]], gpus: Sequence[list[str]]) -> None:
+    """
+    Check that no two processes use the same GPU.
+
+    Args:
+        machines: (host name, identifier) by rank.
+        gpus: gpu_identity by rank.
+
+    Raises:
+        ValueError: two processes do.
+    """
+    ranks_of = {}
+    for rank, (machine, gpu) in enumerate(zip(machines, gpus, strict=True)):
+        if gpu:
+            ranks_of.setdefault((*machine, *gpu), []).append(rank)
+    names = rank_names([host for host, _ in machines])
+    for (host, unique, gpu, uuid), ranks in ranks_of.items():
+        if len(ranks) == 1:
+            continue
+        count = sum(key[:2] == (host, unique) for key in ranks_of)
+        processes = f"{count} processes" if count > 1 else "one process"
+        raise ValueError(f"{', '.join(names[r] for r in ranks)} use the same GPU, {gpu} ({uuid}): start at most "
+                         f"{processes} on {host}, or let the processes see different GPUs (CUDA_VISIBLE_DEVICES, "
+                         "srun --gpus-per-task=1), or set --device=cpu")  # fmt: skip
 
 
 def keep_freed_memory() -> None:
@@ -352,8 +421,7 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
     chosen = pick_device(device, local_rank, world_size)
     group_backend = pick_backend(backend, chosen, world_size)
     if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-        network.bind_to_gpu(torch.cuda.get_device_properties(chosen))
+        use_gpu(chosen)
     if chosen.type == "cpu":
         keep_freed_memory()
     if "RANK" not in os.environ:
@@ -376,6 +444,8 @@ def connect(device: str, backend: str, timeout_s: float) -> Ranks:
         os.environ["RANK"] = str(rank)
         started = exchange("launch", (own_agent(), local_world_size))
         agents, local_sizes = zip(*started, strict=True)
+        gpus = exchange("gpu", gpu_identity(chosen))
+        check_gpus([(name, unique) for name, unique, _ in machines], gpus)
         addresses = exchange("address", network.address_of(os.environ["MASTER_ADDR"]))
         interface, problem = "", ""
         try:

@@ -559,6 +559,8 @@ class Reader:
         end_of_file = getattr(tokens, "offset", 0) + tokens.nbytes
         positions = self.mesh.own_positions(self.block_size)
 
+        is_pinned = self.device.type == "cuda"  # a copy that nobody waits for needs memory that stays: not on MPS
+
         def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
             if path.exists() and path.stat().st_size < end_of_file:  # reading beyond the end of the file is a SIGBUS
                 raise DataError(f"{path} has been truncated since the start of the run")
@@ -566,11 +568,11 @@ class Reader:
             check_ids(max(int(x.max()), int(y.max())), self.vocab_size, path, int(x.min()))
             release_pages(tokens)
             # copies to a GPU from memory that is not pinned block the CPU
-            return (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)
+            return (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)
 
         starts_of = lru_cache(maxsize=1)(starts_of)  # draw once for all micro-steps of a step
         jobs = ((step, micro_step) for step in steps for micro_step in range(share.micro_steps))
-        copied = (tuple(t.to(self.device, non_blocking=True) for t in rows) for rows in in_thread(read_one, jobs))
+        copied = (tuple(t.to(self.device, non_blocking=is_pinned) for t in rows) for rows in in_thread(read_one, jobs))
         for current, _ in pairwise(chain(copied, [None])):
             yield current
 

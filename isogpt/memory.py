@@ -3,6 +3,7 @@ Estimates of the memory that a training step needs, by formula: for `bench.py --
 running out of memory.
 """
 
+import re
 from functools import lru_cache
 from math import ceil
 
@@ -15,6 +16,8 @@ from isogpt.parallel.pipeline import cut_evenly, stages_of
 from isogpt.parallel.recompute import recompute_every
 from isogpt.precision import DTYPES
 
+# in the messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate by themselves
+OUT_OF_MEMORY = re.compile(r"out[ _]?of[ _]?memory|alloc(ation)?_failed|DefaultCPUAllocator|status_memory_error", re.I)
 # the settings that determine how much memory a step takes, and, with the network's, how long
 STEP_SETTINGS = (
     "batch_size", "gradient_accumulation_steps", "optimizer", "zero", "fsdp", "dp_replicate", "tp", "pp", "pp_schedule",

@@ -9,13 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, get_backend_config
 
 warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # of a mesh: torch 2.13 has no other way for HSDP
 # neighbouring ranks differ in tp, which communicates most
 AXES = ("islands", "pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # the ranks along these average their gradients
 READING_AXES = ("islands", "dp_replicate", "dp_shard", "ep")  # the ranks along these read different sequences
+
+
+def collectives_timeout(timeout_s: float, backend: str) -> timedelta:
+    """How long collectives wait with a backend: NCCL ends the process, so the watchdog has to report before."""
+    return timedelta(seconds=timeout_s + 30 if "nccl" in backend else timeout_s)
 
 
 @dataclass
@@ -111,7 +116,7 @@ class Mesh:
 
     def limit(self, group: ProcessGroup, timeout_s: float | None = None) -> ProcessGroup:
         """Set a group's timeout, by default the mesh's: that of a new group is the backend's, up to half an hour."""
-        _set_pg_timeout(timedelta(seconds=timeout_s or self.timeout_s), group)
+        _set_pg_timeout(collectives_timeout(timeout_s or self.timeout_s, str(get_backend_config(group))), group)
         return group
 
     def submesh(self, *axes: str) -> DeviceMesh:

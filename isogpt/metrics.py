@@ -23,7 +23,7 @@ from isogpt.hardware import utilization
 from isogpt.launch import Ranks
 from isogpt.loader import Dataset, Reader, show_weights
 from isogpt.parallel.compilation import compile_report
-from isogpt.resilience import SlowRanks, Spikes, Stop, alert
+from isogpt.resilience import Overflows, SlowRanks, Spikes, Stop, alert
 from isogpt.run_folder import NONE, check_owner, is_run
 from isogpt.schedule import Schedule
 from isogpt.traffic import Traffic
@@ -60,6 +60,7 @@ class Logger:
     steps_taken: int = 0  # since then; after a rollback more than the difference of the steps' numbers
     spikes: Spikes = field(default_factory=Spikes)
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
+    overflows: Overflows = field(default_factory=Overflows)
     traffic: Traffic = field(default_factory=Traffic)
 
     def print(self, text: str) -> None:
@@ -270,6 +271,12 @@ class Logger:
             self.interrupted_at = None
         if self.steps_taken == 1 and (report := compile_report()):
             self.print(report)
+        if self.overflows.seen(bool(numbers.is_finite)):
+            scale = numbers.loss_scale.max().item()
+            self.print(f"warning: {self.overflows.count} steps in succession were skipped: their gradients overflow in "
+                       f"float16, although the loss scale is down to {scale:g}. If this goes on, set --dtype=float32"
+                       )  # fmt: skip
+            self.event("overflows", loss_scale=scale)
         if self.progress.step % log_interval:
             return
         record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)

@@ -10,15 +10,30 @@ import torch
 # tf32 is stored as float32 and multiplied by tensor cores with a 10-bit mantissa
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")  # if ranks differ, they all use the first of their dtypes
+# AMD's architectures with matrix instructions for bfloat16: CDNA, and RDNA 3 and 4
+AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
 
 def best_dtype(device: torch.device) -> str:
     """The fastest dtype that trains reliably: bfloat16 or float16 if the device multiplies it in hardware."""
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+        return "bfloat16" if multiplies_bfloat16(device) else "float16"
     if device.type == "cpu" and any(cpu_has(feature) for feature in ("avx512_bf16", "amx_bf16", "amx_tile")):
         return "bfloat16"
     return "float32"
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a GPU multiplies bfloat16 in hardware. ROCm's numbers of capabilities are not those of NVIDIA."""
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(AMD_WITH_BFLOAT16)
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def multiplies_tf32(device: torch.device) -> bool:
+    """Whether a device is an NVIDIA GPU with TF32."""
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def cpu_has(feature: str) -> bool:
@@ -45,7 +60,7 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
         return best_dtype(device)
     if wanted not in DTYPES:
         raise ValueError(f"dtype is {wanted!r}; possible are auto, {', '.join(DTYPES)}")
-    if wanted == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+    if wanted == "tf32" and not multiplies_tf32(device):
         raise ValueError(f"dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not {device.type}")
     if wanted == "float16" and device.type == "mps":
         raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16")
@@ -57,6 +72,22 @@ def common_dtype(dtypes: list[str]) -> str:
     return min(dtypes, key=BY_PRECISION.index)
 
 
+def make_scaler(dtype: str, device: torch.device) -> torch.amp.GradScaler:
+    """
+    What scales the loss for float16; does nothing with other dtypes.
+
+    GradScaler keeps its scale on the device of the first tensor that it scales. `unscale_` copies the inverse of the
+    scale to the gradients' device without waiting for the copy (torch 2.13). With cpu_offload, the gradients would be
+    multiplied by a number that has not arrived. Therefore, the scale is kept where the gradients are.
+
+    Args:
+        device: of the parameters and of their gradients.
+    """
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+    scaler.scale(torch.zeros((), device=device))  # creates the scale
+    return scaler
+
+
 def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
     """Process-wide switches: TF32 unless dtype is float32, and deterministic algorithms if asked for."""
     if device.type == "cuda":
@@ -65,6 +96,7 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for cuBLAS's deterministic mode
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no kernel is chosen by timing; read at compilation
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time on a GPU; nothing reads such memory
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

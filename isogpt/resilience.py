@@ -266,6 +266,19 @@ class Spikes:
 
 
 @dataclass
+class Overflows:
+    """Detects float16 steps that are skipped in succession: the gradient overflows whatever the loss scale is."""
+
+    patience: int = 8  # the first steps of a run often overflow; by then the scale has fallen to 1/256
+    count: int = 0
+
+    def seen(self, is_finite: bool) -> bool:
+        """Whether this step is the last of `patience` skipped ones; once in each succession."""
+        self.count = 0 if is_finite else self.count + 1
+        return self.count == self.patience
+
+
+@dataclass
 class SlowRanks:
     """Detects a rank that stays well above the others in its own forward time, in data wait or in memory."""
 
@@ -314,8 +327,9 @@ def alert(command: str, record: dict, wait_s: float = 0) -> None:
 
 def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:
     """
-    The micro-batch size to use (rank 0): batch_size, or the smaller one that a previous attempt at the same job, see
-    memory.job_of, recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
+    The micro-batch size to use: batch_size, or the smaller one that a previous attempt at the same job, see
+    memory.job_of, recorded when it ran out of memory. The global batch and thus the loss curve stay the same. The rank
+    that ran out of memory may be on another machine: all ranks look, and the smallest size of all ranks is used.
     """
     rows = recorded(Path(out_dir) / MICRO_BATCH, job)
     return min(batch_size, rows) if isinstance(rows, int) else batch_size

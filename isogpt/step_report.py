@@ -8,6 +8,7 @@ from isogpt.collectives import shown
 from isogpt.files import read_records
 from isogpt.hardware import traced_collectives
 from isogpt.loader import share_of
+from isogpt.memory import OUT_OF_MEMORY
 from isogpt.mesh import bubble_formula
 
 
@@ -18,7 +19,7 @@ def own_lines(errors: str) -> str:
 
 def reason_for(code: int, errors: str) -> str:
     """Why a launch failed, in one line, from its exit status and stderr."""
-    if re.search(r"out of memory|OutOfMemoryError|DefaultCPUAllocator", errors):
+    if OUT_OF_MEMORY.search(errors):
         return "out of memory"
     if code == -9 or "Signal 9 (SIGKILL)" in errors:
         return "killed (SIGKILL), probably because the machine ran out of memory"

@@ -24,13 +24,14 @@ from isogpt.files import record
 from isogpt.hardware import Clock
 from isogpt.launch import Ranks, connect_store, rank_names
 from isogpt.loader import DataError, Reader
-from isogpt.memory import memory_report
+from isogpt.memory import OUT_OF_MEMORY, memory_report
 from isogpt.metrics import Logger
 
 # parts of the error messages of gloo and NCCL, in lower case, when another rank is gone
 CONNECTION_LOST = (
     "closed by peer", "reset by peer", "remote peer", "timed out waiting", "connection was likely closed",
     "remote process exit", "ncclremoteerror", "ncclsystemerror", "broken pipe", "socket closed",
+    "communicator was aborted",
 )  # fmt: skip
 STORE_TIMEOUT_S = 5
 SILENT_S = 8  # how long a rank is silent before it counts as failed, if others also wait for something
@@ -116,6 +117,11 @@ class Watchdog:
         keys = [f"beat/{rank}" for rank in range(self.ranks.world_size)]
         return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
 
+    def errors(self) -> dict[int, str]:
+        """{rank: the error that ends it} of the ranks that have announced one."""
+        keys = {rank: f"error/{rank}" for rank in range(self.ranks.world_size)}
+        return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
+
     def find_silent(self) -> str:
         """Which ranks do not respond and where each one was: compares two looks that are some beats apart."""
         names = rank_names(self.ranks.hosts)
@@ -126,9 +132,11 @@ class Watchdog:
         after = self.beats()
         has_left = [self.store.check([f"left/{r}"]) for r in range(len(names))]
         positions = [beat[1] if beat else "the start" for beat in after]
-        self.silent = [r for r in range(len(names)) if before[r] == after[r] and not has_left[r]]
+        fates = {r: "does not respond" for r in range(len(names)) if before[r] == after[r] and not has_left[r]}
+        fates |= {r: f"has failed ({error})" for r, error in self.errors().items() if not has_left[r]}
+        self.silent = sorted(fates)
         if self.silent:
-            return "; ".join(f"{names[r]} does not respond, its last position was {positions[r]}" for r in self.silent)
+            return "; ".join(f"{names[r]} {fates[r]}, its last position was {positions[r]}" for r in self.silent)
         return "all ranks respond: " + ", ".join(f"{names[r]} at {positions[r]}" for r in range(len(names)))
 
     def ask(self, question: Callable[[], str], wait_s: float) -> str:
@@ -162,15 +170,28 @@ class Watchdog:
             time.sleep(0.05)
         return ""
 
+    def is_first(self, problem: str) -> bool:
+        """
+        Whether no other rank has asked this about a problem before: many ranks may have the same one, and one of them
+        explains it. Also True if the store does not respond.
+        """
+        if not self.store:
+            return True
+        number = self.ask(lambda: str(self.store.add(f"first/{problem}", 1)), STORE_TIMEOUT_S)
+        return number == "1" or not number.isdigit()
+
     def finish_checkpoint(self) -> None:
         """Wait for a checkpoint under way if this rank can complete it alone: it is worth having."""
         if self.saver and self.saver.writes_alone():
             self.logger.saved(self.saver.wait())
 
-    def announce(self, key: str) -> None:
-        """Tell the other ranks that the run has failed here (key "failed"), or that rank N has left ("left/N")."""
+    def announce(self, key: str, value: str = "") -> None:
+        """
+        Tell the other ranks that the run has failed here (key "failed"), why ("error/N"), or that rank N has left
+        ("left/N").
+        """
         if self.store:
-            self.ask(partial(self.store.set, key, ""), STORE_TIMEOUT_S)
+            self.ask(partial(self.store.set, key, value), STORE_TIMEOUT_S)
 
     def stop(self) -> None:
         """Stop watching, before the store is gone."""
@@ -185,8 +206,9 @@ class Watchdog:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the CPU ran out of memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether the device or the CPU ran out of memory. Libraries such as cuBLAS and NCCL raise a plain RuntimeError."""
+    has_said_so = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(has_said_so)
 
 
 def is_connection_lost(error: BaseException) -> bool:
@@ -213,6 +235,17 @@ def cause_of(error: BaseException) -> BaseException:
     return error
 
 
+def line_of(error: BaseException) -> str:
+    """The line of an error's message that says that memory is missing, if there is one; else the first line."""
+    lines = str(error).splitlines() or [""]
+    return next((line for line in lines if OUT_OF_MEMORY.search(line)), lines[0])
+
+
+def summary_of(error: BaseException) -> str:
+    """An error's type and line."""
+    return f"{type(error).__name__}: {line_of(error)[:200]}".removesuffix(": ")
+
+
 def install(watchdog: Watchdog, explain: Callable[[type, BaseException, object], None]) -> None:
     """Install an excepthook that calls `explain`, tells the other ranks and ends the process."""
 
@@ -221,6 +254,7 @@ def install(watchdog: Watchdog, explain: Callable[[type, BaseException, object],
             explain(kind, error, trace)
         except Exception as e:  # an explanation that fails must not keep the process from exiting
             print(f"error: {error} (and while explaining it: {e})", file=sys.stderr, flush=True)
+        watchdog.announce(f"error/{watchdog.ranks.rank}", summary_of(cause_of(error)))
         watchdog.announce("failed")
         watchdog.finish_checkpoint()
         sys.stdout.flush()
@@ -237,9 +271,10 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
     Install an excepthook that prints a message instead of a traceback if it can explain the exception, from when it is
     known what takes memory; until then Watchdog.start has installed one for lost ranks.
 
-    Out of memory: rank 0 prints what the memory consists of and what would reduce it (all ranks run out alike, unless
-    their shares differ). In the first steps it also records half of the rows as the micro-batch size, so that the same
-    command, repeated or restarted by torchrun --max-restarts, continues.
+    Out of memory: the first rank with this problem prints what the memory consists of and what would reduce it. Often
+    all ranks run out alike, but the last stage of a pipeline computes the loss, and other programs may use a GPU. In
+    the first steps the rank also records half of the rows as the micro-batch size, so that the same command, repeated
+    or restarted by torchrun --max-restarts, continues.
 
     Args:
         job: what the recorded micro-batch size applies to.
@@ -253,16 +288,18 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
         if isinstance(error, DataError):
             console.print_error(str(error), f"rank {rank}: ")
             watchdog.logger.failed(str(error))
-        elif is_connection_lost(error) or not is_out_of_memory(error):
+        elif not is_out_of_memory(error):
             explain_failure(watchdog, kind, raised, trace)
-        elif rank == 0 or len(set(reader.share.rows_of)) > 1:
+        elif watchdog.is_first("out of memory"):
             explain_out_of_memory(error)
 
     def explain_out_of_memory(error: BaseException) -> None:
         is_allocating = watchdog.clock.doing == "the start"  # the model and its optimizer
         rows, most = reader.share.rows, max(reader.share.rows_of)
         cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
-        problem, hint = f"error: out of memory {cause}: {str(error).splitlines()[0]}", ""
+        name = rank_names(watchdog.ranks.hosts)[rank]
+        source = f"{name}: " if watchdog.ranks.world_size > 1 else ""
+        problem, hint = f"error: {source}out of memory {cause}: {line_of(error)}", ""
         if watchdog.progress.step < first_step + 3 and most > 1 and not is_allocating:
             record(Path(out_dir) / resilience.MICRO_BATCH, job, most // 2)
             hint = (f"\nthe next start in {out_dir} uses micro-batches of {most // 2} (same global batch, same curve): "

@@ -135,6 +135,13 @@ def curve(place: Place) -> Iterator[Line]:
     for dtype in ("tf32", "bfloat16", "float16") if place.on_gpu else ("bfloat16", "float16"):
         found = distance(reference, losses(place, dtype, [f"--dtype={dtype}", "--compile=False"]))
         yield at_most(f"{dtype}: losses against float32's", found, 0.03)
+    # the scale of the loss, the gradients and the number that divides them are on different devices
+    offloaded = ["--zero=2", "--cpu_offload=True", "--dtype=float16"]
+    found = distance(reference, losses(place, "offloaded", [*offloaded, "--compile=False"]))
+    yield at_most(f"{' '.join(offloaded)}: losses against float32's", found, 0.03)
+    memory_gb = max(column(place.folder / "f32", "memory_gb").values())
+    yield Line("memory of a tiny model, without the matmul that measures the peak", "<= 0.3 GB" if place.on_gpu else "",
+               f"{memory_gb:.2f} GB", memory_gb <= 0.3 if place.on_gpu else None)  # fmt: skip
 
 
 def compiled(place: Place) -> Iterator[Line]:
@@ -422,6 +429,7 @@ def several(place: Place) -> Iterator[Line]:
         layouts += [["--zero=3", "--dp_replicate=2"], ["--tp=2"], ["--pp=2"], ["--cp=2"], ["--zero=3", "--tp=2"]]
     if n % 8 == 0:
         layouts.append(["--zero=3", "--tp=2", "--pp=2"])
+    layouts.append(["--ddp_bucket_mb=0.02", "--compile=True"])
     for flags in layouts:
         found = distance(reference, losses(place, "several", [*exact, *flags], n))
         yield at_most(f"float32 on {n} processes {' '.join(flags)}".strip(), found, 1e-4)

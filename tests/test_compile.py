@@ -5,12 +5,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from runs import REPO
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from isogpt.parallel import recompute, settle_gradients
+from isogpt.parallel import recompute, replicate, settle_gradients
 from isogpt.parallel.compilation import compile_parts, compile_report
 from model import GPT, GPTConfig
 
@@ -24,6 +26,29 @@ def dynamo():
         yield
     torch._dynamo.reset()
     counters.clear()
+
+
+def test_buckets_of_any_size():
+    """DDP's buckets divide the graph of torch.compile, which fails by itself where they are below 1 MiB."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = GPT(GPTConfig(block_size=64, vocab_size=96, n_layer=1, n_head=1, n_embd=16))
+        model.compile(dynamic=False, backend="eager")
+        ddp = replicate(model, 0.002, dist.group.WORLD)
+        x = torch.zeros(2, 64, dtype=torch.long)
+        buckets = []
+
+        def reduce(state, bucket):
+            buckets.append(bucket.index())
+            return allreduce_hook(state, bucket)
+
+        ddp.register_comm_hook(dist.group.WORLD, reduce)
+        for _ in range(2):  # after the first backward pass, DDP makes the buckets that are used from then on
+            buckets.clear()
+            ddp(x, x, 128.0)[1].backward()
+        assert counters["stats"]["unique_graphs"] and len(buckets) > 1
+    finally:
+        dist.destroy_process_group()
 
 
 def train_and_evaluate(model, vocab_size, times=1):

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from runs import REPO
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogpt import agree, checkpoint, devices, evaluation, hardware, optim, resilience
+from isogpt import agree, checkpoint, devices, evaluation, hardware, mesh, optim, precision, resilience
 from isogpt.hardware import Clock, known_gpu
 from isogpt.mesh import Mesh
 from isogpt.parallel import compression, data, gradients
 from isogpt.parallel.pipeline import Pipeline
+from isogpt.watchdog import is_connection_lost
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -84,6 +85,25 @@ def test_a_planned_device_is_a_known_one():
         assert devices.HARDWARE[key].bytes_per_s == devices.BANDWIDTH * best
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_measuring_a_peak_leaves_no_trace_in_the_memory_of_a_step(monkeypatch, has_room):
+    gpu, allocated, peak = torch.device("cuda", 0), 5e9, [5e9]
+
+    def matmul(device, dtype):
+        peak[0] = allocated + 0.8e9
+        if not has_room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1e12
+
+    monkeypatch.setattr(hardware, "measured_matmul", matmul)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    expected = (1e12, "measured matmul") if has_room else (None, "unknown")
+    assert hardware.peak_flops(gpu, "float32") == expected
+    assert hardware.memory_gb(gpu) == 5
+
+
 def test_the_gpus_utilization_is_read_every_five_seconds(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 50)
@@ -95,11 +115,54 @@ def test_the_gpus_utilization_is_read_every_five_seconds(monkeypatch):
     hardware.read_utilization.cache_clear()
 
 
+def test_dtypes_of_gpus(monkeypatch):
+    """ROCm reports capabilities too: (9, 0) for an MI50, which multiplies bfloat16 more slowly than float16."""
+    gpu, found = torch.device("cuda", 0), SimpleNamespace(gcnArchName="gfx906:sramecc+:xnack-")
+    capability = [(7, 5)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert precision.resolve_dtype("auto", gpu, previous="tf32") == "float16", "a T4"
+    capability[0] = (9, 0)
+    assert precision.best_dtype(gpu) == "bfloat16" and precision.resolve_dtype("tf32", gpu) == "tf32"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert precision.best_dtype(gpu) == "float16"
+    with pytest.raises(ValueError, match="'tf32' needs an NVIDIA GPU"):
+        precision.resolve_dtype("tf32", gpu)
+    found.gcnArchName = "gfx942:sramecc+:xnack-"
+    assert precision.best_dtype(gpu) == "bfloat16"
+
+
+def test_nccl_waits_longer_than_the_watchdog():
+    """NCCL's timeout ends the process: the watchdog reports before, whichever group hangs."""
+    assert mesh.collectives_timeout(600, "cpu:gloo,cuda:nccl").total_seconds() == 630
+    assert mesh.collectives_timeout(600, "gloo").total_seconds() == 600
+    limits = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "_set_pg_timeout", lambda timeout, group: limits.append(timeout.total_seconds()))
+        patch.setattr(mesh, "get_backend_config", lambda group: group)
+        for group in ("cpu:gloo,cuda:nccl", "cpu:gloo"):
+            mesh.Mesh(timeout_s=60).limit(group)
+    assert limits == [90, 60]
+    assert is_connection_lost(RuntimeError("NCCL communicator was aborted on rank 1. Original reason for failure: x"))
+
+
+def test_the_loss_scale_is_kept_where_the_gradients_are():
+    """With cpu_offload the loss is on a GPU, of which no number arrives without a wait: here the device meta."""
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.full((2,), 3 * 65536.0)
+    scaler = precision.make_scaler("float16", p.device)
+    assert scaler.scale(torch.ones((), device="meta")).is_meta
+    scaler.unscale_(torch.optim.AdamW([p]))
+    assert p.grad.tolist() == [3, 3] and scaler.get_scale() == 65536
+    assert not precision.make_scaler("bfloat16", p.device).is_enabled()
+
+
 def test_deterministic_means_inductor_too():
     """Inductor reads its switch when it is first used."""
     code = ("import torch; from isogpt import precision; "
             "precision.set_numerics(torch.device('cpu'), 'float32', deterministic=True); "
-            "import torch._inductor.config as c; assert c.deterministic; print('yes')")  # fmt: skip
+            "import torch._inductor.config as c; assert c.deterministic; "
+            "assert not torch.utils.deterministic.fill_uninitialized_memory; print('yes')")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.stdout == "yes\n", done.stderr
 

@@ -36,8 +36,35 @@ def test_device_choice(monkeypatch):
     assert launch.pick_device("auto", 1, 2) == torch.device("cuda:1")
     assert launch.pick_device("cuda:0", 1, 2) == torch.device("cuda:1"), "each process has its own GPU"
     assert launch.pick_device("cuda:1", 0, 1) == torch.device("cuda:1")
-    with pytest.raises(ValueError, match="at most 2 processes"):
-        launch.pick_device("cuda", 2, 3)
+    assert launch.pick_device("cuda", 2, 4) == torch.device("cuda:0"), "of the two that this process sees"
+
+
+def test_each_process_may_see_one_gpu_only(monkeypatch):
+    """srun --gpus-per-task=1, or CUDA_VISIBLE_DEVICES=$LOCAL_RANK: all use number 0, and their UUIDs differ."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert {launch.pick_device(name, rank, 4).index for name in ("cuda", "auto") for rank in range(4)} == {0}
+    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid="GPU-7")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    assert launch.gpu_identity(torch.device("cuda", 0)) == [found.name, "GPU-7"]
+    found.name += " MIG 1g.10gb"
+    assert launch.gpu_identity(torch.device("cuda", 0)) == [found.name, "GPU-7 MIG-1"], "slices of the same GPU"
+    assert launch.gpu_identity(CPU) == []
+    one, other = ["T4", "GPU-1"], ["T4", "GPU-2"]
+    launch.check_gpus([("a", "1")] * 2, [one, other])
+    launch.check_gpus([("a", "1"), ("b", "2"), ("a", "3")], [one, one, one])
+    launch.check_gpus([("a", "1")] * 2, [[], []])
+    with pytest.raises(ValueError, match=r"^rank 1 \(b\), rank 2 \(b\) use .* start at most one process on b, or let"):
+        launch.check_gpus([("a", "1"), ("b", "2"), ("b", "2")], [one, one, one])
+
+
+def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert launch.pick_backend("auto", gpu, 2) == launch.pick_backend("nccl", gpu, 2) == "cpu:gloo,cuda:nccl"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert launch.pick_backend("auto", gpu, 2) == launch.pick_backend("nccl", gpu, 1) == "gloo"
 
 
 def test_dtype_choice(monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from runs import REPO, TINY, column, free_port, records, wait_for
+from torch.distributed import run as torchrun
 
 from configurator import settings_of
 from isogpt import launch, network, resilience
@@ -191,13 +192,28 @@ def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
     assert threads[3:] == [1]
 
 
+def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
+    """torchrun would exit before the script starts. Behind `--` it reads no options; --nproc is instead of torchrun."""
+    refused = set()
+    for script in ("train.py", "sample.py", "bench.py"):
+        for name in settings_of(REPO / script):
+            try:
+                torchrun.parse_args(["--standalone", script, f"--{name}=1"])
+            except SystemExit:
+                refused.add(name)
+    assert refused <= {"nproc", "start"}, capsys.readouterr().err  # Python 3.11 refuses both
+    command = next(line for line in (REPO / "sample.py").read_text().splitlines() if "-- sample.py --start" in line)
+    parsed = torchrun.parse_args(shlex.split(command.partition("   --")[0])[1:])
+    assert (parsed.training_script, parsed.training_script_args) == ("sample.py", ["--start=def main("])
+
+
 def test_cores_are_divided_among_ranks_with_gpus_too(monkeypatch):
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     monkeypatch.setattr(os, "environ", os.environ | variables)
     monkeypatch.setattr(launch, "pick_device", lambda *_: torch.device("cuda", 0))
-    for where, name in ((torch.cuda, "set_device"), (torch.cuda, "get_device_properties"), (network, "bind_to_gpu"),
-                        (network, "divide_cores")):  # fmt: skip
+    monkeypatch.setattr(launch, "gpu_identity", lambda device: ["T4", "GPU-1"])
+    for where, name in ((launch, "use_gpu"), (network, "divide_cores")):
         monkeypatch.setattr(where, name, Mock())
     assert launch.connect("cuda", "auto", 30).device.type == "cuda"
     (machine,), rank, local_world_size = network.divide_cores.call_args.args

@@ -18,14 +18,14 @@ from model import GPT, GPTConfig
 
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
 
-# raises OutOfMemoryError in every training forward of more than ROWS rows, on all ranks alike
+# raises OutOfMemoryError in every training forward of more than ROWS rows, on the ranks in ON
 INJECT = """
 import os, sys
 sys.path.insert(0, os.environ["REPO"])
 import torch, model
 forward = model.GPT.forward
 def limited(self, idx, *args, **kwargs):
-    if self.training and idx.size(0) > int(os.environ["ROWS"]):
+    if self.training and idx.size(0) > int(os.environ["ROWS"]) and os.environ["RANK"] in os.environ["ON"]:
         raise torch.OutOfMemoryError("injected: tried to allocate 1 TiB")
     return forward(self, idx, *args, **kwargs)
 model.GPT.forward = limited
@@ -37,11 +37,14 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__mai
 def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
     (work / "limited.py").write_text(INJECT)
     args = [*TINY, "--batch_size=8", "--gradient_accumulation_steps=2", "--max_iters=9", "--out_dir=out"]
-    env = {"REPO": str(REPO), "ROWS": "2"}
-    start = lambda: zygote.start(args, work, 2, script="limited.py", repo=work, env=env)  # noqa: E731
-    for smaller in (4, 2):
-        run = start().wait(ok=False)
-        assert set(run.codes) == {1} and run.text().count("error: out of memory") == 1, run.text()
+    env = {"REPO": str(REPO), "ROWS": "2", "ON": "01"}
+    start = lambda **changed: zygote.start(args, work, 2, script="limited.py", repo=work, env=env | changed)  # noqa: E731
+    for smaller, on in ((4, "1"), (2, "01")):  # rank 1 alone, then both
+        run = start(ON=on).wait(ok=False)
+        assert set(run.codes) == {1} and run.text().count(": out of memory with micro-batches of") == 1, run.text()
+        if on == "1":
+            assert "error: rank 1: out of memory with micro-batches of 8: injected: tried to allocate" in run.text()
+            assert "rank 1 has failed (OutOfMemoryError: injected: tried to allocate 1 TiB), its last" in run.text()
         for part in (
             "weights",
             "gradients",
@@ -54,7 +57,7 @@ def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
         recorded = (work / "out" / "micro_batch.json").read_text()
         assert json.loads(recorded)["micro_batch"] == smaller
     other = zygote.start([*args, "--n_head=4", "--out_dir=out"], work, 2, script="limited.py", repo=work, env=env)
-    assert "error: out of memory with micro-batches of 8" in other.wait(ok=False).text(), "of a different model"
+    assert ": out of memory with micro-batches of 8" in other.wait(ok=False).text(), "of a different model"
     (work / "out" / "micro_batch.json").write_text(recorded)
     run = start().wait()
     assert "micro-batches of 2 instead of 8" in run.text()
@@ -117,7 +120,7 @@ def test_torchrun_restarts_after_out_of_memory(work):
     (work / "limited.py").write_text(INJECT)
     command = ["torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=3", "limited.py", *TINY]
     command += ["--batch_size=8", "--max_iters=9", "--out_dir=out"]
-    env = {**os.environ, "REPO": str(REPO), "ROWS": "2"}
+    env = {**os.environ, "REPO": str(REPO), "ROWS": "2", "ON": "01"}
     run = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     assert len(column(work / "out", "loss")) == 10

@@ -168,6 +168,21 @@ def two_gpus(at):
     at.set(torch.cuda, "device_count", lambda: 2)
 
 
+def unusable_gpu(at, error):
+    """The first kernel fails on this machine's GPU."""
+
+    def fail(*args, **kw):
+        raise RuntimeError(error)
+
+    found = SimpleNamespace(name="GTX 1080", major=6, minor=1)
+    at.set(torch.cuda, "set_device", lambda device: None)
+    at.set(torch.cuda, "get_device_properties", lambda device: found)
+    at.set(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
+    at.set(torch, "__version__", "2.0")
+    at.set(torch, "ones", fail)
+    launch.use_gpu(torch.device("cuda", 0))
+
+
 def mps(at, there, count):
     at.set(torch.backends.mps, "is_available", lambda: there)
     launch.pick_device("mps", 0, count)
@@ -191,8 +206,18 @@ RAISED = {
     "device is 'tpu'; possible are auto, cpu, cuda, cuda:N, mps": lambda at: launch.pick_device("tpu", 0, 1),
     "device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto": lambda at: (
         at.set(torch.cuda, "is_available", lambda: False), launch.pick_device("cuda", 0, 1)),
-    "GPU 2 does not exist, this machine has 2: start at most 2 processes": lambda at: (
-        two_gpus(at), launch.pick_device("cuda", 2, 3)),
+    "device is 'cuda:2', but torch finds only cuda:0, cuda:1": lambda at: (
+        two_gpus(at), launch.pick_device("cuda:2", 0, 1)),
+    "rank 0, rank 2 use the same GPU, T4 (GPU-1): start at most 2 processes on a, or let the processes see different "
+    "GPUs (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or set --device=cpu": lambda at: (
+        launch.check_gpus([("a", "1")] * 3, [["T4", "GPU-1"], ["T4", "GPU-2"], ["T4", "GPU-1"]])),
+    "cuda:0 (GTX 1080) has compute capability 6.1, but this PyTorch, 2.0, has kernels for sm_75, sm_80 only: install a "
+    "PyTorch that supports this GPU (https://pytorch.org/get-started/previous-versions), or set --device=cpu": (
+        lambda at: unusable_gpu(at, "CUDA error: no kernel image is available for execution on the device\nCompile")),
+    "cuda:0 cannot be used (CUDA error: out of memory): look at nvidia-smi for other programs on this GPU, or set "
+    "--device=cpu": lambda at: unusable_gpu(at, "CUDA error: out of memory\nCUDA kernel errors might be"),
+    "backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto": lambda at: (
+        at.set(dist, "is_nccl_available", lambda: False), launch.pick_backend("nccl", torch.device("cuda", 0), 2)),
     "device is 'mps', but torch does not find one: set --device=cpu or --device=auto": lambda at: mps(at, False, 1),
     "several processes cannot share device 'mps': set --device=cpu, or start one process": lambda at: mps(at, True, 2),
     "dtype is 'fp8'; possible are auto, float32, tf32, bfloat16, float16": lambda at: resolve_dtype("fp8", CPU),
@@ -492,6 +517,46 @@ def test_out_of_memory(at, capsys):
         "the next start in out uses micro-batches of 2 (same global batch, same curve): torchrun --max-restarts does "
         "so by itself, otherwise repeat the command",
     ]
+
+
+NCCL = (
+    "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:"
+)
+FORMS = [
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14 GiB"),
+    (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be reported at some other call"),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    (dist.DistBackendError, f"{NCCL}\nCuda failure 2 'out of memory'"),
+    (RuntimeError, "[enforce fail at alloc_cpu.cpp:1] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    (RuntimeError, "MPS backend out of memory (MPS allocated: 5.00 GB, other allocations: 2.00 GB)"),
+    (RuntimeError, "HIP error: out of memory"),
+    (RuntimeError, "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
+]
+
+
+def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
+    """The first rank that has this problem explains it, whichever it is, and tells the others what ended it."""
+
+    def leave(status):
+        raise SystemExit(status)
+
+    at.set(os, "_exit", leave)
+    at.set(sys, "excepthook", sys.excepthook)
+    dog, store = tiny_watchdog(timeout_s=600, step=50), dist.HashStore()
+    dog.ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
+    for number, (kind, text) in enumerate(FORMS):
+        dog.store = dist.PrefixStore(str(number), store)
+        watchdogs.explain_crashes(dog, "out", {}, SimpleNamespace(share=loader.share_of(4, 0, 1, 4)), COST)
+        for is_first in (True, False):
+            with pytest.raises(SystemExit):
+                sys.excepthook(kind, kind(text), None)
+            said = capsys.readouterr().err
+            line = "Cuda failure 2 'out of memory'" if "NCCL" in text else text.splitlines()[0]
+            assert said.startswith(f"error: rank 3: out of memory with micro-batches of 4: {line}\nGB on") == is_first
+            assert is_first or not said
+        assert dog.errors() == {3: f"{kind.__name__}: {line}"}
+    assert not watchdogs.is_out_of_memory(RuntimeError("Triton: out of resource: shared memory, Required: 1"))
 
 
 def test_an_alert_that_cannot_be_started(at, capsys):

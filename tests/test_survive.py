@@ -341,6 +341,9 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
     run = faulty(args, NAN_GRADIENT=[[s, 0] for s in range(60)]).wait(ok=False)
     assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
     assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
+    assert run.text().count("warning: 8 steps in succession were skipped") == 1, "of 16"
+    assert "in float16, although the loss scale is down to 512. If this goes on, set --dtype=float32" in run.text()
+    assert [(e["iter"], e["loss_scale"]) for e in events(work / "out", "overflows")] == [(7, 512)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -427,6 +430,9 @@ def test_slow_ranks_and_spikes_are_detected():
     spikes = resilience.Spikes()
     assert not any(spikes.seen(3 - i / 100 + i % 3 / 10) for i in range(60))
     assert spikes.seen(6.0) and not spikes.seen(2.5)
+    overflows = resilience.Overflows(patience=3)
+    seen = [overflows.seen(is_finite) for is_finite in (False, False, True, False, False, False, False)]
+    assert seen == [False, False, False, False, False, True, False], "once, after three in succession"
 
 
 def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from isogpt.agree import exit_together, gather_objects
 from isogpt.mesh import Mesh
 from isogpt.parallel.compilation import compile_model
-from isogpt.parallel.data import fsdp_units, no_sync, reshard, settle_gradients, shard
+from isogpt.parallel.data import fsdp_units, no_sync, replicate, reshard, settle_gradients, shard
 from isogpt.parallel.exchange import Exchange, keeps_errors, make_exchange
 from isogpt.parallel.gradients import complete_gradients, copies_of, gradient_norms, norm_share
 from isogpt.parallel.parts import Part, Splits, copy_to_cpu, is_split, local, part_of, parts_by_name, splits_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Exchange", "Part", "compile_model", "complete_gradients", "copies_of", "copy_to_cpu",
            "gradient_norms", "is_split", "keeps_errors", "local", "make_exchange", "no_sync", "norm_share", "part_of",
-           "parts_by_name", "recompute", "recompute_every", "reshard", "settle_gradients", "shard",
+           "parts_by_name", "recompute", "recompute_every", "replicate", "reshard", "settle_gradients", "shard",
            "splits_of"]  # fmt: skip
 
 

@@ -55,6 +55,18 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
         fully_shard(root, reshard_after_forward=False, mp_policy=root_policy, ignored_params=done, **settings)
 
 
+def replicate(model: nn.Module, bucket_mb: float, group: dist.ProcessGroup) -> DistributedDataParallel:
+    """
+    DistributedDataParallel over the ranks of a group (all of them). Gradients are reduced in buckets of bucket_mb MiB,
+    and are views of the buckets: there are no copies.
+    """
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, process_group=group)
+    # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this (torch 2.13).
+    # The attribute is for torch.compile only: DDP has made its buckets.
+    ddp.bucket_bytes_cap = max(ddp.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+    return ddp
+
+
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that are units of fully_shard."""
     return [module for module in model.modules() if hasattr(module, "set_requires_gradient_sync")]

@@ -44,13 +44,15 @@ class Islands:
     sent: dict[str, Tensor] = field(default_factory=dict)  # this island's weights whose mean is being computed
     averaged_at: int = -1  # the step after which the last average was started
     pending: Future | None = None
+    stream: "torch.cuda.Stream | None" = None  # of the thread: one, since the allocator keeps memory for each stream
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="islands"))
 
     def __post_init__(self) -> None:
         count, ranks = self.mesh.islands, dist.get_world_size() // self.mesh.islands
         groups = [[rank + i * ranks for i in range(count)] for rank in range(ranks)]
         # a group of its own, since the background thread uses it
-        self.group = dist.new_subgroups_by_enumeration(groups, timedelta(seconds=self.mesh.timeout_s))[0]
+        group = dist.new_subgroups_by_enumeration(groups, timedelta(seconds=self.mesh.timeout_s))[0]
+        self.group = self.mesh.limit(group)
         self.params = dict(self.model.named_parameters())
         total, before = sum(p.numel() for p in self.params.values()), 0
         self.names = [[] for _ in range(self.parts)]
@@ -113,7 +115,9 @@ class Islands:
         """
         device = changes[0].device
         generator = torch.Generator(device).manual_seed(step * dist.get_world_size() + self.mesh.rank)
-        with torch.cuda.stream(torch.cuda.Stream(device) if ready else None):
+        if ready and not self.stream:
+            self.stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self.stream):  # also makes its GPU the current device of this thread
             if ready:
                 ready.wait()
             for bucket in in_buckets(changes):

@@ -192,7 +192,6 @@ class Pipeline:
             with clock("stages"), autocast:
                 return scaler.scale(self.model.predict(x, routing, targets, loss_divisor)[1])
 
-        scaler.scale(torch.zeros((), device=self.device))  # creates its state: only the last stage scales losses
         self.micro_steps, self.scaler, self.clock = share.micro_steps, scaler, clock
         self.schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])(
             stages if stages_per_rank(self.pp_schedule) > 1 else stages[0], share.micro_steps, loss_fn=scaled_loss,
