@@ -1,6 +1,8 @@
 """torch.compile on a CPU, where train.py does not use it: graphs, recompilations, and the line about them."""
 
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from runs import REPO
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
-from isogpt.parallel import recompute, settle_gradients
+from isogpt.parallel import context, recompute, settle_gradients
 from isogpt.parallel.compilation import compile_parts, compile_report
 from model import GPT, GPTConfig
 
@@ -125,6 +127,20 @@ def test_accumulation_with_graphs_that_reuse_their_memory():
     torch.testing.assert_close(accumulated_gradients(True, replays), expected, rtol=1e-4, atol=1e-6)
     overwritten = accumulated_gradients(False, replays)
     assert not any(torch.allclose(*pair, rtol=0.1) for pair in zip(overwritten, expected, strict=True))
+
+
+def test_the_masks_of_context_parallelism_on_a_gpu_are_in_the_graph(monkeypatch):
+    """A rank with both chunks of the sequence; PyTorch's GPU masks also work on a CPU."""
+    monkeypatch.setattr(context, "Gather", SimpleNamespace(apply=lambda keys, group: keys))
+    model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=False), seed=1)
+    expected = train_and_evaluate(model, 65)
+    own = [(c, context.last_rows_mask(32, (c + 1) * 32, torch.device("cuda"))) for c in range(2)]
+    assert None not in (mask for _, mask in own)
+    for block in model.transformer.h:
+        block.attn.attention = partial(context.context_attention, None, [0, 1], own)
+    compile_parts(model, by_block=False, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(train_and_evaluate(model, 65, times=2), expected, rtol=1e-4, atol=1e-6)
+    assert compile_report() == "compile: 2 graphs, 0 graph breaks"
 
 
 LAYOUT = """
