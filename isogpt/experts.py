@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from isogpt.architecture import GPTConfig
-from isogpt.kernels import Dropout
+from isogpt.kernels import Dropout, compute_dtype
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -86,12 +86,6 @@ class Reorder(torch.autograd.Function):
         (place,) = ctx.saved_tensors
         grad = grad.index_select(0, place)
         return grad.unflatten(0, (-1, ctx.copies)).sum(1) if ctx.copies > 1 else grad, None, None, None
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matmul with x computes, under autocast or without."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Router(nn.Module):
