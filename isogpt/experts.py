@@ -31,6 +31,7 @@ class MoE(nn.Module):
         self.router = Router(config.n_embd, config.n_expert)
         self.experts = experts
         self.dropout = Dropout(config.dropout)
+        self.exchanges_tokens = False  # expert parallelism sets it
         self.add_up = unchanged  # (B, T, C); tensor parallelism replaces it
         self.count_sequences = unchanged  # tokens per expert (B, E); context parallelism replaces it
 
