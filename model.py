@@ -136,7 +136,7 @@ class GPT(nn.Module):
             self.transformer["ln_f"] = make_norm(config)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.loss = summed_loss  # compiled by itself where the blocks are; tensor parallelism replaces it
-        self.routing: Tensor | None = None  # sums of MoE.routing_of over all sequences since it was None, (L, E + 2)
+        self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
         self.positions = torch.arange  # positions from start to end; context parallelism replaces it
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
@@ -272,6 +272,14 @@ class GPT(nn.Module):
             return None, self.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
         logits = soft_cap(self.lm_head(x), self.arch.softcap)  # (B, T, V)
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+
+    def reset_routing(self, device: torch.device) -> None:
+        """
+        Count the routers' numbers from 0: in a tensor, because torch.compile would compile one graph that finds None
+        and one that finds a tensor.
+        """
+        if self.config.n_expert:
+            self.routing = torch.zeros(self.config.n_layer, self.config.n_expert + 2, device=device)
 
     def rotary_angles(self, positions: Tensor) -> Tensor:
         """Cosine and signed sine of the rotary positions' angles, equal in every head: (T,) -> (2, T, 1, D)."""

@@ -380,7 +380,7 @@ while not is_complete:
         # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop exits here
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
         model.zero_grad(set_to_none=not keeps_gradients)
-        raw_model.routing = None  # the routers' numbers may not be finite either
+        raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either
         exchange.forget()
         if back:
             source = agree.do_together(partial(checkpoint.open_checkpoint, back), logger.failed)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from isogpt.architecture import GPTConfig
-from isogpt.kernels import Dropout
+from isogpt.kernels import Dropout, compute_dtype
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -31,6 +31,7 @@ class MoE(nn.Module):
         self.router = Router(config.n_embd, config.n_expert)
         self.experts = experts
         self.dropout = Dropout(config.dropout)
+        self.exchanges_tokens = False  # expert parallelism sets it
         self.add_up = unchanged  # (B, T, C); tensor parallelism replaces it
         self.count_sequences = unchanged  # tokens per expert (B, E); context parallelism replaces it
 
@@ -88,12 +89,6 @@ class Reorder(torch.autograd.Function):
         return grad.unflatten(0, (-1, ctx.copies)).sum(1) if ctx.copies > 1 else grad, None, None, None
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a matmul with x computes, under autocast or without."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 class Router(nn.Module):
     """Scores of the experts for each token, in float32 whatever the model computes in: (B, T, C) -> (B, T, E)."""
 
@@ -130,10 +125,71 @@ class ExpertLinear(nn.Module):
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Each expert's rows of x (N, in) times its weight (E, out, in), transposed: (N, out)."""
+    """
+    Each expert's rows of x (N, in) times its weight (E, out, in), transposed: (N, out). The host does not wait for a
+    GPU to know the `counts`, except where PyTorch's own kernel does: in bfloat16 on other GPUs than Hopper and
+    Blackwell (torch 2.13).
+    """
     # torch 2.13: a GPU has a kernel for bfloat16 only, which is also the only dtype that torch.compile accepts
-    has_kernel = x.dtype == torch.bfloat16 or (x.device.type == "cpu" and not torch.compiler.is_compiling())
+    on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
     is_aligned = all(n * x.itemsize % 16 == 0 for n in weight.shape[1:])
-    if has_kernel and is_aligned:
+    if is_aligned and (on_cpu or x.dtype == torch.bfloat16):
         return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
-    return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(counts.tolist()), weight, strict=True)])
+    if on_cpu:  # less arithmetic than in blocks
+        return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(counts.tolist()), weight, strict=True)])
+    return BlockMatmul.apply(x, weight, *blocks_of_rows(len(x), counts))
+
+
+# Half of the mean number of rows of an expert. Smaller blocks have fewer rows of zeros, at most one block of each
+# expert, but need more copies of weights.
+BLOCKS_PER_EXPERT = 2
+
+
+def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
+    """
+    Divide N rows, sorted by expert, into blocks of equal size which each belong to one expert, padded with zeros. There
+    are as many as the `counts` (E,) can need at most: no shape depends on them.
+
+    Returns:
+        the place of each row in the blocks (N,), the expert of each block (blocks,), and the rows of a block.
+    """
+    E, device = len(counts), counts.device
+    size = max(1, -(-N // (BLOCKS_PER_EXPERT * E)))
+    block_counts = (counts + size - 1) // size  # (E,)
+    row_ends, block_ends = counts.cumsum(0), block_counts.cumsum(0)  # (E,) each
+    rows, blocks = torch.arange(N, device=device), torch.arange(min(N, N // size + E), device=device)
+    expert_of_row = torch.searchsorted(row_ends, rows, right=True)  # (N,)
+    shift = (block_ends - block_counts) * size - (row_ends - counts)  # from an expert's first row to its place (E,)
+    expert_of_block = torch.searchsorted(block_ends, blocks, right=True).clamp(max=E - 1)  # blocks without rows: any
+    return rows + shift[expert_of_row], expert_of_block, size
+
+
+class BlockMatmul(torch.autograd.Function):
+    """
+    grouped_matmul as one batched matmul of blocks, see `blocks_of_rows`, with at most half as much arithmetic again:
+    x (N, in), weight (E, out, in) -> (N, out).
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, place: Tensor, expert: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(x, weight, place, expert)
+        ctx.size = size
+        y = torch.bmm(in_blocks(x, place, expert, size), weight[expert].mT)  # (blocks, size, out)
+        return y.flatten(0, 1).index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, place, expert = ctx.saved_tensors
+        grad = in_blocks(grad, place, expert, ctx.size)  # (blocks, size, out)
+        dx = torch.bmm(grad, weight[expert]).flatten(0, 1).index_select(0, place)
+        dw = torch.bmm(grad.mT, in_blocks(x, place, expert, ctx.size))  # (blocks, out, in)
+        is_expert = torch.arange(len(weight), device=x.device)[:, None] == expert  # (E, blocks)
+        # a matmul and not index_add, which adds in a random order on a GPU
+        dw = (is_expert.to(dw.dtype) @ dw.flatten(1)).view_as(weight)
+        return dx, dw, None, None, None
+
+
+def in_blocks(rows: Tensor, place: Tensor, expert: Tensor, size: int) -> Tensor:
+    """Rows (N, C) at their places in blocks, and zeros: (blocks, size, C)."""
+    blocks = rows.new_zeros(len(expert) * size, rows.size(1)).index_copy(0, place, rows)
+    return blocks.unflatten(0, (len(expert), size))

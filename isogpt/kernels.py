@@ -295,13 +295,24 @@ def logits_at_once(on_cpu: bool, itemsize: int, vocab_size: int) -> tuple[int, i
     float32 per chunk). On a CPU that is 64, 64 and 8 MiB. The 8 MiB fit its cache: a third less time than with 64.
 
     On a GPU it is an eighth of the memory without chunks, at the 12 bytes per logit of memory.loss_activations, because
-    torch.compile fuses cross-entropy best if it is whole. A chunk has 8,192 rows, so that its matmuls fill the GPU.
+    torch.compile fuses cross-entropy best if it is whole. A chunk has 8,192 rows, so that its matmuls fill the GPU, or
+    fewer if these logits would take more than that eighth.
     """
     if on_cpu:
         return 2**24, 2**26 // itemsize, 2**21
     memory = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 0  # bytes
-    per_chunk = max(2**26, 8192 * vocab_size)
-    return max(2**26, memory // (8 * 12)), per_chunk, per_chunk
+    unchunked, rows = max(2**26, memory // (8 * 12)), 8192
+    if memory:
+        fitting = unchunked // vocab_size // 128 * 128  # matmuls are fast with whole tiles of 128 rows
+        rows = max(128, min(rows, fitting))
+    per_chunk = max(2**26, rows * vocab_size)
+    return unchunked, per_chunk, per_chunk
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matmul with x computes, under autocast or without."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @dataclass(frozen=True)
@@ -331,13 +342,16 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0,
     x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
     on_cpu, V = x.device.type == "cpu", vocabulary.longest if vocabulary else weight.size(0)
     unchunked, _, _ = logits_at_once(on_cpu, x.itemsize, V)
-    rows = max(1, unchunked // V)
-    if not vocabulary and (x.size(0) <= rows or not torch.is_grad_enabled()):
+    rows, has_gradients = max(1, unchunked // V), torch.is_grad_enabled()
+    if torch.compiler.is_compiling() and not has_gradients:
+        # each part is compiled again; fused cross-entropy reads logits as they are: less than the 12 bytes per logit
+        rows *= 12 // compute_dtype(x).itemsize
+    if not vocabulary and (x.size(0) <= rows or not has_gradients):
         losses = [F.cross_entropy(soft_cap(F.linear(xs, weight), cap).float(), ts, reduction="sum", ignore_index=IGNORE)
                   for xs, ts in zip(x.split(rows), targets.split(rows), strict=True)]  # fmt: skip
         return torch.stack(losses).sum()
     if torch.is_autocast_enabled(x.device.type):  # autocast does not apply inside an autograd.Function
-        dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = compute_dtype(x)
         x, weight = x.to(dtype), weight.to(dtype)
     _, per_chunk, per_chunk_float = logits_at_once(on_cpu, x.itemsize, V)
     return ChunkedLoss.apply(x, weight, targets, cap, per_chunk, per_chunk_float, vocabulary)

@@ -123,7 +123,7 @@ MUTATIONS = {
     "experts: a row with another token's weight": (
         "isogpt/experts.py", "(rows * weights[..., None])", "(rows * weights.flip(-1)[..., None])", MOE),
     "experts: widths that the kernel does not take": (
-        "isogpt/experts.py", "if has_kernel and is_aligned:", "if has_kernel:", MOE),
+        "isogpt/experts.py", "if is_aligned and (on_cpu", "if (on_cpu", MOE),
     "experts: router in bfloat16": (
         "isogpt/experts.py", "with torch.autocast(x.device.type, enabled=False):", "with torch.enable_grad():", MOE),
     "upcycling: routers do not depend on the seed": (

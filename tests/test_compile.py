@@ -1,6 +1,8 @@
 """torch.compile on a CPU, where train.py does not use it: graphs, recompilations, and the line about them."""
 
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from isogpt.parallel import recompute, replicate, settle_gradients
+from isogpt.parallel import context, recompute, replicate, settle_gradients
 from isogpt.parallel.compilation import compile_parts, compile_report
 from model import GPT, GPTConfig
 
@@ -89,6 +91,26 @@ def test_a_graph_for_training_and_one_for_evaluation(mode, by_block):
     assert_compiles_once(mode, by_block, 65, "aot_eager")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_experts_compile_once_and_without_waiting_for_counts(dtype):
+    """A graph for training and one for evaluation, whatever the routers have counted and the dtype."""
+    shape = dict(block_size=64, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=False)
+    model = GPT(GPTConfig(n_expert=4, n_expert_active=2, **shape), seed=1)
+    model.reset_routing(torch.device("cpu"))
+    autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+    with autocast:
+        expected, counted = train_and_evaluate(model, 65, times=3), model.routing
+    compile_parts(model, by_block=False, backend="aot_eager")  # fullgraph would trace tolist, which waits for a GPU
+    for _ in range(2):
+        model.reset_routing(torch.device("cpu"))
+        with autocast:
+            actual = train_and_evaluate(model, 65, times=3)
+    assert compile_report() == "compile: 2 graphs, 0 graph breaks"
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance / 100)
+    torch.testing.assert_close(model.routing, counted, rtol=tolerance, atol=1)
+
+
 INDUCTOR = [("none", True, 2**17), ("full", True, 65), ("selective", True, 65)]
 
 
@@ -152,6 +174,20 @@ def test_accumulation_with_graphs_that_reuse_their_memory():
     assert not any(torch.allclose(*pair, rtol=0.1) for pair in zip(overwritten, expected, strict=True))
 
 
+def test_the_masks_of_context_parallelism_on_a_gpu_are_in_the_graph(monkeypatch):
+    """A rank with both chunks of the sequence; PyTorch's GPU masks also work on a CPU."""
+    monkeypatch.setattr(context, "Gather", SimpleNamespace(apply=lambda keys, group: keys))
+    model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=False), seed=1)
+    expected = train_and_evaluate(model, 65)
+    own = [(c, context.last_rows_mask(32, (c + 1) * 32, torch.device("cuda"))) for c in range(2)]
+    assert None not in (mask for _, mask in own)
+    for block in model.transformer.h:
+        block.attn.attention = partial(context.context_attention, None, [0, 1], own)
+    compile_parts(model, by_block=False, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(train_and_evaluate(model, 65, times=2), expected, rtol=1e-4, atol=1e-6)
+    assert compile_report() == "compile: 2 graphs, 0 graph breaks"
+
+
 LAYOUT = """
 import os, sys
 sys.path.insert(0, os.environ["REPO"])
@@ -165,12 +201,12 @@ from model import GPT, GPTConfig
 dist.init_process_group("gloo")
 mesh = Mesh(dist.get_rank(), **{sys.argv[1]: 2})
 mesh.connect("cpu", shards=False)
-ids = torch.randint(65, (2, 32), generator=torch.Generator().manual_seed(0))[:, mesh.own_positions(32)]
 found = []
 for is_compiled in (False, True):
     with torch.device("meta"):
         shape = dict(n_layer=2, n_head=4, n_embd=32, block_size=32, vocab_size=65, bias=False)
-        model = GPT(GPTConfig(arch=sys.argv[2], **shape))
+        experts = dict(n_expert=4, n_expert_active=2) if mesh.ep > 1 else {}
+        model = GPT(GPTConfig(arch=sys.argv[2], **shape, **experts))
     splits = parallel.split_model(model, mesh, "1f1b")
     if mesh.cp > 1:
         parallelize_context(model, mesh, torch.device("cpu"))
@@ -178,7 +214,8 @@ for is_compiled in (False, True):
         compile_parts(model, mesh.splits_model, backend="aot_eager")
     parallel.materialize(model, torch.device("cpu"), splits)
     parallel.init_weights(model, 1)
-    for _ in range(2):
+    for step in range(3):
+        ids = torch.randint(65, (2, 32), generator=torch.Generator().manual_seed(step))[:, mesh.own_positions(32)]
         model.zero_grad()
         loss = model(ids.view(2, -1), ids.view(2, -1), 64.0)[1]
         loss.backward()
@@ -189,9 +226,15 @@ print(compile_report(), flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "arch"), [("tp", "gpt2"), ("tp", "llama"), ("cp", "nanochat")])
-def test_collectives_are_in_the_graphs(zygote, tmp_path, way, arch):
+@pytest.mark.parametrize(("way", "arch", "said"), [
+    ("tp", "gpt2", "compile: 2 graphs, 0 graph breaks\n"),  # by block
+    ("tp", "llama", "compile: 2 graphs, 0 graph breaks\n"),
+    ("cp", "nanochat", "compile: 1 graphs, 0 graph breaks\n"),  # the whole model
+    # what is before and after the experts; the number of their rows is different in each step
+    ("ep", "gpt2", "compile: 5 graphs, 2 graph breaks (Skip calling `torch.compiler.disable()`d function"),
+])  # fmt: skip
+def test_the_graphs_of_each_layout(zygote, tmp_path, way, arch, said):
+    """Collectives are in them, and no step compiles more."""
     (tmp_path / "layout.py").write_text(LAYOUT)
     run = zygote.start([way, arch], tmp_path, 2, "layout.py", repo=tmp_path, env={"REPO": str(REPO)}).wait()
-    graphs = 2 if way == "tp" else 1  # by block, or the whole model
-    assert run.text().count(f"compile: {graphs} graphs, 0 graph breaks\n") == 2
+    assert run.text().count(said) == 2, run.text()[-2000:]

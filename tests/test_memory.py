@@ -178,9 +178,9 @@ def test_what_compression_and_islands_keep():
     assert optimizer_bytes(8, islands=2, zero=3, dp_replicate=2, grad_compression="sign") == pytest.approx(28 * n / 2)
 
 
-@pytest.mark.parametrize("gib, bytes_per_logit", [(80, 12), (16, 3.2)])
+@pytest.mark.parametrize("gib, bytes_per_logit", [(80, 12), (16, 1.48)])
 def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(monkeypatch, gib, bytes_per_logit):
-    """16 sequences of 1,024 tokens in bfloat16: all logits at once, or two chunks, at 6 bytes per logit of a chunk."""
+    """16 sequences of 1,024 tokens in bfloat16: all logits at once, or five chunks, at 6 bytes per logit of a chunk."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30))
     found = max(memory.loss_activations(16 * 1024, 50304, 768, 2, on_cpu=False))

@@ -432,7 +432,7 @@ def test_export_prints_what_it_wrote(at, capsys):
 
 
 def test_the_note_about_compilation(at):
-    model = SimpleNamespace(compile=lambda **options: None)
+    model = SimpleNamespace(compile=lambda **options: None, transformer=SimpleNamespace(h=[]))
 
     def note(device):
         return compilation.compile_model(model, device, by_block=False)

@@ -499,9 +499,15 @@ def test_a_large_vocabulary_is_cut(large):
     assert apart(got[2], expected[2]) < 1e-6
 
 
-@pytest.mark.parametrize("gib, rows, at_once", [(80, 16384, 16384), (80, 32768, 8192), (0, 9000, 8192)])
+CHUNKS_OF_A_GPU = [(80, 16384, 16384), (80, 32768, 8192), (0, 9000, 8192), (16, 9000, 3456), (4, 9000, 1334)]
+
+
+@pytest.mark.parametrize("gib, rows, at_once", CHUNKS_OF_A_GPU)
 def test_the_logits_of_a_gpu_at_once(monkeypatch, gib, rows, at_once):
-    """All of them if they fit into an eighth of its memory, else 8,192 rows; the meta device stands in for a GPU."""
+    """
+    All of them if they fit into an eighth of its memory, else up to 8,192 rows which fit; the meta device stands in for
+    a GPU.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # it does not know the meta device
@@ -569,6 +575,24 @@ def test_torch_compile_finds_one_graph(dropout):
     torch._dynamo.reset()
     _, loss = torch.compile(gpt, backend="eager", fullgraph=True)(x, x, 100.0)
     loss.backward()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_torch_compile_evaluates_the_loss_in_one_part(large, half):
+    """Each part would be compiled again."""
+    matmuls = []
+
+    def count(graph, inputs):
+        matmuls.extend(n for n in graph.graph.nodes if n.target is F.linear or "linear" in str(n.target))
+        return graph
+
+    torch._dynamo.reset()
+    x, weight, targets = large[0]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss = torch.compile(summed_loss, backend=count, fullgraph=True)(x, weight, targets)
+        expected = summed_loss(x, weight, targets)
+    assert len(matmuls) == 1
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, d
         shard(model, mesh, device, zero, dtype, config["cpu_offload"], config["fsdp_prefetch"], config["pp_schedule"],
               reduces_replicas=config["grad_compression"] == "none")  # fmt: skip
     materialize(model, torch.device("cpu") if config["cpu_offload"] else device, splits)
+    model.reset_routing(device)
     return note
 
 
@@ -124,9 +125,8 @@ def take_routing(model: nn.Module, is_logged: bool, device: torch.device) -> Ten
     c = model.config
     if not c.n_expert or not is_logged:
         return None
-    sums, model.routing = model.routing, None
-    if sums is None:  # only the last rank of a pipeline knows them
-        sums = torch.zeros(c.n_layer, c.n_expert + 2, device=device)
+    sums = model.routing  # of a pipeline's ranks, only the last one adds to them
+    model.reset_routing(device)
     if dist.is_initialized():
         dist.all_reduce(sums)
     tokens = sums[:, 2:].sum(1, keepdim=True) / c.n_expert_active  # (L, 1)

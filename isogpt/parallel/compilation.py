@@ -6,7 +6,10 @@ import torch
 import torch.nn as nn
 
 from isogpt.agree import gather_objects
+from isogpt.experts import MoE
 from isogpt.kernels import summed_loss
+
+EXCHANGE = "expert parallelism: a step's token counts decide how many rows a rank receives"
 
 
 def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_graphs: bool = False) -> str:
@@ -38,7 +41,13 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_g
 
 
 def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
-    """Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation has its own graphs."""
+    """
+    Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation has its own graphs. Experts
+    on several ranks run uncompiled, because the number of rows that they receive is different each time.
+    """
+    for block in model.transformer.h:
+        if isinstance(block.mlp, MoE) and block.mlp.exchanges_tokens:
+            block.mlp.experts.forward = torch.compiler.disable(block.mlp.experts.forward, reason=EXCHANGE)
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)
     if by_block and model.loss is summed_loss:  # not the one of tensor parallelism, which communicates

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from isogpt.experts import MoE
@@ -26,7 +26,9 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
 
     model.positions = positions_here
     order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
-    attention = partial(context_attention, mesh.group("cp"), order, mesh.chunks(mesh.index("cp")))
+    size = model.config.block_size // len(order)  # of a chunk
+    own = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in mesh.chunks(mesh.index("cp"))]
+    attention = partial(context_attention, mesh.group("cp"), order, own)
     for block in model.transformer.h:
         block.attn.attention = attention
         if isinstance(block.mlp, MoE):
@@ -40,8 +42,16 @@ def sum_over_ranks(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
     return total
 
 
-def context_attention(group: dist.ProcessGroup, order: list[int], own: tuple[int, int], q: Tensor, k: Tensor, v: Tensor,
-                      dropout: float, cache: None) -> Tensor:  # fmt: skip
+def last_rows_mask(T: int, S: int, device: torch.device) -> CausalBias | None:
+    """
+    On a GPU, the causal mask of the last T of S positions, with which FlashAttention runs. It is made once, because
+    torch.compile cannot trace its constructor (torch 2.13).
+    """
+    return causal_lower_right(T, S) if device.type == "cuda" else None
+
+
+def context_attention(group: dist.ProcessGroup, order: list[int], own: list[tuple[int, CausalBias | None]], q: Tensor,
+                      k: Tensor, v: Tensor, dropout: float, cache: None) -> Tensor:  # fmt: skip
     """
     kernels.causal_attention of this rank's positions over those of all ranks: q (B, T / cp, H, D), k and v
     (B, T / cp, K, D) -> (B, T / cp, H * D). The backward gathers the keys and values again instead of keeping them, so
@@ -49,7 +59,7 @@ def context_attention(group: dist.ProcessGroup, order: list[int], own: tuple[int
 
     Args:
         order: the places of chunks 0, 1, ... in what Gather returns.
-        own: the numbers of this rank's two chunks.
+        own: the numbers of this rank's two chunks, each with its `last_rows_mask`.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -59,18 +69,27 @@ def context_attention(group: dist.ProcessGroup, order: list[int], own: tuple[int
         groups = q.size(2) // k.size(2)
         k, v = (t.repeat_interleave(groups, 2) if groups > 1 else t for t in (k, v))
         size = q.size(1) // 2  # of a chunk
-        parts = zip(q.split(size, 1), own, strict=True)
-        return torch.cat([attend_chunk(part, k[:, : (c + 1) * size], v[:, : (c + 1) * size], dropout)
-                          for part, c in parts], 1)  # fmt: skip
+        parts = []
+        for part, (c, mask) in zip(q.split(size, 1), own, strict=True):
+            end = (c + 1) * size
+            parts.append(attend_chunk(part, k[:, :end], v[:, :end], mask, dropout))
+        return torch.cat(parts, 1)
 
     return checkpoint(attend, q, k, v, use_reentrant=False) if torch.is_grad_enabled() else attend(q, k, v)
 
 
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Attention of the last T of S positions to all of them: (B, T, H, D), (B, S, H, D) twice -> (B, T, H * D)."""
-    T, S, on_gpu, dtype = q.size(1), k.size(1), q.device.type == "cuda", q.dtype
-    # on a CPU in float32: with a mask, some gradients in bfloat16 were several times too large (torch 2.13)
-    q, k, v = (t.transpose(1, 2) if on_gpu else t.transpose(1, 2).float() for t in (q, k, v))  # (B, H, T or S, D)
-    mask = causal_lower_right(T, S) if on_gpu else q.new_ones(T, S, dtype=torch.bool).tril(S - T)
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropout: float) -> Tensor:
+    """
+    Attention of the last T of S positions to all of them: (B, T, H, D), (B, S, H, D) twice -> (B, T, H * D).
+
+    Args:
+        mask: see `last_rows_mask`. None: compute in float32. With a mask, some gradients in bfloat16 were several times
+            too large on a CPU (torch 2.13).
+    """
+    T, S, dtype = q.size(1), k.size(1), q.dtype
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, D)
+    if mask is None:
+        q, k, v = (t.float() for t in (q, k, v))
+        mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return y.transpose(1, 2).flatten(2).to(dtype)

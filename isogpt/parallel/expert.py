@@ -23,6 +23,7 @@ def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
         take_part(model, name, Split("ep", 0, (parameters[name].size(0),), mesh.index("ep"), mesh.ep))
     model._ddp_params_and_buffers_to_ignore = experts  # complete_gradients reduces them, over fewer ranks than DDP
     for block in model.transformer.h:
+        block.mlp.exchanges_tokens = True
         block.mlp.experts.forward = partial(exchange_tokens, group, block.mlp.experts.forward)
 
 
