@@ -49,8 +49,9 @@ class Gpu:
     name: str = "NVIDIA H100 80GB HBM3"
     memory: int = 80 * 10**9  # bytes
     root: str = ""  # the folder of the program, whose lines are named
-    fails_at: int = 0  # the number of the operator that raises, on this rank
-    fails_with: str = ""
+    fails_in: str = ""  # the step in which one operator raises, on this rank
+    fails_with: str = ""  # how, see `failure`; '' from when it has
+    fails_after: int = 50  # operators of this step
     index: int = 0  # the current device
     queued: int = 0  # operators that were sent to the GPU
     done: int = 0  # of those, how many the GPU is known to have finished
@@ -74,8 +75,7 @@ class Gpu:
         self.root = os.path.realpath(env.get("PRETEND_CUDA_ROOT", os.getcwd()))
         rank, _, rest = env.get("PRETEND_CUDA_FAIL", "").partition(":")
         if rest and rank == env.get("RANK", "0"):
-            number, _, self.fails_with = rest.partition(":")
-            self.fails_at = int(number)
+            self.fails_in, _, self.fails_with = rest.partition(":")
 
     def place(self) -> str:
         """The innermost line of the program, and the innermost line of torch below it."""
@@ -95,8 +95,11 @@ class Gpu:
     def enqueue(self) -> int:
         """Send an operator to the GPU; returns its number."""
         self.queued += 1
-        if self.queued == self.fails_at:
-            raise failure(self.fails_with)
+        if self.fails_with and str(step_now()) == self.fails_in:
+            self.fails_after -= 1
+            if self.fails_after == 0:
+                kind, self.fails_with = self.fails_with, ""
+                raise failure(kind)
         return self.queued
 
     def later(self, number: int, action: Callable[[], None]) -> None:
