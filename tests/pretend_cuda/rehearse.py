@@ -133,7 +133,28 @@ CASES = {
 }
 # How often the host waits for the GPU in a step, where that is not once, and why. Once is where it reads the numbers
 # from which all ranks decide.
-WAITS = {}
+EXPERTS = "the number of tokens of each expert, which grouped_mm needs on the CPU without its bfloat16 kernel"
+ROUTING = "the routers' numbers for the log"
+OFFLOAD = "FSDP copies each gradient to the CPU"
+NUMBERS = "the numbers are read a second time"
+WAITS = {
+    "cpu_offload": (32, OFFLOAD),
+    "cpu_offload fp16": (32, OFFLOAD),
+    "muon": (2, NUMBERS),
+    "muon fp16": (3, f"{NUMBERS}; the scale of the loss"),
+    "muon zero 3": (2, NUMBERS),
+    "experts": (10, EXPERTS),
+    "experts bf16": (2, ROUTING),
+    "experts bf16 A100": (26, EXPERTS),
+    "experts fp16": (10, EXPERTS),
+    "experts deterministic": (10, EXPERTS),
+    "check_ranks": (2, "the checksums of the weights"),
+    "save_interval": (17, "the copies for the checkpoint, and the state of AdamW"),
+    "2 pp fp16": (2, "the scale of the loss"),
+    "2 ep": (8, "the number of tokens of each expert, and of those for other ranks"),
+    "2 ep zero 3": (8, "the number of tokens of each expert, and of those for other ranks"),
+    "2 muon zero 1": (2, NUMBERS),
+}
 # what `pytest` runs; `pytest -m slow` runs the others
 DAILY = (
     "plain",
