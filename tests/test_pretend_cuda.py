@@ -73,7 +73,7 @@ def pretended():
 
 
 def assert_rehearsed(pretended, work, names):
-    found = rehearse(pretended, work, names)
+    found = dict(rehearse(pretended, work, names))
     wrong = {name: f"{result.wrong} {result.waits}" for name, result in found.items() if result.wrong}
     assert not wrong and found.keys() == set(names), wrong
 

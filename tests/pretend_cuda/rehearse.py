@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,6 +154,10 @@ WAITS = {
     "2 ep": (8, "the number of tokens of each expert, and of those for other ranks"),
     "2 ep zero 3": (8, "the number of tokens of each expert, and of those for other ranks"),
     "2 muon zero 1": (2, NUMBERS),
+    "2 muon tp": (2, NUMBERS),
+    "2 sign": (7, "the table of bits is copied to the GPU for each gradient"),
+    "2 powersgd": (22, "PyTorch's PowerSGD hook draws its matrices on the CPU"),
+    "2 islands parts": (2, "the average of the islands, which is sent in the background"),
 }
 # what `pytest` runs; `pytest -m slow` runs the others
 DAILY = (
@@ -271,10 +275,14 @@ def judged(work: Path, name: str, run: Run, report: Path, curve: dict[int, float
     return found
 
 
-def rehearse(zygote: Zygote, work: Path, names: Iterable[str], timeout: float = 300) -> dict[str, Found]:
-    """Run cases, at most SLOTS processes at a time, in a folder with the data set tiny."""
+def rehearse(zygote: Zygote, work: Path, names: Iterable[str], timeout: float = 300) -> Iterator[tuple[str, Found]]:
+    """
+    Run cases, at most SLOTS processes at a time, in a folder with the data set tiny. Yields (case, what was found) when
+    a case ends.
+    """
     curves = curves_on_a_cpu(zygote, work, names)
-    waiting, running, found = list(names), {}, {}
+    waiting = list(names)
+    running = {}
     end = time.monotonic() + timeout
     while waiting or running:
         used = sum(CASES[name].processes for name in running)
@@ -284,25 +292,34 @@ def rehearse(zygote: Zygote, work: Path, names: Iterable[str], timeout: float = 
             used += CASES[name].processes
         for name, (run, report) in list(running.items()):
             if run.poll():
-                found[name] = judged(work, name, run, report, curves[model_flags(CASES[name])])
                 del running[name]
+                yield name, judged(work, name, run, report, curves[model_flags(CASES[name])])
         if time.monotonic() > end:
             for run, _ in running.values():
                 run.kill()
             raise AssertionError(f"still running after {timeout} s: {', '.join(running)}")
         time.sleep(0.01)
-    return found
 
 
 def table(found: dict[str, Found]) -> str:
     """The rows of the table in docs/benchmarks.md."""
     rows = ["| case | settings | waits in a step | more than once, because |", "|---|---|---|---|"]
-    for name, result in found.items():
-        case = CASES[name]
-        flags = f"`{case.flags}`" if case.flags else "the defaults"
-        reason = WAITS[name][1] if name in WAITS else ""
-        rows.append(f"| {name} | {flags} | {result.count} | {reason} |")
+    for name, case in CASES.items():
+        if name in found:
+            flags = f"`{case.flags}`" if case.flags else "the defaults"
+            reason = WAITS[name][1] if name in WAITS else ""
+            rows.append(f"| {name} | {flags} | {found[name].count} | {reason} |")
     return "\n".join(rows)
+
+
+def print_case(name: str, result: Found) -> None:
+    """What was found, and the lines that wait."""
+    said = f"FAILED: {result.wrong}" if result.wrong else "ok"
+    if result.distance is not None:
+        said += f", {result.distance:.1e} from the CPU"
+    print(f"{name:28} {said}; in a step the host waits {result.count} times", flush=True)
+    for count, kind, place in result.waits:
+        print(f"{'':32}{count} x {kind}: {place}", flush=True)
 
 
 def main() -> None:
@@ -314,17 +331,13 @@ def main() -> None:
     if unknown := [name for name in options.cases if name not in CASES]:
         parser.error(f"no case is named {', '.join(unknown)}; there are {', '.join(CASES)}")
     zygote = prepared()
+    found = {}
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         tiny_data(folder)
-        found = rehearse(zygote, Path(folder), options.cases or list(CASES), timeout=3600)
+        for name, result in rehearse(zygote, Path(folder), options.cases or list(CASES), timeout=3600):
+            found[name] = result
+            print_case(name, result)
     zygote.close()
-    for name, result in found.items():
-        said = f"FAILED: {result.wrong}" if result.wrong else "ok"
-        if result.distance is not None:
-            said += f", {result.distance:.1e} from the CPU"
-        print(f"{name:28} {said}; in a step the host waits {result.count} times")
-        for count, kind, place in result.waits:
-            print(f"{'':32}{count} x {kind}: {place}")
     if options.table:
         print(table(found))
     if options.json:
