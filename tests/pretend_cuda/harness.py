@@ -170,7 +170,7 @@ def without_mode(function):
 def set_device(device) -> None:
     index = device if isinstance(device, int) else torch.device(device).index
     if index is not None and index >= GPU.count:
-        raise torch.AcceleratorError("CUDA error: invalid device ordinal", 101)
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
     GPU.index = index or 0
 
 

@@ -31,7 +31,7 @@ def failure(kind: str) -> Exception:
     if kind == "oom":
         return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ...")
     if kind == "cuda":
-        return torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ...", 2)
+        return torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ...")
     if kind == "cublas":
         return RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     return dist.DistBackendError(

@@ -43,9 +43,7 @@ TINY = [
     "--eval_iters=1",
     "--log_interval=1",
 ]
-# float32 would do too, but train.py measures a matmul of 8192 x 8192 for it, which takes a CPU 15 seconds; tf32 has the
-# same bits here
-ON_GPU = ["--compile=False", "--dtype=tf32"]
+ON_GPU = ["--compile=False", "--dtype=tf32"]  # tf32 has the bits of float32 here
 ON_CPU = ["--device=cpu", "--dtype=float32"]
 OF_A_MODEL = ("--arch", "--optim", "--muon", "--n_", "--bias", "--data_", "--max_")  # settings that a curve depends on
 
@@ -72,6 +70,7 @@ MUON = "--arch=nanochat --optimizer=muon --muon_lr=0.005"
 CASES = {
     # precision
     "plain": Case(""),
+    "float32": Case("--dtype=float32"),
     "bf16": Case("--dtype=bfloat16", limit=HALF),
     "fp16": Case("--dtype=float16", limit=HALF, gpu=T4),
     "auto on a T4": Case("--dtype=auto", limit=HALF, gpu=T4),
