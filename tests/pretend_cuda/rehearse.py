@@ -4,7 +4,7 @@ waits in a step, and where.
 
     python tests/pretend_cuda/rehearse.py                   all cases
     python tests/pretend_cuda/rehearse.py "2 pp" "zero 3"   only these
-    python tests/pretend_cuda/rehearse.py --table           also print the table of docs/benchmarks.md
+    python tests/pretend_cuda/rehearse.py --table           only print the table of docs/benchmarks.md
     python tests/pretend_cuda/rehearse.py --json=FILE       also write what was found
 
 A case fails if the run fails, if its losses are not the CPU's, if something is reported as a problem, or if the host
@@ -300,14 +300,13 @@ def rehearse(zygote: Zygote, work: Path, names: Iterable[str], timeout: float = 
         time.sleep(0.01)
 
 
-def table(found: dict[str, Found]) -> str:
-    """The rows of the table in docs/benchmarks.md."""
-    rows = ["| case | settings | waits in a step | more than once, because |", "|---|---|---|---|"]
-    for name, case in CASES.items():
-        if name in found:
-            flags = f"`{case.flags}`" if case.flags else "the defaults"
-            reason = WAITS[name][1] if name in WAITS else ""
-            rows.append(f"| {name} | {flags} | {found[name].count} | {reason} |")
+def table() -> str:
+    """The table of docs/benchmarks.md, from CASES and WAITS: first the cases that wait once."""
+    names_of = {}  # {(waits, reason): names}
+    for name in sorted(CASES, key=expected_waits):
+        names_of.setdefault(WAITS.get(name, (1, "")), []).append(name)
+    rows = ["| waits | cases | reason |", "|---|---|---|"]
+    rows += [f"| {count} | {', '.join(names)} | {reason} |" for (count, reason), names in names_of.items()]
     return "\n".join(rows)
 
 
@@ -329,6 +328,9 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := [name for name in options.cases if name not in CASES]:
         parser.error(f"no case is named {', '.join(unknown)}; there are {', '.join(CASES)}")
+    if options.table:
+        print(table())
+        return
     zygote = prepared()
     found = {}
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -337,8 +339,6 @@ def main() -> None:
             found[name] = result
             print_case(name, result)
     zygote.close()
-    if options.table:
-        print(table(found))
     if options.json:
         options.json.write_text(json.dumps({name: vars(result) for name, result in found.items()}, indent=1))
     sys.exit(any(result.wrong for result in found.values()))
