@@ -148,7 +148,8 @@ def test_out_of_memory_on_any_rank_ends_all_with_a_message(pretended, work):
         run.wait(ok=False)
         text = run.text()
         assert all(run.codes), text
-        assert len(re.findall("^error: .*out of memory", text, re.M)) == 1, text
+        assert len(re.findall(r"^error: (rank \d: )?out of memory", text, re.M)) == 1, text
+        assert text.count(f"the next start in {out} uses micro-batches of 2") == 1, text
 
 
 @pytest.mark.slow

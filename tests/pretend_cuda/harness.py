@@ -344,6 +344,7 @@ def install() -> None:
     install_cuda()
     torch._has_compatible_shallow_copy_type = have_the_same_type  # Module.to makes new parameters
     dist.Work.get_future = get_future
+    dist.is_nccl_available = constant(not os.environ.get("PRETEND_CUDA_NO_NCCL"))
     dist.init_process_group = init_process_group
     dist.distributed_c10d.init_process_group = init_process_group
     torch._C._set_only_lift_cpu_tensors(True)
