@@ -138,7 +138,7 @@ OFFLOAD = "FSDP copies each gradient to the CPU"
 NUMBERS = "the numbers are read a second time"
 WAITS = {
     "cpu_offload": (32, OFFLOAD),
-    "cpu_offload fp16": (32, OFFLOAD),
+    "cpu_offload fp16": (35, f"{OFFLOAD}; the scale of the loss"),
     "muon": (2, NUMBERS),
     "muon fp16": (3, f"{NUMBERS}; the scale of the loss"),
     "muon zero 3": (2, NUMBERS),
