@@ -92,11 +92,12 @@ class Run:
 
 
 class Zygote:
-    """A process that has imported torch and forks all runs of a session."""
+    """A process that has imported torch and forks all runs of a session, with more variables if they are given."""
 
-    def __init__(self):
+    def __init__(self, more=None):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "RANK", "WORLD_SIZE", "LOCAL_"))}
         env["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")  # runs share the cores
+        env.update(more or {})
         self.process = subprocess.Popen(
             [sys.executable, str(REPO / "tests" / "zygote.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
