@@ -6,6 +6,7 @@ is 1 if the tests passed with any of the mutations.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -153,7 +154,8 @@ MUTATIONS = {
         'unfinished = Path(self.out_dir) / f"step_{self.step:08d}"',
         f"{RESUME}::test_sigint_and_sigterm_leave_valid_checkpoints"),
     "checkpoint: weights that are not finite": (
-        "isogpt/checkpoint.py", "        if bad:\n", "        if False:\n",
+        "isogpt/checkpoint.py", "if bad := not_finite(model):\n            raise ValueError(f\"weights are not finite at step",
+        "if False:\n            raise ValueError(f\"weights are not finite at step",
         f"{RESUME}::test_no_checkpoint_has_weights_that_are_not_finite"),
     "samples: each rank draws the first rank's": ("sample.py", "first_sample=first", "first_sample=0", SAMPLE),
     "samples: random numbers of the batch": (
@@ -191,6 +193,15 @@ MUTATIONS = {
 }  # fmt: skip
 
 
+def places(old, text):
+    """Where `old` stands in a source text, as (start, end): wherever its lines end."""
+    tokens = re.findall(r"\w+|[^\w\s]", old)
+    comma = [",?" if token in ")]}" else "" for token in tokens]  # the formatter adds it at the end of a line
+    pattern = "".join(rf"{c}\s*{re.escape(token)}" for c, token in zip(comma, tokens, strict=True))
+    found = [match.span() for match in re.finditer(pattern, text)]
+    return [(start + len(text[start:end]) - len(text[start:end].lstrip()), end) for start, end in found]
+
+
 def main():
     wanted = sys.argv[1:] or list(MUTATIONS)
     green = []
@@ -200,8 +211,9 @@ def main():
             copy = Path(folder) / "repo"
             shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__"))
             text = (copy / file).read_text()
-            assert text.count(old) == 1, f"{name}: {text.count(old)} places in {file}"
-            (copy / file).write_text(text.replace(old, new))
+            assert len(places(old, text)) == 1, f"{name}: {len(places(old, text))} places in {file}"
+            ((start, end),) = places(old, text)
+            (copy / file).write_text(text[:start] + new.strip() + text[end:])
             start = time.monotonic()
             env = {**os.environ, "ISOGPT_SHARED": str(REPO.parent / "shared")}
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
