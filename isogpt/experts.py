@@ -127,17 +127,26 @@ class ExpertLinear(nn.Module):
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     Each expert's rows of x (N, in) times its weight (E, out, in), transposed: (N, out). The host does not wait for a
-    GPU to know the `counts`, except where PyTorch's own kernel does: in bfloat16 on other GPUs than Hopper and
-    Blackwell (torch 2.13).
+    GPU to know the `counts`.
     """
     # torch 2.13: a GPU has a kernel for bfloat16 only, which is also the only dtype that torch.compile accepts
     on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
     is_aligned = all(n * x.itemsize % 16 == 0 for n in weight.shape[1:])
-    if is_aligned and (on_cpu or x.dtype == torch.bfloat16):
+    has_kernel = x.dtype == torch.bfloat16 and has_grouped_kernel(x.device.type)
+    if is_aligned and (on_cpu or has_kernel):
         return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
     if on_cpu:  # less arithmetic than in blocks
         return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(counts.tolist()), weight, strict=True)])
     return BlockMatmul.apply(x, weight, *blocks_of_rows(len(x), counts))
+
+
+@torch.compiler.assume_constant_result
+def has_grouped_kernel(device_type: str) -> bool:
+    """
+    Whether PyTorch's grouped_mm is a kernel in bfloat16. On GPUs other than Hopper, Blackwell and AMD's counterparts it
+    is a loop, for which the host waits in each matmul (torch 2.13).
+    """
+    return device_type != "cuda" or torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 # Half of the mean number of rows of an expert. Smaller blocks have fewer rows of zeros, at most one block of each

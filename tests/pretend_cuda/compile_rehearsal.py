@@ -39,7 +39,6 @@ CASES = (
     "blocks experts bf16",
     "tp bf16",
     "tp nanochat bf16",
-    "ep bf16",
     "cp bf16",
 )
 
@@ -205,13 +204,15 @@ def label_parameters(module: nn.Module) -> None:
         for name, p in list(m.named_parameters(recurse=False)):
             setattr(m, name, nn.Parameter(labelled(*p.shape, dtype=p.dtype)))
     module.tie_weights()
+    if module.config.n_expert:
+        module.routing = labelled(module.config.n_layer, module.config.n_expert + 2)
 
 
 def make(**changes) -> GPT:
     """A model on the meta device."""
     args = {"n_layer": 2, "n_head": 4, "n_embd": OPTIONS.n_embd, "block_size": BLOCK_SIZE, "bias": False}
     with torch.device("meta"):
-        return GPT(GPTConfig(**args, vocab_size=VOCABULARY, **changes))
+        return GPT(GPTConfig(**args | {"vocab_size": VOCABULARY} | changes))
 
 
 def rounded_to(dtype: torch.dtype) -> contextlib.AbstractContextManager:
@@ -362,7 +363,7 @@ MAKERS = {
     "blocks experts bf16": partial(blocks, bf16, **EXPERTS),
     "tp bf16": partial(divided, bf16, tp=2),
     "tp nanochat bf16": partial(divided, bf16, tp=2, arch="nanochat"),
-    "ep bf16": partial(divided, bf16, ep=2, **EXPERTS),
+    # not ep: its token exchange is not compiled, and needs kernels
     "cp bf16": partial(divided, bf16, by_block=False, cp=2),
 }
 

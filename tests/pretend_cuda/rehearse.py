@@ -132,31 +132,16 @@ CASES = {
 }
 # How often the host waits for the GPU in a step, where that is not once, and why. Once is where it reads the numbers
 # from which all ranks decide.
-EXPERTS = "the number of tokens of each expert, which grouped_mm needs on the CPU without its bfloat16 kernel"
-ROUTING = "the routers' numbers for the log"
-OFFLOAD = "FSDP copies each gradient to the CPU"
-NUMBERS = "the numbers are read a second time"
+OFFLOAD = "FSDP waits for the copy of each gradient to the CPU, after the last backward pass"
+TOKENS = "the number of tokens for other ranks, which the all-to-all needs on the CPU, once in each layer"
 WAITS = {
-    "cpu_offload": (32, OFFLOAD),
-    "cpu_offload fp16": (35, f"{OFFLOAD}; the scale of the loss"),
-    "muon": (2, NUMBERS),
-    "muon fp16": (3, f"{NUMBERS}; the scale of the loss"),
-    "muon zero 3": (2, NUMBERS),
-    "experts": (10, EXPERTS),
-    "experts bf16": (2, ROUTING),
-    "experts bf16 A100": (26, EXPERTS),
-    "experts fp16": (10, EXPERTS),
-    "experts deterministic": (10, EXPERTS),
+    "cpu_offload": (16, OFFLOAD),
+    "cpu_offload fp16": (19, f"{OFFLOAD}; the scale of the loss, which is beside the weights"),
     "check_ranks": (2, "the checksums of the weights"),
-    "save_interval": (17, "the copies for the checkpoint, and the state of AdamW"),
-    "2 pp fp16": (2, "the scale of the loss"),
-    "2 ep": (8, "the number of tokens of each expert, and of those for other ranks"),
-    "2 ep zero 3": (8, "the number of tokens of each expert, and of those for other ranks"),
-    "2 muon zero 1": (2, NUMBERS),
-    "2 muon tp": (2, NUMBERS),
-    "2 sign": (7, "the table of bits is copied to the GPU for each gradient"),
-    "2 powersgd": (22, "PyTorch's PowerSGD hook draws its matrices on the CPU"),
-    "2 islands parts": (2, "the average of the islands, which is sent in the background"),
+    "save_interval": (2, "the copies for the checkpoint"),
+    "2 ep": (3, TOKENS),
+    "2 ep zero 3": (3, TOKENS),
+    "2 powersgd": (22, "PyTorch's PowerSGD hook draws its matrices on the CPU; 2 after the first compressed step"),
 }
 # what `pytest` runs; `pytest -m slow` runs the others
 DAILY = (
