@@ -12,7 +12,7 @@ model of 10.65M parameters, which takes a minute.
     python bench.py config/train_gpt2.py --tune                        measure the plan's best few here
 """
 
-import isogpt.threads  # noqa: F401  (before torch, which reads the variable that this may set)
+import isogpt.launch.threads  # noqa: F401  (before torch, which reads the variable that this may set)
 
 import itertools
 import json
@@ -32,14 +32,21 @@ import torch
 from torch.distributed import DistError
 
 from configurator import configure, fail, settings_of
-from isogpt import console, launch, layouts, loader, memory, precision, settings
-from isogpt.collectives import measure_collectives, shown
-from isogpt.devices import Hardware, hardware_here, named_hardware
-from isogpt.files import write_whole
-from isogpt.hardware import PROFILE_SKIP, PROFILE_STEPS, measured_copy, measured_matmul
-from isogpt.network import own_cores
-from isogpt.planner import Plan, calibrated, two_blocks
-from isogpt.step_report import bubble, figures, own_lines, reason_for, shown_bubble, split_step
+from isogpt.common import console
+from isogpt.common.files import write_whole
+from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets
+from isogpt.launch.device import pick_device
+from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
+from isogpt.launch.network import own_cores
+from isogpt.parallel.shares import parse_shares, share_of
+from isogpt.speed import layouts, memory, prediction
+from isogpt.speed.collective_speeds import measure_collectives, shown
+from isogpt.speed.devices import Hardware, hardware_here, measured_copy, measured_matmul, named_hardware
+from isogpt.speed.prediction import Plan, calibrated, two_blocks
+from isogpt.speed.profiler import PROFILE_SKIP, PROFILE_STEPS
+from isogpt.speed.step_report import bubble, figures, own_lines, reason_for, shown_bubble, split_step
+from isogpt.training import precision
+from isogpt.training.settings import RENAMED, model_args_of, problems_of, report
 from model import GPT, GPTConfig
 
 # -- what to run ------------------------------------------------------------------------------------------------------
@@ -72,7 +79,7 @@ SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_
 FIXED = dict(out_dir="", max_iters=0, log_interval=1, eval_interval=10**9, eval_iters=1, eval_only=False)
 FIXED |= dict(save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0)
 FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
-LAYOUT = layouts.LAYOUT.keys() - {"activation_checkpointing"}  # they change the communication
+LAYOUT = prediction.LAYOUT.keys() - {"activation_checkpointing"}  # they change the communication
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
 
 
@@ -288,8 +295,8 @@ def measured_machine(cost: dict, n: int) -> Hardware:
 def command_for(point: dict, n: int) -> str:
     """The command that trains with the settings of `point` on n devices."""
     # what a config file sets is set anew
-    chosen = small | {k: value for k, value in point.items() if value != layouts.LAYOUT.get(k) or k in config}
-    kept = accepted.keys() - chosen.keys() - layouts.LAYOUT.keys() - {"nproc", "profile", "layout"}
+    chosen = small | {k: value for k, value in point.items() if value != prediction.LAYOUT.get(k) or k in config}
+    kept = accepted.keys() - chosen.keys() - prediction.LAYOUT.keys() - {"nproc", "profile", "layout"}
     typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] in kept]
     program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
     if n > per_node:
@@ -327,16 +334,16 @@ def memory_cost(world_size: int) -> dict:
     """What the memory of a step on `world_size` processes depends on."""
     sequences = work["batch_size"] * (work["gradient_accumulation_steps"] or world_size)
     data_size = max(1, world_size // (work["pp"] * work["cp"] * work["tp"]))
-    weights = loader.weights_of(work["shares"], data_size)
-    rows = max(loader.share_of(sequences, 0, data_size, work["batch_size"], work["pp"], weights).rows_of)
+    weights = parse_shares(work["shares"], data_size)
+    rows = max(share_of(sequences, 0, data_size, work["batch_size"], work["pp"], weights).rows_of)
     if hardware in ("this", "cpu"):
         kind, dtype = where.type, precision.resolve_dtype(work["dtype"], where)
     elif work["dtype"] in ("auto", "bfloat16", "float16"):
         kind, dtype = "cuda", work["dtype"].replace("auto", "bfloat16")
     else:
         raise ValueError(f"dtype is {work['dtype']!r}: for {hardware}, set --dtype=bfloat16 or float16")
-    vocab_size = work["vocab_size"] or loader.open_dataset(work["dataset"], work["block_size"]).vocab_size
-    model_args = asdict(GPTConfig(**settings.model_args_of(work, vocab_size)))
+    vocab_size = work["vocab_size"] or open_dataset(work["dataset"], work["block_size"]).vocab_size
+    model_args = asdict(GPTConfig(**model_args_of(work, vocab_size)))
     return memory.cost_of(work, model_args, rows, dtype, world_size, kind)
 
 
@@ -347,25 +354,25 @@ changes |= {name: {"meaning": f"{accepted[name].meaning} (small model: {value})"
 changes["gradient_accumulation_steps"] = {"default": 0, "meaning": "micro-batches per step (0: one per process)"}
 accepted |= {name: replace(accepted[name], **change) for name, change in changes.items()}
 try:
-    launch.adopt_launcher_variables()
-    rank, world_size, *_ = launch.rank_variables()
-    config = configure(globals(), extra=accepted, renamed=settings.RENAMED)
+    adopt_launcher_variables()
+    rank, world_size, *_ = rank_variables()
+    config = configure(globals(), extra=accepted, renamed=RENAMED)
     is_launched, processes = "RANK" in os.environ, max(nproc, world_size)
-    where = launch.pick_device(device, 0, 1)
+    where = pick_device(device, 0, 1)
     if config.get("gradient_accumulation_steps") == 0:
         del config["gradient_accumulation_steps"]
-    problems = settings.problems_of(config)
+    problems = problems_of(config)
     if [comm, bool(sweep), plan, tune].count(True) > 1:
         problems.append("comm, sweep, plan and tune are separate reports: set one of them")
     if not Path(json_path).absolute().parent.is_dir():
         problems.append(f"json_path is {json_path!r}: no such folder")
     elif json_path and (Path(json_path).is_dir() or not os.access(Path(json_path).absolute().parent, os.W_OK)):
         problems.append(f"json_path is {json_path!r}: it cannot be written, set another file")
-    settings.report(problems)
+    report(problems)
     if is_launched:
-        launch.start_workers(nproc, __file__)  # only checks nproc
+        start_workers(nproc, __file__)  # only checks nproc
     elif comm:
-        launch.start_workers(nproc or (torch.cuda.device_count() if where.type == "cuda" else 2), __file__)
+        start_workers(nproc or (torch.cuda.device_count() if where.type == "cuda" else 2), __file__)
 
     # train.py's settings
     chooses_model = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")  # or a config file
@@ -374,9 +381,9 @@ try:
     small = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
     work = {name: config.get(name, setting.default) for name, setting in accepted.items()}
     work |= small | {"nproc": processes} | ({"layout": "manual"} if plan or tune else {})
-    is_random = not real_data or ("dataset" not in config and work["dataset"] not in loader.prepared_datasets())
+    is_random = not real_data or ("dataset" not in config and work["dataset"] not in prepared_datasets())
     if is_random:
-        work["vocab_size"] = work["vocab_size"] or (65 if is_small else loader.GPT2_VOCAB)
+        work["vocab_size"] = work["vocab_size"] or (65 if is_small else GPT2_VOCAB)
     if is_default and where.type == "cuda":  # GPT-2 124M, with the micro-batch that fills the GPU
         work["batch_size"] = memory.largest_micro_batch(memory_cost(processes), torch.cuda.mem_get_info(where)[1] / 1e9)
     if estimate or estimate_world_size:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from tokenize import COMMENT
 from typing import Any, NoReturn
 
-from isogpt import console
+from isogpt.common import console
 
 Value = int | float | bool | str
 
@@ -131,7 +131,7 @@ def configure(script_globals: dict[str, Any], argv: list[str] | None = None, ext
             current = {name: setting.default for name, setting in known.items()} | final
             final |= _from_config(argument, script_globals, known, current, renamed, findings)
     final |= {name: _in_home(final[name]) for name in PATHS & final.keys()}
-    # the process that launched torchrun for this one, see launch.start_workers, has printed them
+    # the process that launched torchrun for this one, see launchers.start_workers, has printed them
     if _is_rank_0() and not console.is_worker_of_nproc():
         for note in findings.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
@@ -150,7 +150,7 @@ def fail(message: str) -> NoReturn:
         time.sleep(10)
         source = f"rank {os.environ['RANK']}: "
     console.print_error(message, source)
-    from isogpt.agree import about_restarts  # imports torch, which --help does not need
+    from isogpt.launch.together import about_restarts  # imports torch, which --help does not need
 
     if note := about_restarts():
         print(note, file=sys.stderr, flush=True)

@@ -17,9 +17,21 @@ from pathlib import Path
 
 import torch
 
-from isogpt import checkpoint, console, huggingface, optim, parallel, run_folder, tokenizer
-from isogpt.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.vocabulary import Vocabulary
+from isogpt.checkpoint.ckpt_file import read_file
+from isogpt.checkpoint.commit import commit_checkpoint
+from isogpt.checkpoint.manifest import damage, is_run, make_manifest, read_manifest, step_folders, step_of, val_loss_of
+from isogpt.checkpoint.restore import restore_checkpoint, state_parts
+from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
+from isogpt.checkpoint.save import nanogpt_state, write_file
+from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint, open_bare
+from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
+from isogpt.common import console
+from isogpt.data import tokenizer
+from isogpt.data.vocabulary import Vocabulary
+from isogpt.nn import huggingface
+from isogpt.parallel.local_parts import local_parts_by_name
+from isogpt.parallel.parallelize import materialize
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
 
@@ -35,35 +47,35 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         ValueError: there is no checkpoint, it has this form already, its ids cannot be decoded, or, for 'hf', its
             weights are not finite.
     """
-    found, damaged = run_folder.best(out_dir) if form == "hf" else run_folder.newest(out_dir)
+    found, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
     if not found:
         raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *damaged]))
     for report in damaged:
         print(f"warning: {report}", file=sys.stderr)
     if form == "shards" and found.path.is_dir():
         raise ValueError(f"{found.path} is in shards already")
-    source = checkpoint.open_checkpoint(found)
+    source = open_checkpoint(found)
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
-    checkpoint.check_weights(source, model)
+    check_weights(source, model)
     for note in source.notes:
         print(f"note: {note}", file=sys.stderr)
-    parallel.materialize(model, torch.device("cpu"))
+    materialize(model, torch.device("cpu"))
     if form == "hf":
-        checkpoint.restore(source, model)
-        checkpoint.check_finite(model, found.path)
+        restore_checkpoint(source, model)
+        check_finite(model, found.path)
         return write_hf(out_dir, model, vocabulary_of_run(source.run, Path(out_dir), dataset))
     optimizers = optimizers_of(model, source.run["config"])
-    checkpoint.restore(source, model, optimizers)
+    restore_checkpoint(source, model, optimizers)
     with unfinished_folder(out_dir) as unfinished:
         if form == "ckpt.pt":
-            checkpoint.write_file(unfinished / "ckpt.pt", checkpoint.nanogpt_state(source.run, model, optimizers))
+            write_file(unfinished / "ckpt.pt", nanogpt_state(source.run, model, optimizers))
             return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
-        from isogpt import shards
+        from isogpt.checkpoint import sharded_files
 
-        shards.write(unfinished, parallel.parts_by_name(model), checkpoint.state_parts(model, optimizers))
-        manifest = run_folder.make_manifest(source.run, 1, 3, found.val_loss) | {"run": source.run}
-        return run_folder.commit(unfinished, manifest, keep_last=0, replace=True)
+        sharded_files.write(unfinished, local_parts_by_name(model), state_parts(model, optimizers))
+        manifest = make_manifest(source.run, 1, 3, found.val_loss) | {"run": source.run}
+        return commit_checkpoint(unfinished, manifest, keep_last=0, replace=True)
 
 
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
@@ -99,7 +111,7 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
     ValueError if the older one contains checkpoints.
     """
     c, target = model.config, Path(out_dir) / "hf"
-    if run_folder.is_run(str(target)):
+    if is_run(str(target)):
         raise ValueError(f"{target} contains checkpoints, which would be deleted: rename it")
     with unfinished_folder(out_dir) as unfinished:
         token_ids = tokenizer.save_tokenizer(unfinished / "hf", vocabulary, c.vocab_size, c.block_size)
@@ -116,37 +128,37 @@ def convert_hf(folder: str) -> Path:
     Raises:
         ValueError: the model cannot be loaded, or FOLDER contains checkpoints.
     """
-    if run_folder.is_run(folder):
+    if is_run(folder):
         raise ValueError(f"{folder} contains checkpoints, which would be hidden by the new one: use another folder")
     model = GPT.from_pretrained(folder)
     words = vocabulary_of_weights(folder, model.config.vocab_size)
     run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}}
     run["isogpt"] = {"vocabulary": words.describe()}
-    state = checkpoint.nanogpt_state(run, model, optimizers_of(model, {}))
+    state = nanogpt_state(run, model, optimizers_of(model, {}))
     with unfinished_folder(folder) as unfinished:
-        checkpoint.write_file(unfinished / "ckpt.pt", state)
+        write_file(unfinished / "ckpt.pt", state)
         return (unfinished / "ckpt.pt").replace(Path(folder) / "ckpt.pt")
 
 
 def list_checkpoints(out_dir: str) -> str:
     """A table of the checkpoints in a run's folder."""
     lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"]
-    folders = run_folder.step_folders(Path(out_dir))
-    newest = next(filter(None, map(run_folder.read_manifest, folders)), None)  # it knows which one is the best
-    best = run_folder.best_folder(Path(out_dir), newest) if newest else None
+    folders = step_folders(Path(out_dir))
+    newest = next(filter(None, map(read_manifest, folders)), None)  # it knows which one is the best
+    best = best_folder(Path(out_dir), newest) if newest else None
     for folder in folders:
-        manifest, state = run_folder.read_manifest(folder), run_folder.damage(folder) or "valid"
+        manifest, state = read_manifest(folder), damage(folder) or "valid"
         if folder == best:
             state += " (best)"
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
         with suppress(FileNotFoundError):  # a live run has just deleted it
-            val_loss = run_folder.val_loss_of(manifest) if manifest else None
-            lines.append(row(run_folder.step_of(folder), form, val_loss, folder.iterdir(), state))
+            val_loss = val_loss_of(manifest) if manifest else None
+            lines.append(row(step_of(folder), form, val_loss, folder.iterdir(), state))
     bare = Path(out_dir) / "ckpt.pt"
     if bare.exists() and not bare.is_symlink():
         step, val_loss, state = "?", None, f"valid: {bare}"
         try:
-            found = run_folder.open_bare(bare, run_folder.read_file(bare, verify=True))
+            found = open_bare(bare, read_file(bare, verify=True))
             step, val_loss = found.step, found.val_loss
         except ValueError as e:
             state = str(e)

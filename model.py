@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isogpt import generation, huggingface
-from isogpt.architecture import ARCHS, GPTConfig
-from isogpt.experts import ExpertLinear, MoE
-from isogpt.kernels import IGNORE, Dropout, KVCache, RMSNorm, causal_attention, relu2, rotate, soft_cap, summed_loss
+from isogpt.nn import generation, huggingface
+from isogpt.nn.architecture import ARCHS, GPTConfig
+from isogpt.nn.experts import ExpertLinear, MoE
+from isogpt.nn.kernels import IGNORE, Dropout, KVCache, RMSNorm, causal_attention, relu2, rotate, soft_cap, summed_loss
 
 
 def make_norm(config: GPTConfig) -> nn.Module:

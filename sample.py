@@ -12,7 +12,7 @@ A sample's text depends on the seed and its number. It depends on the number of 
 rounding does.
 """
 
-import isogpt.threads  # noqa: F401  (before torch, which reads the variable that this may set)
+import isogpt.launch.threads  # noqa: F401  (before torch, which reads the variable that this may set)
 
 import sys
 import time
@@ -24,10 +24,22 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt import agree, checkpoint, console, generation, launch, parallel, precision, run_folder, settings, tokenizer
-from isogpt.mesh import make_mesh
-from isogpt.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.vocabulary import check_size
+from isogpt.checkpoint.restore import load_weights, restore_checkpoint
+from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
+from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
+from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
+from isogpt.common import console
+from isogpt.data import tokenizer
+from isogpt.data.vocabulary import check_size
+from isogpt.launch.launchers import adopt_launcher_variables, rank_variables
+from isogpt.launch.process_group import connect_ranks, leave_process_group
+from isogpt.launch.start_checks import check_start
+from isogpt.launch.together import broadcast, exit_together, gather_objects
+from isogpt.nn import generation
+from isogpt.parallel.mesh import make_mesh
+from isogpt.parallel.parallelize import make_pipeline, materialize, split_model
+from isogpt.training import precision
+from isogpt.training.settings import check_degrees, check_sampling, notes_about_text, read_prompt
 from model import GPT, GPTConfig
 
 # -- model ------------------------------------------------------------------------------------------------------------
@@ -54,37 +66,37 @@ compile = False  # torch.compile: worth its minute only for very long or very ma
 dist_timeout_s = 600.0  # how long processes wait for each other
 # ---------------------------------------------------------------------------------------------------------------------
 try:
-    launch.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
+    adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
-    settings.check_sampling(config)
+    check_sampling(config)
     degrees = config | {"islands": 1, "ep": 1, "cp": 1, "dp_replicate": 1, "pp_schedule": "1f1b"}
-    settings.check_degrees(launch.rank_variables()[1], degrees, {})
-    ranks = launch.connect(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
+    check_degrees(rank_variables()[1], degrees, {})
+    ranks = connect_ranks(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero=0)
     if ranks.store:
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
         mesh.connect(ranks.device.type, shards=False)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
-launch.check_start(ranks, config)
+check_start(ranks, config)
 
 # the model (rank 0 looks for the checkpoint, all ranks load it; exit_together: an error on any rank ends all)
 found = None
-with agree.exit_together():
+with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
     if init_from == "resume" and ranks.is_main:
-        found, damaged = run_folder.best(out_dir) if best else run_folder.newest(out_dir)
+        found, damaged = best_checkpoint(out_dir) if best else newest_checkpoint(out_dir)
         if not found:
             raise ValueError("; ".join([f"no checkpoint in {out_dir}: set --out_dir= to the run's folder", *damaged]))
         for report in damaged:
             print(f"warning: {report}", file=sys.stderr)
-found = agree.broadcast(found)
-compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
+found = broadcast(found)
+compute_dtype = precision.common_dtype(gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic=False)
 source = pretrained = None
-with agree.exit_together():
+with exit_together():
     if found:
-        source = checkpoint.open_checkpoint(found)
+        source = open_checkpoint(found)
         if ranks.is_main:
             loss = "unknown" if found.val_loss is None else f"{found.val_loss:.4f}"
             print(f"{found.path}: step {found.step}, val loss {loss}", file=sys.stderr)
@@ -102,26 +114,26 @@ with agree.exit_together():
     check_size(words.n_ids, model_args["vocab_size"])
     if words.note and ranks.is_main:
         print(f"note: {words.note}", file=sys.stderr)
-    settings.check_degrees(ranks.world_size, degrees, {"n_kv_head": 0} | model_args, splits_sequence=False)
+    check_degrees(ranks.world_size, degrees, {"n_kv_head": 0} | model_args, splits_sequence=False)
     with torch.device("meta"):
         model = GPT(GPTConfig(**model_args))
     if source:
-        checkpoint.check_weights(source, model)
-splits = parallel.split_model(model, mesh, degrees["pp_schedule"], splits_sequence=False)
-parallel.materialize(model, torch.device("cpu"), splits)
-with agree.exit_together():
+        check_weights(source, model)
+splits = split_model(model, mesh, degrees["pp_schedule"], splits_sequence=False)
+materialize(model, torch.device("cpu"), splits)
+with exit_together():
     if source:
-        checkpoint.restore(source, model)
+        restore_checkpoint(source, model)
     else:
-        checkpoint.load_weights(model, pretrained.state_dict())
-    checkpoint.check_finite(model, found.path if found else init_from)
+        load_weights(model, pretrained.state_dict())
+    check_finite(model, found.path if found else init_from)
 source = pretrained = None  # frees their memory
 model.eval().to(ranks.device)
 context = nullcontext()
 if mesh.splits_model:
     torch_dtype = precision.DTYPES[compute_dtype]
     context = torch.autocast(ranks.device.type, torch_dtype, enabled=torch_dtype.itemsize == 2)
-    parallel.make_pipeline(model, mesh, degrees["pp_schedule"], 0, torch_dtype, ranks.device, splits_sequence=False)
+    make_pipeline(model, mesh, degrees["pp_schedule"], 0, torch_dtype, ranks.device, splits_sequence=False)
 else:
     generation.prepare(model, precision.DTYPES[compute_dtype], pack=not compile)
 if compile:
@@ -129,13 +141,13 @@ if compile:
 
 # the prompt (rank 0 reads it: a pipe, such as FILE:/dev/stdin, can be read only once)
 text = None
-with agree.exit_together():
+with exit_together():
     if ranks.is_main:
-        for note in settings.notes_about_text(start, stop):
+        for note in notes_about_text(start, stop):
             print(f"note: {note}", file=sys.stderr)
-        text = settings.read_prompt(start)
-text = agree.broadcast(text)
-with agree.exit_together():
+        text = read_prompt(start)
+text = broadcast(text)
+with exit_together():
     try:
         prompt = words.begin(text)
     except ValueError as e:
@@ -154,11 +166,11 @@ if first < end:
                                  vocab_size=words.n_ids, seed=seed, first_sample=first)  # fmt: skip
     texts = [tokenizer.cut_at(words.decode(sample), stop, len(words.decode(prompt))) for sample in samples.tolist()]
 is_first = mesh.index("pp") == mesh.index("tp") == 0  # of the ranks that generate the same samples
-gathered = agree.gather_objects(texts if is_first else [])
+gathered = gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
     for sample in chain(*gathered):
         console.print_line(f"{sample}\n---------------")
     print(f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)",
           file=sys.stderr)  # fmt: skip
-launch.leave()
+leave_process_group()

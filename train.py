@@ -9,7 +9,7 @@ Train a GPT on one process or many: the same script, the same loss curve (at dro
     srun, mpirun, accelerate launch, deepspeed: docs/launchers.md
 """
 
-import isogpt.threads  # noqa: F401  (before torch: may set an environment variable that torch reads on import)
+import isogpt.launch.threads  # noqa: F401  (before torch: may set an environment variable that torch reads on import)
 
 import time
 from contextlib import nullcontext
@@ -19,23 +19,50 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt import agree, checkpoint, launch, layouts, loader, memory, metrics, optim, parallel, precision, resilience
-from isogpt.evaluation import evaluate
-from isogpt.hardware import Clock, measured_speeds, memory_gb, over_ranks, start_profiler, total_peak_flops
-from isogpt.mesh import make_mesh
-from isogpt.run_folder import enter_folder, mark_preempted, what_is_measured
-from isogpt.run_vocabulary import vocabulary_for_run
-from isogpt.schedule import make_schedule
-from isogpt.settings import (
+from isogpt.checkpoint.differences import differences
+from isogpt.checkpoint.folder import enter_folder, mark_preempted
+from isogpt.checkpoint.measures import what_is_measured
+from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.restore import load_weights, restore_checkpoint, restore_slow_network
+from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
+from isogpt.checkpoint.save import Saver
+from isogpt.checkpoint.source import check_weights, find_start, open_checkpoint
+from isogpt.data.dataset import open_dataset
+from isogpt.data.reader import Reader
+from isogpt.launch.launchers import adopt_launcher_variables, start_workers
+from isogpt.launch.process_group import check_debug_level, connect_ranks, island_count, leave_process_group
+from isogpt.launch.start_checks import check_start
+from isogpt.launch.together import broadcast, do_together, exit_together, gather_numbers, gather_objects
+from isogpt.monitor.evaluation import evaluate
+from isogpt.monitor.log import Logger
+from isogpt.monitor.not_finite import NanPolicy
+from isogpt.monitor.out_of_memory import explain_crashes, micro_batch_of
+from isogpt.monitor.signals import watch_signals
+from isogpt.monitor.watchdog import Watchdog
+from isogpt.parallel.compare_weights import check_equal_weights
+from isogpt.parallel.data import no_sync, replicate, settle_gradients
+from isogpt.parallel.gradients import complete_gradients, norm_share, parameters_by_replica_count
+from isogpt.parallel.mesh import make_mesh
+from isogpt.parallel.parallelize import init_weights, make_pipeline, parallelize, take_routing
+from isogpt.parallel.shares import parse_shares
+from isogpt.parallel.slow_network import make_slow_network
+from isogpt.speed import layouts, memory
+from isogpt.speed.clock import Clock, over_ranks
+from isogpt.speed.devices import total_peak_flops
+from isogpt.speed.profiler import start_profiler
+from isogpt.speed.rank_speeds import measured_speeds
+from isogpt.speed.usage import memory_gb
+from isogpt.training import optim, precision
+from isogpt.training.schedule import make_schedule
+from isogpt.training.settings import (
     RENAMED,
     check_degrees,
     check_training,
-    differences,
     fit_model_args,
     model_args_of,
     settings_of_model,
 )
-from isogpt.watchdog import Watchdog, explain_crashes
+from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
 # -- run --------------------------------------------------------------------------------------------------------------
@@ -139,31 +166,31 @@ base_batch = 0  # with lr_scaling: the sequences per step for which learning_rat
 # ---------------------------------------------------------------------------------------------------------------------
 # settings, processes, process group
 try:
-    launch.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
+    adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals(), renamed=RENAMED)
     check_training(config)
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
     eval_sequences = eval_iters * batch_size  # of each split; a layout may change batch_size
     schedule = make_schedule(config, sequences_per_step)
-    launch.start_workers(nproc, __file__)
-    ranks = launch.connect(device, backend, dist_timeout_s)
-    progress = checkpoint.Progress(tokens_per_step=sequences_per_step * block_size)
-    logger = metrics.Logger(out_dir, ranks, progress, alert_command, max_iters, eval_interval)
+    start_workers(nproc, __file__)
+    ranks = connect_ranks(device, backend, dist_timeout_s)
+    progress = Progress(tokens_per_step=sequences_per_step * block_size)
+    logger = Logger(out_dir, ranks, progress, alert_command, max_iters, eval_interval)
     clock = Clock(ranks.device)
     watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger)
     watchdog.start()  # from here on, a rank that fails is named
     if ranks.store or fsdp or zero > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-    with agree.exit_together():  # an error on any rank ends all
-        data = loader.open_dataset(dataset, block_size, vocab_size)
+    with exit_together():  # an error on any rank ends all
+        data = open_dataset(dataset, block_size, vocab_size)
     facts = {"the data's digest": data.digest, "the data's vocabulary size": data.vocab_size}
-    launch.check_start(ranks, config | facts)  # before anything that depends on settings
-    with agree.exit_together():
-        degrees = {"islands": islands or launch.island_count(ranks)}
+    check_start(ranks, config | facts)  # before anything that depends on settings
+    with exit_together():
+        degrees = {"islands": islands or island_count(ranks)}
         check_degrees(ranks.world_size, config | degrees, config if init_from == "scratch" else {})
     progress.measures = what_is_measured(config, data.digest)  # by an evaluation
-    stop = resilience.watch_signals(time_limit_s)
-    source, is_resume = checkpoint.find_start(init_from, out_dir, resume_step, ranks)  # rank 0 looks, all ranks open it
+    stop = watch_signals(time_limit_s)
+    source, is_resume = find_start(init_from, out_dir, resume_step, ranks)  # rank 0 looks, all ranks open it
     config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
     zero_stage, degrees = 3 if fsdp else zero, config | degrees
     mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
@@ -176,9 +203,9 @@ notes = progress.load(source) if is_resume else []  # of what is not continued; 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
 pretrained, weights_name = None, init_from.removeprefix("auto:")
 if not source and weights_name not in ("scratch", "auto"):
-    pretrained = agree.do_together(partial(GPT.from_pretrained, weights_name))  # may take long on some ranks
-with agree.exit_together():
-    weights = loader.weights_of(shares, mesh.data_size)
+    pretrained = do_together(partial(GPT.from_pretrained, weights_name))  # may take long on some ranks
+with exit_together():
+    weights = parse_shares(shares, mesh.data_size)
     if source:
         model_args = source.run["model_args"]
     elif pretrained:
@@ -193,25 +220,25 @@ with agree.exit_together():
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
     if source:
-        checkpoint.check_weights(source, raw_model)
+        check_weights(source, raw_model)
     model_args = raw_model.describe()
     recorded = config | settings_of_model(model_args)  # what is used: a model that exists has a shape already
     parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()  # of the whole model
     compute_dtype = precision.resolve_dtype(dtype, ranks.device, previous=source.dtype if is_resume else None)
-compute_dtype = precision.common_dtype(agree.gather_objects(compute_dtype))
+compute_dtype = precision.common_dtype(gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
 memory_cost = memory.cost_of(config, model_args, batch_size, compute_dtype, ranks.world_size, ranks.device.type)
 job = memory.job_of(memory_cost)
-micro_batch = min(agree.gather_objects(resilience.micro_batch_of(out_dir, job, batch_size)))
+micro_batch = min(gather_objects(micro_batch_of(out_dir, job, batch_size)))
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
-saver = checkpoint.Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
-reader = loader.Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
+saver = Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
+reader = Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
                        model_args["vocab_size"], ranks.device, weights)  # fmt: skip
 watchdog.saver = saver
 explain_crashes(watchdog, out_dir, job, reader, memory_cost)
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
-compile_note = parallel.parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
+compile_note = parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
 optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_decay, learning_rate, (beta1, beta2),
                                    muon_lr, embedding_lr, torch_dtype, mesh)  # fmt: skip
 scaler = precision.make_scaler(compute_dtype, next(raw_model.parameters()).device)
@@ -219,36 +246,36 @@ scaler = precision.make_scaler(compute_dtype, next(raw_model.parameters()).devic
 autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
 island = mesh.place("islands")  # (this rank's one, their number)
 if is_resume:
-    agree.do_together(partial(checkpoint.restore, source, raw_model, optimizers, scaler, progress, island=island))
+    do_together(partial(restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island))
 elif source:  # a new run from another run's weights
-    agree.do_together(partial(checkpoint.restore, source, raw_model, seed=seed))
-with agree.exit_together():
+    do_together(partial(restore_checkpoint, source, raw_model, seed=seed))
+with exit_together():
     if pretrained:
-        checkpoint.load_weights(raw_model, pretrained.state_dict(), seed)
+        load_weights(raw_model, pretrained.state_dict(), seed)
     elif not source:
-        parallel.init_weights(raw_model, seed)
+        init_weights(raw_model, seed)
 if shares == "auto":  # before DDP, whose hooks communicate
     if len(progress.shares) != mesh.data_size:  # a resumed run keeps those that it began with
         progress.shares = measured_speeds(raw_model, reader.padding_batch(), autocast, ranks.device)
     reader.weights = progress.shares
 share = reader.share
-pipeline = parallel.make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torch_dtype, ranks.device)
-saver.exchange = exchange = parallel.make_exchange(raw_model, mesh, config, zero_stage)  # over slow networks
+pipeline = make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torch_dtype, ranks.device)
+saver.slow_network = slow_network = make_slow_network(raw_model, mesh, config, zero_stage)  # over slow networks
 model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
 if replicas and zero_stage < 2 and not pipeline:
-    with agree.exit_together():
-        launch.check_debug_level()
-    model = parallel.replicate(raw_model, ddp_bucket_mb, replicas)
+    with exit_together():
+        check_debug_level()
+    model = replicate(raw_model, ddp_bucket_mb, replicas)
 
 # the run folder and the log (rank 0 claims the folder and writes the log)
-with agree.exit_together():
+with exit_together():
     if ranks.is_main:
         logger.start_services(recorded)  # wandb, TensorBoard
     if ranks.is_main and not eval_only:
         logger.owner = saver.owner = enter_folder(out_dir, source.found if is_resume else None, ranks.launch)
         logger.open()
-saver.owner, saver.launch, clock.doing = agree.broadcast(saver.owner), ranks.launch, "the first step"
+saver.owner, saver.launch, clock.doing = broadcast(saver.owner), ranks.launch, "the first step"
 saver.check_folder(ranks.hosts)
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
 logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
@@ -264,7 +291,7 @@ def save(val_loss: float | None = None) -> None:
     logger.saved(saver.wait_together())
     with clock("save"):
         copied = saver.copy(raw_model, optimizers)
-        with agree.exit_together(logger.failed):
+        with exit_together(logger.failed):
             lost = saver.check(raw_model, progress.step)  # waits for the copies too
         logger.folder_lost(lost)
         saver.start(copied, progress, scaler, compute_dtype, val_loss)
@@ -281,18 +308,18 @@ def evaluation_failed(reason: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
 saver.step = progress.step  # what the run starts with need not be saved
-copies_of = parallel.copies_of(raw_model, mesh)
-nan_policy = resilience.NanPolicy(on_nan, nan_patience, max_rollbacks)
+by_replica_count = parameters_by_replica_count(raw_model, mesh)
+nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
 adds_shards = grad_sync == "auto" and cpu_offload  # they are copied to the CPU at the last micro-step
 reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2 and not cpu_offload)
 # the mean over the ranks of an island is the mean over its sequences; without islands, over the batch
 copies = mesh.data_size // mesh.islands * cp  # ranks of an island with different tokens
 loss_divisor = share.island_sequences * block_size / copies
 island_weight = share.island_sequences * mesh.islands / sequences_per_step  # of an island's loss in the batch's
-keeps_gradients = parallel.settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
-exchange.attach(model)
+keeps_gradients = settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
+slow_network.attach(model)
 if is_resume:
-    checkpoint.restore_exchange(source, exchange, progress.step)
+    restore_slow_network(source, slow_network, progress.step)
 source = pretrained = None  # frees their memory
 if pipeline:
     pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
@@ -314,7 +341,7 @@ while not is_complete:
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a graph of its own
-        with agree.exit_together(evaluation_failed), exchange.evaluated_weights(), logger.traffic.paused():
+        with exit_together(evaluation_failed), slow_network.evaluated_weights(), logger.traffic.paused():
             losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
         if stop.agreed:
             break
@@ -329,7 +356,7 @@ while not is_complete:
     if (is_due or (save_interval and step % save_interval == 0)) and save_checkpoint and step != saver.step:
         save(val_loss)
     if check_ranks_interval and step % check_ranks_interval == 0:
-        parallel.check_weights(raw_model, step, logger.failed, mesh.index("islands"))
+        check_equal_weights(raw_model, step, logger.failed, mesh.index("islands"))
     if is_complete:
         break
     step_began += time.perf_counter() - pause_began
@@ -346,7 +373,7 @@ while not is_complete:
             x, y = next(batches)  # (rows, block_size) each
         is_last = micro_step == share.micro_steps - 1
         reduce_now = reduce_every or (is_last and grad_sync != "never")
-        with nullcontext() if reduce_now else parallel.no_sync(model, adds_shards):
+        with nullcontext() if reduce_now else no_sync(model, adds_shards):
             with clock("forward"), autocast:
                 _, loss = model(x, y, loss_divisor)
             with clock("backward"):
@@ -354,17 +381,17 @@ while not is_complete:
         loss_sum += loss.detach()
 
     with clock("reduce"):  # what the backward leaves to do with tp, ep and pp
-        parallel.complete_gradients(raw_model, mesh, zero_stage, grad_sync != "never", exchange.compression)
+        complete_gradients(raw_model, mesh, zero_stage, grad_sync != "never", slow_network.compression)
     with clock("clip"):
         for part in optimizers:
             scaler.unscale_(part)
-        grad_square = parallel.norm_share(copies_of)
+        grad_square = norm_share(by_replica_count)
 
     # all ranks decide from the same numbers: the one small collective of a step
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
-        routing = parallel.take_routing(raw_model, step % log_interval == 0, ranks.device)  # read with the numbers
-        gathered = agree.gather_numbers(agree.StepNumbers(
+        routing = take_routing(raw_model, step % log_interval == 0, ranks.device)  # read with the numbers
+        gathered = gather_numbers(StepNumbers(
             loss=loss_sum * island_weight, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
             memory_gb=memory_gb(ranks.device), forward_ms=clock.last("forward"), stop=stop.code(step_s, saver.seconds),
             bytes_sent=logger.traffic.per_step(step % log_interval == 0),
@@ -381,19 +408,19 @@ while not is_complete:
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
         model.zero_grad(set_to_none=not keeps_gradients)
         raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either
-        exchange.forget()
+        slow_network.forget()
         if back:
-            source = agree.do_together(partial(checkpoint.open_checkpoint, back), logger.failed)
-            restore = partial(checkpoint.restore, source, raw_model, optimizers, scaler, progress, island=island)
-            agree.do_together(restore, logger.failed)
-            checkpoint.restore_exchange(source, exchange, progress.step)
+            source = do_together(partial(open_checkpoint, back), logger.failed)
+            restore = partial(restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island)
+            do_together(restore, logger.failed)
+            restore_slow_network(source, slow_network, progress.step)
             nan_policy.rolled_back(progress, logger)
             saver.step = progress.step
             batches = reader.train(progress.step, progress.position, progress.skipped)
         step_began = time.perf_counter()  # the next step does not include the report and the rollback
         continue
     model.zero_grad(set_to_none=not keeps_gradients)
-    exchange.after_step(step)
+    slow_network.after_step(step)
     clock.step()
 
     logger.step(numbers, lr, log_interval, routing)
@@ -406,22 +433,22 @@ while not is_complete:
 # ---------------------------------------------------------------------------------------------------------------------
 # the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
 is_preempted = stop.agreed != 0 and progress.step <= max_iters
-step_parts = over_ranks(agree.gather_objects(clock.medians()))
+step_parts = over_ranks(gather_objects(clock.medians()))
 if stop.agreed and save_checkpoint and progress.step != saver.step:
     save()
 if logger.steps_taken:
     logger.saved(saver.wait_together())
     logger.done()  # the summary and the plot
-with agree.exit_together(logger.failed):
+with exit_together(logger.failed):
     if saver.problem:
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")
     if is_preempted and ranks.is_main and not eval_only:
         mark_preempted(out_dir, saver.owner, progress.step, stop.reason())
-exchange.wait()
+slow_network.wait()
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()
-saver = exchange = None
-model = raw_model = optimizers = batches = pipeline = copies_of = None  # drop references to the process group
-launch.leave()
+saver = slow_network = None
+model = raw_model = optimizers = batches = pipeline = by_replica_count = None  # drop references to the process group
+leave_process_group()
 if is_preempted and stop.agreed > 0 and not ranks.store:  # a launcher would restart a run that failed
     raise SystemExit(128 + stop.agreed)

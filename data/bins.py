@@ -26,8 +26,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
-from isogpt.tokenizer import Tokenizer, load
-from isogpt.vocabulary import Vocabulary, of_folder
+from isogpt.data.tokenizer import Tokenizer, load
+from isogpt.data.vocabulary import Vocabulary, of_folder
 
 SHAKESPEARE = {
     "url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -405,14 +405,14 @@ def find_vocabulary(name: str) -> Vocabulary:
         return Vocabulary("tiktoken", name)
     if found := of_folder(name):
         return found
-    from isogpt.run_folder import newest
-    from isogpt.run_vocabulary import vocabulary_of_run
+    from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
+    from isogpt.checkpoint.search import newest_checkpoint
 
-    found, reports = newest(name)
+    found, reports = newest_checkpoint(name)
     if not found:
         problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
         raise ValueError("; ".join([problem, *reports]))
-    from isogpt.checkpoint import open_checkpoint
+    from isogpt.checkpoint.source import open_checkpoint
 
     return vocabulary_of_run(open_checkpoint(found).run, Path(name))
 

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bins import atomic_files, run
 
-from isogpt.loader import read_meta
-from isogpt.token_files import formats_of, parse_dtype
+from isogpt.data.dataset import read_meta
+from isogpt.data.token_files import formats_of, parse_dtype
 
 BLOCK = 2**24  # tokens that are copied at once
 

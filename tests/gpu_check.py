@@ -35,7 +35,12 @@ from runs import REPO, TINY, children, column, records, steps_in, tiny_data, wai
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from isogpt import agree, generation, kernels, memory, optim, settings
+from isogpt.launch.together import gather_numbers
+from isogpt.nn import generation, kernels
+from isogpt.speed import memory
+from isogpt.training import optim
+from isogpt.training.settings import model_args_of
+from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
 
@@ -231,7 +236,7 @@ def speed(place: Place) -> Iterator[Line]:
 def estimate(r: dict) -> float:
     """GB that memory.py estimates for a launch of bench.py."""
     c = r["settings"]
-    model_args = asdict(GPTConfig(**settings.model_args_of(c, c["vocab_size"])))
+    model_args = asdict(GPTConfig(**model_args_of(c, c["vocab_size"])))
     return memory.memory_estimate(memory.cost_of(c, model_args, c["batch_size"], r["dtype"], 1, "cuda"))["total"]
 
 
@@ -310,8 +315,8 @@ def parts(place: Place) -> Iterator[Line]:
     ms = milliseconds(place, "optimizer.step()", optimizer=optimizer)
     moved = 28 * sum(p.numel() for p in model.parameters()) / ms / 1e6
     yield Line("AdamW", "", f"{ms:.2f} ms, {moved:,.0f} GB/s")
-    numbers = agree.StepNumbers(**dict.fromkeys(agree.StepNumbers._fields, torch.ones((), device=device)))
-    gathered, said = agree.gather_numbers(numbers, device), "does not wait"
+    numbers = StepNumbers(**dict.fromkeys(StepNumbers._fields, torch.ones((), device=device)))
+    gathered, said = gather_numbers(numbers, device), "does not wait"
     if place.on_gpu:
         torch.cuda.set_sync_debug_mode("error")  # an operation that waits for the GPU raises
     try:

@@ -100,10 +100,10 @@ def bare(steps=60):
     import torch
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-    from isogpt import launch
+    from isogpt.launch import device
     from model import GPT, GPTConfig
 
-    launch.keep_freed_memory()
+    device.keep_freed_memory()
     model = GPT(GPTConfig(block_size=256, vocab_size=65, n_layer=6, n_head=6, n_embd=384, bias=False), 1337)
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
     x, y = torch.randint(0, 65, (8, 256)), torch.randint(0, 65, (8, 256))
@@ -150,7 +150,7 @@ def serve(work):
     import transformers
     from test_serving import BATCHING, CHARACTERS, PROMPTS, Server, serving
 
-    from isogpt import tokenizer
+    from isogpt.data import tokenizer
 
     folder, seconds = work / "hf", {}
     ids = tokenizer.save_tokenizer(folder, {"stoi": CHARACTERS}, 50304, 1024)
@@ -171,10 +171,11 @@ def serve(work):
 def sampling(work):
     import torch
 
-    from isogpt import generation, launch
+    from isogpt.launch import device
+    from isogpt.nn import generation
     from model import GPT, GPTConfig
 
-    launch.keep_freed_memory()
+    device.keep_freed_memory()
     torch.set_num_threads(1)
     prompt = torch.full((10, 1), 198)
     for dtype in (torch.bfloat16, torch.float32):

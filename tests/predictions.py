@@ -23,9 +23,9 @@ from runs import REPO, column
 from slow_network import prepare_shakespeare, train
 
 from configurator import settings_of
-from isogpt import memory, planner
-from isogpt.devices import Hardware, Link, hardware_here
-from isogpt.settings import model_args_of
+from isogpt.speed import memory, prediction
+from isogpt.speed.devices import Hardware, Link, hardware_here
+from isogpt.training.settings import model_args_of
 from model import GPTConfig
 
 STEPS, WARM_UP = 7, 3
@@ -97,8 +97,8 @@ def links_here(nproc: int, work: Path) -> list[dict]:
 def machine_of(model: dict, nproc: int, links: list[dict], work: Path) -> Hardware:
     """This machine with `nproc` processes, as bench.py --plan measures it."""
     found, cost = hardware_here(torch.device("cpu"), "float32", nproc, links), cost_of(model, nproc)
-    seconds, _ = measured_here(work, model | planner.two_blocks(cost, nproc), nproc)
-    return planner.calibrated(found, cost, nproc, seconds)
+    seconds, _ = measured_here(work, model | prediction.two_blocks(cost, nproc), nproc)
+    return prediction.calibrated(found, cost, nproc, seconds)
 
 
 def ranks(values: list[float]) -> np.ndarray:
@@ -113,7 +113,7 @@ def main() -> None:
         prepare_shakespeare(work)
         print("| processes | model | layout | ms predicted | measured | | GB predicted | measured | |\n|" + "---|" * 9)
 
-        def add(place: str, name: str, layout: dict, plan: planner.Plan, found: tuple[float, float]) -> None:
+        def add(place: str, name: str, layout: dict, plan: prediction.Plan, found: tuple[float, float]) -> None:
             (seconds, gb), predicted = found, plan.total_s
             rows.append(((place, name), predicted, seconds, plan.gb, gb, layout))
             text = " ".join(f"--{key}={value}" for key, value in layout.items())
@@ -126,7 +126,7 @@ def main() -> None:
             hw = {name: machine_of(model, nproc, links, work) for name, model in MODELS.items()}
             for n, layout in LAYOUTS:
                 for name, model in MODELS.items() if n == nproc else ():
-                    plan = planner.predict(cost_of(model | layout, n), hw[name], n)
+                    plan = prediction.predict(cost_of(model | layout, n), hw[name], n)
                     add(str(n), name, layout, plan, measured_here(work, model | layout, n))
         if 0 in wanted:
             links, slow = links_here(2, work), Link(1e-4, 1e9 / 8 * 0.94)
@@ -137,7 +137,7 @@ def main() -> None:
                 hosts.limit("1gbit")
                 for layout in OVER_A_LINK:
                     for name, model in MODELS.items():
-                        plan = planner.predict(cost_of(model | layout, 2), hw[name], 1)
+                        plan = prediction.predict(cost_of(model | layout, 2), hw[name], 1)
                         add("2 hosts", name, layout, plan, measured_over_a_link(work, model | layout, hosts))
             finally:
                 hosts.close()

@@ -28,7 +28,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from runs import REPO, TINY, Zygote, children, column, free_port, records, steps_in, tiny_data, wait_for
 
-from isogpt import run_folder
+from isogpt.checkpoint.search import newest_checkpoint
 
 
 def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None, flags=()):
@@ -63,7 +63,7 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None,
         report["kills"] += 1
         report["mid_save"] += bool(list(out.glob("unfinished_*")))
         completed = max(completed, *(int(s) for s in re.findall(r"saved \S*step_(\d+)", text)))
-        found, reports = run_folder.newest(str(out))
+        found, reports = newest_checkpoint(str(out))
         if not found or found.step < completed or reports:
             report["older"] += 1
             say(f"found {found}, completed was {completed}, reports {reports}")
@@ -331,7 +331,7 @@ def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
         killed = killed or began
         reached = max([reached, *(int(n) for n in re.findall(r"iter (\d+):", text))])
         completed = max([completed, *(int(n) for n in re.findall(r"saved \S*step_(\d+)", text))])
-        found, reports = run_folder.newest(str(out))
+        found, reports = newest_checkpoint(str(out))
         newest = found.step if found else -1
         if newest < completed or reports:
             report["older"] += 1

@@ -10,9 +10,12 @@ from runs import REPO, TINY, column, records
 from test_parity import same
 from test_zero import tensors_of
 
-from isogpt import checkpoint, huggingface, optim, run_folder
-from isogpt.kernels import CPUNormalize, relu2, rotate
-from isogpt.settings import differences
+from isogpt.checkpoint.differences import differences
+from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
+from isogpt.checkpoint.source import open_checkpoint
+from isogpt.nn import huggingface
+from isogpt.nn.kernels import CPUNormalize, relu2, rotate
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
@@ -312,7 +315,7 @@ def test_export_of_experts_from_shards(zygote, shared_work):
     out = shared_work / "sharded"
     args = [*ONE, *MODELS["llama-experts"], "--max_iters=9", "--eval_interval=10", f"--out_dir={out}"]
     zygote.train([*args, "--ep=2", "--zero=3"], shared_work, 2)
-    assert run_folder.newest(str(out))[0].path.is_dir()
+    assert newest_checkpoint(str(out))[0].path.is_dir()
     for form in ("hf", "ckpt.pt"):
         zygote.start([out, f"--to={form}"], shared_work, script="export.py").wait()
     weights = torch.load(out / "ckpt.pt", weights_only=True)["model"]
@@ -351,7 +354,7 @@ def test_export_and_import_of_a_run(zygote, shared_work, one, model):
         run = zygote.train([f"--init_from={source}", "--eval_only=True", "--eval_iters=4"], shared_work)
         losses.add(re.search("step 0: train loss ([0-9.]+)", run.text())[1])
     assert len(losses) == 1
-    weights = checkpoint.open_checkpoint(run_folder.best(str(out))[0]).weights  # sample.py uses the best one
+    weights = open_checkpoint(best_checkpoint(str(out))[0]).weights  # sample.py uses the best one
     imported = torch.load(folder / "ckpt.pt", weights_only=True)["model"]
     assert same_weights(weights, imported)
 
@@ -363,7 +366,7 @@ def test_an_export_deletes_no_checkpoints(zygote, shared_work, one):
     shutil.copytree(out, out / "hf", symlinks=True)
     run = zygote.start([out, "--to=hf"], shared_work, script="export.py").wait(ok=False)
     assert run.codes == [1] and f"{out}/hf contains checkpoints, which would be deleted: rename it" in run.text()
-    assert run_folder.newest(str(out / "hf"))[0].step == 20
+    assert newest_checkpoint(str(out / "hf"))[0].step == 20
 
 
 MISTAKES = {

@@ -22,9 +22,12 @@ import torch
 from runs import REPO, TINY, free_port, tiny_data
 
 from configurator import settings_of
-from isogpt import loader, run_folder
-from isogpt.mesh import Mesh
-from isogpt.settings import RENAMED
+from isogpt.checkpoint.manifest import damage, step_folders
+from isogpt.common.random_numbers import TRAIN, random_bits
+from isogpt.data.reader import Reader
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.shares import share_of
+from isogpt.training.settings import RENAMED
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
@@ -478,7 +481,7 @@ def test_resume_skips_a_bare_file_that_would_run_code(zygote, place):
 def test_damaged_checkpoints_do_not_count_as_kept(zygote, place):
     flip(place / "out/step_00000006/ckpt.pt", 5000)
     zygote.train([*TINIER, *RESUME, "--save_interval=5", "--max_iters=7", "--keep_last=2"], place)
-    good = [folder.name for folder in run_folder.step_folders(place / "out") if not run_folder.damage(folder)]
+    good = [folder.name for folder in step_folders(place / "out") if not damage(folder)]
     assert good == ["step_00000008", "step_00000005"]
 
 
@@ -581,9 +584,7 @@ def test_valid_input_gives_no_warnings(zygote, place):
 
 def test_large_adjacent_seeds_differ():
     """numpy converts a list of ints beyond int64 to float, which makes adjacent ones equal."""
-    draws = {
-        loader.random_bits(seed, loader.TRAIN, 0, 1)[0] for seed in (2**63 - 1, 2**63 - 2, 2**62, 2**53 + 1, 2**53)
-    }
+    draws = {random_bits(seed, TRAIN, 0, 1)[0] for seed in (2**63 - 1, 2**63 - 2, 2**62, 2**53 + 1, 2**53)}
     assert len(draws) == 5
 
 
@@ -595,8 +596,8 @@ def test_the_windows_of_a_step_are_drawn_once(place):
         drawn.append(step)
         return np.arange(12)
 
-    share = loader.share_of(12, 0, 1, 2)
-    reader = loader.Reader(None, "random", 1, 8, 12, Mesh(), 2, vocab_size=200, device=torch.device("cpu"))
+    share = share_of(12, 0, 1, 2)
+    reader = Reader(None, "random", 1, 8, 12, Mesh(), 2, vocab_size=200, device=torch.device("cpu"))
     batches = reader.read(np.arange(99), starts_of, [5, 6], share)
     assert len(list(batches)) == 12 and drawn == [5, 6]
 

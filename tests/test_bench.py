@@ -9,7 +9,7 @@ import sys
 import pytest
 from runs import REPO
 
-from isogpt.step_report import split_step
+from isogpt.speed.step_report import split_step
 
 TINY = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=1", "--n_head=2", "--n_embd=16"]
 TINY += ["--block_size=16", "--batch_size=2", "--steps=3"]

@@ -14,8 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from isogpt.parallel import context, recompute, replicate, settle_gradients
+from isogpt.parallel import context, recompute, sequence_collectives
 from isogpt.parallel.compilation import compile_parts, compile_report
+from isogpt.parallel.data import replicate, settle_gradients
 from model import GPT, GPTConfig
 
 
@@ -176,7 +177,7 @@ def test_accumulation_with_graphs_that_reuse_their_memory():
 
 def test_the_masks_of_context_parallelism_on_a_gpu_are_in_the_graph(monkeypatch):
     """A rank with both chunks of the sequence; PyTorch's GPU masks also work on a CPU."""
-    monkeypatch.setattr(context, "Gather", SimpleNamespace(apply=lambda keys, group: keys))
+    monkeypatch.setattr(sequence_collectives, "Gather", SimpleNamespace(apply=lambda keys, group: keys))
     model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=False), seed=1)
     expected = train_and_evaluate(model, 65)
     own = [(c, context.last_rows_mask(32, (c + 1) * 32, torch.device("cuda"))) for c in range(2)]
@@ -193,10 +194,11 @@ import os, sys
 sys.path.insert(0, os.environ["REPO"])
 import torch
 import torch.distributed as dist
-from isogpt import parallel
-from isogpt.mesh import Mesh
-from isogpt.parallel.compilation import compile_parts, compile_report
+from isogpt.parallel import parallelize
+from isogpt.parallel.compilation import compile_parts
+from isogpt.parallel.compilation import compile_report
 from isogpt.parallel.context import parallelize_context
+from isogpt.parallel.mesh import Mesh
 from model import GPT, GPTConfig
 dist.init_process_group("gloo")
 mesh = Mesh(dist.get_rank(), **{sys.argv[1]: 2})
@@ -207,13 +209,13 @@ for is_compiled in (False, True):
         shape = dict(n_layer=2, n_head=4, n_embd=32, block_size=32, vocab_size=65, bias=False)
         experts = dict(n_expert=4, n_expert_active=2) if mesh.ep > 1 else {}
         model = GPT(GPTConfig(arch=sys.argv[2], **shape, **experts))
-    splits = parallel.split_model(model, mesh, "1f1b")
+    splits = parallelize.split_model(model, mesh, "1f1b")
     if mesh.cp > 1:
         parallelize_context(model, mesh, torch.device("cpu"))
     if is_compiled:
         compile_parts(model, mesh.splits_model, backend="aot_eager")
-    parallel.materialize(model, torch.device("cpu"), splits)
-    parallel.init_weights(model, 1)
+    parallelize.materialize(model, torch.device("cpu"), splits)
+    parallelize.init_weights(model, 1)
     for step in range(3):
         ids = torch.randint(65, (2, 32), generator=torch.Generator().manual_seed(step))[:, mesh.own_positions(32)]
         model.zero_grad()

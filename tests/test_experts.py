@@ -10,7 +10,11 @@ from test_parallel import ONE, compare, compare_texts, resume_with_the_same_bits
 from test_parity import same
 from test_split import FAULTY, PROBE, lose_a_rank, refuse_degrees, same_gradients
 
-from isogpt import checkpoint, loader, run_folder
+from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.source import open_checkpoint
+from isogpt.common.random_numbers import TRAIN
+from isogpt.data.windows import random_windows
+from isogpt.parallel.shares import share_of
 from model import GPT, GPTConfig
 
 MODELS = {
@@ -349,8 +353,8 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, s
     (event,) = (r for r in records(out) if r.get("event") == "not_finite")
     assert event["iter"] == 5 and event["ranks"] == ([0, 1, 2, 3] if kind == "NAN_GRADIENT" else [2])
     if kind != "NAN_GRADIENT":
-        starts = loader.random_windows(20000, 32, 1337, loader.TRAIN, 5, 24)
-        assert event["windows"] == {"2": [int(s) for s in loader.share_of(24, 2, 4, 8).pick(starts, 0)]}
+        starts = random_windows(20000, 32, 1337, TRAIN, 5, 24)
+        assert event["windows"] == {"2": [int(s) for s in share_of(24, 2, 4, 8).pick(starts, 0)]}
 
 
 @SLOW
@@ -363,7 +367,7 @@ def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, way):
         faulty("one", [*args, f"--out_dir={one}"], OVERFLOW=[0, 0]).wait()
     faulty(way, [*args, f"--out_dir={out}"], OVERFLOW=[0, WAYS[way][0] - 1]).wait()
     same(column(one, "loss"), column(out, "loss"), absolute=5e-3)
-    run = checkpoint.open_checkpoint(run_folder.newest(str(out))[0]).run
+    run = open_checkpoint(newest_checkpoint(str(out))[0]).run
     assert run["isogpt"]["scaler"]["scale"] == 2**15
 
 

@@ -10,12 +10,24 @@ import torch.distributed as dist
 from runs import REPO
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogpt import agree, checkpoint, devices, evaluation, hardware, mesh, optim, precision, resilience
-from isogpt.hardware import Clock, known_gpu
-from isogpt.mesh import Mesh
-from isogpt.parallel import compression, data, gradients
+from isogpt.checkpoint import folder
+from isogpt.checkpoint.save import Saver
+from isogpt.launch import device as device_module
+from isogpt.launch import together
+from isogpt.launch.together import Gathered, Number, gather_numbers
+from isogpt.monitor import evaluation
+from isogpt.monitor.signals import Stop
+from isogpt.monitor.watchdog import is_connection_lost
+from isogpt.parallel import compression, data, gradients, mesh
+from isogpt.parallel import mesh as mesh_module
+from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.pipeline import Pipeline
-from isogpt.watchdog import is_connection_lost
+from isogpt.speed import devices
+from isogpt.speed.clock import Clock
+from isogpt.speed.devices import GPUS, known_gpu, peak_flops
+from isogpt.speed.usage import memory_gb, read_utilization, utilization
+from isogpt.training import optim, precision
+from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -81,7 +93,7 @@ def test_what_is_known_of_a_device(monkeypatch, name, tflops, plan):
 def test_a_planned_device_is_a_known_one():
     """The bandwidth that is planned for --hardware=NAME is that of the device of this name with the most memory."""
     for key in devices.HARDWARE.keys() - {"cpu"}:
-        best = max(gpu.bytes_per_s for gpu in hardware.GPUS.values() if gpu.plan == key)
+        best = max(gpu.bytes_per_s for gpu in GPUS.values() if gpu.plan == key)
         assert devices.HARDWARE[key].bytes_per_s == devices.BANDWIDTH * best
 
 
@@ -95,24 +107,24 @@ def test_measuring_a_peak_leaves_no_trace_in_the_memory_of_a_step(monkeypatch, h
             raise torch.OutOfMemoryError("CUDA out of memory")
         return 1e12
 
-    monkeypatch.setattr(hardware, "measured_matmul", matmul)
+    monkeypatch.setattr(devices, "measured_matmul", matmul)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, allocated))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
     expected = (1e12, "measured matmul") if has_room else (None, "unknown")
-    assert hardware.peak_flops(gpu, "float32") == expected
-    assert hardware.memory_gb(gpu) == 5
+    assert peak_flops(gpu, "float32") == expected
+    assert memory_gb(gpu) == 5
 
 
 def test_the_gpus_utilization_is_read_every_five_seconds(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 50)
-    hardware.read_utilization.cache_clear()
+    read_utilization.cache_clear()
     for second in (100.0, 101.0, 104.9, 105.1):
-        monkeypatch.setattr(hardware.time, "monotonic", lambda now=second: now)
-        assert hardware.utilization(torch.device("cuda", 0)) == 50
+        monkeypatch.setattr(devices.time, "monotonic", lambda now=second: now)
+        assert utilization(torch.device("cuda", 0)) == 50
     assert len(asked) == 2
-    hardware.read_utilization.cache_clear()
+    read_utilization.cache_clear()
 
 
 def test_dtypes_of_gpus(monkeypatch):
@@ -134,12 +146,12 @@ def test_dtypes_of_gpus(monkeypatch):
 
 def test_nccl_waits_longer_than_the_watchdog():
     """NCCL's timeout ends the process: the watchdog reports before, whichever group hangs."""
-    assert mesh.collectives_timeout(600, "cpu:gloo,cuda:nccl").total_seconds() == 630
-    assert mesh.collectives_timeout(600, "gloo").total_seconds() == 600
+    assert device_module.collectives_timeout(600, "cpu:gloo,cuda:nccl").total_seconds() == 630
+    assert device_module.collectives_timeout(600, "gloo").total_seconds() == 600
     limits = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh, "_set_pg_timeout", lambda timeout, group: limits.append(timeout.total_seconds()))
-        patch.setattr(mesh, "get_backend_config", lambda group: group)
+        patch.setattr(mesh_module, "_set_pg_timeout", lambda timeout, group: limits.append(timeout.total_seconds()))
+        patch.setattr(mesh_module, "get_backend_config", lambda group: group)
         for group in ("cpu:gloo,cuda:nccl", "cpu:gloo"):
             mesh.Mesh(timeout_s=60).limit(group)
     assert limits == [90, 60]
@@ -159,7 +171,7 @@ def test_the_loss_scale_is_kept_where_the_gradients_are():
 
 def test_deterministic_means_inductor_too():
     """Inductor reads its switch when it is first used."""
-    code = ("import torch; from isogpt import precision; "
+    code = ("import torch; from isogpt.training import precision; "
             "precision.set_numerics(torch.device('cpu'), 'float32', deterministic=True); "
             "import torch._inductor.config as c; assert c.deterministic; "
             "assert not torch.utils.deterministic.fill_uninitialized_memory; print('yes')")  # fmt: skip
@@ -168,7 +180,7 @@ def test_deterministic_means_inductor_too():
 
 
 def test_memory_of_a_process_is_not_that_of_the_one_that_started_it():
-    child = "import torch\nfrom isogpt.hardware import memory_gb\nprint(memory_gb(torch.device('cpu')))"
+    child = "import torch\nfrom isogpt.speed.usage import memory_gb\nprint(memory_gb(torch.device('cpu')))"
     run = f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     parent = f"import subprocess, sys\nheld = b'x' * 10**9\n{run}"
     result = subprocess.run([sys.executable, "-c", parent], cwd=REPO, capture_output=True, text=True, check=True)
@@ -178,13 +190,14 @@ def test_memory_of_a_process_is_not_that_of_the_one_that_started_it():
 READS_ALL = """
 import sys
 import torch
-from isogpt import loader
-from isogpt.hardware import memory_gb
-from isogpt.mesh import Mesh
+from isogpt.data import dataset
+from isogpt.data import reader as reader_module
+from isogpt.parallel.mesh import Mesh
+from isogpt.speed.usage import memory_gb
 
 before = memory_gb(torch.device("cpu"))
-data = loader.open_dataset(sys.argv[1], 1024)
-reader = loader.Reader(data, "random", 1, 1024, 64, Mesh(), 64, data.vocab_size, torch.device("cpu"))
+data = dataset.open_dataset(sys.argv[1], 1024)
+reader = reader_module.Reader(data, "random", 1, 1024, 64, Mesh(), 64, data.vocab_size, torch.device("cpu"))
 for split in ("train", "val"):
     for _ in reader.evaluation(split, 6400):
         pass
@@ -229,7 +242,7 @@ def gathered(**changes):
                    bytes_sent=0.0, loss_scale=1.0) | changes  # fmt: skip
     columns = torch.tensor([[value] * 2 for value in numbers.values()], dtype=torch.float64)
     arrived = SimpleNamespace(synchronize=lambda: waits.append("event"))
-    return agree.Gathered(agree.StepNumbers, columns, columns.clone(), arrived), waits
+    return Gathered(StepNumbers, columns, columns.clone(), arrived), waits
 
 
 @pytest.mark.parametrize("loss", [4.0, torch.inf])
@@ -277,10 +290,10 @@ def test_signs_are_coded_with_tables_that_are_on_the_device():
 def test_a_save_waits_once_for_the_check_of_the_weights_and_for_all_copies(monkeypatch):
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
     optimizers = [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
-    saver = checkpoint.Saver("out", 2, Mesh(), zero=0, model_args={}, config={})
+    saver = Saver("out", 2, Mesh(), zero=0, model_args={}, config={})
     waits, wpe = [], model.transformer.wpe.weight
-    monkeypatch.setattr(checkpoint, "synchronize", waits.append)
-    monkeypatch.setattr(checkpoint.run_folder, "check_owner", lambda *args: None)
+    monkeypatch.setattr(device_module, "synchronize", waits.append)
+    monkeypatch.setattr(folder, "check_owner", lambda *args: None)
     with Reads() as reads, torch.no_grad():
         copied = saver.copy(model, optimizers)
         assert waits == []
@@ -309,7 +322,7 @@ def test_the_norms_of_all_gradients_are_read_together():
 def test_an_evaluation_reads_both_losses_together(monkeypatch):
     """Its micro-batches are not waited for."""
     calls = []
-    monkeypatch.setattr(evaluation, "gather_numbers", lambda *args: calls.append(args) or agree.gather_numbers(*args))
+    monkeypatch.setattr(together, "gather_numbers", lambda *args: calls.append(args) or gather_numbers(*args))
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
     x, y = torch.zeros(2, 8, dtype=torch.int64), torch.arange(16).view(2, 8)
     read = {"train": [(x, y)], "val": [(x, y), (y, x)]}
@@ -329,11 +342,11 @@ def test_an_evaluation_on_a_gpu_asks_for_a_stop_in_advance(monkeypatch):
     def gather(number, device):
         mine = number.value
         asked.append(mine)
-        answer = agree.Number(torch.tensor([float(mine), 0.0]))
+        answer = Number(torch.tensor([float(mine), 0.0]))
         return SimpleNamespace(read=lambda: read.append(mine) or answer)
 
-    monkeypatch.setattr(resilience, "gather_numbers", gather)
-    stop, gpu = resilience.Stop(), torch.device("cuda")
+    monkeypatch.setattr(together, "gather_numbers", gather)
+    stop, gpu = Stop(), torch.device("cuda")
     assert not any(stop.in_evaluation(i, gpu, 0.0) for i in range(9))
     assert asked == [0, 0, 0] and read == [0, 0]
     stop.signal = 15

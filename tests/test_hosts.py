@@ -16,7 +16,7 @@ import pytest
 from hosts import HAS_NAMESPACES, Hosts, ip
 from runs import REPO, TINY, children, column, records, steps_in, wait_for
 
-from isogpt import run_folder
+from isogpt.checkpoint.search import newest_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root and iproute2")]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
@@ -96,12 +96,12 @@ def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts
     moved = f"mount --bind {out} {work}/elsewhere && mount -t tmpfs none {out}"  # no path of h1 is there
     for flags in (["--zero=1"], ["--zero=1", "--init_from=resume", "--max_iters=5"]):
         train(flags, moved, [f"--out_dir={work}/elsewhere"])
-    assert sorted(column(out, "loss")) == [*range(6)] and run_folder.newest(out)[0].step == 6
+    assert sorted(column(out, "loss")) == [*range(6)] and newest_checkpoint(out)[0].step == 6
     said = train(["--zero=1", "--init_from=auto"], own, ok=False)
     assert f"error: rank 1: {out}/step_00000006 on h2 is not the checkpoint that rank 0 found" in said
 
     shutil.copytree(out, work / "copy", symlinks=True)
-    damaged = run_folder.newest(str(work / "copy"))[0].path / "__1_0.distcp"  # what rank 1 reads
+    damaged = newest_checkpoint(str(work / "copy"))[0].path / "__1_0.distcp"  # what rank 1 reads
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)

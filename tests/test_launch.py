@@ -11,10 +11,16 @@ import torch
 import torch.distributed as dist
 from runs import column, records
 
-from isogpt import hardware, launch, metrics, network, precision
-from isogpt.agree import StepNumbers
-from isogpt.checkpoint import Progress
+from isogpt.checkpoint.progress import Progress
+from isogpt.launch import network, process_group, together
+from isogpt.launch.device import gpu_identity, pick_backend, pick_device
+from isogpt.launch.process_group import check_gpus, connect_ranks
+from isogpt.monitor.records import step_line, step_record
 from isogpt.parallel import compilation
+from isogpt.speed import devices
+from isogpt.speed.devices import peak_flops
+from isogpt.training import precision
+from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
 CPU = torch.device("cpu")
@@ -23,48 +29,48 @@ CPU = torch.device("cpu")
 def test_device_choice(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert launch.pick_device("auto", 0, 1).type == "mps"
-    assert launch.pick_device("auto", 1, 2).type == "cpu", "mps has no collectives"
-    assert launch.pick_device("cpu", 0, 1).type == "cpu"
+    assert pick_device("auto", 0, 1).type == "mps"
+    assert pick_device("auto", 1, 2).type == "cpu", "mps has no collectives"
+    assert pick_device("cpu", 0, 1).type == "cpu"
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert launch.pick_device("auto", 0, 1).type == "cpu"
+    assert pick_device("auto", 0, 1).type == "cpu"
     for wrong in ("cuda", "cuda:0", "mps", "tpu", "cuda:x"):
         with pytest.raises(ValueError, match="auto|cpu"):
-            launch.pick_device(wrong, 0, 1)
+            pick_device(wrong, 0, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert launch.pick_device("auto", 1, 2) == torch.device("cuda:1")
-    assert launch.pick_device("cuda:0", 1, 2) == torch.device("cuda:1"), "each process has its own GPU"
-    assert launch.pick_device("cuda:1", 0, 1) == torch.device("cuda:1")
-    assert launch.pick_device("cuda", 2, 4) == torch.device("cuda:0"), "of the two that this process sees"
+    assert pick_device("auto", 1, 2) == torch.device("cuda:1")
+    assert pick_device("cuda:0", 1, 2) == torch.device("cuda:1"), "each process has its own GPU"
+    assert pick_device("cuda:1", 0, 1) == torch.device("cuda:1")
+    assert pick_device("cuda", 2, 4) == torch.device("cuda:0"), "of the two that this process sees"
 
 
 def test_each_process_may_see_one_gpu_only(monkeypatch):
     """srun --gpus-per-task=1, or CUDA_VISIBLE_DEVICES=$LOCAL_RANK: all use number 0, and their UUIDs differ."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert {launch.pick_device(name, rank, 4).index for name in ("cuda", "auto") for rank in range(4)} == {0}
+    assert {pick_device(name, rank, 4).index for name in ("cuda", "auto") for rank in range(4)} == {0}
     found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid="GPU-7")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
-    assert launch.gpu_identity(torch.device("cuda", 0)) == [found.name, "GPU-7"]
+    assert gpu_identity(torch.device("cuda", 0)) == [found.name, "GPU-7"]
     found.name += " MIG 1g.10gb"
-    assert launch.gpu_identity(torch.device("cuda", 0)) == [found.name, "GPU-7 MIG-1"], "slices of the same GPU"
-    assert launch.gpu_identity(CPU) == []
+    assert gpu_identity(torch.device("cuda", 0)) == [found.name, "GPU-7 MIG-1"], "slices of the same GPU"
+    assert gpu_identity(CPU) == []
     one, other = ["T4", "GPU-1"], ["T4", "GPU-2"]
-    launch.check_gpus([("a", "1")] * 2, [one, other])
-    launch.check_gpus([("a", "1"), ("b", "2"), ("a", "3")], [one, one, one])
-    launch.check_gpus([("a", "1")] * 2, [[], []])
+    check_gpus([("a", "1")] * 2, [one, other])
+    check_gpus([("a", "1"), ("b", "2"), ("a", "3")], [one, one, one])
+    check_gpus([("a", "1")] * 2, [[], []])
     with pytest.raises(ValueError, match=r"^rank 1 \(b\), rank 2 \(b\) use .* start at most one process on b, or let"):
-        launch.check_gpus([("a", "1"), ("b", "2"), ("b", "2")], [one, one, one])
+        check_gpus([("a", "1"), ("b", "2"), ("b", "2")], [one, one, one])
 
 
 def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert launch.pick_backend("auto", gpu, 2) == launch.pick_backend("nccl", gpu, 2) == "cpu:gloo,cuda:nccl"
+    assert pick_backend("auto", gpu, 2) == pick_backend("nccl", gpu, 2) == "cpu:gloo,cuda:nccl"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert launch.pick_backend("auto", gpu, 2) == launch.pick_backend("nccl", gpu, 1) == "gloo"
+    assert pick_backend("auto", gpu, 2) == pick_backend("nccl", gpu, 1) == "gloo"
 
 
 def test_dtype_choice(monkeypatch):
@@ -93,34 +99,34 @@ def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
     message = compilation.compile_model(model, OtherDevice(), by_block=False)
     assert not compiled and "no compiler here" in message and "without it" in message
     monkeypatch.setattr(torch, "compile", lambda f: f)
-    monkeypatch.setattr(compilation, "gather_objects", lambda mine: [mine, "RuntimeError: the other rank's problem"])
+    monkeypatch.setattr(together, "gather_objects", lambda mine: [mine, "RuntimeError: the other rank's problem"])
     message = compilation.compile_model(model, OtherDevice(), by_block=False)
     assert not compiled and "other rank's problem" in message
 
 
 def test_mfu_uses_the_peak_of_this_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "NVIDIA H100 80GB HBM3")
-    assert hardware.peak_flops(torch.device("cuda", 0), "bfloat16") == (989e12, "data sheet")
-    assert hardware.peak_flops(torch.device("cuda", 0), "tf32")[0] == 989e12 / 2
-    measured, source = hardware.peak_flops(CPU, "float32")
+    assert peak_flops(torch.device("cuda", 0), "bfloat16") == (989e12, "data sheet")
+    assert peak_flops(torch.device("cuda", 0), "tf32")[0] == 989e12 / 2
+    measured, source = peak_flops(CPU, "float32")
     assert measured > 1e8 and "measured" in source
-    monkeypatch.setattr(hardware, "measured_matmul", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
-    assert hardware.peak_flops(CPU, "float32") == (None, "unknown")
+    monkeypatch.setattr(devices, "measured_matmul", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
+    assert peak_flops(CPU, "float32") == (None, "unknown")
     columns = dict(loss=[2, 4], grad_square=[9, 16], step_ms=[100, 300], data_ms=[1, 5], memory_gb=[3, 1])
     columns |= dict(forward_ms=[0, 0], stop=[0, 0], bytes_sent=[1000, 3000], loss_scale=[1, 1])
     numbers = StepNumbers(**{name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()})
     progress = Progress(tokens_per_step=64, step=7, tokens=576)
-    record = metrics.step_record(progress, numbers, 1e-3, 1e9, 1e11)
+    record = step_record(progress, numbers, 1e-3, 1e9, 1e11)
     assert record["tokens"] == 640 and record["grad_norm"] == 5.0
     assert record["loss"] == 3.0 and record["step_ms"] == 200.0 and record["step_ms_max"] == 300.0
     assert record["data_ms"] == 3.0 and record["data_ms_max"] == 5.0 and record["memory_gb_max"] == 3.0
     assert record["bytes_sent"] == 2000 and record["bytes_sent_max"] == 3000
     assert record["tokens_per_s"] == pytest.approx(320) and record["mfu"] == pytest.approx(1e9 / 0.2 / 1e11)
-    assert re.match(r"iter 7: loss 3\.0000, time 200\.00ms, mfu 5\.00%", metrics.step_line(record, 61))
+    assert re.match(r"iter 7: loss 3\.0000, time 200\.00ms, mfu 5\.00%", step_line(record, 61))
     numbers = numbers._replace(bytes_sent=torch.tensor([math.nan, 3000]))
-    unknown = metrics.step_record(progress, numbers, 1e-3, 1e9, None)
+    unknown = step_record(progress, numbers, 1e-3, 1e9, None)
     assert unknown["bytes_sent"] is None and unknown["bytes_sent_max"] is None
-    assert unknown["mfu"] is None and "mfu n/a" in metrics.step_line(unknown, 61)
+    assert unknown["mfu"] is None and "mfu n/a" in step_line(unknown, 61)
 
 
 def test_fields_and_events_of_the_metrics(zygote, work):
@@ -231,17 +237,17 @@ def test_a_store_that_does_not_answer_is_named(at):
             at.env(name, value)
         said = "no answer from 127.0.0.1:.* within 0.7 s, although something listens there"
         with pytest.raises(ValueError, match=said):
-            launch.connect("cpu", "auto", 0.5)
+            connect_ranks("cpu", "auto", 0.5)
         # connected before the store became silent
         ask = threading.Event().wait
         requests = SimpleNamespace(set=lambda *_: ask(), check=lambda _: ask(), get=lambda _: ask(), set_timeout=print)
-        at.set(launch, "connect_store", lambda *args: requests)
+        at.set(process_group, "connect_store", lambda *args: requests)
         with pytest.raises(ValueError, match=said):
-            launch.connect("cpu", "auto", 0.5)
+            connect_ranks("cpu", "auto", 0.5)
         at.set(network, "meet", lambda *args: "start")
         at.set(dist, "PrefixStore", lambda start, store: store)
         with pytest.raises(ValueError, match=said):
-            launch.connect("cpu", "auto", 0.5)
+            connect_ranks("cpu", "auto", 0.5)
 
 
 def test_missing_ranks_are_named():

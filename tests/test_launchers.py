@@ -17,7 +17,11 @@ from runs import REPO, TINY, column, free_port, records, wait_for
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
-from isogpt import launch, network, resilience
+from isogpt.launch import device as device_module
+from isogpt.launch import launchers, network, process_group
+from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, slurm_nodes, start_workers
+from isogpt.launch.process_group import Ranks, connect_ranks, rank_names
+from isogpt.monitor.alerts import alert
 
 FIVE = [*TINY, "--max_iters=4"]
 TRAIN = str(REPO / "train.py")
@@ -103,44 +107,44 @@ def test_rank_variables_of_each_launcher(monkeypatch):
     ompi = dict(RANK="3", SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="4")
     ompi = {f"OMPI_COMM_WORLD_{k}": v for k, v in ompi.items()}
     variables(monkeypatch, **ompi)
-    launch.adopt_launcher_variables()
-    assert launch.rank_variables() == (3, 4, 1, 4) and os.environ["MASTER_ADDR"] == "127.0.0.1"
+    adopt_launcher_variables()
+    assert rank_variables() == (3, 4, 1, 4) and os.environ["MASTER_ADDR"] == "127.0.0.1"
     variables(monkeypatch, **ompi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
     with pytest.raises(ValueError, match="rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST"):
-        launch.adopt_launcher_variables()
+        adopt_launcher_variables()
     variables(monkeypatch, PMI_RANK="5", PMI_SIZE="8", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="4", MASTER_ADDR="h1")
-    launch.adopt_launcher_variables()
-    assert launch.rank_variables() == (5, 8, 1, 4) and os.environ["MASTER_ADDR"] == "h1"
+    adopt_launcher_variables()
+    assert rank_variables() == (5, 8, 1, 4) and os.environ["MASTER_ADDR"] == "h1"
     step = dict(SLURM_JOB_ID="17", SLURM_STEP_ID="0", SLURM_PROCID="4", SLURM_STEP_NUM_TASKS="5", SLURM_LOCALID="0")
     step |= dict(SLURM_NODEID="2", SLURM_STEP_TASKS_PER_NODE="2(x2),1", SLURM_STEP_NODELIST="gpu[07-08],login")
     variables(monkeypatch, **step)
-    launch.adopt_launcher_variables()
-    assert launch.rank_variables() == (4, 5, 0, 1)
+    adopt_launcher_variables()
+    assert rank_variables() == (4, 5, 0, 1)
     assert os.environ["MASTER_ADDR"] == "gpu07" and 10000 <= int(os.environ["MASTER_PORT"]) < 30000
     port = os.environ["MASTER_PORT"]
     variables(monkeypatch, **step | {"SLURM_JOB_ID": "18"})
-    launch.adopt_launcher_variables()
+    adopt_launcher_variables()
     assert os.environ["MASTER_PORT"] != port, "two jobs on a machine use different ports"
     # what is typed in the shell of srun --pty; srun, typed in this shell; srun --pty without a shell
     for terminal, parent, is_rank in ((True, "bash", False), (False, "bash", True), (True, "slurmstepd", True)):
         variables(monkeypatch, **step, SLURM_PTY_PORT="1")
-        monkeypatch.setattr(launch, "has_terminal", Mock(return_value=terminal))
+        monkeypatch.setattr(launchers, "has_terminal", Mock(return_value=terminal))
         with monkeypatch.context() as only_here:
             only_here.setattr(Path, "read_text", lambda path, name=parent: f"{name}\n")
-            launch.adopt_launcher_variables()
+            adopt_launcher_variables()
         assert ("RANK" in os.environ) == is_rank, (terminal, parent)
     # torchrun under srun: torchrun's variables; the shell of a job: a single process
     variables(monkeypatch, **step, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="h1", MASTER_PORT="1")
-    launch.adopt_launcher_variables()
-    assert launch.rank_variables()[:2] == (0, 2)
+    adopt_launcher_variables()
+    assert rank_variables()[:2] == (0, 2)
     variables(monkeypatch, **step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
-    launch.adopt_launcher_variables()
-    assert launch.rank_variables() == (0, 1, 0, 1)
+    adopt_launcher_variables()
+    assert rank_variables() == (0, 1, 0, 1)
     # DeepSpeed's launcher
     deepspeed = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", MASTER_ADDR="h1", MASTER_PORT="1")
     variables(monkeypatch, **deepspeed)
-    launch.adopt_launcher_variables()
-    assert launch.rank_variables() == (3, 4, 1, 2)
+    adopt_launcher_variables()
+    assert rank_variables() == (3, 4, 1, 2)
 
 
 def test_process_is_bound_to_the_cores_near_its_gpu(monkeypatch, tmp_path):
@@ -161,11 +165,11 @@ def test_process_is_bound_to_the_cores_near_its_gpu(monkeypatch, tmp_path):
 
 
 def test_slurm_node_lists():
-    assert launch.slurm_nodes("n1,n2", "1(x2)") == ("n1", [1, 1])
-    assert launch.slurm_nodes("gpu[03-05,9],login", "2(x3),1") == ("gpu03", [2, 2, 2, 1])
-    assert launch.slurm_nodes("a100-[12]", "8") == ("a100-12", [8])
-    assert launch.slurm_nodes("rack[1-2]node[03-04,7],login", "1") == ("rack1node03", [1])
-    assert launch.slurm_nodes("", "") == ("", [1])
+    assert slurm_nodes("n1,n2", "1(x2)") == ("n1", [1, 1])
+    assert slurm_nodes("gpu[03-05,9],login", "2(x3),1") == ("gpu03", [2, 2, 2, 1])
+    assert slurm_nodes("a100-[12]", "8") == ("a100-12", [8])
+    assert slurm_nodes("rack[1-2]node[03-04,7],login", "1") == ("rack1node03", [1])
+    assert slurm_nodes("", "") == ("", [1])
 
 
 def test_ranks_of_one_machine_are_consecutive():
@@ -173,10 +177,10 @@ def test_ranks_of_one_machine_are_consecutive():
     assert network.order_by_machine([a, a, b, b]) == [0, 1, 2, 3]
     assert network.order_by_machine([a, b, a, b]) == [0, 2, 1, 3], "mpirun --map-by node"
     assert network.order_by_machine([b, ("b", "other"), b]) == [0, 2, 1], "two machines with the same name"
-    ranks = launch.Ranks(0, 5, torch.device("cpu"), "gloo", hosts=("a", "a", "b", "b", "b"))
+    ranks = Ranks(0, 5, torch.device("cpu"), "gloo", hosts=("a", "a", "b", "b", "b"))
     assert ranks.topology() == "5 = 2 nodes (a, b) x 2+3"
-    assert launch.rank_names(ranks.hosts)[4] == "rank 4 (b)"
-    assert launch.Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a")).topology() == "2 = 1 node x 2"
+    assert rank_names(ranks.hosts)[4] == "rank 4 (b)"
+    assert Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a")).topology() == "2 = 1 node x 2"
 
 
 def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
@@ -211,11 +215,11 @@ def test_cores_are_divided_among_ranks_with_gpus_too(monkeypatch):
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     monkeypatch.setattr(os, "environ", os.environ | variables)
-    monkeypatch.setattr(launch, "pick_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(launch, "gpu_identity", lambda device: ["T4", "GPU-1"])
-    for where, name in ((launch, "use_gpu"), (network, "divide_cores")):
+    monkeypatch.setattr(device_module, "pick_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(device_module, "gpu_identity", lambda device: ["T4", "GPU-1"])
+    for where, name in ((process_group, "use_gpu"), (network, "divide_cores")):
         monkeypatch.setattr(where, name, Mock())
-    assert launch.connect("cuda", "auto", 30).device.type == "cuda"
+    assert connect_ranks("cuda", "auto", 30).device.type == "cuda"
     (machine,), rank, local_world_size = network.divide_cores.call_args.args
     assert (machine[-1], rank, local_world_size) == (network.own_cores(), 0, 1)
 
@@ -257,21 +261,21 @@ def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
     started = []
     monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3", "--batch_size=2"])
-    launch.start_workers(3, "/x/train.py")
+    start_workers(3, "/x/train.py")
     assert started[0][-2:] == ["/x/train.py", "--batch_size=2"] and "--nproc_per_node=3" in started[0]
     assert os.environ["ISOGPT_STARTED"] == str(os.getpid()), "torchrun replaces this process"
     monkeypatch.setattr(os, "getppid", os.getpid)
-    launch.start_workers(7, "/x/train.py")  # in a worker of start_workers, a config may set nproc again
+    start_workers(7, "/x/train.py")  # in a worker of start_workers, a config may set nproc again
     monkeypatch.setenv("ISOGPT_STARTED", "1")  # left over in a shell
-    launch.start_workers(3, "/x/train.py")
+    start_workers(3, "/x/train.py")
     assert len(started) == 2 and started[1] == started[0]
     monkeypatch.delenv("ISOGPT_STARTED")
-    launch.start_workers(0, "/x/train.py")
+    start_workers(0, "/x/train.py")
     variables(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
-    launch.start_workers(2, "/x/train.py")
+    start_workers(2, "/x/train.py")
     assert len(started) == 2
     with pytest.raises(ValueError, match="nproc is 3, but the launcher started 2 processes: omit --nproc"):
-        launch.start_workers(3, "/x/train.py")
+        start_workers(3, "/x/train.py")
 
 
 def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
@@ -281,7 +285,7 @@ def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
     ours |= dict(OMPI_COMM_WORLD_RANK="0", PMI_RANK="0", PMIX_NAMESPACE="x", MPI_LOCALRANKID="0", ISOGPT_STARTED="1")
     ours |= dict(SLURM_PROCID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID="0", LOCAL_SIZE="2")
     variables(monkeypatch, **ours, SLURM_JOB_ID="17", MAIL="me")
-    resilience.alert(f"env > {tmp_path}/env; cat > {tmp_path}/event", {"event": "end"}, wait_s=30)
+    alert(f"env > {tmp_path}/env; cat > {tmp_path}/event", {"event": "end"}, wait_s=30)
     inherited = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
     assert not ours.keys() & inherited.keys() and inherited["SLURM_JOB_ID"] == "17" and inherited["MAIL"] == "me"
     assert os.environ["RANK"] == "0"
@@ -291,7 +295,7 @@ def test_variables_of_a_launcher_that_has_exited(monkeypatch, capfd):
     """Rank 0 says early what it waits for. The error says what to type, in a sentence without C++ frames."""
     unset = "If no launcher started this process, RANK is left over in the shell: type unset RANK WORLD_SIZE "
     group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    monkeypatch.setattr(launch, "WAITING_S", 0)
+    monkeypatch.setattr(process_group, "WAITING_S", 0)
     for rank, served in (("1", False), ("0", False), ("0", True)):
         agent = {} if served else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         variables(monkeypatch, RANK=rank, **group)
@@ -302,14 +306,14 @@ def test_variables_of_a_launcher_that_has_exited(monkeypatch, capfd):
             else f"cannot reach the other ranks at 127.0.0.1:{group['MASTER_PORT']}"
         )
         with pytest.raises(ValueError, match=f"^{problem} within 0.5 s.*{unset}"):
-            launch.connect("cpu", "gloo", 0.5)
+            connect_ranks("cpu", "gloo", 0.5)
         expected = (
             f"note: rank 0 of 2 waits for the other ranks at 127.0.0.1:{group['MASTER_PORT']}, as the environment"
         )
         said = capfd.readouterr().err.splitlines()
         assert len(said) == (rank == "0") and all(line.startswith(expected) and unset in line for line in said)
         monkeypatch.undo()
-        monkeypatch.setattr(launch, "WAITING_S", 0)
+        monkeypatch.setattr(process_group, "WAITING_S", 0)
 
 
 def test_a_debug_level_with_which_torch_crashes(zygote, work):

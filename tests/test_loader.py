@@ -17,25 +17,22 @@ import pytest
 import torch
 from runs import column
 
-from isogpt import loader
-from isogpt.checkpoint import Progress
-from isogpt.loader import (
-    EVAL_TRAIN,
-    EVAL_VAL,
+from isogpt.checkpoint.progress import Progress
+from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, SHUFFLE, TRAIN
+from isogpt.data import dataset
+from isogpt.data.dataset import (
     GPT2_VOCAB,
-    PADDING,
-    SHUFFLE,
-    TRAIN,
-    Reader,
+    REPOSITORY,
     check_ids,
     open_dataset,
-    random_windows,
+    prepared_datasets,
     range_of_ids,
-    read_rows,
-    share_of,
-    shuffled_windows,
+    read_meta,
 )
-from isogpt.mesh import Mesh
+from isogpt.data.reader import Reader, read_rows
+from isogpt.data.windows import epoch_order, random_windows, shuffled_windows
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.shares import PADDING, Share, share_of
 
 CPU = torch.device("cpu")
 OURS = {"dtype": "uint16", "vocab_size": 128, "tokenizer": "char", "tokenizer_size": 90, "source": {}}  # a meta.json
@@ -59,7 +56,7 @@ def drawn_by(step, seed=1337, n=6):
 def test_windows_depend_on_their_arguments_only():
     steps = [0, 1, 2, 20, 21, 500]
     there = {s: drawn_by(s) for s in steps}
-    loader.epoch_order.cache_clear()
+    epoch_order.cache_clear()
     np.random.seed(5)
     torch.manual_seed(5)
     back = {s: drawn_by(s) for s in reversed(steps)}
@@ -194,8 +191,8 @@ def test_shares_are_even_and_add_up_to_the_batch(sequences, batch_size):
 
 
 def test_the_documented_example_of_a_share():
-    assert share_of(48, 3, 7, 12) == loader.Share(sequences=48, data_rank=3, micro_steps=1, rows_of=(7,) * 7)
-    assert share_of(480, 0, 8, 12) == loader.Share(480, 0, micro_steps=5, rows_of=(12,) * 8)  # without padding
+    assert share_of(48, 3, 7, 12) == Share(sequences=48, data_rank=3, micro_steps=1, rows_of=(7,) * 7)
+    assert share_of(480, 0, 8, 12) == Share(480, 0, micro_steps=5, rows_of=(12,) * 8)  # without padding
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -303,7 +300,7 @@ def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, 
 def folder(tmp_path, monkeypatch):
     """data/text in the working folder: 100 and 50 tokens, highest id 89, no metadata."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loader, "REPOSITORY", tmp_path / "repository")
+    monkeypatch.setattr(dataset, "REPOSITORY", tmp_path / "repository")
     return write_data(tmp_path / "data" / "text")
 
 
@@ -439,7 +436,7 @@ def test_meta_json_takes_precedence_over_meta_pkl(folder):
     assert open_dataset("text", BLOCK).vocab_size == 95
     (folder / "meta.json").write_text('{"vocab_size": 96}')
     assert open_dataset("text", BLOCK).vocab_size == 96
-    assert loader.read_meta(folder) == {"vocab_size": 96, "stoi": {"a": 0}}
+    assert read_meta(folder) == {"vocab_size": 96, "stoi": {"a": 0}}
 
 
 class Run:
@@ -479,7 +476,7 @@ def test_numpy_numbers_in_a_pickle_are_accepted(folder, kind):
         (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
         assert open_dataset("text", BLOCK).vocab_size == 95
         assert type(open_dataset("text", BLOCK).vocab_size) is int
-        assert loader.read_meta(folder) == meta
+        assert read_meta(folder) == meta
     # as written by numpy 1
     old = pickle.dumps(meta, 3).replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
     assert (kind is int) == (b"numpy.core.multiarray" not in old)
@@ -491,13 +488,13 @@ def test_where_data_sets_are_searched(tmp_path, monkeypatch):
     here, working = tmp_path / "repository", tmp_path / "working"
     working.mkdir()
     monkeypatch.chdir(working)
-    monkeypatch.setattr(loader, "REPOSITORY", here)
+    monkeypatch.setattr(dataset, "REPOSITORY", here)
     beside = write_data(here / "data" / "text")
     assert open_dataset("text", BLOCK).folder == beside
     write_data(working / "data" / "text", highest=77)
     data = open_dataset("text", BLOCK)  # the working folder's takes precedence
     assert data.folder.resolve() == (working / "data" / "text").resolve() and data.highest == 77
-    assert loader.prepared_datasets() == ["text"]
+    assert prepared_datasets() == ["text"]
 
     elsewhere = write_data(tmp_path / "elsewhere" / "mine", highest=66)
     assert open_dataset(str(elsewhere), BLOCK).highest == 66
@@ -520,14 +517,14 @@ def test_forms_of_a_data_sets_name(tmp_path, monkeypatch, form):
 def test_the_working_folder_as_a_data_set(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     assert open_dataset(".", BLOCK).highest == 89
-    monkeypatch.setattr(loader, "REPOSITORY", tmp_path)  # found there from any working folder
+    monkeypatch.setattr(dataset, "REPOSITORY", tmp_path)  # found there from any working folder
     assert open_dataset("data/text", BLOCK).highest == 89
     monkeypatch.setattr(os, "sep", "\\")  # Windows
     assert open_dataset("data/text", BLOCK).highest == 89
 
 
 def test_the_repository_is_the_folder_that_contains_the_package():
-    assert Path(loader.__file__).resolve().parent.parent == loader.REPOSITORY
+    assert Path(dataset.__file__).resolve().parent.parent == REPOSITORY
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -670,10 +667,10 @@ def test_forms_of_a_declared_dtype(folder, name):
 
 def test_of_a_foreign_meta_json_only_what_is_meant_is_taken(folder):
     (folder / "meta.json").write_text('{"vocab_size": 90, "train_tokens": 1, "tokenizer": "own", "lang": "en"}')
-    assert loader.read_meta(folder) == {"vocab_size": 90, "tokenizer": "own"}
+    assert read_meta(folder) == {"vocab_size": 90, "tokenizer": "own"}
     assert open_dataset("text", BLOCK).vocab_size == 90
     (folder / "meta.json").write_text(json.dumps(OURS))
-    assert loader.read_meta(folder) == OURS
+    assert read_meta(folder) == OURS
 
 
 def test_the_same_tokens_in_other_formats_give_the_same_losses(zygote, work):

@@ -13,7 +13,8 @@ import torch
 from runs import REPO, TINY, column, records
 
 from configurator import settings_of
-from isogpt import devices, memory, planner, run_folder
+from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.speed import devices, memory, prediction
 from model import GPT, GPTConfig
 
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
@@ -95,8 +96,8 @@ def test_what_was_recorded_for_a_job_is_not_used_for_another():
     cost = Reads(memory.cost_of(DEFAULTS, args, 12, "bfloat16", 8, "cuda"))
     memory.memory_estimate(cost)
     memory.memory_estimate(cost | {"zero": 2, "pp": 2, "islands": 2, "grad_compression": "int8"})
-    planner.predict(cost | {"zero": 3}, devices.HARDWARE["h100"], 8)
-    planner.predict(cost | {"pp": 2, "islands": 2, "local_steps": 4}, devices.HARDWARE["h100"], 8)
+    prediction.predict(cost | {"zero": 3}, devices.HARDWARE["h100"], 8)
+    prediction.predict(cost | {"pp": 2, "islands": 2, "local_steps": 4}, devices.HARDWARE["h100"], 8)
     # rows follow from the batch and the ranks; fsdp is zero 3; the mesh keeps the timeout, which costs nothing
     job, names = memory.job_of(cost), cost.read - {"rows", "fsdp", "dist_timeout_s"}
     assert {"optimizer", "dtype", "ep", "model_args", "ddp_bucket_mb", "outer_parts"} <= names
@@ -220,13 +221,13 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
     """On 4 ranks: with zero 3 each holds a quarter of weights and moments, with zero 1 of the moments."""
     script = tmp_path / "held.py"
     script.write_text(
-        "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nfrom isogpt import optim, parallel\n"
+        "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nfrom isogpt.training import optim\nfrom isogpt.parallel import parts\n"
         "make, kept = optim.make_optimizers, []\n"
         "def keep(model, *args):\n    kept.extend((model, make(model, *args)))\n    return kept[1]\n"
         "optim.make_optimizers = keep\n"
         "sys.argv[0] = os.environ['REPO'] + '/train.py'\nrunpy.run_path(sys.argv[0], run_name='held')\n"
         "m, o = kept\n"
-        "size = lambda t: parallel.local(t).numel() * 4\n"
+        "size = lambda t: parts.local(t).numel() * 4\n"
         "w = sum(size(p) for p in m.parameters())\n"
         "s = sum(size(t) for d in optim.state_by_name(m, o).values() for k, t in d.items() if k != 'step')\n"
         "print(f'held {w} {s}', flush=True)\n"
@@ -312,12 +313,12 @@ def test_a_run_survives_a_full_disk(zygote, work, flags):
         run = zygote.train([*args, "--max_iters=24"], work, 2, ok=False)
         assert "warning: out: a checkpoint failed (" in run.text() and "saved out/step_00000010" in run.text()
         assert run.codes == [1, 1] and run.text().count("the final checkpoint could not be written to out") == 1
-        found, reports = run_folder.newest(str(out))
+        found, reports = newest_checkpoint(str(out))
         assert found.step == 10 and not reports and not list(out.glob("unfinished*"))
         assert len(column(out, "loss")) == 25
         subprocess.run(["mount", "-o", "remount,size=64m", out], check=True)
         zygote.train([*args, "--max_iters=24", "--init_from=resume"], work, 2)
-        assert run_folder.newest(str(out))[0].step == 25
+        assert newest_checkpoint(str(out))[0].step == 25
     finally:
         subprocess.run(["umount", "-l", out], check=True)
 
@@ -326,9 +327,10 @@ GRADIENTS = """
 import os, sys
 from contextlib import contextmanager
 sys.path.insert(0, os.environ["REPO"])
-from isogpt import launch, parallel
+from isogpt.launch import process_group
+from isogpt.parallel import data
 from model import GPTConfig
-no_sync, leave, storages = parallel.no_sync, launch.leave, set()
+no_sync, leave, storages = data.no_sync, process_group.leave_process_group, set()
 @contextmanager
 def watched(model):
     with no_sync(model):
@@ -337,7 +339,7 @@ def watched(model):
 def tell():
     print(f"gradients in {len(storages)} storages", flush=True)
     leave()
-parallel.no_sync, launch.leave = watched, tell
+data.no_sync, process_group.leave_process_group = watched, tell
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -356,24 +358,24 @@ def test_accumulated_gradients_are_in_ddps_buckets(zygote, work, zero):
 PEAK = """
 import atexit, ctypes, os, sys
 sys.path.insert(0, os.environ["REPO"])
-from isogpt import hardware
+from isogpt.launch import process_group
+from isogpt.speed import clock as clock_module
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 mallinfo = ctypes.CDLL(None).mallinfo2
 mallinfo.restype = Info
-mark, sizes = hardware.Clock.mark, [0]
+mark, sizes = clock_module.Clock.mark, [0]
 def sampled(clock):
     info = mallinfo()
     sizes.append(info.uordblks + info.hblkhd)
     return mark(clock)
-hardware.Clock.mark = sampled
-from isogpt import launch
-leave = launch.leave
+clock_module.Clock.mark = sampled
+leave = process_group.leave_process_group
 def tell():
     print(f"peak {max(sizes)}", flush=True)
     leave()
-launch.leave = tell
+process_group.leave_process_group = tell
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """

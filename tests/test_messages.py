@@ -24,15 +24,38 @@ from runs import REPO, TINY, script, script_that_fails
 
 import configurator
 import export
-from isogpt import checkpoint, collectives, launch, loader, metrics, parallel, resilience, run_folder, settings, shards
-from isogpt import watchdog as watchdogs
-from isogpt.launch import Ranks
-from isogpt.memory import memory_report
-from isogpt.mesh import Mesh
-from isogpt.parallel import compilation
-from isogpt.precision import resolve_dtype
-from isogpt.run_folder import Found
-from isogpt.vocabulary import Vocabulary
+from isogpt.checkpoint import folder as folder_module
+from isogpt.checkpoint import sharded_files
+from isogpt.checkpoint.ckpt_file import damaged_zip, read_file
+from isogpt.checkpoint.folder import continue_from, make_writable
+from isogpt.checkpoint.manifest import damage, sealed
+from isogpt.checkpoint.measures import NONE
+from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.restore import WPE, restore_checkpoint
+from isogpt.checkpoint.save import Saver, nanogpt_state
+from isogpt.checkpoint.search import FoundCheckpoint, newest_checkpoint, share_found
+from isogpt.checkpoint.source import check_weights, open_checkpoint
+from isogpt.data import dataset as dataset_module
+from isogpt.data.dataset import open_dataset
+from isogpt.data.vocabulary import Vocabulary
+from isogpt.launch import process_group, together
+from isogpt.launch.device import pick_backend, pick_device, use_gpu
+from isogpt.launch.launchers import rank_variables
+from isogpt.launch.process_group import Ranks, check_gpus, connect_ranks
+from isogpt.launch.start_checks import check_alike, check_start
+from isogpt.monitor.alerts import alert
+from isogpt.monitor.log import Logger
+from isogpt.monitor.out_of_memory import explain_crashes, is_out_of_memory
+from isogpt.monitor.records import step_line
+from isogpt.monitor.watchdog import Watchdog
+from isogpt.parallel import compilation, parallelize
+from isogpt.parallel.compare_weights import weight_differences
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.shares import share_of
+from isogpt.speed import collective_speeds
+from isogpt.speed.memory import memory_report
+from isogpt.training.precision import resolve_dtype
+from isogpt.training.settings import notes_about_text, read_prompt
 from model import GPT, GPTConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,21 +80,21 @@ def one_rank(world_size=1):
 
 def tiny_logger(step=3):
     """A logger without a file."""
-    return metrics.Logger(Path("out"), one_rank(), checkpoint.Progress(tokens_per_step=64, step=step))
+    return Logger(Path("out"), one_rank(), Progress(tokens_per_step=64, step=step))
 
 
 def tiny_watchdog(timeout_s, step=0):
     """A watchdog of one rank, which is in the forward pass."""
     logger = tiny_logger(step)
     clock, saver = SimpleNamespace(count=5, doing="forward"), SimpleNamespace(writes_alone=lambda: False)
-    return watchdogs.Watchdog(one_rank(), timeout_s, logger.progress, clock, logger, saver)
+    return Watchdog(one_rank(), timeout_s, logger.progress, clock, logger, saver)
 
 
 def save_in(folder, dataset="letters", **changes):
     """Write a ckpt.pt in nanoGPT's form and a data set with its vocabulary."""
     model = tiny_model()
     run = {"model_args": dict(SHAPE), "iter_num": 3, "best_val_loss": 1.5, "config": {"dataset": dataset}, "isogpt": {}}
-    state = checkpoint.nanogpt_state(run, model, [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")])
+    state = nanogpt_state(run, model, [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")])
     folder.mkdir(parents=True)
     torch.save({**state, **changes}, folder / "ckpt.pt")
     data_in(folder.parent / "data" / "letters", {"stoi": {"A": 0}, "itos": ["A"], "vocab_size": 65})
@@ -102,7 +125,7 @@ def rank_of_two(at, **changes):
 
 def shards_that_hold(at, content):
     (at.path / ".metadata").write_bytes(pickle.dumps(content))
-    shards.read(at.path, {}, {})
+    sharded_files.read(at.path, {}, {})
 
 
 def metadata_of_objects():
@@ -113,7 +136,7 @@ def metadata_of_objects():
 
 def opened(at, **changes):
     """Open a ckpt.pt with changes."""
-    return checkpoint.open_checkpoint(Found(save_in(at.path / "out", **changes) / "ckpt.pt", 3))
+    return open_checkpoint(FoundCheckpoint(save_in(at.path / "out", **changes) / "ckpt.pt", 3))
 
 
 def fork(at, model=None, args=None, **changes):
@@ -122,16 +145,16 @@ def fork(at, model=None, args=None, **changes):
     del state["isogpt"]
     state |= {"model": state["model"] | (model or {}), "model_args": state["model_args"] | (args or {}), **changes}
     torch.save(state, at.path / "out/ckpt.pt")
-    source = checkpoint.open_checkpoint(run_folder.newest("out")[0])
-    checkpoint.check_weights(source, tiny_model())
+    source = open_checkpoint(newest_checkpoint("out")[0])
+    check_weights(source, tiny_model())
     return source
 
 
 def resume_fork(at, **changes):
     """Resume it on a model with AdamW; returns what a user is told."""
     source, model = fork(at, **changes), tiny_model()
-    checkpoint.restore(source, model, [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")])
-    return checkpoint.Progress(64).load(source)
+    restore_checkpoint(source, model, [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")])
+    return Progress(64).load(source)
 
 
 def numbered_by_name(state):
@@ -142,7 +165,7 @@ def numbered_by_name(state):
             for i, n in enumerate(names)}  # fmt: skip
 
 
-def weights_without(at, name, use=checkpoint.restore):
+def weights_without(at, name, use=restore_checkpoint):
     source = opened(at)
     del source.weights[name]
     use(source, tiny_model())
@@ -151,7 +174,7 @@ def weights_without(at, name, use=checkpoint.restore):
 def not_finite():
     model = tiny_model()
     model.transformer.wpe.weight.data[0, 0] = torch.nan
-    saver = checkpoint.Saver("out", 2, Mesh(), zero=0, model_args=SHAPE, config={}, owner="owner")
+    saver = Saver("out", 2, Mesh(), zero=0, model_args=SHAPE, config={}, owner="owner")
     saver.check(model, 7)
 
 
@@ -180,12 +203,12 @@ def unusable_gpu(at, error):
     at.set(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
     at.set(torch, "__version__", "2.0")
     at.set(torch, "ones", fail)
-    launch.use_gpu(torch.device("cuda", 0))
+    use_gpu(torch.device("cuda", 0))
 
 
 def mps(at, there, count):
     at.set(torch.backends.mps, "is_available", lambda: there)
-    launch.pick_device("mps", 0, count)
+    pick_device("mps", 0, count)
 
 
 def convert_twice(at):
@@ -203,21 +226,21 @@ def command_line(at, *args):
 # messages of single functions
 
 RAISED = {
-    "device is 'tpu'; possible are auto, cpu, cuda, cuda:N, mps": lambda at: launch.pick_device("tpu", 0, 1),
+    "device is 'tpu'; possible are auto, cpu, cuda, cuda:N, mps": lambda at: pick_device("tpu", 0, 1),
     "device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto": lambda at: (
-        at.set(torch.cuda, "is_available", lambda: False), launch.pick_device("cuda", 0, 1)),
+        at.set(torch.cuda, "is_available", lambda: False), pick_device("cuda", 0, 1)),
     "device is 'cuda:2', but torch finds only cuda:0, cuda:1": lambda at: (
-        two_gpus(at), launch.pick_device("cuda:2", 0, 1)),
+        two_gpus(at), pick_device("cuda:2", 0, 1)),
     "rank 0, rank 2 use the same GPU, T4 (GPU-1): start at most 2 processes on a, or let the processes see different "
     "GPUs (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or set --device=cpu": lambda at: (
-        launch.check_gpus([("a", "1")] * 3, [["T4", "GPU-1"], ["T4", "GPU-2"], ["T4", "GPU-1"]])),
+        check_gpus([("a", "1")] * 3, [["T4", "GPU-1"], ["T4", "GPU-2"], ["T4", "GPU-1"]])),
     "cuda:0 (GTX 1080) has compute capability 6.1, but this PyTorch, 2.0, has kernels for sm_75, sm_80 only: install a "
     "PyTorch that supports this GPU (https://pytorch.org/get-started/previous-versions), or set --device=cpu": (
         lambda at: unusable_gpu(at, "CUDA error: no kernel image is available for execution on the device\nCompile")),
     "cuda:0 cannot be used (CUDA error: out of memory): look at nvidia-smi for other programs on this GPU, or set "
     "--device=cpu": lambda at: unusable_gpu(at, "CUDA error: out of memory\nCUDA kernel errors might be"),
     "backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto": lambda at: (
-        at.set(dist, "is_nccl_available", lambda: False), launch.pick_backend("nccl", torch.device("cuda", 0), 2)),
+        at.set(dist, "is_nccl_available", lambda: False), pick_backend("nccl", torch.device("cuda", 0), 2)),
     "device is 'mps', but torch does not find one: set --device=cpu or --device=auto": lambda at: mps(at, False, 1),
     "several processes cannot share device 'mps': set --device=cpu, or start one process": lambda at: mps(at, True, 2),
     "dtype is 'fp8'; possible are auto, float32, tf32, bfloat16, float16": lambda at: resolve_dtype("fp8", CPU),
@@ -225,41 +248,41 @@ RAISED = {
         resolve_dtype("tf32", CPU)),
     "dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16": lambda at: (
         resolve_dtype("float16", torch.device("mps"))),
-    "backend is 'mpi'; possible are auto, nccl (GPUs) and gloo (CPU)": lambda at: launch.connect("cpu", "mpi", 1),
+    "backend is 'mpi'; possible are auto, nccl (GPUs) and gloo (CPU)": lambda at: connect_ranks("cpu", "mpi", 1),
     "backend 'nccl' needs GPUs, the device is cpu: set --backend=gloo": lambda at: (
-        rank_of_two(at), launch.connect("cpu", "nccl", 1)),
+        rank_of_two(at), connect_ranks("cpu", "nccl", 1)),
     "RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not: no launcher started this process, and RANK=0 "
     "is left over in the shell. Type unset RANK, or start with torchrun": lambda at: (
-        at.env("RANK", "0"), launch.rank_variables()),
+        at.env("RANK", "0"), rank_variables()),
     "WORLD_SIZE is 'abc', LOCAL_WORLD_SIZE is 'abc': not a number; start with torchrun, or type unset "
     "RANK": lambda at: (
-        rank_of_two(at, WORLD_SIZE="abc"), launch.rank_variables()),
+        rank_of_two(at, WORLD_SIZE="abc"), rank_variables()),
     "the launcher's variables contradict each other: RANK 2, WORLD_SIZE 2, LOCAL_RANK 2, LOCAL_WORLD_SIZE 2, "
     "MASTER_PORT 29500; start with torchrun, or type unset RANK": lambda at: (
-        rank_of_two(at, RANK="2"), launch.rank_variables()),
+        rank_of_two(at, RANK="2"), rank_variables()),
     "the ranks were started with different settings: seed is 1 on rank 0, 2 on rank 1": lambda at: (
-        launch.check_alike([{"seed": 1, "host": "a"}, {"seed": 2, "host": "a"}])),
+        check_alike([{"seed": 1, "host": "a"}, {"seed": 2, "host": "a"}])),
     # data
-    "no train.bin in data/nowhere or": lambda at: loader.open_dataset("nowhere", 8),
-    "train.bin is empty; write train.bin": lambda at: loader.open_dataset(data_in(at.path / "d", train=[]), 8),
-    "holds a list, not a dict": lambda at: loader.open_dataset(data_in(at.path / "d", pkl=[1]), 8),
-    "meta.json cannot be read: ": lambda at: loader.open_dataset(data_in(at.path / "d", meta="{"), 8),
+    "no train.bin in data/nowhere or": lambda at: open_dataset("nowhere", 8),
+    "train.bin is empty; write train.bin": lambda at: open_dataset(data_in(at.path / "d", train=[]), 8),
+    "holds a list, not a dict": lambda at: open_dataset(data_in(at.path / "d", pkl=[1]), 8),
+    "meta.json cannot be read: ": lambda at: open_dataset(data_in(at.path / "d", meta="{"), 8),
     # checkpoints
     "ckpt.pt cannot be loaded: ": lambda at: (
-        (at.path / "ckpt.pt").touch(), run_folder.read_file(at.path / "ckpt.pt")),
+        (at.path / "ckpt.pt").touch(), read_file(at.path / "ckpt.pt")),
     "ckpt.pt is not a nanoGPT or isoGPT checkpoint: it has no model, model_args, iter_num": lambda at: (
-        torch.save({}, "ckpt.pt"), run_folder.read_file(Path("ckpt.pt"))),
+        torch.save({}, "ckpt.pt"), read_file(Path("ckpt.pt"))),
     "ckpt.pt is a pointer of Git LFS, not the file itself: run git lfs pull in .": lambda at: (
-        Path("ckpt.pt").write_text("version https://git-lfs"), run_folder.read_file(Path("ckpt.pt"))),
+        Path("ckpt.pt").write_text("version https://git-lfs"), read_file(Path("ckpt.pt"))),
     "ckpt.pt: its model is not a dict of tensors": lambda at: opened(at, model=[1]),
     "ckpt.pt: its model_args have no n_layer, n_head": lambda at: opened(at, model_args={}),
     "ckpt.pt: its iter_num is '9'": lambda at: opened(at, iter_num="9"),
-    "ckpt.pt does not fit the model: 'transformer.wpe.weight'": lambda at: weights_without(at, checkpoint.WPE),
+    "ckpt.pt does not fit the model: 'transformer.wpe.weight'": lambda at: weights_without(at, WPE),
     "ckpt.pt: its best_val_loss is 'low', not a number": lambda at: opened(at, best_val_loss="low"),
     "out/ckpt.pt: use_rope=True, norm='rms' in its model_args changes the model, which is not nanoGPT's": lambda at: (
         fork(at, args={"use_rope": True, "norm": "rms", "use_alibi": False})),
     "ckpt.pt does not fit the model: it has no transformer.wpe.weight": lambda at: (
-        weights_without(at, checkpoint.WPE, checkpoint.check_weights)),
+        weights_without(at, WPE, check_weights)),
     "it also contains transformer.h.0.attn.q_norm.weight, which nanoGPT's model does not have": lambda at: (
         fork(at, model={"transformer.h.0.attn.q_norm.weight": torch.ones(4)})),
     "lm_head.weight and transformer.wte.weight should be the same weights, but differ": lambda at: (
@@ -267,12 +290,12 @@ RAISED = {
     "before May 2023: start a new run from the weights, with --init_from=FOLDER and a different --out_dir": lambda at: (
         resume_fork(at, optimizer={"state": numbered_by_name(at)})),
     "it contains posix.system, and only tensors and plain values are read": lambda at: (
-        torch.save({"x": Evil()}, "ckpt.pt"), run_folder.read_file(Path("ckpt.pt"))),
+        torch.save({"x": Evil()}, "ckpt.pt"), read_file(Path("ckpt.pt"))),
     "no valid checkpoint in out; out/ckpt.pt cannot be loaded: it contains argparse.Namespace, and only": lambda at: (
         export.convert(str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt")),
     "weights are not finite at step 7 (transformer.wpe.weight): no checkpoint was written": lambda at: not_finite(),
-    "file/out cannot be written to (": lambda at: (Path("file").touch(), run_folder.prepare("file/out")),
-    "): set another --out_dir=": lambda at: (Path("file").touch(), run_folder.prepare("file/out")),
+    "file/out cannot be written to (": lambda at: (Path("file").touch(), make_writable("file/out")),
+    "): set another --out_dir=": lambda at: (Path("file").touch(), make_writable("file/out")),
     "no valid checkpoint in empty": lambda at: (os.mkdir("empty"), export.convert("empty", "ckpt.pt")),
     "step_00000003 is in shards already": convert_twice,
     "error: nowhere is not a folder": lambda at: command_line(at, "nowhere"),
@@ -306,10 +329,10 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
     elif form == "shards":
         export.convert("rank0", "shards")
     else:
-        run_folder.continue_from("rank0", run_folder.newest("rank0")[0])
-    found, sent = run_folder.newest("rank0")[0], []
-    at.set(run_folder, "broadcast", lambda value: sent.append(value) or value)
-    assert run_folder.share(found, "rank0").is_verified
+        continue_from("rank0", newest_checkpoint("rank0")[0])
+    found, sent = newest_checkpoint("rank0")[0], []
+    at.set(folder_module, "broadcast", lambda value: sent.append(value) or value)
+    assert share_found(found, "rank0").is_verified
     shutil.copytree("rank0", "copy", symlinks=True)
     os.symlink("rank0", "link")
 
@@ -317,10 +340,10 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
         """What a rank does that sees rank 0's checkpoint in this folder."""
         received = iter(sent)
         with at.context() as others:
-            others.setattr(run_folder, "broadcast", lambda _: next(received))
-            found = run_folder.share(None, folder)
+            others.setattr(together, "broadcast", lambda _: next(received))
+            found = share_found(None, folder)
         assert found.path.is_relative_to(folder) and found.is_verified == (folder == "link")
-        checkpoint.restore(checkpoint.open_checkpoint(found), tiny_model())
+        restore_checkpoint(open_checkpoint(found), tiny_model())
 
     resume("link")
     resume("copy")
@@ -339,23 +362,23 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
 def test_a_faulty_network(at, capsys):
     at.set(dist, "all_reduce", lambda t: t.fill_(1.0))
     with pytest.raises(SystemExit):
-        launch.check_start(one_rank(world_size=2), {})
+        check_start(one_rank(world_size=2), {})
     assert capsys.readouterr().err == "error: an all-reduce over 2 ranks returned 1.0: the network is faulty\n"
 
 
 def test_what_is_wrong_with_a_checkpoint(at):
     folder = Path("out/step_00000003")
     folder.mkdir(parents=True)
-    assert run_folder.newest("out") == (None, [f"{folder} is damaged: its manifest.json is missing or damaged"])
+    assert newest_checkpoint("out") == (None, [f"{folder} is damaged: its manifest.json is missing or damaged"])
     manifest = {"step": 3, "files": {"ckpt.pt": {"sha256": "0"}}}
-    (folder / "manifest.json").write_text(run_folder.sealed(manifest))
-    assert run_folder.damage(folder) == "ckpt.pt cannot be read (No such file or directory)"
+    (folder / "manifest.json").write_text(sealed(manifest))
+    assert damage(folder) == "ckpt.pt cannot be read (No such file or directory)"
     (folder / "ckpt.pt").touch()
-    assert run_folder.damage(folder) == "the checksum of ckpt.pt does not match"
+    assert damage(folder) == "the checksum of ckpt.pt does not match"
     with zipfile.ZipFile("ckpt.pt", "w") as z:
         z.writestr("data", "abc" * 99)
     Path("ckpt.pt").write_bytes(Path("ckpt.pt").read_bytes().replace(b"abcabc", b"abcabd", 1))
-    assert run_folder.damaged_zip(Path("ckpt.pt")) == "the checksum of its record data does not match"
+    assert damaged_zip(Path("ckpt.pt")) == "the checksum of its record data does not match"
 
 
 def test_checkpoints_of_nanogpts_forks(at, capsys):
@@ -401,12 +424,12 @@ def test_checkpoints_of_nanogpts_forks(at, capsys):
             prefix + name.replace("h.0.", "h.0._checkpoint_wrapped_module."): w for name, w in state["model"].items()
         }
         torch.save({**state, "model": model}, "out/ckpt.pt")
-        checkpoint.check_weights(checkpoint.open_checkpoint(run_folder.newest("out")[0]), tiny_model())
+        check_weights(open_checkpoint(newest_checkpoint("out")[0]), tiny_model())
     # without a loss, and with a loss of a different step
     for changes in ({"best_val_loss": None}, {"best_val_loss": 1.5, "config": {"eval_interval": 2}}):
         shutil.rmtree("out")
-        source, progress = fork(at, **changes), checkpoint.Progress(64)
-        assert progress.load(source) == [] and progress.best_step == run_folder.NONE and source.found.val_loss is None
+        source, progress = fork(at, **changes), Progress(64)
+        assert progress.load(source) == [] and progress.best_step == NONE and source.found.val_loss is None
         assert export.list_checkpoints("out").splitlines()[1].split()[:3] == ["3", "bare", "-"]
 
 
@@ -449,8 +472,8 @@ def test_the_note_about_compilation(at):
 
 
 def test_many_parameters_that_differ(at):
-    at.set(parallel, "gather_objects", lambda sums: [sums, {piece: value + 1 for piece, value in sums.items()}])
-    text = parallel.weight_differences(tiny_model())
+    at.set(parallelize, "gather_objects", lambda sums: [sums, {piece: value + 1 for piece, value in sums.items()}])
+    text = weight_differences(tiny_model())
     assert re.match(r"(transformer\.\S+ differs on rank [01]; ){3}", text) and text.endswith("; and 6 more"), text
 
 
@@ -464,7 +487,7 @@ def test_a_logged_step():
     record["lr"] = 6e-4
     line = "iter 7: loss 3.0000, time 200.00ms, mfu 5.00%, 1,234 tokens/s, grad norm 0.500, lr 6.0e-04, "
     line += "data 1.5ms, 2.50 GB, 1:01 left"
-    assert metrics.step_line({**record, "memory_gb_max": 2.5}, 61) == line
+    assert step_line({**record, "memory_gb_max": 2.5}, 61) == line
 
 
 def test_a_full_disk_is_reported_once_by_the_log(capsys):
@@ -506,8 +529,8 @@ def test_out_of_memory(at, capsys):
 
     at.set(os, "_exit", leave)
     at.set(sys, "excepthook", sys.excepthook)
-    reader = SimpleNamespace(share=loader.share_of(4, 0, 1, 4))
-    watchdogs.explain_crashes(tiny_watchdog(timeout_s=600), "out", {}, reader, COST)
+    reader = SimpleNamespace(share=share_of(4, 0, 1, 4))
+    explain_crashes(tiny_watchdog(timeout_s=600), "out", {}, reader, COST)
     with pytest.raises(SystemExit):
         sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("tried to allocate 1 TiB"), None)
     lines = capsys.readouterr().err.splitlines()
@@ -547,7 +570,7 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
     dog.ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
     for number, (kind, text) in enumerate(FORMS):
         dog.store = dist.PrefixStore(str(number), store)
-        watchdogs.explain_crashes(dog, "out", {}, SimpleNamespace(share=loader.share_of(4, 0, 1, 4)), COST)
+        explain_crashes(dog, "out", {}, SimpleNamespace(share=share_of(4, 0, 1, 4)), COST)
         for is_first in (True, False):
             with pytest.raises(SystemExit):
                 sys.excepthook(kind, kind(text), None)
@@ -556,7 +579,7 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
             assert said.startswith(f"error: rank 3: out of memory with micro-batches of 4: {line}\nGB on") == is_first
             assert is_first or not said
         assert dog.errors() == {3: f"{kind.__name__}: {line}"}
-    assert not watchdogs.is_out_of_memory(RuntimeError("Triton: out of resource: shared memory, Required: 1"))
+    assert not is_out_of_memory(RuntimeError("Triton: out of resource: shared memory, Required: 1"))
 
 
 def test_an_alert_that_cannot_be_started(at, capsys):
@@ -564,7 +587,7 @@ def test_an_alert_that_cannot_be_started(at, capsys):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     at.set(subprocess, "Popen", refuse)
-    resilience.alert("mail me", {"event": "end"})
+    alert("mail me", {"event": "end"})
     assert capsys.readouterr().err.startswith("warning: alert_command: [Errno ")
 
 
@@ -633,14 +656,14 @@ def test_prompts_of_sample_py(at, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(at.path))
     monkeypatch.setenv("USERPROFILE", str(at.path))
     Path("p.txt").write_bytes(b"\xef\xbb\xbfA\\nB\n")
-    assert settings.read_prompt("FILE:p.txt") == settings.read_prompt("FILE:~/p.txt") == "A\\nB\n"
-    assert settings.read_prompt("~/p.txt \\n") == "~/p.txt \\n"
+    assert read_prompt("FILE:p.txt") == read_prompt("FILE:~/p.txt") == "A\\nB\n"
+    assert read_prompt("~/p.txt \\n") == "~/p.txt \\n"
     Path("p.txt").write_text("A", encoding="utf-16")
     with pytest.raises(ValueError, match=r"^--start=FILE:p.txt cannot be read as text: 'utf-8' .*; save it in UTF-8$"):
-        settings.read_prompt("FILE:p.txt")
-    assert not any(settings.notes_about_text(text, "") for text in ("A\n", "FILE:\\new.txt", ""))
+        read_prompt("FILE:p.txt")
+    assert not any(notes_about_text(text, "") for text in ("A\n", "FILE:\\new.txt", ""))
     for text in ("ROMEO:\\n", 'it\'s \\n "so"', "\u00e9\\n"):
-        for name, note in zip(("start", "stop"), settings.notes_about_text(text, text), strict=True):
+        for name, note in zip(("start", "stop"), notes_about_text(text, text), strict=True):
             typed = note.removeprefix(rf"--{name} contains \n as two characters: for a line break, type ")
             settings_of_sample = configurator.configure({"__file__": str(REPO / "sample.py")}, shlex.split(typed))
             assert settings_of_sample[name] == text.replace("\\n", "\n")
@@ -697,12 +720,13 @@ def lines_of(run):
 LACKING = """
 import os, sys
 sys.path.insert(0, os.environ["REPO"])
-from isogpt import hardware, resilience
+from isogpt.monitor import anomalies
+from isogpt.speed import devices
 sys.modules["matplotlib.figure"] = None
 def unmeasured(*args):
     raise RuntimeError("no matmul")
-hardware.measured_matmul = unmeasured
-resilience.SlowRanks.seen = lambda self, columns: ["rank 0: forward ms 40.0, others 10.0"]
+devices.measured_matmul = unmeasured
+anomalies.SlowRanks.seen = lambda self, columns: ["rank 0: forward ms 40.0, others 10.0"]
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -869,15 +893,15 @@ def test_collectives_that_a_backend_does_not_support(at, capsys):
         raise RuntimeError("no such collective")
 
     two_ranks = Ranks(0, 2, CPU, "gloo", network="gloo")
-    at.set(launch, "connect", lambda *args: two_ranks)
+    at.set(process_group, "connect", lambda *args: two_ranks)
     at.set(dist, "init_process_group", lambda *args, **kw: None)
-    at.set(collectives, "mean_seconds", unknown)
-    collectives.measure_collectives("cpu", "auto", 1)
+    at.set(collective_speeds, "mean_seconds", unknown)
+    collective_speeds.measure_collectives("cpu", "auto", 1)
     out = capsys.readouterr().out
     assert out.startswith("2 processes on cpu, gloo; bus bandwidth in GB/s:\n")
     assert "\n  all-reduce: not supported by this backend: no such collective\n" in out
     rank_of_two(at, WORLD_SIZE="1")
-    at.set(launch, "connect", lambda *args: one_rank())
+    at.set(process_group, "connect", lambda *args: one_rank())
     text = "error: comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU\n"
     assert script_that_fails(at, capsys, "bench.py", ["--comm", "--device=cpu"]).err == text
 
@@ -894,7 +918,7 @@ def test_mistakes_of_bench_py(at, capsys):
         return script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args])
 
     rank_of_two(at)
-    at.set(loader, "REPOSITORY", at.path)  # where no data set is prepared
+    at.set(dataset_module, "REPOSITORY", at.path)  # where no data set is prepared
     assert fails("--steps=0", "--nproc=-1", "--comm", "--tune", "--json_path=nowhere/x").err.splitlines() == [
         "error: steps is 0: it must be at least 1",
         "error: nproc is -1: it must not be negative",

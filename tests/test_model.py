@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogpt import generation
-from isogpt.generation import next_token, uniform_numbers
-from isogpt.kernels import ChunkedLoss, CPUHalfAttention, Dropout, KVCache, dropout_factors, summed_loss
+from isogpt.nn import generation
+from isogpt.nn.generation import next_token, uniform_numbers
+from isogpt.nn.kernels import ChunkedLoss, CPUHalfAttention, Dropout, KVCache, dropout_factors, summed_loss
 from model import GPT, GPTConfig
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)

@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from test_model import apart, ids, one_thread, roughen, same_states  # noqa: F401  (one_thread: of this file too)
 
-from isogpt import checkpoint, experts, generation, metrics
-from isogpt.experts import grouped_matmul
-from isogpt.parallel import take_routing
+from isogpt.checkpoint.restore import load_weights
+from isogpt.monitor.records import routing_record, routing_text
+from isogpt.nn import experts, generation
+from isogpt.nn.experts import grouped_matmul
+from isogpt.parallel.parallelize import take_routing
 from model import GPT, GPTConfig, make_mlp
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32, n_expert=4, bias=False)
@@ -165,7 +167,7 @@ def test_a_sequence_does_not_depend_on_the_others(kind):
 def test_one_expert_is_the_dense_model():
     dense = rough(n_expert=0)
     moe = GPT(config_of("one-expert"), seed=1).eval()
-    checkpoint.load_weights(moe, dense.state_dict())
+    load_weights(moe, dense.state_dict())
     idx = ids(2, 16)
     torch.testing.assert_close(moe(idx, idx)[0], dense(idx, idx)[0], atol=1e-5, rtol=1e-5)
 
@@ -175,15 +177,15 @@ def test_equal_experts_are_the_dense_model(kind):
     """Whatever the routers do, and also in bfloat16."""
     dense = rough(kind, n_expert=0)
     moe = GPT(config_of(kind), seed=7).eval()
-    checkpoint.load_weights(moe, dense.state_dict(), seed=3)
+    load_weights(moe, dense.state_dict(), seed=3)
     idx = ids(2, 16)
     torch.testing.assert_close(moe(idx, idx)[1], dense(idx, idx)[1], atol=1e-5, rtol=0)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(moe(idx, idx)[1], dense(idx, idx)[1], atol=0.02, rtol=0)
     same_routers = GPT(config_of(kind), seed=8)
-    checkpoint.load_weights(same_routers, dense.state_dict(), seed=3)
+    load_weights(same_routers, dense.state_dict(), seed=3)
     assert same_states(moe.state_dict(), same_routers.state_dict())
-    checkpoint.load_weights(same_routers, dense.state_dict(), seed=4)
+    load_weights(same_routers, dense.state_dict(), seed=4)
     changed = [n for n, w in same_routers.state_dict().items() if not torch.equal(w, moe.state_dict()[n])]
     assert changed == [f"transformer.h.{layer}.mlp.router.weight" for layer in range(2)]
 
@@ -277,7 +279,7 @@ def test_the_numbers_in_the_record():
             auxiliary += sum(auxiliary_of(s, model.config) for s in scores[:rows].detach()).item() / 7
         model(idx, targets, 112.0)
     assert take_routing(model, False, torch.device("cpu")) is None
-    found = metrics.routing_record(take_routing(model, True, torch.device("cpu")), 112)
+    found = routing_record(take_routing(model, True, torch.device("cpu")), 112)
     assert not model.routing.any() and tokens.sum() == 2 * 2 * 112
     assert found.pop("dead_experts") == ["1.3"] and found.pop("dropped_tokens") == 0
     expected = {"expert_tokens_min": 0, "expert_tokens_mean": 56, "expert_tokens_max": tokens.max().item(),
@@ -288,12 +290,12 @@ def test_the_numbers_in_the_record():
 def test_dead_experts_are_named_on_the_console():
     routing = torch.full((2, 7), 0.1)
     routing[:, 2:] = torch.tensor([[0.0, 1, 0, 0, 0], [0.4, 0.6, 0, 0, 0]])
-    record = metrics.routing_record(routing, 10)
+    record = routing_record(routing, 10)
     assert record["dead_experts"] == ["0.0", "0.2", "0.3", "0.4", "1.2", "1.3", "1.4"]
-    text = metrics.routing_text(record)
+    text = routing_text(record)
     assert text.endswith(", dead experts (layer.expert): 0.0, 0.2, 0.3 and 4 more")
     routing[:, 2:] = 0.2
-    text = metrics.routing_text(metrics.routing_record(routing, 10))
+    text = routing_text(routing_record(routing, 10))
     assert text == ", tokens per expert 2 to 2, mean 2, entropy 0.10"
 
 

@@ -11,12 +11,12 @@ import torch
 from runs import REPO, column, records
 
 from configurator import settings_of
-from isogpt import layouts, memory, planner
-from isogpt.devices import HARDWARE, Link, hardware_of, links_of, named_hardware
-from isogpt.loader import share_of
-from isogpt.mesh import AXES, Mesh, make_mesh
+from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly
-from isogpt.settings import check_training
+from isogpt.parallel.shares import share_of
+from isogpt.speed import layouts, memory, prediction
+from isogpt.speed.devices import HARDWARE, Link, hardware_of, links_of, named_hardware
+from isogpt.training.settings import check_training
 from model import GPTConfig
 
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
@@ -34,8 +34,8 @@ def cost_of(model, devices, batch_size, accumulation, dtype="bfloat16", **settin
 
 
 def test_a_matmul_takes_its_flops_or_its_memory_traffic():
-    assert planner.matmul_s(SIMPLE, 1000, 2000, 4000, 2) == pytest.approx(2 * 8e9 / 1e14 * 1.1)
-    assert planner.matmul_s(SIMPLE, 1, 4000, 4000, 2) == pytest.approx(2 * (2 * 4000 + 16e6) / 1e12, rel=0.01)
+    assert prediction.matmul_s(SIMPLE, 1000, 2000, 4000, 2) == pytest.approx(2 * 8e9 / 1e14 * 1.1)
+    assert prediction.matmul_s(SIMPLE, 1, 4000, 4000, 2) == pytest.approx(2 * (2 * 4000 + 16e6) / 1e12, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
     mesh, per_node = make_mesh(0, devices, config, config["zero"]), 8
     for axes in (("tp",), ("cp",), ("pp",), ("dp_replicate",), ("dp_shard", "ep", "cp"), ("dp_replicate", "ep", "cp")):
         group = [r for r in range(devices) if all(mesh.index(a, r) == 0 for a in AXES if a not in axes)]
-        n, found = len(group), planner.ring_s(SIMPLE, mesh, per_node, axes, 8e9)
+        n, found = len(group), prediction.ring_s(SIMPLE, mesh, per_node, axes, 8e9)
         crossings = sum(a // per_node != b // per_node for a, b in zip(group, [*group[1:], group[0]], strict=True))
         here = sum(r < per_node for r in group)
         bandwidth = min(1e11 if here > 1 else 1e99, 8e10 * here / min(devices, per_node) if crossings else 1e99)
         expected = 8e9 * (n - 1) / n / bandwidth if n > 1 else 0
         latency = ceil(log2(max(1, crossings))) * 1e-5 + ceil(log2(here)) * 1e-6
         assert found == pytest.approx(expected + latency), (axes, group)
-        found = planner.ring_s(SIMPLE, mesh, per_node, axes, 8e9, count=3, slowness=2.0)
+        found = prediction.ring_s(SIMPLE, mesh, per_node, axes, 8e9, count=3, slowness=2.0)
         assert found == pytest.approx(2 * expected + 3 * latency), (axes, group)
 
 
@@ -97,7 +97,7 @@ def test_slower_networks_change_the_choice():
     cost = cost_of(GPT2, 16, 8, 16)
     fast, slow = (layouts.ranked(cost, named_hardware("h100", gbit), 8)[0] for gbit in (0, 1))
     assert fast.settings["zero"] == 3 and fast.settings["pp"] == 1 and slow.settings["pp"] > 1
-    sharded = planner.predict(cost | {"zero": 3}, named_hardware("h100", 1), 8)
+    sharded = prediction.predict(cost | {"zero": 3}, named_hardware("h100", 1), 8)
     assert sharded.seconds["communication"] > 20 * slow.seconds["communication"]
 
 
@@ -107,9 +107,9 @@ def test_the_number_of_predictions_for_1024_devices(monkeypatch):
 
     def counted(*args):
         count[0] += 1
-        return planner.predict(*args)
+        return prediction.predict(*args)
 
-    monkeypatch.setattr(layouts, "predict", counted)
+    monkeypatch.setattr(prediction, "predict", counted)
     assert not layouts.ranked(cost_of(LLAMA_7B, 1024, 1, 1024), HARDWARE["h100"], 8)[0].problem
     assert count[0] < 16000
 
@@ -139,9 +139,9 @@ def test_names_of_hardware():
 def test_the_calibration_makes_a_step_take_what_was_measured():
     cost = cost_of(GPT2, 2, 4, 4, "float32") | {"device_type": "cpu"}
     hw = replace(HARDWARE["cpu"], sharing=2.0, memory_gb=99)
-    found = planner.calibrated(hw, cost, 2, 7.0)
-    two = cost | planner.two_blocks(cost, 2) | {"model_args": cost["model_args"] | {"n_layer": 2}}
-    seconds = planner.predict(two, found, 2).seconds
+    found = prediction.calibrated(hw, cost, 2, 7.0)
+    two = cost | prediction.two_blocks(cost, 2) | {"model_args": cost["model_args"] | {"n_layer": 2}}
+    seconds = prediction.predict(two, found, 2).seconds
     assert seconds["compute"] + seconds["optimizer"] == pytest.approx(7.0, rel=0.02)
 
 
@@ -161,7 +161,7 @@ TITAN = dict(zero=3, activation_checkpointing="selective")
 def test_published_runs(hw, model, devices, batch_size, accumulation, settings, published, gib):
     """Tokens/s of a device within 25%."""
     cost = cost_of(model, devices, batch_size, accumulation, **settings)
-    plan = planner.predict(cost, hw, 8)
+    plan = prediction.predict(cost, hw, 8)
     assert not plan.problem
     speed = batch_size * accumulation * cost["model_args"]["block_size"] / plan.total_s / devices
     print(
@@ -174,7 +174,7 @@ def test_published_runs(hw, model, devices, batch_size, accumulation, settings, 
 
 def test_only_zero_divides_the_optimizer():
     def optimizer_s(**settings):
-        return planner.predict(cost_of(GPT2, 4, 4, 4, **settings), SIMPLE, 8).seconds["optimizer"]
+        return prediction.predict(cost_of(GPT2, 4, 4, 4, **settings), SIMPLE, 8).seconds["optimizer"]
 
     whole = optimizer_s()
     assert optimizer_s(cp=2) == whole
@@ -182,8 +182,8 @@ def test_only_zero_divides_the_optimizer():
 
 
 def test_a_mesh_of_one_communicates_nothing():
-    assert planner.ring_s(SIMPLE, Mesh(), 8, ("dp_replicate",), 1e9) == 0
-    alone = planner.predict(cost_of(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
+    assert prediction.ring_s(SIMPLE, Mesh(), 8, ("dp_replicate",), 1e9) == 0
+    alone = prediction.predict(cost_of(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
     assert alone.seconds["communication"] == 0 and alone.seconds["bubble"] == 0
 
 
@@ -226,7 +226,7 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     assert text.count(" by prediction: ") == text.count("layout:  --") == 1
     path = work / "out" / "layout.json"
     found = json.loads(path.read_text())
-    assert found["job"]["world_size"] == 2 and found["layout"].keys() >= layouts.LAYOUT.keys() - {"fsdp"}
+    assert found["job"]["world_size"] == 2 and found["layout"].keys() >= prediction.LAYOUT.keys() - {"fsdp"}
     found["layout"] |= {"zero": 3, "batch_size": 1, "gradient_accumulation_steps": 8}  # not what it would choose
     path.write_text(json.dumps(found))
     text = zygote.train([*auto, "--max_iters=9"], work, 2).text()

@@ -63,12 +63,29 @@ def package_graph():
     for path in (REPO / "isogpt").rglob("*.py"):
         parts = path.relative_to(REPO).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    graph = {}
-    for module, path in files.items():
-        names = {name for name in imported(path) if name in files}
-        packages = {name.rpartition(".")[0] for name in names}  # importing a.b runs a/__init__.py first
-        graph[module] = names | {p for p in packages & files.keys() if not f"{module}.".startswith(f"{p}.")}
-    return graph
+    return {module: {name for name in imported(path) if name in files} for module, path in files.items()}
+
+
+def reached_from(modules):
+    """The modules of isogpt/ that these ones import, also indirectly."""
+    graph, reached, waiting = package_graph(), set(), list(modules)
+    while waiting:
+        new = graph[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+def room_of(module):
+    return module.split(".")[1]
+
+
+def rooms_in_the_docs():
+    """The rooms of isogpt/ and their modules, in the order of docs/design.md."""
+    text = (REPO / "docs/design.md").read_text()
+    tree = text.split("## Rooms")[1].split("```")[1].split("isogpt/ ")[1]
+    found = re.split(r"\n    (\w+)/", tree)[1:]
+    return {name: set(re.findall(r"\w+", words)) for name, words in zip(found[::2], found[1::2], strict=True)}
 
 
 def test_nobody_imports_a_script():
@@ -86,31 +103,40 @@ def test_the_package_imports_no_top_level_file():
 
 
 def test_imports_go_downward_only():
-    """There are no cycles, not even with imports inside functions."""
-    graph = package_graph()
-    assert "isogpt.agree" in graph["isogpt.checkpoint"] and "isogpt.parallel" in graph["isogpt.checkpoint"]
+    """Each room imports rooms above it in docs/design.md, and there are no circles, not even inside functions."""
+    graph, rooms = package_graph(), list(rooms_in_the_docs())
+    modules = [module for module in graph if module.count(".") == 2]
+    assert rooms[0] == "common" and {room_of(module) for module in modules} == set(rooms)
+    assert any(graph[module] for module in modules)
+    for module in modules:
+        higher = {other for other in graph[module] if rooms.index(room_of(other)) > rooms.index(room_of(module))}
+        assert not higher, f"{module} imports {higher}"
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as e:
-        pytest.fail(f"isogpt/ has an import cycle: {' <- '.join(e.args[1])}")
+        pytest.fail(f"isogpt/ has an import circle: {' <- '.join(e.args[1])}")
+
+
+def test_the_docs_name_each_module_in_its_room():
+    rooms = rooms_in_the_docs()
+    for module in package_graph():
+        if module.count(".") == 2:
+            assert module.split(".")[2] in rooms[room_of(module)], f"{module} is not in docs/design.md"
 
 
 def test_finding_a_checkpoint_does_not_import_what_loads_it():
-    graph, reached, waiting = package_graph(), set(), ["isogpt.run_folder"]
-    while waiting:
-        new = graph[waiting.pop()] - reached
-        reached |= new
-        waiting += new
-    assert not reached & {"isogpt.checkpoint", "isogpt.shards"}
+    reached = reached_from(["isogpt.checkpoint.folder"])
+    assert "isogpt.checkpoint.manifest" in reached
+    assert not reached & {"isogpt.checkpoint.restore", "isogpt.checkpoint.save", "isogpt.checkpoint.shards"}
     assert "export" not in imported(REPO / "sample.py")
 
 
 def test_the_model_knows_no_processes():
     names = imported(REPO / "model.py")
     assert not any(name.startswith("torch.distributed") for name in names)
-    ours = {name for name in names - {"isogpt"} if name.split(".")[0] == "isogpt"}
-    allowed = ("architecture", "experts", "generation", "huggingface", "kernels")
-    assert all(name.startswith(tuple(f"isogpt.{module}" for module in allowed)) for name in ours)
+    ours = {name for name in names if name in package_graph()}
+    assert "isogpt.nn.kernels" in ours
+    assert {room_of(name) for name in ours | reached_from(ours)} == {"nn", "common"}
 
 
 def test_heavy_packages_are_imported_where_they_are_used():

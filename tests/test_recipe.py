@@ -7,7 +7,9 @@ import pytest
 import torch
 from runs import REPO, SHARED
 
-from isogpt import loader, run_folder
+from isogpt.checkpoint.ckpt_file import read_file
+from isogpt.data.dataset import open_dataset
+from isogpt.data.reader import read_rows
 from model import GPT, GPTConfig
 
 
@@ -17,7 +19,7 @@ def whole_split_loss(model, tokens, block_size):
     total, count = 0.0, 0
     with torch.no_grad():
         for i in range(0, len(starts), 256):
-            x, y = loader.read_rows(tokens, starts[i : i + 256], block_size)
+            x, y = read_rows(tokens, starts[i : i + 256], block_size)
             total += model(x, y, 1.0)[1].item()
             count += y.numel()
     return total / count
@@ -41,10 +43,10 @@ def shakespeare(zygote, tmp_path):
 def trained_loss(zygote, folder, args, out):
     """Train; returns the loss of the best checkpoint over the whole validation split, and its number of parameters."""
     run = zygote.start([*args, "--device=cpu", "--log_interval=1"], folder.parent.parent).wait(600)
-    state = run_folder.read_file(folder.parent.parent / out / "ckpt_best.pt")
+    state = read_file(folder.parent.parent / out / "ckpt_best.pt")
     args = state["model_args"] | state["isogpt"]["model_args"]
     model = GPT.from_state(GPTConfig(**args), state["model"]).eval()
-    loss = whole_split_loss(model, loader.open_dataset(str(folder), 64).val, 64)
+    loss = whole_split_loss(model, open_dataset(str(folder), 64).val, 64)
     print(f"\nval loss over the whole split: {loss:.4f} ({run.text().splitlines()[-2]})")
     return loss, model.get_num_params()
 

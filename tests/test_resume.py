@@ -12,9 +12,12 @@ from runs import TINY, column, records
 from test_parity import same
 
 import export
-from isogpt import metrics, precision, run_folder
-from isogpt.checkpoint import Progress
-from isogpt.launch import Ranks
+from isogpt.checkpoint.manifest import damage
+from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
+from isogpt.launch.process_group import Ranks
+from isogpt.monitor.log import Logger
+from isogpt.training import precision
 
 DROPOUT = ["--dropout=0.1", "--max_iters=39", "--save_interval=7", "--gradient_accumulation_steps=4", "--batch_size=3"]
 
@@ -151,8 +154,8 @@ def test_resume_from_a_chosen_step(zygote, work):
     assert_same_bits(final(work / "straight"), final(out))
     assert_same_bits(final(work / "straight"), torch.load(out / "abandoned_step_00000020/ckpt.pt", weights_only=True))
     for folder in ("step_00000005", "step_00000020"):
-        assert not run_folder.damage(out / folder)
-    found, reports = run_folder.newest(str(out))
+        assert not damage(out / folder)
+    found, reports = newest_checkpoint(str(out))
     assert found.step == 20 and not reports, "abandoned checkpoints do not count"
 
 
@@ -256,7 +259,7 @@ def test_nanogpts_best_checkpoint_stays_the_best_until_evaluations_measure_somet
     zygote.train([*args, "--max_iters=12"], work)
     losses = column(out, "val_loss")
     assert set(losses) == {0, 5, 10, 13} and losses[13] == min(losses.values()), "the final state is the best one"
-    assert run_folder.best(str(out))[0].val_loss == losses[13] == final(out)["best_val_loss"]
+    assert best_checkpoint(str(out))[0].val_loss == losses[13] == final(out)["best_val_loss"]
     as_nanogpt(out, config=final(out)["config"] | {"eval_interval": 13})  # nanoGPT saves where it evaluates
 
     ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
@@ -265,7 +268,7 @@ def test_nanogpts_best_checkpoint_stays_the_best_until_evaluations_measure_somet
     assert steps_saved(out) == [13, 21] and losses[13] < min(losses[15], losses[20], losses[21])
     assert f"best val loss {losses[13]:.4f} at step 13" in run.text() and "note:" not in run.text()
     assert (out / "ckpt_best.pt").resolve().parent.name == "step_00000013"
-    assert run_folder.best(str(out))[0].val_loss == pytest.approx(losses[13])
+    assert best_checkpoint(str(out))[0].val_loss == pytest.approx(losses[13])
     sample = ["--out_dir=out", "--num_samples=1", "--max_new_tokens=2", "--device=cpu", "--dtype=float32"]
     texts = [zygote.start([*sample, *more], work, script="sample.py").wait().text() for more in ([], ["--best=False"])]
     assert f"step_00000013/ckpt.pt: step 13, val loss {losses[13]:.4f}\n" in texts[0]
@@ -280,7 +283,7 @@ def test_nanogpts_best_checkpoint_stays_the_best_until_evaluations_measure_somet
     assert (f"note:    the best val loss so far, {losses[13]:.4f}, does not count any more, since evaluations measure "
             "something different: eval_iters * batch_size is 12, not 8\n") in run.text()  # fmt: skip
     assert "at step 23\n" in run.text() and steps_saved(out) == [23]
-    assert run_folder.best(str(out))[0].step == 23 > 13 and column(out, "val_loss")[23] > losses[13]
+    assert best_checkpoint(str(out))[0].step == 23 > 13 and column(out, "val_loss")[23] > losses[13]
 
 
 def test_tensorboard_has_each_step_once(zygote, work):
@@ -334,15 +337,15 @@ def test_damaged_checkpoints_are_reported_and_skipped(zygote, work):
         places = {0, len(good) - 1, *(rng.randrange(len(good)) for _ in range(40))}
         for place in places:
             (step / name).write_bytes(good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :])
-            problem = run_folder.damage(step)
+            problem = damage(step)
             assert problem, (name, place, good[max(0, place - 20) : place + 20])
         for cut in (0, 1, len(good) // 2, len(good) - 1):
             (step / name).write_bytes(good[:cut])
-            assert run_folder.damage(step), (name, cut)
+            assert damage(step), (name, cut)
         (step / name).unlink()
-        assert run_folder.damage(step)
+        assert damage(step)
         (step / name).write_bytes(good)
-    assert not run_folder.damage(step)
+    assert not damage(step)
 
     data = (step / "ckpt.pt").read_bytes()
     (step / "ckpt.pt").write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
@@ -415,7 +418,7 @@ def test_a_torn_metrics_file_is_cut_back(tmp_path):
     lines = [{"iter": i, "loss": 1.0 * i} for i in range(8)] + [{"event": "save", "iter": 7}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in lines) + '{"iter": 8, "lo')
-    logger = metrics.Logger(tmp_path, Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(256, step=5))
+    logger = Logger(tmp_path, Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(256, step=5))
     logger.open()
     logger.event("resume")
     logger.file.close()
@@ -432,7 +435,7 @@ def test_sigint_and_sigterm_leave_valid_checkpoints(zygote, work):
         run.kill(sig=sig)
         run.wait(ok=False)
         assert run.codes[0] != 0
-        found, reports = run_folder.newest(str(work / "out"))
+        found, reports = newest_checkpoint(str(work / "out"))
         assert found and not reports
 
 

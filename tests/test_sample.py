@@ -11,9 +11,10 @@ import pytest
 import torch
 from runs import script, script_that_fails
 
-from isogpt import huggingface, tokenizer
-from isogpt.run_vocabulary import vocabulary_of_weights
-from isogpt.vocabulary import Vocabulary
+from isogpt.checkpoint.run_vocabulary import vocabulary_of_weights
+from isogpt.data import tokenizer
+from isogpt.data.vocabulary import Vocabulary
+from isogpt.nn import huggingface
 from model import GPT, GPTConfig
 
 ARGS = ["--out_dir=out", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40", "--seed=3"]

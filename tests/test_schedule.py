@@ -8,7 +8,7 @@ import pytest
 from runs import REPO, TINY, column, script
 
 from configurator import settings_of
-from isogpt.schedule import make_schedule
+from isogpt.training.schedule import make_schedule
 
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
 
@@ -151,7 +151,7 @@ def test_a_run_uses_and_prints_the_scaled_rate(zygote, work):
 
 def test_muon_follows(at):
     """Its groups' rates are ratios of learning_rate, which the schedule has multiplied."""
-    from isogpt import optim
+    from isogpt.training import optim
     from model import GPT, GPTConfig
 
     c = DEFAULTS | dict(lr_scaling="sqrt", base_batch=10, decay_lr=False)

@@ -17,7 +17,8 @@ import pytest
 import torch
 from runs import REPO, free_port, wait_for
 
-from isogpt import checkpoint, optim
+from isogpt.checkpoint.save import nanogpt_state
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
 MISSING = [name for name in ("fastapi", "uvicorn", "openai", "accelerate") if not importlib.util.find_spec(name)]
@@ -54,7 +55,7 @@ def make_folder(name, out):
     run = {"model_args": model.describe(), "iter_num": 1, "best_val_loss": 9.0, "config": {"dataset": str(data)},
            "isogpt": {}}  # fmt: skip
     optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95))
-    torch.save(checkpoint.nanogpt_state(run, model, optimizers), out / "ckpt.pt")
+    torch.save(nanogpt_state(run, model, optimizers), out / "ckpt.pt")
     subprocess.run([sys.executable, REPO / "export.py", out, "--to=hf"], check=True)
     texts = []
     for prompt in PROMPTS:

@@ -13,9 +13,12 @@ from runs import REPO, TINY, column, script, tiny_data
 from test_parity import same
 from test_zero import tensors_of
 
-from isogpt import hardware, loader
-from isogpt.loader import PADDING, divide_rows, share_of
-from isogpt.mesh import Mesh
+from isogpt.data.reader import Reader
+from isogpt.launch import together as together_module
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.shares import PADDING, Share, divide_rows, share_of
+from isogpt.speed import rank_speeds
+from isogpt.speed.rank_speeds import measured_speeds
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=6", "--max_iters=9", "--eval_interval=5", "--eval_iters=3"]
 
@@ -67,7 +70,7 @@ def test_no_other_rows_of_a_micro_step_take_less_time(weights):
 
 def test_equal_weights_are_equal_shares():
     for weights in ((1, 1, 1), (2.5, 2.5, 2.5)):
-        assert share_of(7, 2, 3, 4, weights=weights) == share_of(7, 2, 3, 4) == loader.Share(7, 2, 1, (3, 3, 3))
+        assert share_of(7, 2, 3, 4, weights=weights) == share_of(7, 2, 3, 4) == Share(7, 2, 1, (3, 3, 3))
 
 
 def test_the_sequences_of_an_island_depend_on_neither_micro_batch_nor_ranks():
@@ -158,14 +161,14 @@ MEASURED = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {repo!r})
-from isogpt import hardware
+from isogpt.speed import rank_speeds
 rank = int(os.environ["RANK"])
 def seconds_per_pass(model, batch, autocast, device):
     measured = real(model, batch, autocast, device, budget=0.01)
     assert measured > 0 and any(p.grad is not None for p in model.parameters())
     Path(f"measured{{len(list(Path('.').glob('measured*-' + str(rank))))}}-{{rank}}").touch()
     return {seconds}[rank]
-real, hardware.seconds_per_pass = hardware.seconds_per_pass, seconds_per_pass
+real, rank_speeds.seconds_per_pass = rank_speeds.seconds_per_pass, seconds_per_pass
 sys.argv[0] = path = {repo!r} + "/train.py"
 exec(compile(open(path).read(), path, "exec"), {{"__name__": "__main__", "__file__": path}})
 """
@@ -231,9 +234,11 @@ def test_a_slow_rank_gets_fewer_rows(zygote, work):
 def test_speeds_are_relative_to_the_slowest_in_eighths(monkeypatch):
     model = torch.nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    monkeypatch.setattr(hardware, "seconds_per_pass", lambda *args: 0.5)
-    monkeypatch.setattr(hardware, "gather_number", lambda value, device: torch.tensor([value, 1.0, 0.52, 1.04, 0.01]))
-    speeds = hardware.measured_speeds(model, (), None, torch.device("cpu"))
+    monkeypatch.setattr(rank_speeds, "seconds_per_pass", lambda *args: 0.5)
+    monkeypatch.setattr(
+        together_module, "gather_number", lambda value, device: torch.tensor([value, 1.0, 0.52, 1.04, 0.01])
+    )
+    speeds = measured_speeds(model, (), None, torch.device("cpu"))
     assert speeds == (2.125, 1.0, 2.0, 1.0, 104.0)
     assert model.weight.grad is None
 
@@ -277,7 +282,7 @@ def test_too_few_numbers_for_the_ranks_are_reported_once(zygote, work):
 def test_the_reader_knows_the_rows_of_every_rank():
     """What a report of a step that is not finite lists."""
     mesh = Mesh(rank=2, dp_replicate=2, tp=2)
-    reader = loader.Reader(None, "random", 1, 8, 12, mesh, 12, 65, torch.device("cpu"), (3.0, 1.0))
+    reader = Reader(None, "random", 1, 8, 12, mesh, 12, 65, torch.device("cpu"), (3.0, 1.0))
     assert [reader.share_of_rank(r).rows for r in range(4)] == [9, 9, 3, 3] and reader.share.rows == 3
     assert reader.padding_batch()[0].shape == (3, 8)
 

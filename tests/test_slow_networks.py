@@ -8,7 +8,7 @@ from runs import REPO, TINY, column
 from test_parity import same
 from test_survive import FAULTY
 
-from isogpt.parallel.parts import Part
+from isogpt.parallel.local_parts import LocalPart
 
 SHORT = ["--save_interval=10", "--max_iters=19", "--dropout=0.1"]
 HSDP = ["--zero=3", "--dp_replicate=2"]
@@ -41,11 +41,11 @@ MARKED = [*QUICK, *(pytest.param(name, marks=pytest.mark.extra if name in EXTRA 
 
 def tensors(folder):
     """Everything that a checkpoint in shards holds."""
-    from isogpt import shards
+    from isogpt.checkpoint import sharded_files
 
-    state = {name: torch.empty(shape) for name, shape in shards.shapes(folder).items()}
-    parts = {name: Part(t.shape, (((0,) * t.dim(), t),)) for name, t in state.items()}
-    shards.dcp.load(parts, storage_reader=shards.PlainReader(folder), planner=shards.LoadPlanner(**shards.FLAT),
+    state = {name: torch.empty(shape) for name, shape in sharded_files.shapes(folder).items()}
+    parts = {name: LocalPart(t.shape, (((0,) * t.dim(), t),)) for name, t in state.items()}
+    sharded_files.dcp.load(parts, storage_reader=sharded_files.PlainReader(folder), planner=sharded_files.LoadPlanner(**sharded_files.FLAT),
                     no_dist=True)  # fmt: skip
     return state
 
@@ -110,7 +110,7 @@ def test_compression_is_near_the_exact_curve(zygote, shared_work, one, name):
 SGD = """
 import runpy, sys, torch
 sys.path.insert(0, {repo!r})
-from isogpt import optim
+from isogpt.training import optim
 
 def make_sgd(model, *_, **options):
     sgd = torch.optim.SGD([{{"params": list(model.parameters()), "lr_scale": 1.0}}], lr=1.0)
@@ -173,7 +173,7 @@ import os, sys
 sys.path.insert(0, {repo!r})
 import torch, torch.distributed as dist
 from torch import nn
-from isogpt.mesh import Mesh
+from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.compression import KEPT, Bucket, Compression, mean_over
 from isogpt.parallel.local_sgd import Islands
 

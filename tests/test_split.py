@@ -15,16 +15,22 @@ from runs import REPO, TINY, column, records, wait_for
 from test_parallel import MODELS, ONE, WAYS, mark_of
 from test_parity import same
 
-from isogpt import checkpoint, loader, run_folder
-from isogpt.settings import check_degrees
+from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.source import open_checkpoint
+from isogpt.common.random_numbers import TRAIN
+from isogpt.data.windows import random_windows
+from isogpt.parallel.shares import share_of
+from isogpt.training.settings import check_degrees
 
 # train.py with what this process holds: gradients before clipping, sizes of parameters and of saved activations
 PROBE = """
 import os, sys
 sys.path.insert(0, os.environ["REPO"])
 import torch, model
-from isogpt import agree, parallel
-complete, forward = parallel.complete_gradients, model.GPT.forward
+from isogpt.launch import together
+from isogpt.parallel import gradients
+from isogpt.parallel import local_parts
+complete, forward = gradients.complete_gradients, model.GPT.forward
 saved = {}
 def counted(self, *args):
     has_dtensors = any(hasattr(p, "full_tensor") for p in self.parameters())
@@ -42,12 +48,12 @@ def counted(self, *args):
 def probed(gpt, *args):
     complete(gpt, *args)
     found = [(name, where, piece.clone()) for name, p in gpt.named_parameters()
-             for where, piece in parallel.part_of(p.grad, parallel.splits_of(p)).pieces]
-    sizes = sum(parallel.local(p).numel() for p in gpt.parameters()), sum(saved.values())
-    everyone = agree.gather_objects((found, sizes))
-    if agree.is_main():
+             for where, piece in local_parts.local_part_of(p.grad, local_parts.splits_of(p)).pieces]
+    sizes = sum(local_parts.local(p).numel() for p in gpt.parameters()), sum(saved.values())
+    everyone = together.gather_objects((found, sizes))
+    if together.is_main():
         torch.save(everyone, "probe.pt")
-parallel.complete_gradients, model.GPT.forward = probed, counted
+gradients.complete_gradients, model.GPT.forward = probed, counted
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -151,9 +157,11 @@ FAULTY = """
 import json, os, sys
 sys.path.insert(0, os.environ["REPO"])
 import torch, model
-from isogpt import parallel, precision
+from isogpt.parallel import gradients
+from isogpt.parallel import local_parts
+from isogpt.training import precision
 now = {"step": -1, "rank": -1}
-seed_step, predict, complete = precision.seed_step, model.GPT.predict, parallel.complete_gradients
+seed_step, predict, complete = precision.seed_step, model.GPT.predict, gradients.complete_gradients
 embed, names = model.GPT.embed, ("NAN", "NAN_INPUT", "NAN_GRADIENT", "DIFFER", "OVERFLOW")
 faults = {name: json.loads(os.environ.get(name, "0")) for name in names}
 def here(name):
@@ -171,10 +179,10 @@ def completed(gpt, *args):
     complete(gpt, *args)
     p = next(gpt.parameters())
     if here("NAN_GRADIENT") or here("OVERFLOW"):
-        parallel.local(p.grad)[0] = float("nan" if here("NAN_GRADIENT") else "inf")
+        local_parts.local(p.grad)[0] = float("nan" if here("NAN_GRADIENT") else "inf")
     if here("DIFFER"):
-        parallel.local(p.data)[0] += 1e-3
-precision.seed_step, model.GPT.predict, parallel.complete_gradients = noted, faulty, completed
+        local_parts.local(p.data)[0] += 1e-3
+precision.seed_step, model.GPT.predict, gradients.complete_gradients = noted, faulty, completed
 model.GPT.embed = embedded
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
@@ -215,8 +223,8 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, s
     if kind == "NAN":
         assert f"step 5: not finite on rank {rank}: " in run.text()
         data_rank, data_size = {"ddp-tp2": (1, 2), "fsdp-tp2-pp2": (1, 2)}.get(way, (0, 1))
-        share = loader.share_of(24, data_rank, data_size, 8, 2 if "pp" in way else 1)
-        starts = loader.random_windows(20000, 32, 1337, loader.TRAIN, 5, 24)
+        share = share_of(24, data_rank, data_size, 8, 2 if "pp" in way else 1)
+        starts = random_windows(20000, 32, 1337, TRAIN, 5, 24)
         rows = [int(s) for m in range(share.micro_steps) for s in share.pick(starts, m)]
         assert event["windows"] == {str(rank): rows}
 
@@ -241,7 +249,7 @@ def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, way):
         faulty(["--dtype=float16", "--grad_clip=0", f"--out_dir={one}"], OVERFLOW=[0, 0]).wait()
     faulty(["--dtype=float16", "--grad_clip=0", *flags, f"--out_dir={out}"], nproc, OVERFLOW=[0, nproc - 1]).wait()
     same(column(one, "loss"), column(out, "loss"), absolute=5e-3)
-    run = checkpoint.open_checkpoint(run_folder.newest(str(out))[0]).run
+    run = open_checkpoint(newest_checkpoint(str(out))[0]).run
     assert run["isogpt"]["scaler"]["scale"] == 2**15
 
 

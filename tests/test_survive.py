@@ -17,10 +17,21 @@ import pytest
 import torch
 from runs import REPO, TINY, children, column, free_port, records, steps_in, wait_for
 
-from isogpt import agree, launch, network, optim, resilience, run_folder
-from isogpt import watchdog as watchdogs
-from isogpt.checkpoint import Progress
-from isogpt.files import write_whole
+from isogpt.checkpoint.folder import find_rollback, mark_preempted
+from isogpt.checkpoint.manifest import damage
+from isogpt.checkpoint.owner import write_owner
+from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.common.files import write_whole
+from isogpt.launch import network, together
+from isogpt.launch.process_group import Ranks
+from isogpt.launch.start_checks import check_alike, start_facts
+from isogpt.launch.together import Gathered, gather_numbers, wait_together
+from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
+from isogpt.monitor.signals import TIME_IS_UP, Stop, running_s
+from isogpt.monitor.watchdog import Watchdog
+from isogpt.training import optim
+from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
 # train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that differ; a wait;
@@ -29,7 +40,8 @@ FAULTY = """
 import json, os, signal, sys, time
 sys.path.insert(0, os.environ["REPO"])
 import torch, model
-from isogpt import precision, resilience
+from isogpt.monitor import not_finite
+from isogpt.training import precision
 now = {"step": -1, "rank": 0}
 seed_step, forward = precision.seed_step, model.GPT.forward
 def noted(seed, step, rank):
@@ -56,11 +68,11 @@ def faulty(self, idx, *args, **kwargs):
             time.sleep(0.01)
     return logits, loss
 precision.seed_step, model.GPT.forward = noted, faulty
-describe, perf_counter, extra = resilience.describe_not_finite, time.perf_counter, [0]
+describe, perf_counter, extra = not_finite.describe_not_finite, time.perf_counter, [0]
 def slowly(*args):
     extra[0] += float(os.environ.get("REPORT_S", "0"))
     return describe(*args)
-resilience.describe_not_finite, time.perf_counter = slowly, lambda: perf_counter() + extra[0]
+not_finite.describe_not_finite, time.perf_counter = slowly, lambda: perf_counter() + extra[0]
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -207,8 +219,8 @@ def small_model_with_gradients(value: float):
     for p in model.parameters():
         p.grad = torch.full_like(p, value)
     square = sum(p.grad.double().square().sum() for p in model.parameters())
-    facts = {name: 0.0 for name in agree.StepNumbers._fields} | {"loss": 1.0, "grad_square": square}
-    gathered = agree.gather_numbers(agree.StepNumbers(**facts), torch.device("cpu"))
+    facts = {name: 0.0 for name in StepNumbers._fields} | {"loss": 1.0, "grad_square": square}
+    gathered = gather_numbers(StepNumbers(**facts), torch.device("cpu"))
     return model, gathered
 
 
@@ -218,7 +230,7 @@ def test_adamw_clips_without_waiting_for_the_host(monkeypatch, max_norm):
     expected = copy.deepcopy(model)
     optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-2, (0.9, 0.95))
     with monkeypatch.context() as m:
-        m.setattr(agree.Gathered, "read", lambda self: pytest.fail("the host waited"))
+        m.setattr(Gathered, "read", lambda self: pytest.fail("the host waited"))
         optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
     for p in expected.parameters():
         p.grad = torch.full_like(p, 0.5)
@@ -268,10 +280,12 @@ def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
     assert re.search(r"step 6: not finite on rank 1: .*largest gradients transformer\..*\(rank 1\)", run.text())
     found = events(work / "out", "not_finite")[0]
     starts = found["windows"]["1"]
-    from isogpt import loader
+    from isogpt.common.random_numbers import TRAIN
+    from isogpt.data.windows import random_windows
+    from isogpt.parallel.shares import share_of
 
-    whole = loader.random_windows(20000, 32, 1337, loader.TRAIN, 6, 8)
-    assert starts == [int(s) for s in loader.share_of(8, 1, 2, 4).pick(whole, 0)]
+    whole = random_windows(20000, 32, 1337, TRAIN, 6, 8)
+    assert starts == [int(s) for s in share_of(8, 1, 2, 4).pick(whole, 0)]
     assert (work / "out" / "step_00000004").is_dir()
 
 
@@ -327,11 +341,11 @@ def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
 
 
 def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(tmp_path):
-    run_folder.write_owner(tmp_path, "the newer run", None)
+    write_owner(tmp_path, "the newer run", None)
     with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
-        run_folder.find_rollback(str(tmp_path), "this run")
+        find_rollback(str(tmp_path), "this run")
     with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
-        run_folder.mark_preempted(str(tmp_path), "this run", 3, "SIGTERM")
+        mark_preempted(str(tmp_path), "this run", 3, "SIGTERM")
     assert not (tmp_path / "PREEMPTED").exists()
 
 
@@ -349,12 +363,12 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
     """torchrun is the parent process, here the one that started pytest; a restarted worker has begun later."""
-    own = resilience.running_s()
+    own = running_s()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     age = float(subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getppid())]))
-    assert own < resilience.running_s() and abs(resilience.running_s() - age) < 2
-    stop = resilience.Stop(time_limit_s=resilience.running_s() + 100)
-    assert stop.code() == 0 and stop.code(step_s=50) == resilience.TIME_IS_UP
+    assert own < running_s() and abs(running_s() - age) < 2
+    stop = Stop(time_limit_s=running_s() + 100)
+    assert stop.code() == 0 and stop.code(step_s=50) == TIME_IS_UP
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,18 +421,18 @@ def test_weights_that_differ_across_ranks_are_detected(faulty, work):
 
 
 def test_ranks_must_start_with_the_same_settings_code_and_data():
-    facts = [launch.start_facts({"seed": 1, "out_dir": str(r)}) | {"the data's digest": "a"} for r in range(3)]
-    launch.check_alike(facts)
+    facts = [start_facts({"seed": 1, "out_dir": str(r)}) | {"the data's digest": "a"} for r in range(3)]
+    check_alike(facts)
     facts[2] |= {"host": "node-b", "torch": "2.11.0"}
     with pytest.raises(ValueError, match=r"torch is '2.13.0.*' on rank 0 .*, '2.11.0' on rank 2 \(node-b\)"):
-        launch.check_alike(facts)
+        check_alike(facts)
     for key, value in (("the code's digest", "x"), ("the data's digest", "b"), ("seed", 2)):
         with pytest.raises(ValueError, match=f"{key} is .* on rank 1"):
-            launch.check_alike([facts[0], facts[0] | {key: value}])
+            check_alike([facts[0], facts[0] | {key: value}])
 
 
 def test_slow_ranks_and_spikes_are_detected():
-    slow = resilience.SlowRanks(patience=3)
+    slow = SlowRanks(patience=3)
     assert not slow.seen({"forward ms": [10.0, 40.0]}) and not slow.seen({"forward ms": [10.0, 40.0]})
     assert slow.seen({"forward ms": [10.0, 40.0]}) == ["rank 1: forward ms 40.0, others 10.0"]
     assert not slow.seen({"forward ms": [10.0, 40.0]}), "reported once"
@@ -427,10 +441,10 @@ def test_slow_ranks_and_spikes_are_detected():
     assert slow.seen({}) == []
     named = [slow.seen({"memory GB": [1.0, 1.0, 9.0]}) for _ in range(3)][-1]
     assert named == ["rank 2: memory GB 9.0, others 1.0"]
-    spikes = resilience.Spikes()
+    spikes = LossSpikes()
     assert not any(spikes.seen(3 - i / 100 + i % 3 / 10) for i in range(60))
     assert spikes.seen(6.0) and not spikes.seen(2.5)
-    overflows = resilience.Overflows(patience=3)
+    overflows = Overflows(patience=3)
     seen = [overflows.seen(is_finite) for is_finite in (False, False, True, False, False, False, False)]
     assert seen == [False, False, False, False, False, True, False], "once, after three in succession"
 
@@ -522,7 +536,7 @@ def test_a_folder_that_is_gone_during_a_run_is_reported_and_replaced(zygote, wor
     assert (work / "out/owner").read_text() == owner, "a restart continues what is here"
     (lost,) = events(work / "away", "folder_lost")
     stopped = json.loads((work / "out/PREEMPTED").read_text())["iter"]
-    assert lost["reason"] in said + run.text() and run_folder.newest(str(work / "out"))[0].step == stopped
+    assert lost["reason"] in said + run.text() and newest_checkpoint(str(work / "out"))[0].step == stopped
 
 
 def test_a_folder_that_is_not_shared_any_more(zygote, work):
@@ -546,29 +560,29 @@ def test_a_folder_that_is_not_shared_any_more(zygote, work):
     point_link_1_to("other")
     assert run.until(lambda text: text.count("do all ranks write to this folder?") > 2)
     kept = list((work / "out").glob("step_*"))
-    assert len(kept) == 1 and not run_folder.damage(kept[0])
+    assert len(kept) == 1 and not damage(kept[0])
     assert len(list((work / "other").glob("unfinished_*"))) < 3
     point_link_1_to("out")
     failed = run.text().count("a checkpoint failed")
     assert run.until(lambda text: "saved link0" in text[text.rindex("a checkpoint failed") :])
     run.kill(sig=signal.SIGTERM)
     run.wait()
-    assert run.text().count("a checkpoint failed") <= failed + 1 and run_folder.newest(str(work / "out"))[0]
+    assert run.text().count("a checkpoint failed") <= failed + 1 and newest_checkpoint(str(work / "out"))[0]
 
 
 def test_a_slow_disk_is_named_and_one_that_hangs_keeps_no_rank_from_exiting(monkeypatch, capsys):
-    monkeypatch.setattr(agree, "NOTE_S", 0.0)
+    monkeypatch.setattr(together, "NOTE_S", 0.0)
     answers = iter([[True, False, False], [True, True, False], [True, True, True]])
-    monkeypatch.setattr(agree, "gather_objects", lambda value: next(answers))
-    agree.wait_together(None)
+    monkeypatch.setattr(together, "gather_objects", lambda value: next(answers))
+    wait_together(None)
     said = "until rank 1, 2 has read or written its files: if this does not end, check its disk or file system"
     assert said in capsys.readouterr().err
 
     limits, answer_of = [], network.answer_of
     monkeypatch.setattr(network, "answer_of", lambda request, s: limits.append(s) or answer_of(request, 0.1))
     hangs = SimpleNamespace(failed=lambda text: threading.Event().wait())
-    ranks, progress = launch.Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(1)
-    dog = watchdogs.Watchdog(ranks, 1.0, progress, SimpleNamespace(count=0, doing="the start"), hangs)
+    ranks, progress = Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(1)
+    dog = Watchdog(ranks, 1.0, progress, SimpleNamespace(count=0, doing="the start"), hangs)
     dog.report("no progress for 1 s")
     assert "no progress for 1 s" in capsys.readouterr().err and limits == [15]
 

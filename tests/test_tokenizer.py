@@ -1,4 +1,4 @@
-"""isogpt/tokenizer.py: what AutoTokenizer reads gives tiktoken's ids and the data set's, and exactly the text."""
+"""isogpt/data/tokenizer.py: what AutoTokenizer reads gives tiktoken's ids and the data set's, and exactly the text."""
 
 import json
 import os
@@ -10,8 +10,9 @@ import pytest
 import tiktoken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from isogpt import run_vocabulary, tokenizer, vocabulary
-from isogpt.vocabulary import Vocabulary
+from isogpt.checkpoint import run_vocabulary
+from isogpt.data import tokenizer, vocabulary
+from isogpt.data.vocabulary import Vocabulary
 
 GPT2_FILE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "")) / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
 needs_gpt2 = pytest.mark.skipif(not GPT2_FILE.exists(), reason="GPT-2's tokenizer is not in TIKTOKEN_CACHE_DIR")

@@ -9,7 +9,7 @@ import pytest
 from hosts import HAS_NAMESPACES, Hosts, ip
 from runs import REPO, TINY, column
 
-from isogpt.traffic import Traffic, bytes_by_socket
+from isogpt.speed.bytes_sent import BytesSent, bytes_by_socket
 
 needs_namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root and iproute2")
 MODES = {"ddp": [], "zero 3": ["--zero=3"], "tp": ["--tp=2"], "fp16": ["--grad_compression=fp16"],
@@ -36,7 +36,7 @@ def exchange(here, there, size):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection")
 def test_bytes_of_new_closed_and_idle_connections(connection):
     exchange(*connection, 1000)
-    traffic = Traffic()
+    traffic = BytesSent()
     traffic.start(2)
     assert traffic.is_counted and traffic.per_step(True) == 0, "1,000 bytes were sent before"
     exchange(*connection, 300)
@@ -58,8 +58,8 @@ def test_bytes_of_new_closed_and_idle_connections(connection):
 
 
 def test_no_count_with_one_process_or_on_another_system(monkeypatch):
-    traffic = Traffic()
-    monkeypatch.setattr("isogpt.traffic.LIBC", None)
+    traffic = BytesSent()
+    monkeypatch.setattr("isogpt.speed.bytes_sent.LIBC", None)
     assert bytes_by_socket() == {}
     for world_size in (1, 2):
         traffic.start(world_size)

@@ -22,9 +22,10 @@ sys.path.insert(0, str(REPO / "data"))
 import bins
 
 import export
-from isogpt import loader, tokenizer, vocabulary
-from isogpt.run_vocabulary import vocabulary_for_run, vocabulary_of_weights
-from isogpt.vocabulary import Vocabulary
+from isogpt.checkpoint.run_vocabulary import vocabulary_for_run, vocabulary_of_weights
+from isogpt.data import tokenizer, vocabulary
+from isogpt.data.dataset import open_dataset, read_meta
+from isogpt.data.vocabulary import Vocabulary
 
 TEXT = "hello world\n" * 300
 ABC = {c: i for i, c in enumerate("abc")}
@@ -132,12 +133,12 @@ def test_metadata_of_different_data_sets(tmp_path):
     ours = {"dtype": "uint16", "vocab_size": 4, "tokenizer": "char", "tokenizer_size": 4, "source": {}}
     dataset(tmp_path, "abcd" * 100)
     (tmp_path / "meta.json").write_text(json.dumps(ours))
-    assert loader.open_dataset(str(tmp_path), 16).vocabulary.size == 4
+    assert open_dataset(str(tmp_path), 16).vocabulary.size == 4
     dataset(tmp_path, "abc" * 100)
     with pytest.raises(ValueError, match=r"meta\.pkl contains 3 tokens, but meta\.json says 4: they come from diff"):
-        loader.open_dataset(str(tmp_path), 16)
+        open_dataset(str(tmp_path), 16)
     (tmp_path / "meta.json").write_text(json.dumps(ours | {"tokenizer": "tokenizer.json"}))
-    found = loader.open_dataset(str(tmp_path), 16).vocabulary
+    found = open_dataset(str(tmp_path), 16).vocabulary
     assert found.kind == "unknown" and "a tokenizer.json, but" in found.content
 
 
@@ -180,7 +181,7 @@ def test_no_tokens_beside_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
             with pytest.raises(InterruptedError):
                 bins.write_text_dataset(tmp_path, "XYZ" * 100, {})
         with pytest.raises(ValueError, match=r"no train\.bin in"):
-            loader.open_dataset(str(tmp_path), 16)
+            open_dataset(str(tmp_path), 16)
 
 
 def test_ids_with_the_same_text_are_kept_by_prepare():
@@ -196,10 +197,10 @@ def test_ids_with_the_same_text_are_kept_by_prepare():
 def test_plain_classes_in_a_pickle_are_read_and_others_are_not(tmp_path):
     for value in (collections.Counter("abc"), np.array(["a"]), np.float64(1.5), collections.defaultdict(list, a=[1])):
         (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"x": value}))
-        assert np.all(loader.read_meta(tmp_path)["x"] == value)
+        assert np.all(read_meta(tmp_path)["x"] == value)
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"x": collections.ChainMap()}))
     with pytest.raises(ValueError, match="ChainMap"):
-        loader.read_meta(tmp_path)
+        read_meta(tmp_path)
 
 
 def test_tokenizer_files_beside_the_data(tmp_path):

@@ -11,7 +11,15 @@ import torch
 from runs import REPO, TINY, column
 from test_parity import same
 
-from isogpt import checkpoint, optim, parallel, run_folder
+from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
+from isogpt.checkpoint.restore import restore_checkpoint
+from isogpt.checkpoint.save import nanogpt_state
+from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.checkpoint.source import open_checkpoint
+from isogpt.launch import device
+from isogpt.parallel.local_parts import copy_to_cpu
+from isogpt.parallel.parallelize import materialize
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3"]
@@ -148,18 +156,18 @@ def empty_model(source):
     """A model of the checkpoint's shape, with undefined values."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
-    parallel.materialize(model, torch.device("cpu"))
+    materialize(model, torch.device("cpu"))
     return model
 
 
 def tensors_of(out):
     """Full weights and moments of the newest checkpoint."""
-    found, reports = run_folder.newest(str(out))
+    found, reports = newest_checkpoint(str(out))
     assert found and not reports
-    source = checkpoint.open_checkpoint(found)
+    source = open_checkpoint(found)
     model = empty_model(source)
     optimizers = optim.make_optimizers(model, source.run["config"]["optimizer"], 0, 0.1, 1e-3, (0.9, 0.95))
-    checkpoint.restore(source, model, optimizers)
+    restore_checkpoint(source, model, optimizers)
     moments = {f"{n}.{k}": v for n, m in optim.state_by_name(model, optimizers).items() for k, v in m.items()}
     return {**{n: p.detach() for n, p in model.named_parameters()}, **moments}
 
@@ -244,14 +252,14 @@ def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, saves, tmp_path):
         good = path.read_bytes()
         for bad in (good[:100] + bytes([good[100] ^ 4]) + good[101:], good[:-1], good[: len(good) // 2], b"", None):
             path.unlink() if bad is None else path.write_bytes(bad)
-            found, reports = run_folder.newest(str(tmp_path / "out"))
+            found, reports = newest_checkpoint(str(tmp_path / "out"))
             assert found.step == 10 and len(reports) == 1 and "step_00000013" in reports[0], path
         path.write_bytes(good)
-    assert run_folder.newest(str(tmp_path / "out"))[0].step == 13
+    assert newest_checkpoint(str(tmp_path / "out"))[0].step == 13
     (step / "__0_0.distcp").write_bytes(b"x")
     run = zygote.train([*args, "--max_iters=14"], tmp_path, 2)
     assert "step_00000013 is damaged" in run.text() and set(column(tmp_path / "out", "loss")) == set(range(15))
-    assert run_folder.newest(str(tmp_path / "out"))[0].step == 15
+    assert newest_checkpoint(str(tmp_path / "out"))[0].step == 15
 
 
 def test_metadata_that_would_run_code_does_not(saves, tmp_path):
@@ -266,15 +274,15 @@ def test_metadata_that_would_run_code_does_not(saves, tmp_path):
         out = tmp_path / target.strip(".") / "step_00000010"
         shutil.copytree(source, out)
         (out / target).write_bytes(pickle.dumps(Evil()))
-        manifest = run_folder.read_manifest(out)
-        manifest["files"] = run_folder.hash_files(out)
+        manifest = read_manifest(out)
+        manifest["files"] = hash_files(out)
         del manifest["files"]["manifest.json"]
-        (out / "manifest.json").write_text(run_folder.sealed(manifest))
-        found, reports = run_folder.newest(str(out.parent))
+        (out / "manifest.json").write_text(sealed(manifest))
+        found, reports = newest_checkpoint(str(out.parent))
         assert found and not reports
         with pytest.raises(ValueError, match="run|load"):
-            source = checkpoint.open_checkpoint(found)
-            checkpoint.restore(source, empty_model(source))
+            source = open_checkpoint(found)
+            restore_checkpoint(source, empty_model(source))
         assert not (tmp_path / "ran").exists()
 
 
@@ -308,7 +316,7 @@ import os, sys
 sys.path.insert(0, os.environ["REPO"])
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from isogpt import optim
+from isogpt.training import optim
 class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += any(issubclass(t, DTensor) for t in types)
@@ -343,8 +351,9 @@ GROUPS = """
 import os, sys
 sys.path.insert(0, os.environ["REPO"])
 import torch
-from isogpt import launch, mesh
-init, leave, made = mesh.init_device_mesh, launch.leave, []
+from isogpt.launch import process_group
+from isogpt.parallel import mesh
+init, leave, made = mesh.init_device_mesh, process_group.leave_process_group, []
 def keep(*args, **kwargs):
     made.append(init(*args, **kwargs))
     return made[-1]
@@ -353,7 +362,7 @@ def tell():
         options = made[0].get_group(name)._get_backend(torch.device("cpu")).options
         print(f"{name}: {options._timeout.total_seconds():g} s")
     leave()
-mesh.init_device_mesh, launch.leave = keep, tell
+mesh.init_device_mesh, process_group.leave_process_group = keep, tell
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
 """
@@ -369,24 +378,24 @@ def test_the_groups_of_hsdp_have_our_timeout(zygote, work):
 
 def test_shards_are_written_without_copying_ahead(tmp_path):
     """DCP copies ahead with a stream of GPU 0 on every rank."""
-    from isogpt import shards
+    from isogpt.checkpoint import sharded_files
 
-    assert shards.Writer(tmp_path).per_thread_copy_ahead == 0
+    assert sharded_files.Writer(tmp_path).per_thread_copy_ahead == 0
 
 
 def test_copies_from_a_gpu_are_queued_into_pinned_memory(monkeypatch):
     """What is asked of torch: without a GPU there is nothing to see."""
     made, value = Mock(), SimpleNamespace(device=torch.device("cuda", 1))
     monkeypatch.setattr(torch, "empty_like", made)
-    parallel.copy_to_cpu(value)
+    copy_to_cpu(value)
     made.assert_called_once_with(value, device="cpu", pin_memory=True)
     made().copy_.assert_called_once_with(value, non_blocking=True)
 
 
 def test_a_copy_of_the_state_waits_for_the_queued_copies(monkeypatch):
     waited = Mock()
-    monkeypatch.setattr(checkpoint, "synchronize", waited)
+    monkeypatch.setattr(device, "synchronize", waited)
     model = GPT(GPTConfig(block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=8), 0)
     optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95))
-    checkpoint.nanogpt_state({"model_args": {}, "isogpt": {}}, model, optimizers)
+    nanogpt_state({"model_args": {}, "isogpt": {}}, model, optimizers)
     waited.assert_called_once_with(torch.device("cpu"))

@@ -5,9 +5,9 @@ import sys
 import torch
 import torch.nn as nn
 
-from isogpt.agree import gather_objects
-from isogpt.experts import MoE
-from isogpt.kernels import summed_loss
+from isogpt.launch.together import gather_objects
+from isogpt.nn.experts import MoE
+from isogpt.nn.kernels import summed_loss
 
 EXCHANGE = "expert parallelism: a step's token counts decide how many rows a rank receives"
 

@@ -21,9 +21,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.mesh import Mesh
 from isogpt.parallel.data import in_buckets, views_of
-from isogpt.parallel.parts import Part, is_sharded, is_split, local, part_of, splits_of
+from isogpt.parallel.local_parts import LocalPart, is_sharded, is_split, local, local_part_of, splits_of
+from isogpt.parallel.mesh import Mesh
 
 BLOCKS = {"int8": 256, "sign": 64}  # elements with one scale
 KEPT = {"sign": 0.3}  # the part of the errors that is added to the next gradient, where it is not all of them
@@ -123,7 +123,7 @@ class Compression:
         Start without errors before a step.
 
         Args:
-            saved: the names (see shards.flat) and shapes in a checkpoint; makes room for PowerSGD's factors.
+            saved: the names (see sharded_files.flat) and shapes in a checkpoint; makes room for PowerSGD's factors.
         """
         self.forget()
         if self.powersgd:
@@ -138,7 +138,7 @@ class Compression:
         """The name in a checkpoint for what belongs to this rank alone."""
         return f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
-    def saved_parts(self, model: nn.Module) -> dict[str, dict[str, Part]]:
+    def saved_parts(self, model: nn.Module) -> dict[str, dict[str, LocalPart]]:
         """
         The errors by parameter name, as rows of those of all ranks that hold the same part of a parameter, and
         PowerSGD's factors, whose order in a bucket only torch knows.
@@ -149,8 +149,10 @@ class Compression:
             row = self.mesh.place(*(axis for axis in axes if not is_split(p, axis)))
             is_second = self.mesh.index("pp") > 0 and p is getattr(model.lm_head, "weight", None) and model.config.tied
             key = "error_of_head" if is_second else "error"  # wte tied to the head on another rank has its own
-            found[name] = {key: part_of(self.error_of(p), splits_of(p)).in_row(*row)}
-        factors = {f"{key}.{letter}": part_of(t) for key, pair in self.factors.items() for letter, t in pair.items()}
+            found[name] = {key: local_part_of(self.error_of(p), splits_of(p)).in_row(*row)}
+        factors = {
+            f"{key}.{letter}": local_part_of(t) for key, pair in self.factors.items() for letter, t in pair.items()
+        }
         return found | ({self.own_name(): factors} if factors else {})
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from isogpt.experts import MoE
-from isogpt.mesh import Mesh
-from isogpt.parallel.sequence import Gather
+from isogpt.nn.experts import MoE
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.sequence_collectives import Gather
 
 
 def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> None:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.experts import MoE
-from isogpt.mesh import Mesh
-from isogpt.parallel.parts import is_sharded
+from isogpt.nn.experts import MoE
+from isogpt.parallel.local_parts import is_sharded
+from isogpt.parallel.mesh import Mesh
 
 
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype, cpu_offload: bool,

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from isogpt.experts import Reorder
-from isogpt.mesh import Mesh
-from isogpt.parallel.parts import Split, take_part
+from isogpt.nn.experts import Reorder
+from isogpt.parallel.local_parts import Split, keep_local_part
+from isogpt.parallel.mesh import Mesh
 
 
 def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -20,7 +20,7 @@ def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
     group, parameters = mesh.group("ep"), dict(model.named_parameters())
     experts = [name for name in parameters if ".experts." in name]
     for name in experts:
-        take_part(model, name, Split("ep", 0, (parameters[name].size(0),), mesh.index("ep"), mesh.ep))
+        keep_local_part(model, name, Split("ep", 0, (parameters[name].size(0),), mesh.index("ep"), mesh.ep))
     model._ddp_params_and_buffers_to_ignore = experts  # complete_gradients reduces them, over fewer ranks than DDP
     for block in model.transformer.h:
         block.mlp.exchanges_tokens = True

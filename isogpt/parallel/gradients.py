@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isogpt.agree import gather_objects, number_dtype
-from isogpt.mesh import DATA_AXES, Mesh
+from isogpt.launch.together import gather_objects, number_dtype
 from isogpt.parallel.data import sum_in_buckets
-from isogpt.parallel.parts import is_sharded, is_split, local, part_of, splits_of
+from isogpt.parallel.local_parts import is_sharded, is_split, local, local_part_of, splits_of
+from isogpt.parallel.mesh import DATA_AXES, Mesh
 
 if TYPE_CHECKING:
     from isogpt.parallel.compression import Compression
@@ -70,7 +70,7 @@ def is_tied_over_ranks(model: nn.Module) -> bool:
     return model.config.tied and has_first != has_last
 
 
-def copies_of(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
+def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
     """
     This rank's parameters by how many ranks hold the same part of them. Islands count as well, although their gradients
     differ: so the squared norm is the mean over the islands.
@@ -86,7 +86,7 @@ def copies_of(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
 
 
 def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
-    """This rank's share of the gradient's squared norm, from `copies_of`: the sum over all ranks is the whole."""
+    """This rank's share of the gradient's squared norm, from `parameters_by_replica_count`: the sum over all ranks is the whole."""
     shares = []
     for n, params in copies.items():
         grads = [local(p.grad) for p in params if p.grad is not None]
@@ -100,7 +100,7 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     pieces = {}
     for name, p in model.named_parameters():
         if p.grad is not None:
-            parts = part_of(p.grad, splits_of(p)).pieces
+            parts = local_part_of(p.grad, splits_of(p)).pieces
             pieces |= {(name, offsets): piece.double().square().sum() for offsets, piece in parts}
     values = torch.stack(list(pieces.values())).tolist() if pieces else []  # one copy from the device
     pieces = dict(zip(pieces, values, strict=True))

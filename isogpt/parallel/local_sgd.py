@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isogpt.mesh import Mesh
 from isogpt.parallel.compression import mean_over
 from isogpt.parallel.data import in_buckets, reshard, views_of
-from isogpt.parallel.parts import Part, local, part_of, splits_of
+from isogpt.parallel.local_parts import LocalPart, local, local_part_of, splits_of
+from isogpt.parallel.mesh import Mesh
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Islands:
         Start from the model's weights before step `step`, without momentum.
 
         Args:
-            saved: the names (see shards.flat) in a checkpoint; makes room for what was being sent.
+            saved: the names (see sharded_files.flat) in a checkpoint; makes room for what was being sent.
             averaged_at: from the checkpoint; None: no average is due from earlier steps.
         """
         self.wait()
@@ -166,19 +166,19 @@ class Islands:
             for name, p in self.params.items():
                 local(p).copy_(inner[name])
 
-    def saved_weights(self) -> dict[str, Part]:
+    def saved_weights(self) -> dict[str, LocalPart]:
         """Those of the last outer step."""
-        return {name: part_of(weight, splits_of(self.params[name])) for name, weight in self.weights.items()}
+        return {name: local_part_of(weight, splits_of(self.params[name])) for name, weight in self.weights.items()}
 
-    def saved_parts(self) -> dict[str, dict[str, Part]]:
+    def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """The outer momentum, and each island's own weights and those that it has sent."""
         index, found = self.mesh.place("islands"), {}
         for name, p in self.params.items():
             splits = splits_of(p)
-            found[name] = {"outer_momentum": part_of(self.momentum[name], splits),
-                           "inner": part_of(p.detach(), splits).in_row(*index)}  # fmt: skip
+            found[name] = {"outer_momentum": local_part_of(self.momentum[name], splits),
+                           "inner": local_part_of(p.detach(), splits).in_row(*index)}  # fmt: skip
             if name in self.sent:
-                found[name]["sent"] = part_of(self.sent[name], splits).in_row(*index)
+                found[name]["sent"] = local_part_of(self.sent[name], splits).in_row(*index)
         return found
 
     def resume(self) -> None:

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isogpt.architecture import GPTConfig
-from isogpt.kernels import KVCache
-from isogpt.loader import Share
-from isogpt.mesh import Mesh, stages_per_rank
+from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.kernels import KVCache
+from isogpt.parallel.mesh import Mesh, stages_per_rank
+from isogpt.parallel.shares import Share
 
-Timer = Callable[[str], AbstractContextManager]  # such as hardware.Clock: times what is inside under a name
+Timer = Callable[[str], AbstractContextManager]  # such as clock.Clock: times what is inside under a name
 # of the last stage's output, see Stage.forward: nothing changes it in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 # setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and interleaved:

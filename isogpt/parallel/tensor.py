@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isogpt.experts import MoE
-from isogpt.kernels import VocabularyPart, summed_loss
-from isogpt.mesh import Mesh
-from isogpt.parallel.parts import Split, take_part
-from isogpt.parallel.sequence import Gather, ScatterSum
+from isogpt.nn.experts import MoE
+from isogpt.nn.kernels import VocabularyPart, summed_loss
+from isogpt.parallel.local_parts import Split, keep_local_part
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.sequence_collectives import Gather, ScatterSum
 
 # The dimension along which a parameter is divided, and the block's matmul that it belongs to. Column-parallel layers
 # (rows of the weight) come before row-parallel ones (columns of the weight). All others are on every rank.
@@ -39,7 +39,7 @@ def split_parameters(model: nn.Module, mesh: Mesh) -> None:
         sections = model.config.qkv_rows if ".c_attn." in name else (p.size(dim),)
         if ".experts." in name and dim == 0:  # the experts' rows are stacked
             sections = (model.config.n_hidden,) * (p.size(0) // model.config.n_hidden)
-        take_part(model, name, Split("tp", dim, sections, mesh.index("tp"), mesh.tp))
+        keep_local_part(model, name, Split("tp", dim, sections, mesh.index("tp"), mesh.tp))
     model.tie_weights()
 
 

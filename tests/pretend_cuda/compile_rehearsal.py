@@ -90,10 +90,12 @@ from torch._inductor import compile_fx
 from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from isogpt import kernels, parallel
-from isogpt.mesh import Mesh
+from isogpt.nn import kernels
 from isogpt.parallel import compilation
 from isogpt.parallel.context import parallelize_context
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.parallelize import split_model
+from isogpt.parallel.recompute import recompute
 from model import GPT, GPTConfig
 
 KERNELS = collections.Counter()  # compiled for the case that runs, by name
@@ -260,7 +262,7 @@ def run_loss(loss: Callable, model: GPT, dtype: torch.dtype) -> None:
 def whole(dtype: torch.dtype, mode: str = "none", **changes) -> Callable[[], None]:
     """The model as one graph, as one GPU and DDP have it; returns what a step does."""
     model = make(**changes)
-    parallel.recompute(model, mode)
+    recompute(model, mode)
     label_parameters(model)
     compilation.compile_parts(model, by_block=False, backend=backend)
 
@@ -294,7 +296,7 @@ def chunks(dtype: torch.dtype, **changes) -> Callable[[], None]:
 def blocks(dtype: torch.dtype, mode: str = "none", **changes) -> Callable[[], None]:
     """Each block and the loss by themselves, as FSDP has them."""
     model = make(**changes)
-    parallel.recompute(model, mode)
+    recompute(model, mode)
     label_parameters(model)
     compilation.compile_parts(model, by_block=True, backend=backend)
 
@@ -313,7 +315,7 @@ def divided(dtype: torch.dtype, by_block: bool = True, **changes) -> Callable[[]
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model = make(**changes)
     mesh = Mesh(0, **degrees)
-    parallel.split_model(model, mesh, "1f1b")
+    split_model(model, mesh, "1f1b")
     if mesh.cp > 1:
         real_positions = mesh.own_positions
 

@@ -1,0 +1,88 @@
+"""Reading a ckpt.pt, which may be damaged or hostile."""
+
+import hashlib
+import json
+import math
+import operator
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from isogpt.common.files import about_pointer
+
+# A numpy scalar is plain data: a value and its dtype. NumPy 1 called the module numpy.core.
+SCALAR = np._core.multiarray.scalar if hasattr(np, "_core") else np.core.multiarray.scalar
+PLAIN = (
+    (SCALAR, "numpy._core.multiarray.scalar"),
+    (SCALAR, "numpy.core.multiarray.scalar"),
+    np.dtype,
+    *{type(np.dtype(kind)) for kind in (*np.typecodes["AllInteger"], *np.typecodes["Float"], "?")},
+)
+
+
+def digest_of_records(path: Path) -> str:
+    """A digest of the names, sizes and checksums in the directory of a torch.save file; '' if it has none."""
+    try:
+        with zipfile.ZipFile(path) as z:
+            records = [(entry.filename, entry.file_size, entry.CRC) for entry in z.infolist()]
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        return ""
+    return hashlib.sha256(json.dumps(records).encode()).hexdigest()
+
+
+def damaged_zip(path: Path) -> str:
+    """What is wrong with a torch.save file: '' if the checksums of its zip records match."""
+    try:
+        with zipfile.ZipFile(path) as z:
+            bad = z.testzip()
+        return f"the checksum of its record {bad} does not match" if bad else ""
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as e:
+        return str(e)
+
+
+def read_file(path: Path, verify: bool = False) -> dict:
+    """
+    The dict in a ckpt.pt, memory-mapped. Nothing in it runs: weights_only accepts tensors and plain values.
+
+    Args:
+        verify: check its checksums, which reads the whole file.
+
+    Raises:
+        ValueError: it is damaged, cannot be loaded, would run code, or is not a checkpoint.
+    """
+    if pointer := about_pointer(path):
+        raise ValueError(f"{path} is {pointer}")
+    if verify and (problem := damaged_zip(path)):
+        raise ValueError(f"{path} is damaged: {problem}")
+    try:
+        with torch.serialization.safe_globals(PLAIN):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:  # a damaged or hostile file raises nearly anything
+        raise ValueError(f"{path} cannot be loaded: {why_not_loaded(e)}") from e
+    missing = [k for k in ("model", "model_args", "iter_num") if not isinstance(state, dict) or k not in state]
+    if missing:
+        raise ValueError(f"{path} is not a nanoGPT or isoGPT checkpoint: it has no {', '.join(missing)}")
+    step, best_loss, config = (state.get(name) for name in ("iter_num", "best_val_loss", "config"))
+    try:
+        state["iter_num"] = operator.index(step)
+    except TypeError:
+        raise ValueError(f"{path}: its iter_num is {step!r}") from None
+    if state["iter_num"] < 0:
+        raise ValueError(f"{path}: its iter_num is {step!r}")
+    try:  # a tensor in nanoGPT's
+        state["best_val_loss"] = math.inf if best_loss is None else float(best_loss)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{path}: its best_val_loss is {best_loss!r}, not a number") from None
+    state["config"] = config if isinstance(config, dict) else {}
+    return state
+
+
+def why_not_loaded(error: Exception) -> str:
+    """Why torch.load refused a file, in one line: PyTorch's message is several, with escape codes."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    if refused:
+        return f"it contains {refused[1]}, and only tensors and plain values are read"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

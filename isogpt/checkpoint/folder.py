@@ -1,0 +1,211 @@
+"""
+A run's folder: find, verify, claim, link and prune its checkpoints.
+
+    <out_dir>/step_00001200/ckpt.pt              the state in nanoGPT's form, if one process holds all of it (zero 0)
+    <out_dir>/step_00001200/*.distcp, .metadata  or in shards, each rank's part, by parameter name
+    <out_dir>/step_00001200/manifest.json        the layout and a checksum of each file
+    <out_dir>/ckpt.pt, ckpt_best.pt              links to the newest and the best ckpt.pt
+
+A checkpoint is written in a folder of another name and renamed when it is complete and on the disk: a folder called
+step_* is complete. The checksums detect damage that happens later.
+"""
+
+import json
+import os
+import shutil
+import uuid
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from isogpt.checkpoint.ckpt_file import read_file
+from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints
+from isogpt.checkpoint.manifest import (
+    STEP,
+    UNFINISHED,
+    damage,
+    is_run,
+    make_manifest,
+    read_manifest,
+    step_folder,
+    step_folders,
+    step_of,
+    steps_in,
+)
+from isogpt.checkpoint.owner import check_owner, was_entered_by, write_owner
+from isogpt.checkpoint.search import FoundCheckpoint, best_checkpoint, best_folder, newest_checkpoint
+from isogpt.common.files import read_records
+from isogpt.launch.launchers import Launch
+from isogpt.nn.huggingface import GPT2
+
+MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
+
+
+def look_for_start(init_from: str, out_dir: str, resume_step: int,
+               launch: Launch) -> tuple[FoundCheckpoint | None, bool, list[str]]:  # fmt: skip
+    """
+    What `init_from` means for a training run (rank 0). A restart of the launch that entered the folder continues with
+    what this launch has written, whatever the command says: the command was followed at the launch's first start.
+
+    Returns:
+        (the checkpoint to load or None, whether to resume from it rather than to load its weights alone, warnings)
+
+    Raises:
+        ValueError: there is nothing to resume from.
+    """
+    weights_from = init_from.removeprefix("auto:")
+    is_restart = was_entered_by(Path(out_dir), launch)
+    if is_restart or init_from in ("resume", "auto") or weights_from != init_from:
+        found, reports = newest_checkpoint(out_dir, -1 if is_restart else resume_step)
+        if found:
+            if is_restart:
+                print(f"restart: continues what this launch has written to {out_dir}, step {found.step}", flush=True)
+            return found, True, reports
+        if reports or init_from == "resume":
+            problem = f"no checkpoint to resume from in {out_dir}: set --out_dir= to the run's folder"
+            if resume_step != -1:
+                steps = ", ".join(map(str, steps_in(out_dir)))
+                problem = f"no step {resume_step} to resume from in {out_dir}, which has {steps or 'no checkpoints'}"
+                problem += ": set --resume_step= to one of these, or --out_dir= to the run's folder"
+            raise ValueError("; ".join([problem, *reports]))
+    if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):
+        found, reports = best_checkpoint(weights_from)
+        if not found:
+            raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
+        return found, False, reports
+    return None, False, []
+
+
+def find_rollback(out_dir: str, owner: str) -> tuple[FoundCheckpoint | None, list[str]]:
+    """
+    The checkpoint that the folder's owner rolls back to, as `newest` returns it (rank 0). Newer ones, which are
+    damaged, are renamed as on a resume.
+
+    Raises:
+        ValueError: another run has claimed the folder.
+    """
+    check_owner(Path(out_dir), owner)
+    found, reports = newest_checkpoint(out_dir)
+    if found:
+        continue_from(out_dir, found)
+    return found, reports
+
+
+def make_writable(out_dir: str) -> None:
+    """Create the run's folder. Raises ValueError if nothing can be written to it."""
+    try:
+        trial = Path(out_dir) / "unfinished_trial"
+        trial.mkdir(parents=True, exist_ok=True)
+        trial.rmdir()
+    except OSError as e:
+        raise ValueError(f"out_dir {out_dir} cannot be written to ({e.strerror}): set another --out_dir=") from e
+
+
+def clean_up(out: Path) -> None:
+    """
+    Remove what killed runs left of unfinished checkpoints and deletions (the owner, before its first checkpoint). A
+    checkpoint that a killed conversion was about to replace gets its name back.
+    """
+    for path in out.glob("unfinished_*"):
+        was_replaced = STEP.fullmatch(path.name)
+        if was_replaced and not step_folder(out, step_of(path)).exists():
+            os.rename(path, step_folder(out, step_of(path)))
+        elif was_replaced or UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def enter_folder(out_dir: str, found: FoundCheckpoint | None, launch: Launch) -> str:
+    """
+    Prepare the folder for this run, which resumes from `found` or starts from scratch, and make the run its owner;
+    returns the owner's identifier. Checkpoints that an earlier run, which is still alive, writes after this do not
+    count.
+    """
+    make_writable(out_dir)
+    out, owner = Path(out_dir), uuid.uuid4().hex
+    is_restart = was_entered_by(out, launch)
+    write_owner(out, owner, launch if is_restart else None)
+    clean_up(out)
+    if found:
+        continue_from(out_dir, found)
+    elif is_restart:
+        pass  # what is there was written by this launch before its first checkpoint
+    elif aside := set_aside(out_dir):
+        print(f"{out_dir} contained an earlier run, which was moved to {aside}", flush=True)
+    (out / MARK).unlink(missing_ok=True)
+    write_owner(out, owner, launch)  # from here on, what is in the folder is this launch's
+    return owner
+
+
+def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
+    """
+    Write the file that says that the run was stopped on request before its end; the next start removes it.
+
+    Raises:
+        ValueError: another run has claimed the folder. A file in it would put that run back into the queue.
+    """
+    check_owner(Path(out_dir), owner)
+    (Path(out_dir) / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")
+
+
+def continue_from(out_dir: str, found: FoundCheckpoint) -> None:
+    """
+    Prepare the folder for a run that resumes from `found`: rename newer checkpoints, which are damaged or were not
+    chosen, since they must not count as kept; and turn a bare ckpt.pt into a step folder, so that the first checkpoint
+    does not overwrite it.
+    """
+    out = Path(out_dir)
+    if not found.manifest:
+        unfinished = out / f"unfinished_step_{found.step:08d}"
+        unfinished.mkdir()
+        try:  # a second name for the file: no copy, and no moment without a name
+            os.link(found.path.resolve(), unfinished / "ckpt.pt")
+        except OSError:
+            shutil.copyfile(found.path, unfinished / "ckpt.pt")
+        manifest = make_manifest(read_file(found.path), 1, 0, found.val_loss)
+        commit_checkpoint(unfinished, manifest, keep_last=0, replace=True)
+    for folder in step_folders(out):
+        if step_of(folder) > found.step:
+            kind = "damaged" if damage(folder) else "abandoned"
+            os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
+    if found.manifest:
+        abandon_bare(out, found)
+    folder = step_folder(out, found.step)
+    link_checkpoints(out, folder, best_folder(out, read_manifest(folder)))
+
+
+def abandon_bare(out: Path, found: FoundCheckpoint) -> None:
+    """
+    Rename a ckpt.pt that is not a link, such as export.py writes from shards, if `newest` would prefer it to the step
+    folder that a run resumes from, or if a link would replace it.
+    """
+    bare = out / "ckpt.pt"
+    if not bare.is_file() or bare.is_symlink():
+        return
+    with suppress(ValueError):  # what cannot be read is never chosen
+        state = read_file(bare)
+        is_preferred = "isogpt" not in state or state["iter_num"] > found.step
+        is_replaced = found.path.is_file() and state["iter_num"] != found.step
+        if is_preferred or is_replaced:
+            os.rename(bare, free_name(out, "abandoned_ckpt.pt"))
+
+
+def free_name(out: Path, name: str, first: int = 0) -> Path:
+    """The first path of `out`/`name` (unless `first` is 1), name_1, name_2, ... that does not exist."""
+    return next(p for n in count(first) if not (p := out / (f"{name}_{n}" if n else name)).exists())
+
+
+def set_aside(out_dir: str) -> Path | None:
+    """
+    Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ..., so that
+    nothing is overwritten or mistaken for the new run's. Returns where to, or None.
+    """
+    out = Path(out_dir)
+    has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
+    if not is_run(out_dir) and not has_logged_steps:
+        return None
+    previous = free_name(out, "previous", first=1)
+    previous.mkdir()
+    others = [out / name for name in ("ckpt.pt", "ckpt_best.pt", "metrics.jsonl", "loss.png", "tensorboard")]
+    for path in step_folders(out) + [path for path in others if os.path.lexists(path)]:
+        os.rename(path, previous / path.name)
+    return previous

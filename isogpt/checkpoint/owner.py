@@ -1,0 +1,86 @@
+"""Which run owns a folder: it claims the folder with a file that all ranks must see."""
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from isogpt.checkpoint.manifest import steps_in
+from isogpt.common.files import write_whole
+from isogpt.launch.launchers import Launch
+
+
+def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
+    """Make `owner` the folder's owner; `launch`: the launch that has entered the folder, if the folder is prepared."""
+    write_whole(out / "owner", json.dumps({"owner": owner, "launch": asdict(launch) if launch else None}))
+
+
+def read_owner(out: Path) -> dict:
+    """What write_owner wrote; empty if there is nothing."""
+    with suppress(OSError, ValueError):
+        found = json.loads((out / "owner").read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def was_entered_by(out: Path, launch: Launch) -> bool:
+    """Whether an earlier start of this launch has entered the folder, and no other launch since then."""
+    with suppress(KeyError, TypeError):  # there is none, or someone else's
+        return launch.continues(Launch(**read_owner(out)["launch"]))
+    return False
+
+
+def is_owned(out: Path, owner: str, patience_s: float) -> bool:
+    """Whether `out` is the folder that `owner` has just claimed; waits, since network file systems can be late."""
+    end = time.monotonic() + patience_s
+    while True:
+        with suppress(OSError):
+            os.listdir(out)  # NFS then looks for new files
+        if read_owner(out).get("owner") == owner:
+            return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.1)
+
+
+def unfinished_folder(out: Path, owner: str, step: int) -> Path:
+    """The folder in which `owner` writes a step's checkpoint."""
+    return out / f"unfinished_{owner[:8]}_step_{step:08d}"
+
+
+def try_to_write(out: Path, owner: str, rank: int) -> str:
+    """Write a file as a checkpoint in shards does (several ranks). Returns why that is not possible, or ''."""
+    try:
+        trial = unfinished_folder(out, owner, 0) / f"trial_{rank}"
+        trial.parent.mkdir(parents=True, exist_ok=True)
+        trial.write_bytes(b"\0")
+    except OSError as e:
+        return (f"out_dir {out.absolute()} cannot be written to on {socket.gethostname()} ({e.strerror}), and all "
+                "ranks write checkpoints in shards: set another --out_dir=, or let this user write there")  # fmt: skip
+    return ""
+
+
+def check_owner(out: Path, owner: str) -> None:
+    """Raise ValueError if another run has claimed the folder."""
+    now = read_owner(out).get("owner", owner)  # it may have been deleted
+    if owner and now != owner:
+        raise ValueError(f"another run was started in {out}: this one stops, and its checkpoints are kept")
+
+
+def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
+    """
+    If the file that enter_folder wrote is gone, write it again, so that a restart still finds what this launch writes
+    from here on (the owner). Returns a sentence for the user, or ''.
+    """
+    if os.path.lexists(out / "owner"):
+        return ""
+    with suppress(OSError):  # then no checkpoint can be written either, which is reported
+        out.mkdir(parents=True, exist_ok=True)
+        write_owner(out, owner, launch)
+    kept = ", ".join(map(str, steps_in(str(out)))) or "none"
+    return (f"{out.absolute()} is not the folder in which this run began: it was deleted, or its file system is no "
+            "longer mounted. Checkpoints are written to the folder that has this name now, which contains the steps: "
+            f"{kept}")  # fmt: skip

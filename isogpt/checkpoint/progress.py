@@ -1,0 +1,72 @@
+"""How far a run has come."""
+
+import math
+from dataclasses import dataclass, field
+
+from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of
+from isogpt.checkpoint.source import OpenCheckpoint
+
+
+@dataclass
+class Progress:
+    """
+    How far a run has come. `step` is the next step; `skipped` are steps excluded because they were not finite.
+
+    `best_val_loss` is the lowest loss of those that `measures` the same, see measures.what_is_measured. `best_step`
+    is the step of its checkpoint; NONE: there is none.
+    """
+
+    tokens_per_step: int
+    measures: dict = field(default_factory=dict)
+    step: int = 0
+    tokens: int = 0
+    position: int = 0  # tokens that the steps before `step` have read, those that were skipped included
+    best_val_loss: float = math.inf
+    best_step: int = NONE
+    skipped: set[int] = field(default_factory=set)
+    wandb_id: str | None = None
+    shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
+
+    def load(self, source: OpenCheckpoint) -> list[str]:
+        """Continue a checkpoint's run; returns a sentence about each thing that is not continued."""
+        run, notes = source.run, []
+        ours = run["isogpt"]
+        self.rewind(run)
+        self.skipped, self.wandb_id = set(ours.get("left_out", [])), ours.get("wandb_id")
+        self.shares = tuple(ours.get("shares", ()))
+        changed = changed_measures(measures_of(run), self.measures)
+        if not changed:
+            self.best_val_loss = run["best_val_loss"]
+            self.best_step = best_step_of(run)
+        elif math.isfinite(run["best_val_loss"]):
+            notes.append(f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
+                         f"evaluations measure something different: {', '.join(changed)}")  # fmt: skip
+        if source.optimizer == {}:
+            notes.append(f"{source.found.path} contains no state of AdamW: the moments start at zero")
+        if unused := source.unused_state:
+            notes.append(f"{source.found.path} contains {', '.join(unused)} of an optimizer that is not used here: the "
+                         "run continues with AdamW, whose steps are different")  # fmt: skip
+        return notes
+
+    def rewind(self, run: dict) -> None:
+        """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
+        self.step = run["iter_num"]
+        ours = run.get("isogpt", {})
+        self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
+        self.position = ours.get("position", self.step * self.tokens_per_step)
+
+    def skip(self) -> None:
+        """A step is left out."""
+        self.step += 1
+        self.position += self.tokens_per_step
+
+    def advance(self) -> None:
+        """A step has been taken."""
+        self.skip()
+        self.tokens += self.tokens_per_step
+
+    def describe(self) -> dict:
+        """What a checkpoint stores of it besides iter_num and best_val_loss."""
+        facts = {"best_step": self.best_step, "measures": self.measures}
+        facts |= {"tokens": self.tokens, "position": self.position}
+        return facts | {"left_out": sorted(self.skipped), "wandb_id": self.wandb_id, "shares": list(self.shares)}

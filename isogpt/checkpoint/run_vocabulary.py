@@ -1,0 +1,111 @@
+"""Which vocabulary the token ids of a run belong to, and whether a data set fits it."""
+
+from pathlib import Path
+
+from isogpt.checkpoint.measures import measures_of
+from isogpt.checkpoint.source import OpenCheckpoint
+from isogpt.data import tokenizer, vocabulary
+from isogpt.data.dataset import Dataset, find_dataset, read_meta
+from isogpt.data.vocabulary import Vocabulary
+from isogpt.nn.huggingface import GPT2
+
+FEW_IDS = 1000  # a page of text has larger ids in GPT-2's vocabulary, and smaller ones if they are characters
+
+
+def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
+    """
+    What the ids of a run mean: what its checkpoint records; else, as in nanoGPT's runs, what the files of a tokenizer
+    beside its checkpoints or its data set say. GPT-2's ids where nothing does, if the model can be for these.
+
+    Args:
+        run: see source.OpenCheckpoint.run.
+        folder: of the run.
+        dataset: a data set to ask instead; '': none.
+
+    Raises:
+        ValueError: a file cannot be read, or `dataset` does not exist or has more ids than the model.
+    """
+    size = run["model_args"]["vocab_size"]
+    if dataset:
+        place = find_dataset(dataset)
+        found = vocabulary.resolve(vocabulary.of_data(read_meta(place), place), size, str(place))
+        vocabulary.check_size(found.size, size)
+        return found
+    if found := vocabulary.recorded(run) or vocabulary.of_folder(folder):
+        return found
+    config = run.get("config") or {}
+    if not (name := config.get("dataset", "")):
+        return vocabulary.resolve(None, size, "the checkpoint")
+    try:
+        place = find_dataset(name)
+    except ValueError:
+        return vocabulary.resolve(None, size, f"the checkpoint, whose data set {name} is not here,")
+    meta = read_meta(place)
+    found = vocabulary.of_data(meta, place)
+    is_table = found is not None and found.kind in ("table", "bytes")
+    if is_table and size not in (found.size, vocabulary.vocab_size_of(meta)):
+        return Vocabulary("unknown", f"data set {name} has {found.size} ids, but the run's model has {size}: it was "
+                          "prepared again since")  # fmt: skip
+    return vocabulary.resolve(found, size, str(place))
+
+
+def vocabulary_of_weights(name: str, vocab_size: int) -> Vocabulary:
+    """
+    What the ids of pretrained weights mean: GPT-2's, or what the tokenizer in a folder of transformers says.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    if name in GPT2:
+        return Vocabulary("tiktoken", "gpt2")
+    found = vocabulary.of_folder(name) or vocabulary.of_other_files(name)
+    return vocabulary.resolve(found, vocab_size, f"{name}, without a tokenizer.json,")
+
+
+def vocabulary_for_run(
+    data: Dataset, source: OpenCheckpoint | None, weights: str, vocab_size: int, is_resume: bool
+) -> tuple[Vocabulary, list[str]]:
+    """
+    What the ids of a training run mean, which its checkpoints record: what the data set says, else what the weights
+    that the run starts from were trained with.
+
+    Args:
+        source: the checkpoint that the run starts from.
+        weights: where it is: the run's folder; or the value of init_from.
+        vocab_size: of the model.
+
+    Returns:
+        (the vocabulary, notes for the user)
+
+    Raises:
+        ValueError: the run is resumed, but the ids of the data now mean something different; or the data set has more
+            ids than the model.
+    """
+    if data.vocabulary:
+        vocabulary.check_size(data.vocabulary.size, vocab_size)
+    before = None
+    if source:
+        before = vocabulary_of_run(source.run, Path(weights))
+    elif weights not in ("scratch", "auto", "resume"):
+        before = vocabulary_of_weights(weights, vocab_size)
+    now = data.vocabulary or before or vocabulary.resolve(None, vocab_size, str(data.folder))
+    changed = tokenizer.difference(before, now) if before else ""
+    if is_resume and before.kind == "unknown" and now.size not in (None, vocab_size):
+        changed = before.content
+    notes = []
+    if changed:
+        notes.append(f"the token ids of {data.folder} do not mean what they meant to the checkpoint: {changed}")
+    if changed and is_resume:
+        again = f"prepare the data set with the vocabulary of the run, --tokenizer={weights}"
+        new = f"start a new run from its weights, with --init_from={weights} and a new --out_dir"
+        raise ValueError(f"{notes[0]}: {again}; or {new}")
+    elif before and (now.size or 0) < (before.size or 0):
+        now = before  # text that was prepared again may contain only the first of the run's tokens
+    is_taken_for_gpt2 = not data.vocabulary and now.kind == "tiktoken" and not is_resume
+    if is_taken_for_gpt2 and data.highest < FEW_IDS:
+        notes.append(f"{data.folder} does not say what its token ids mean: they are taken for GPT-2's, although the "
+                     f"highest one is {data.highest}. If they are not, copy the meta.pkl of its prepare.py there, or "
+                     f"set --vocab_size={data.highest + 1}")  # fmt: skip
+    if is_resume and measures_of(source.run).get("digest") not in (None, data.digest):
+        notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
+    return now, notes

@@ -1,0 +1,161 @@
+"""Finding the checkpoint to load: the newest or the best one that verifies."""
+
+import socket
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from isogpt.checkpoint.ckpt_file import damaged_zip, digest_of_records, read_file
+from isogpt.checkpoint.manifest import (
+    STEP,
+    damage,
+    damaged_file,
+    identity,
+    read_manifest,
+    step_folder,
+    step_folders,
+    step_of,
+    val_loss_of,
+)
+from isogpt.checkpoint.measures import best_step_of, changed_measures
+from isogpt.launch.together import broadcast
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """
+    A checkpoint on disk: its ckpt.pt or its folder of shards, its step, its manifest (empty for a bare ckpt.pt), and
+    the validation loss of its weights (None if that is not known).
+
+    `records` is the digest_of_records of a bare ckpt.pt. `is_verified` is whether this is the file or folder
+    whose checksums rank 0 has compared, not a copy, see `share`.
+    """
+
+    path: Path
+    step: int
+    manifest: dict = field(default_factory=dict)
+    val_loss: float | None = None
+    records: str = ""
+    is_verified: bool = True
+
+
+def open_folder(folder: Path) -> FoundCheckpoint:
+    """The checkpoint in a step folder that is not damaged."""
+    manifest = read_manifest(folder)
+    path = folder / "ckpt.pt" if "ckpt.pt" in manifest["files"] else folder
+    return FoundCheckpoint(path, manifest["step"], manifest, val_loss_of(manifest))
+
+
+def open_bare(path: Path, state: dict) -> FoundCheckpoint:
+    """The checkpoint in a ckpt.pt without a manifest."""
+    is_best = best_step_of(state) == state["iter_num"]
+    val_loss = state["best_val_loss"] if is_best else None
+    return FoundCheckpoint(path, state["iter_num"], val_loss=val_loss, records=digest_of_records(path))
+
+
+def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | None, list[str]]:
+    """
+    The checkpoint to resume from: the newest that verifies, a step folder or a bare ckpt.pt that nanoGPT wrote.
+
+    Args:
+        step: only this step's checkpoint; -1: the newest.
+
+    Returns:
+        (the checkpoint or None, a sentence for each newer one that is damaged, and for a bare one that is older)
+    """
+    out, reports, found = Path(out_dir), [], None
+    for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
+        if not (problem := damage(folder)):
+            found = open_folder(folder)
+            break
+        reports.append(f"{folder} is damaged: {problem}")
+    bare = out / "ckpt.pt"
+    if not bare.exists() or step != -1:
+        return found, reports
+    # ckpt.pt is normally our link to a checkpoint that was verified above. A file that nanoGPT wrote, perhaps through
+    # the link, is newer than all of ours, since each of our checkpoints restores the link; a copy of one of ours is
+    # used if it is further on than what was found.
+    linked = STEP.fullmatch(bare.resolve().parent.name)
+    if linked and found and int(linked[1]) <= found.step and not any(linked[0] in r for r in reports):
+        return found, reports
+    try:
+        state = read_file(bare, verify=True)
+    except ValueError as e:
+        return found, reports if linked else [*reports, str(e)]
+    step = found.step if found else -1
+    if "isogpt" not in state or (not linked and state["iter_num"] > step):
+        return open_bare(bare, state), reports
+    if not linked and state["iter_num"] < step:
+        reports.append(f"{bare}, step {state['iter_num']}, is not used, since step {step} is further on: to use the "
+                       "file, put it in an empty folder, and set --out_dir= to the folder")  # fmt: skip
+    return found, reports
+
+
+def best_checkpoint(out_dir: str) -> tuple[FoundCheckpoint | None, list[str]]:
+    """The checkpoint with the best validation loss, or the newest if that one is damaged; as `newest` returns it."""
+    found, reports = newest_checkpoint(out_dir)
+    alone = Path(out_dir) / "ckpt_best.pt"
+    if not found and alone.exists() and not alone.is_symlink():  # the file was copied without its folder
+        return open_bare(alone, read_file(alone, verify=True)), reports
+    folder = best_folder(Path(out_dir), found.manifest) if found and found.manifest else None
+    if not folder:
+        return found, reports
+    if problem := damage(folder):
+        return found, [*reports, f"{folder} is damaged: {problem}"]
+    its_best = open_folder(folder)
+    if its_best.step == found.manifest["best_step"]:  # it may have been evaluated only after it was saved
+        its_best = replace(its_best, val_loss=found.manifest.get("best_val_loss"))
+    return its_best, reports
+
+
+def best_folder(out: Path, manifest: dict) -> Path | None:
+    """
+    The checkpoint with the best validation loss, by the manifest of the newest one. If the step that it names was not
+    saved, because the disk was full for instance, it is the checkpoint with the lowest loss that measures the same.
+    None if no checkpoint was evaluated.
+    """
+    named = step_folder(out, manifest["best_step"])
+    if named.exists():
+        return named
+    losses = {}
+    for folder in step_folders(out):
+        other = read_manifest(folder)
+        if not other or other["step"] > manifest["step"] or val_loss_of(other) is None:
+            continue
+        if not changed_measures(other.get("measures", {}), manifest.get("measures", {})):
+            losses[folder] = val_loss_of(other)
+    return min(losses, key=losses.get, default=None)
+
+
+def share_found(found: FoundCheckpoint | None, folder: str) -> FoundCheckpoint | None:
+    """
+    Rank 0's `found`, which is in `folder`, with the path under which this rank sees it (all ranks): machines may mount
+    the same folder under different paths, or have copies of it. `check_same` compares what is there.
+    """
+    # only a name below the folder is sent: rank 0's path need not exist on other machines
+    name = broadcast(str(found.path.relative_to(folder)) if found else None)
+    found, verified = broadcast((found, identity(found.path) if found else None))
+    if not found:
+        return None
+    path = Path(folder) / name
+    return replace(found, path=path, is_verified=identity(path) == verified)
+
+
+def check_same(found: FoundCheckpoint) -> None:
+    """
+    Raise ValueError if `found`, which may come from rank 0, is not what is on the disk of this machine, or if a
+    ckpt.pt, which rank 0 may not have read here, is damaged. Shards are verified by the ranks that read them.
+    """
+    folder = found.path if found.path.is_dir() else found.path.parent
+    where = f"{found.path.absolute()} on {socket.gethostname()}"
+    if found.manifest:
+        is_there = read_manifest(folder) == found.manifest
+    else:
+        is_there = found.path.exists() and found.records in ("", digest_of_records(found.path))
+    if not is_there:
+        raise ValueError(f"{where} is not the checkpoint that rank 0 found, and all ranks read it: use a folder on a "
+                         "file system that all machines share, or copy the checkpoint from rank 0's machine to the "
+                         "others")  # fmt: skip
+    if not found.is_verified and found.path.is_file():
+        problem = damaged_zip(found.path) if not found.manifest else damaged_file(found.path, found.manifest)
+        if problem:
+            raise ValueError(f"{where} is damaged: {problem}. Copy it from rank 0's machine again")

@@ -1,0 +1,189 @@
+"""
+Checkpoints in shards: each rank writes the parts that it holds with torch.distributed.checkpoint (DCP), by parameter
+name, and reads the parts that it holds from shards of any layout.
+"""
+
+import pickle
+import socket
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from isogpt.checkpoint.manifest import damaged_file
+from isogpt.common.files import load_pickle, reason_of
+from isogpt.parallel.local_parts import LocalPart
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
+ERRORS = (Exception, CheckpointException)
+FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # it has no dicts in dicts
+PATHS = {"PosixPath", "Path", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
+# the classes in the pickle of DCP's metadata
+METADATA = {
+    "torch.distributed.checkpoint.metadata": {"Metadata", "MetadataIndex", "TensorStorageMetadata", "StorageMeta",
+                                              "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": PATHS, "pathlib._local": PATHS,
+}  # fmt: skip
+
+
+def copies(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> dict[str, LocalPart]:
+    """Copies of this rank's parts on the CPU, see `flat`: complete when the device has been waited for."""
+    return {name: part.copy() for name, part in flat(weights, state).items()}
+
+
+def start_write(folder: Path, content: dict[str, LocalPart], group: dist.ProcessGroup | None) -> Future:
+    """Start to write `copies` of this rank's parts into folder (all ranks of group)."""
+    background = ThreadPoolExecutor(1, thread_name_prefix="shards")
+    return background.submit(dcp.save, content, storage_writer=Writer(folder), planner=SavePlanner(**FLAT),
+                             process_group=group)  # fmt: skip
+
+
+def flat(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> dict[str, LocalPart]:
+    """The parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for the optimizer's state."""
+    found = {f"model.{name}": part for name, part in weights.items()}
+    return found | {f"optim.{name}.{key}": part for name, parts in state.items() for key, part in parts.items()}
+
+
+def write(folder: Path, weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> None:
+    """Write everything from one process. Raises OSError."""
+    try:
+        dcp.save(flat(weights, state), storage_writer=Writer(folder), planner=SavePlanner(**FLAT), no_dist=True)
+    except CheckpointException as e:
+        raise OSError(reason_of(e)) from e
+
+
+def check_complete(folder: Path) -> None:
+    """Raise OSError if a file that the metadata names is missing or too short, as if ranks wrote to other folders."""
+    ends = {}  # by file, where the last tensor in it ends
+    for saved in PlainReader(folder).read_metadata().storage_data.values():
+        ends[saved.relative_path] = max(saved.offset + saved.length, ends.get(saved.relative_path, 0))
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    if incomplete := sorted(name for name, end in ends.items() if sizes.get(name, 0) < end):
+        names = ", ".join(incomplete[:3])
+        raise OSError(f"{len(incomplete)} of {len(ends)} files of the checkpoint are missing or too short in "
+                      f"{folder.absolute()} ({names}): do all ranks write to this folder?")  # fmt: skip
+
+
+def shapes(folder: Path) -> dict[str, torch.Size]:
+    """The shape of each saved tensor, by name."""
+    return {name: saved.size for name, saved in PlainReader(folder).read_metadata().state_dict_metadata.items()}
+
+
+def read(folder: Path, weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]],
+         is_optional: bool = False, manifest: dict | None = None) -> None:  # fmt: skip
+    """
+    Fill parts from the saved parts that overlap with them: rows of a stack with as many rows from their own, any others
+    from the mean of the rows.
+
+    Args:
+        is_optional: leave out what was not saved.
+        manifest: the folder's, to verify each file that this rank reads; None: its files have been verified.
+
+    Raises:
+        any of ERRORS: a file is damaged, or its pickle would run code.
+    """
+    reader = PlainReader(folder, manifest)
+    saved = reader.read_metadata().state_dict_metadata  # DCP reads it again, but would wrap an error of ours
+    wanted, stacks = {}, []
+    for name, part in flat(weights, state).items():
+        if name in saved:
+            wanted[name], rows = part.fitted(saved[name].size)
+            stacks += rows
+        elif not is_optional:
+            raise ValueError(f"it has no {name}")
+    dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
+    for piece, rows in stacks:
+        piece.copy_(rows.mean(0))
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer, with errors that say why a file could not be written."""
+
+    def __init__(self, folder: Path) -> None:
+        # copying ahead is not needed, since the parts are copies, and it uses GPU 0 on every rank
+        super().__init__(folder, per_thread_copy_ahead=0)
+
+    def write_data(self, *args: object) -> object:
+        try:
+            return super().write_data(*args)
+        except Exception as e:  # torch.save's, whose context, a full disk, is lost on the way to the other ranks
+            raise OSError(reason_of(e)) from e
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """DCP's planner for Parts: ranks can hold several pieces of a tensor. Equal pieces are written once."""
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        items = []
+        for name, part in self.state_dict.items():
+            for offsets, piece in part.pieces:
+                data = TensorWriteData(chunk_of(offsets, piece), TensorProperties.create_from_tensor(piece), part.shape)
+                items.append(WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data))
+        self.plan = dcp.SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].piece(index.offset)
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """The same for loading."""
+
+    def set_up_planner(self, state_dict: dict, metadata: dcp.Metadata, is_coordinator: bool) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        items = []
+        for name, part in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            if saved.size != part.shape:
+                raise ValueError(f"{name} has the shape {tuple(saved.size)}, not {tuple(part.shape)}")
+            chunks = [chunk_of(offsets, piece) for offsets, piece in part.pieces]
+            items += create_read_items_for_chunk_list(name, saved, chunks)
+        return dcp.LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].piece(index.offset)
+
+
+def chunk_of(offsets: tuple[int, ...], piece: Tensor) -> dcp.ChunkStorageMetadata:
+    """Where a piece is in the whole tensor."""
+    return dcp.ChunkStorageMetadata(torch.Size(offsets), piece.shape)
+
+
+class PlainReader(dcp.FileSystemReader):
+    """DCP's reader, restricted: the pickled metadata may contain only DCP's own classes, and only tensors are read."""
+
+    def __init__(self, folder: Path, manifest: dict | None = None) -> None:
+        """`manifest`: to verify the files that are read; None: they have been verified."""
+        super().__init__(folder)
+        self.manifest = manifest
+
+    def verify(self, names: set[str]) -> None:
+        """Raise ValueError if one of these files of the folder does not match its checksum."""
+        for name in sorted(names) if self.manifest else ():
+            if problem := damaged_file(Path(self.path) / name, self.manifest):
+                host = socket.gethostname()
+                raise ValueError(f"it is damaged on {host}: {problem}. Copy it from rank 0's machine again")
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> object:
+        self.verify({self.storage_data[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
+
+    def read_metadata(self, *args: object, **kwargs: object) -> dcp.Metadata:
+        self.verify({".metadata"})
+        metadata = load_pickle(Path(self.path) / ".metadata", METADATA)
+        if not all(isinstance(m, dcp.TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
+            raise pickle.UnpicklingError("it holds objects other than tensors")  # DCP would unpickle them unchecked
+        return metadata

@@ -1,0 +1,1 @@
+"""What does every room use? Printing, files, random numbers."""

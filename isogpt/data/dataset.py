@@ -1,0 +1,261 @@
+"""A data set on disk: finding, checking and mapping its files of token ids, and its metadata."""
+
+import hashlib
+import json
+import mmap
+import operator
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from isogpt.common.files import load_pickle
+from isogpt.data import vocabulary
+from isogpt.data.token_files import DTYPES, Format, formats_of, parse_dtype
+from isogpt.data.vocabulary import Vocabulary
+from isogpt.launch.together import is_main
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
+# plain values that a meta.pkl may contain besides builtin ones
+ARRAYS = {"scalar", "_reconstruct"}
+PICKLED = {"numpy": {"dtype", "ndarray", *DTYPES}, "numpy._core.multiarray": ARRAYS, "numpy.core.multiarray": ARRAYS,
+           "collections": {"OrderedDict", "defaultdict", "Counter"},
+           "builtins": {"int", "float", "str", "list", "dict", "set", "tuple"}}  # fmt: skip
+OUR_KEYS = {"dtype", "vocab_size", "tokenizer", "tokenizer_size", "source"}  # of a meta.json that prepare.py wrote
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The two token files of `folder`, memory-mapped, and its vocabulary size, from its metadata or GPT-2's."""
+
+    folder: Path
+    train: np.ndarray  # (tokens,) of one of token_files.DTYPES
+    val: np.ndarray  # (tokens,)
+    vocab_size: int
+    highest: int  # the highest id found when the files were checked
+    digest: str  # of the files' lengths and a sample of their content, to be compared between machines
+    vocabulary: Vocabulary | None = None  # what the ids mean; None if the folder does not say
+
+
+def find_dataset(name: str) -> Path:
+    """
+    The folder of data set `name`: data/<name> in the working folder or in the repository, or a path to the folder or
+    to its train.bin.
+
+    Raises:
+        ValueError: there is no train.bin in any of them.
+    """
+    path = Path(name).expanduser()
+    if path.name in ("train.bin", "val.bin"):
+        path = path.parent
+    # on Windows, paths are written with both separators
+    is_path = "/" in name or os.sep in name or name.startswith((".", "~"))
+    places = [path] if path.is_absolute() else [Path("data") / path, REPOSITORY / "data" / path]
+    if is_path and not path.is_absolute():
+        places += [path, REPOSITORY / path]
+    for place in places:
+        if (place / "train.bin").exists():
+            return place
+    searched = " or ".join(dict.fromkeys(map(str, places)))
+    raise ValueError(f"no train.bin in {searched}; {how_to_prepare(places)}")
+
+
+def how_to_prepare(places: list[Path]) -> str:
+    """What a user can do if none of these folders contains a train.bin."""
+    for place in places:
+        if (place / "prepare.py").exists():
+            return f"run: python {place / 'prepare.py'}"
+        if found := sorted(path.name for path in place.glob("*.bin")):
+            return f"{place} contains {', '.join(found)}: rename the file to train on to train.bin"
+    return f"prepared data sets: {', '.join(prepared_datasets()) or 'none'}"
+
+
+def prepared_datasets() -> list[str]:
+    """Names of the data sets that have a train.bin."""
+    return sorted({p.parent.name for root in (Path("data"), REPOSITORY / "data") for p in root.glob("*/train.bin")})
+
+
+def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
+    """
+    Memory-map the files of a data set and check them.
+
+    Args:
+        block_size: each split must have at least block_size + 1 tokens.
+        vocab_size: ids must be below it; 0: the size in the metadata.
+
+    Raises:
+        ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or the metadata
+            cannot be read.
+    """
+    folder = find_dataset(name)
+    found = read_meta(folder)
+    words = vocabulary.of_data(found, folder)
+    known_size = vocab_size or known_vocab_size(found, words, folder)
+    vocab_size = known_size or GPT2_VOCAB
+    if words and words.size and words.size > vocab_size:
+        problem = f"{folder} describes {words.size} token ids, but the vocabulary size is {vocab_size}"
+        raise ValueError(f"{problem}: set --vocab_size={words.size} or more")
+    splits = map_splits(folder, found, known_size, block_size)
+    for split, tokens in splits.items():
+        recorded = found.get(f"{split}_tokens", len(tokens))
+        if recorded != len(tokens):  # some of the files were copied or written by themselves
+            problem = f"{folder / split}.bin has {len(tokens)} tokens, but meta.json says {recorded}"
+            todo = how_to_repair(folder)
+            raise ValueError(f"{problem}: they come from different prepare.py runs; {todo}")
+    ranges = {split: range_of_ids(tokens) for split, tokens in splits.items()}
+    for split, (lowest, highest) in ranges.items():
+        check_ids(highest, vocab_size, folder / f"{split}.bin", lowest)
+    highest = max(highest for _, highest in ranges.values())
+    content = b"".join(len(t).to_bytes(8, "little") + b"".join(samples(t, 64)) for t in splits.values())
+    digest = hashlib.sha256(content).hexdigest()[:12]
+    return Dataset(folder, splits["train"], splits["val"], vocab_size, highest, digest, words)
+
+
+def known_vocab_size(meta: dict, words: Vocabulary | None, folder: Path) -> int:
+    """
+    The size of the vocabulary according to the metadata, else of the ids that have a meaning; 0 if both are unknown.
+    Raises ValueError if the metadata contains something that is not a number.
+    """
+    found = vocabulary.vocab_size_of(meta)
+    if found is None and "vocab_size" not in meta:
+        return (words and words.size) or 0
+    try:
+        return operator.index(found)
+    except TypeError:
+        where = " or ".join(n for n in ("meta.json", "meta.pkl") if (folder / n).exists())
+        raise ValueError(f"{folder / where}: vocab_size is {found!r}, not an integer") from None
+
+
+def samples(tokens: np.ndarray, n: int) -> list[np.ndarray]:
+    """n evenly spaced samples of a file: 4096 tokens each."""
+    starts = np.linspace(0, max(0, len(tokens) - 4096), n).astype(np.int64)
+    return [tokens[s : s + 4096] for s in starts]
+
+
+def range_of_ids(tokens: np.ndarray) -> tuple[int, int]:
+    """
+    The lowest and the highest id in a file: of all of it if it is small, else of a thousand samples (each batch is
+    checked again when it is read).
+    """
+    parts = np.array_split(tokens, 64) if len(tokens) <= 2**26 else samples(tokens, 1000)
+    lowest, highest = [], []
+    for part in parts:
+        if len(part):
+            lowest.append(int(part.min()))
+            highest.append(int(part.max()))
+            release_pages(tokens)
+    return min(lowest), max(highest)
+
+
+def release_pages(tokens: np.ndarray) -> None:
+    """
+    Take the pages of a mapped file that were read out of this process's resident set, which would otherwise grow up to
+    the size of the file. They stay in the system's page cache.
+    """
+    if isinstance(tokens.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+        tokens.base.madvise(mmap.MADV_DONTNEED)
+
+
+class DataError(ValueError):
+    """The data is not what the check at the start of the run found."""
+
+
+def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> None:
+    """Raise DataError if an id is outside the vocabulary: on a GPU the embedding would fail with an opaque error."""
+    if lowest < 0:
+        raise DataError(f"{path} holds token id {lowest}: remove the ids below 0, such as padding, and write it again")
+    if highest >= vocab_size:
+        advice = f"set --vocab_size={highest + 1} or more, or run prepare.py again (meta.json may be wrong)"
+        raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
+
+
+def how_to_repair(folder: Path) -> str:
+    """What a user can do about missing or damaged token files."""
+    if (folder / "prepare.py").exists():
+        return f"run: python {folder / 'prepare.py'}"
+    return f"write train.bin and val.bin in {folder} again"
+
+
+def map_splits(folder: Path, meta: dict, vocab_size: int, block_size: int) -> dict[str, np.ndarray]:
+    """
+    train.bin and val.bin as memory-mapped arrays, by split; prints what was concluded about their format (rank 0).
+
+    Args:
+        vocab_size: of the metadata or the settings; 0: unknown.
+
+    Raises:
+        ValueError: a file is missing, empty, truncated, too short or of an unknown format.
+    """
+    paths = {split: folder / f"{split}.bin" for split in ("train", "val")}
+    for path in paths.values():
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; {how_to_get_val(folder)}")
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty; {how_to_repair(folder)}")
+    declared = None
+    if "dtype" in meta:
+        where = " or ".join(name for name in ("meta.json", "meta.pkl") if (folder / name).exists())
+        declared = parse_dtype(meta["dtype"], folder / where)
+    formats, notes = formats_of(list(paths.values()), declared, vocab_size)
+    for note in notes if is_main() else []:
+        print(f"note: {note}", flush=True)
+    return {split: map_tokens(path, format, block_size)
+            for (split, path), format in zip(paths.items(), formats, strict=True)}  # fmt: skip
+
+
+def how_to_get_val(folder: Path) -> str:
+    """What a user can do about a missing val.bin."""
+    others = [name for name in ("validation.bin", "valid.bin", "dev.bin", "test.bin") if (folder / name).exists()]
+    if others:
+        return f"rename {folder / others[0]} to val.bin"
+    if (folder / "prepare.py").exists():
+        return f"run: python {folder / 'prepare.py'}, or take it from the end of train.bin: {split_command(folder)}"
+    return f"take it from the end of train.bin: {split_command(folder)}"
+
+
+def split_command(folder: Path) -> str:
+    """The command that divides a train.bin."""
+    return f"python {os.path.relpath(REPOSITORY / 'data' / 'split.py')} {folder}"
+
+
+def map_tokens(path: Path, format: Format, block_size: int) -> np.ndarray:
+    """The file as a memory-mapped array. Raises ValueError if it is truncated or too short."""
+    size, item = path.stat().st_size - format.offset, np.dtype(format.dtype).itemsize
+    if size % item:
+        problem = f"{path} has {size} bytes, not a multiple of {item} ({format.dtype}): it is truncated"
+        raise ValueError(f"{problem}, or of a different dtype; {how_to_repair(path.parent)}")
+    tokens = size // item
+    if tokens < block_size + 1:
+        problem = f"{path} has {tokens} tokens, but block_size {block_size} needs at least {block_size + 1}"
+        shorter = f"set --block_size={tokens - 1} or less, or " if tokens > 1 else ""
+        raise ValueError(f"{problem}: {shorter}use more text")
+    return np.memmap(path, dtype=format.dtype, mode="r", offset=format.offset)
+
+
+def read_meta(folder: Path) -> dict:
+    """
+    A data set's metadata: meta.json (ours) merged over meta.pkl (nanoGPT's, with stoi and itos); empty if there is
+    neither. From a meta.json that prepare.py did not write, only the dtype and the vocabulary are taken. The pickle may
+    hold plain values only: nothing in it runs.
+
+    Raises:
+        ValueError: one of them cannot be read.
+    """
+    meta = {}
+    for path in (folder / "meta.pkl", folder / "meta.json"):
+        if not path.exists():
+            continue
+        try:
+            if not path.is_file():
+                raise OSError("it is not a regular file")
+            found = load_pickle(path, PICKLED) if path.suffix == ".pkl" else json.loads(path.read_text())
+            if not isinstance(found, dict):
+                raise TypeError(f"it holds a {type(found).__name__}, not a dict")
+        except Exception as e:  # a damaged pickle raises nearly anything
+            raise ValueError(f"{path} cannot be read: {e}") from e
+        if path.suffix == ".json" and not found.keys() >= OUR_KEYS:
+            found = {key: value for key, value in found.items() if key == "dtype" or vocabulary.is_about_ids(key)}
+        meta |= found
+    return meta

@@ -1,0 +1,155 @@
+"""TODO"""
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, count, islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
+from isogpt.data.dataset import DataError, Dataset, check_ids, release_pages
+from isogpt.data.windows import random_windows, shuffled_windows
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.shares import PADDING, Share, share_of
+
+Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size)
+
+
+def read_rows(tokens: np.ndarray, starts: np.ndarray, block_size: int,
+              positions: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """
+    Inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions of them; a padding row is
+    zeros with targets of -1.
+    """
+    padding = starts == PADDING
+    windows = tokens[np.where(padding, 0, starts)[:, None] + np.arange(block_size + 1)].astype(np.int64)
+    x, y = windows[:, :-1].copy(), windows[:, 1:].copy()
+    x[padding], y[padding] = 0, -1
+    x, y = torch.from_numpy(x), torch.from_numpy(y)
+    return (x, y) if positions is None else (x[:, positions], y[:, positions])
+
+
+@dataclass
+class Reader:
+    """Reads this rank's share of the training steps and of the evaluations."""
+
+    data: Dataset
+    order: str  # random or shuffle
+    seed: int
+    block_size: int
+    sequences: int  # per step, over all ranks
+    mesh: Mesh
+    micro_batch: int
+    vocab_size: int  # the model's
+    device: torch.device
+    weights: tuple[float, ...] = ()  # of the data ranks' shares; (): equal
+    shift: int = 0  # see shuffled_windows
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of a step."""
+        return self.share_of_rank(self.mesh.rank)
+
+    def share_of_rank(self, rank: int) -> Share:
+        """A rank's share of a step."""
+        data_rank = self.mesh.data_rank_of(rank)
+        return share_of(self.sequences, data_rank, self.mesh.data_size, self.micro_batch, self.mesh.pp, self.weights,
+                        self.mesh.islands)  # fmt: skip
+
+    def starts(self, step: int) -> np.ndarray:
+        """The windows (sequences,) of a training step, for the global batch."""
+        n_tokens = len(self.data.train)
+        if self.order == "shuffle":
+            return shuffled_windows(n_tokens, self.block_size, self.seed, step, self.sequences, self.shift)
+        return random_windows(n_tokens, self.block_size, self.seed, TRAIN, step, self.sequences)
+
+    def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
+        """
+        This rank's micro-batches from `step` on.
+
+        Args:
+            position: the tokens that the run has read before.
+            skipped: steps that are left out.
+        """
+        self.shift = position // self.block_size - step * self.sequences
+        steps = (number for number in count(step) if number not in skipped)
+        return self.read(self.data.train, self.starts, steps, self.share)
+
+    def evaluation(self, split: str, sequences: int) -> Batches:
+        """
+        This rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks that compute a
+        model together need the same number of them: if data cannot be read, padding follows, and then the error.
+
+        Raises:
+            DataError: after the last micro-batch, if the file was truncated or an id is outside the vocabulary.
+        """
+        tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
+        starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
+        share = share_of(sequences, self.mesh.data_rank, self.mesh.data_size, self.micro_batch, weights=self.weights)
+        count_read = 0
+        try:
+            for batch in self.read(tokens, lambda _: starts, [0], share):
+                yield batch
+                count_read += 1
+        except DataError:
+            no_tokens, no_starts = np.zeros(self.block_size + 1, np.uint16), np.full(sequences, PADDING)
+            padding = self.read(no_tokens, lambda _: no_starts, [0], share)
+            yield from islice(padding, share.micro_steps - count_read)
+            raise
+
+    def read(self, tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int],
+             share: Share) -> Batches:  # fmt: skip
+        """
+        The micro-batches (x, y), each (rows, block_size) on the device, of the given steps in order. A thread reads two
+        ahead, so that a slow disk does not delay a step, and the next one is copied to the device while this one is
+        used.
+
+        Args:
+            starts_of: the starts of a step's windows, for the global batch.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        path = Path(getattr(tokens, "filename", None) or "the data")
+        end_of_file = getattr(tokens, "offset", 0) + tokens.nbytes
+        positions = self.mesh.own_positions(self.block_size)
+
+        is_pinned = self.device.type == "cuda"  # a copy that nobody waits for needs memory that stays: not on MPS
+
+        def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+            if path.exists() and path.stat().st_size < end_of_file:  # reading beyond the end of the file is a SIGBUS
+                raise DataError(f"{path} has been truncated since the start of the run")
+            x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
+            check_ids(max(int(x.max()), int(y.max())), self.vocab_size, path, int(x.min()))
+            release_pages(tokens)
+            # copies to a GPU from memory that is not pinned block the CPU
+            return (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)
+
+        starts_of = lru_cache(maxsize=1)(starts_of)  # draw once for all micro-steps of a step
+        jobs = ((step, micro_step) for step in steps for micro_step in range(share.micro_steps))
+        copied = (tuple(t.to(self.device, non_blocking=is_pinned) for t in rows) for rows in in_thread(read_one, jobs))
+        for current, _ in pairwise(chain(copied, [None])):
+            yield current
+
+    def padding_batch(self) -> tuple[Tensor, Tensor]:
+        """A micro-batch of padding rows, in the shape of a training micro-batch."""
+        starts, tokens = np.full(self.sequences, PADDING), np.zeros(self.block_size + 1, np.uint16)
+        return next(self.read(tokens, lambda _: starts, [0], self.share))
+
+
+def in_thread(work: Callable, jobs: Iterable[tuple], ahead: int = 2) -> Iterator:
+    """work(*job) for each job, in order, computed by a thread up to `ahead` jobs in advance."""
+    with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
+        waiting = deque()
+        for job in jobs:
+            waiting.append(thread.submit(work, *job))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

@@ -1,0 +1,310 @@
+"""Encoding and decoding text with a vocabulary, and the conversion of a vocabulary to Hugging Face's format."""
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isogpt.data.vocabulary import END_OF_TEXT, Vocabulary, check_size, ids_in_json
+
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
+
+
+# a model that was not trained on chats continues the text of the messages
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+SAMPLE = f"It's 1234567 naïve Ünits²; 東京 🙂\u00a0\r\n\t\tdef f(x):\n    return {{x}}  # DON'T\n\n  \n{END_OF_TEXT} \n"
+NO_TOKEN = "\ufffd"  # an id that no token has is decoded as this character
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """
+    encode(text) gives the ids of a text, decode(ids) the text of ids.
+
+    Args:
+        begin: as encode, for a text that is to be continued: without the tokens that a tokenizer.json is configured to
+            add at the end, after which a model begins a new document.
+        n_ids: the highest id + 1.
+        end_of_text: the id that ends a document; None if there is no such token.
+        note: what a user should know about the way in which text is divided; usually empty.
+    """
+
+    encode: Callable[[str], list[int]]
+    begin: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    n_ids: int
+    end_of_text: int | None = None
+    note: str = ""
+
+
+def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
+    """
+    Make the tokenizer of a vocabulary. encode adds what the tokenizer of a tokenizer.json is configured to add, for
+    instance a token at the start.
+
+    Args:
+        special_tokens: whether the text of a special token, such as <|endoftext|>, is encoded as this token; otherwise
+            it is encoded as any other text.
+
+    Raises:
+        ValueError: the ids cannot be decoded, or the tokenizer cannot be loaded. encode raises ValueError for a text
+            that it cannot encode.
+    """
+    if vocabulary.kind == "unknown":
+        raise ValueError(
+            f"the ids cannot be decoded: {vocabulary.content}; set --dataset= to a data set with these ids"
+        )
+    if vocabulary.kind == "tiktoken":
+        bpe = load_encoding(vocabulary.content)
+        special = "all" if special_tokens else set()
+        encode = partial(bpe.encode, allowed_special=special, disallowed_special=())
+        return Tokenizer(encode, encode, bpe.decode, bpe.n_vocab, bpe._special_tokens.get(END_OF_TEXT))
+    if vocabulary.kind == "tokenizer.json":
+        return load_json(vocabulary, special_tokens)
+    return load_table(vocabulary)
+
+
+def load_encoding(name: str) -> "tiktoken.Encoding":
+    """tiktoken's encoding of this name. Raises ValueError if it is unknown or cannot be loaded."""
+    import tiktoken
+
+    if name not in (possible := sorted(tiktoken.list_encoding_names())):
+        raise ValueError(f"{name!r} is not an encoding of tiktoken; possible are {', '.join(possible)}")
+    try:
+        return tiktoken.get_encoding(name)
+    except (OSError, ValueError) as e:
+        advice = "go online, or set TIKTOKEN_CACHE_DIR to a folder that contains its files"
+        raise ValueError(f"tiktoken cannot load the encoding {name!r} ({str(e)[:80]}): {advice}") from e
+
+
+def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
+    """`load` for a tokenizer.json."""
+    tokenizer = parse_json(vocabulary.content)
+    tokenizer.encode_special_tokens = not special_tokens
+
+    def encoding_of(text: str) -> "tokenizers.Encoding":
+        try:
+            return tokenizer.encode(text)
+        except Exception as e:  # tokenizers raises this class
+            raise ValueError(f"the tokenizer cannot encode the text: {e}") from e
+
+    def encode(text: str) -> list[int]:
+        return encoding_of(text).ids
+
+    def begin(text: str) -> list[int]:
+        encoding = encoding_of(text)
+        of_text = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+        last = max(of_text, default=0)  # of no text: the token at the start
+        return encoding.ids[: last + 1]
+
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    n_ids = max(tokenizer.get_vocab().values()) + 1
+    return Tokenizer(encode, begin, decode, n_ids, tokenizer.token_to_id(vocabulary.end_of_text))
+
+
+def parse_json(text: str) -> "tokenizers.Tokenizer":
+    """
+    The tokenizer in the text of a tokenizer.json, without the file's padding and truncation, which transformers ignores
+    too. Raises ValueError if it is damaged.
+    """
+    from tokenizers import Tokenizer as JsonTokenizer
+
+    try:
+        tokenizer = JsonTokenizer.from_str(text)
+    except Exception as e:  # tokenizers raises this class
+        raise ValueError(f"cannot load the tokenizer: {(str(e).splitlines() or [e])[0][:200]}") from e
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def load_table(vocabulary: Vocabulary) -> Tokenizer:
+    """`load` for a table: text is cut into its tokens, the longest one at each place, or into words."""
+    ids, tokens = vocabulary.content, vocabulary.tokens
+    is_words, is_bytes = contains_words(vocabulary), vocabulary.kind == "bytes"
+    are_characters = all(len(token) == 1 for token in ids)
+    pattern = re.compile(pattern_of(vocabulary), re.DOTALL)
+
+    def encode(text: str) -> list[int]:
+        if is_bytes:
+            text = text.encode("utf-8", "surrogatepass").decode("latin-1")
+        found = text if are_characters else pattern.findall(text)
+        unknown = set(found) - ids.keys()
+        if not are_characters and not is_words:
+            unknown |= set(pattern.sub("", text))
+        if unknown:
+            shown = " ".join(map(repr, sorted(unknown)[:20]))
+            kind = "words" if is_words else "characters"
+            raise ValueError(f"the text contains {kind} that the vocabulary does not contain: {shown}")
+        return [ids[token] for token in found]
+
+    def decode(sample: list[int]) -> str:
+        text = (" " if is_words else "").join(tokens.get(i, NO_TOKEN) for i in sample)
+        return text.encode("latin-1", "replace").decode("utf-8", "replace") if is_bytes else text
+
+    note = "the tokens of the vocabulary are words: they are joined with spaces" if is_words else ""
+    if not is_words and not are_characters:
+        note = "some tokens of the vocabulary are longer than a character: text is cut into the longest ones that match"
+    return Tokenizer(encode, encode, decode, vocabulary.size, ids.get(END_OF_TEXT), note)
+
+
+def contains_words(vocabulary: Vocabulary) -> bool:
+    """Whether a table's tokens are words: most are longer than a character, and none contains a space or its mark."""
+    if vocabulary.kind == "bytes":
+        return False
+    short = sum(len(token) == 1 for token in vocabulary.content)
+    has_spaces = any(space in token for token in vocabulary.content for space in " \u2581\u0120")
+    return short < len(vocabulary.content) / 2 and not has_spaces
+
+
+def pattern_of(vocabulary: Vocabulary) -> str:
+    """A regular expression that matches a table's tokens, longer ones first, or words and newlines."""
+    if contains_words(vocabulary):
+        return r"\n|\S+" if "\n" in vocabulary.content else r"\S+"
+    if all(len(token) == 1 for token in vocabulary.content):
+        return r"[\s\S]"
+    return "|".join(map(re.escape, sorted(filter(None, vocabulary.content), key=len, reverse=True)))
+
+
+def cut_at(text: str, stop: str, start: int) -> str:
+    """The text without what follows the first occurrence of `stop` at `start` or after it; '': the whole text."""
+    end = text.find(stop, start) if stop else -1
+    return text if end < 0 else text[:end]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# comparing
+
+
+def difference(before: Vocabulary, now: Vocabulary) -> str:
+    """What the same id means in two vocabularies, for the first id that differs; '' if none is known to differ."""
+    if "unknown" in (before.kind, now.kind) or before == now:
+        return ""
+    if "tiktoken" in (before.kind, now.kind):
+        with suppress(ValueError):  # they may be two forms of the same tokenizer
+            if load(before).encode(SAMPLE) == load(now).encode(SAMPLE):
+                return ""
+        return f"the ids were {name_of(before)} and are {name_of(now)}"
+    old, new = tokens_of(before), tokens_of(now)
+    changed = sorted(i for i in old.keys() & new.keys() if old[i] != new[i])
+    return f"id {changed[0]} was {old[changed[0]]!r} and is {new[changed[0]]!r}" if changed else ""
+
+
+def tokens_of(vocabulary: Vocabulary) -> dict[int, str]:
+    """Tokens by id, of a table or a tokenizer.json."""
+    if vocabulary.kind == "tokenizer.json":
+        return {i: token for token, i in ids_in_json(vocabulary.content).items()}
+    return vocabulary.tokens
+
+
+def name_of(vocabulary: Vocabulary) -> str:
+    """The kind of tokens, for a message."""
+    names = {"table": "those of a table", "bytes": "those of a table of bytes", "tokenizer.json": "a tokenizer.json's"}
+    return names.get(vocabulary.kind) or f"{vocabulary.content}'s"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face's format
+
+
+def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_size: int) -> dict[str, int | None]:
+    """
+    Write tokenizer.json, tokenizer_config.json and chat_template.jinja, which transformers.AutoTokenizer reads.
+
+    encode gives the ids of `load`, and decode gives the text exactly. The chat template joins the messages and adds
+    nothing. A character that the vocabulary does not contain raises an exception in encode: an unknown token would need
+    an id that the model was not trained on.
+
+    Args:
+        vocab_size: of the model. Ids beyond the tokenizer's exist in the model only.
+        block_size: of the model; the tokenizer warns about longer texts.
+
+    Returns:
+        bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no such token.
+        The defaults of LlamaConfig and GPT2Config would end the text at any character that has the id of their token.
+
+    Raises:
+        ValueError: the tokenizer has more ids than the model, or cannot be loaded or converted.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = converted(vocabulary)
+    check_size(max(tokenizer.get_vocab().values()) + 1, vocab_size)
+    end = vocabulary.end_of_text if vocabulary.end_of_text in tokenizer.get_vocab() else None
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, pad_token=end, chat_template=CHAT_TEMPLATE,
+        model_max_length=block_size, clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)  # fmt: skip
+    end_id = None if end is None else tokenizer.token_to_id(end)
+    return {"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": end_id}
+
+
+def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
+    """The vocabulary as a tokenizer of Hugging Face. Raises ValueError if that is not possible."""
+    if vocabulary.kind == "unknown":
+        raise ValueError(f"the ids cannot be decoded: {vocabulary.content}")
+    if vocabulary.kind == "tiktoken":
+        return of_encoding(load_encoding(vocabulary.content))
+    if vocabulary.kind == "tokenizer.json":
+        return parse_json(vocabulary.content)
+    if vocabulary.kind == "bytes":
+        advice = "put a tokenizer.json with the same ids in the data set's folder, and set --dataset= to the folder"
+        raise ValueError(f"a table of bytes has no equivalent in transformers: {advice}")
+    return of_table(vocabulary)
+
+
+def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
+    """
+    A tokenizer with the tokens of a table. Without an unknown token in its vocabulary, it raises an exception for what
+    is no token.
+    """
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as JsonTokenizer
+
+    # no text in UTF-8 contains a lone surrogate
+    vocab = {token: i for token, i in vocabulary.content.items() if not re.search("[\ud800-\udfff]", token)}
+    tokenizer = JsonTokenizer(models.WordLevel(vocab, unk_token="<unk>" if "<unk>" not in vocab else "<none>"))
+    if contains_words(vocabulary):
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern_of(vocabulary)), "removed", invert=True)
+        return tokenizer  # without a decoder, tokens are joined with spaces
+    pattern = Regex(pattern_of(Vocabulary("table", vocab)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    tokenizer.decoder = decoders.Fuse()  # the default joins tokens with spaces
+    return tokenizer
+
+
+def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
+    """
+    A byte-level BPE with the ids of a tiktoken encoding.
+
+    Raises:
+        ValueError: a sample text gets other ids, as the two libraries differ in the regular expressions that they know.
+    """
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as JsonTokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
+
+    letters = bytes_to_unicode()
+    ranks = {"".join(letters[byte] for byte in token): rank for token, rank in encoding._mergeable_ranks.items()}
+    # like tiktoken: two tokens whose concatenation is a token are merged, and (ignore_merges) a word that is a token is
+    # taken as it is, even if no merges lead to it
+    merges = generate_merges(ranks, None)
+    tokenizer = JsonTokenizer(models.BPE(ranks | encoding._special_tokens, merges, ignore_merges=True))
+    tokenizer.add_special_tokens(sorted(encoding._special_tokens))
+    tokenizer.decoder = decoders.ByteLevel()
+    # {1,3}+ is possessive in tiktoken and repeats the repetition in tokenizers; (?s) is (?m) there
+    pattern = encoding._pat_str.replace("{1,3}+", "{1,3}").replace("(?s)", "(?m)")
+    try:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    except Exception as e:  # tokenizers raises this class
+        raise ValueError(f"the tokenizers library cannot read the pattern of {encoding.name}: {e}") from e
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    if tokenizer.encode(SAMPLE).ids != encoding.encode(SAMPLE, allowed_special="all"):
+        raise ValueError(f"the tokenizers library splits text otherwise than tiktoken's encoding {encoding.name}")
+    return tokenizer

@@ -1,0 +1,120 @@
+"""The device of this process, and the backend for the collectives of such devices."""
+
+import ctypes
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from isogpt.launch import network
+
+
+def collectives_timeout(timeout_s: float, backend: str) -> timedelta:
+    """How long collectives wait with a backend: NCCL ends the process, so the watchdog has to report before."""
+    return timedelta(seconds=timeout_s + 30 if "nccl" in backend else timeout_s)
+
+
+def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
+    """
+    The device called `name`: 'auto' is cuda, else mps (a single process only: it has no collectives), else cpu; 'cuda'
+    is the GPU with the number of the local rank. Schedulers may let each process see a GPU of its own only, which has
+    number 0 in every process: the numbers start again at 0. check_gpus finds processes that share a GPU.
+
+    Raises:
+        ValueError: it is not available.
+    """
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if name == "auto":
+        name = "cuda" if has_cuda else "mps" if has_mps and world_size == 1 else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
+        raise ValueError(f"device is {name!r}; possible are auto, cpu, cuda, cuda:N, mps")
+    if kind == "cuda":
+        if not has_cuda:
+            raise ValueError("device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto")
+        count = torch.cuda.device_count()
+        if world_size > 1 or not index:
+            return torch.device("cuda", local_rank % count)
+        if int(index) >= count:
+            names = ", ".join(f"cuda:{number}" for number in range(count))
+            raise ValueError(f"device is {name!r}, but torch finds only {names}")
+        return torch.device("cuda", int(index))
+    if kind == "mps" and not has_mps:
+        raise ValueError("device is 'mps', but torch does not find one: set --device=cpu or --device=auto")
+    if kind == "mps" and world_size > 1:
+        raise ValueError("several processes cannot share device 'mps': set --device=cpu, or start one process")
+    return torch.device(kind)
+
+
+def pick_backend(name: str, device: torch.device, world_size: int) -> str:
+    """
+    The argument `backend` of init_process_group. With NCCL there is gloo too, for tensors on the CPU: checkpoints and
+    offloaded state. Where PyTorch has no NCCL, as on Windows, gloo communicates for GPUs too.
+
+    Raises:
+        ValueError: the backend is unknown, not part of this PyTorch, or does not support the device.
+    """
+    if name not in ("auto", "nccl", "gloo"):
+        raise ValueError(f"backend is {name!r}; possible are auto, nccl (GPUs) and gloo (CPU)")
+    if name == "nccl" and device.type != "cuda" and world_size > 1:
+        raise ValueError(f"backend 'nccl' needs GPUs, the device is {device.type}: set --backend=gloo")
+    has_nccl = dist.is_nccl_available()
+    if name == "nccl" and not has_nccl and world_size > 1:
+        raise ValueError("backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto")
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and has_nccl and name != "gloo" else "gloo"
+
+
+def use_gpu(device: torch.device) -> None:
+    """
+    Make a GPU the current device of this process, and run on the cores near it.
+
+    Raises:
+        ValueError: the GPU runs no kernel.
+    """
+    try:
+        torch.cuda.set_device(device)
+        network.bind_to_gpu(torch.cuda.get_device_properties(device))
+        torch.ones(1, device=device)  # runs a kernel
+    except RuntimeError as e:
+        raise ValueError(about_unusable_gpu(device, str(e))) from e
+
+
+def about_unusable_gpu(device: torch.device, error: str) -> str:
+    """What to do about a GPU that runs no kernel, from the error of the first kernel."""
+    if "no kernel image" in error or "invalid device function" in error:  # CUDA's words, and HIP's
+        found = torch.cuda.get_device_properties(device)
+        kind = found.gcnArchName if torch.version.hip else f"compute capability {found.major}.{found.minor}"
+        return (f"{device} ({found.name}) has {kind}, but this PyTorch, {torch.__version__}, has kernels for "
+                f"{', '.join(torch.cuda.get_arch_list())} only: install a PyTorch that supports this GPU "
+                "(https://pytorch.org/get-started/previous-versions), or set --device=cpu")  # fmt: skip
+    return (f"{device} cannot be used ({error.splitlines()[0]}): look at nvidia-smi for other programs on this GPU, or "
+            "set --device=cpu")  # fmt: skip
+
+
+def gpu_identity(device: torch.device) -> list[str]:
+    """[name, what distinguishes this GPU from the others of its machine]; [] for other devices."""
+    if device.type != "cuda":
+        return []
+    found = torch.cuda.get_device_properties(device)
+    # slices of a GPU may all have the UUID of the GPU; a process sees a single slice
+    visible_slice = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "MIG" in found.name else ""
+    return [found.name, f"{found.uuid} {visible_slice}".strip()]
+
+
+def keep_freed_memory() -> None:
+    """
+    Make the C library keep freed memory for the next step (glibc). By default it returns large pieces to the kernel
+    and pays for page faults to get them back: a tenth of a step with 10M parameters on a CPU.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: allocate up to 32 MiB, the maximum, from the heap
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never shrink the heap
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished what was queued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()

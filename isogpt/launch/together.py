@@ -1,0 +1,205 @@
+"""How ranks decide together: gather, broadcast, and leaving together if one of them found an error."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isogpt.common import console
+
+Numbers = TypeVar("Numbers", bound=NamedTuple)
+Result = TypeVar("Result")
+NOTE_S = 60.0  # until rank 0 says that it waits for files
+LEAVE_TIMEOUT = timedelta(seconds=10)  # for the other ranks to report their errors
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def gather_objects(value: object) -> list:
+    """`value` of every rank, by rank (all ranks)."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast(value: object) -> object:
+    """Rank 0's `value` (all ranks)."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def wait_together(future: Future | None) -> None:
+    """
+    Wait until every rank's future is done; None counts as done (all ranks). The ranks meet once a second, so that a
+    disk slower than the collectives' timeout ends no run. Rank 0 says from time to time whose disk it is.
+    """
+    began, note_s, waiting = time.monotonic(), NOTE_S, [None]
+    while waiting:
+        if future:
+            futures.wait([future], timeout=1.0)
+        done = gather_objects(not future or future.done())
+        waiting = [str(rank) for rank, is_done in enumerate(done) if not is_done]
+        waited_s = time.monotonic() - began
+        if waiting and waited_s >= note_s and is_main():
+            note_s *= 2
+            print(f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} has read or "
+                  "written its files: if this does not end, check its disk or file system",
+                  file=sys.stderr, flush=True)  # fmt: skip
+
+
+def number_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which numbers are added and gathered."""
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
+@dataclass
+class Gathered(Generic[Numbers]):
+    """Numbers from every rank. A GPU may not have computed them yet."""
+
+    kind: type[Numbers]
+    columns: Tensor  # (fields, world_size) on the device
+    copy: Tensor  # the same on the CPU, once it has arrived
+    arrived: torch.cuda.Event | None  # None: it is there
+
+    def on(self, device: torch.device) -> Numbers:
+        """The same NamedTuple with tensors (world_size,) for computations on a device, which need not wait for them."""
+        return self.kind(*self.columns) if device == self.columns.device else self.read()
+
+    def read(self) -> Numbers:
+        """The same NamedTuple with float64 CPU tensors (world_size,). The first call waits for what precedes them."""
+        if self.arrived:
+            self.arrived.synchronize()
+            self.arrived = None
+        return self.kind(*self.copy.double())
+
+
+def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
+    """Gather a NamedTuple of scalars from every rank (all ranks): the one small collective of a step."""
+    # numbers of the CPU go to the device in one copy from pinned memory: each other copy would wait for the device
+    is_there = [torch.is_tensor(v) and v.device.type == device.type for v in numbers]
+    mine = torch.tensor([0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)],
+                        dtype=number_dtype(device), pin_memory=device.type == "cuda")  # fmt: skip
+    mine = mine.to(device, non_blocking=device.type == "cuda")  # (fields,); MPS cannot pin memory
+    for i, v in enumerate(numbers):
+        if is_there[i]:
+            mine[i] = v
+    rows = mine
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        rows = mine.new_empty(dist.get_world_size() * len(mine))
+        # the name since torch 2.13, which warns about the old one; 2.11 has only the old one
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, mine)
+    columns = rows.view(-1, len(mine)).T  # (fields, world_size)
+    # from a GPU the copy goes to pinned memory, behind what has been queued so far
+    copy = columns.to("cpu", non_blocking=device.type == "cuda")
+    arrived = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+    return Gathered(type(numbers), columns, copy, arrived)
+
+
+class Number(NamedTuple):
+    """A single number."""
+
+    value: Tensor | float
+
+
+def gather_number(value: Tensor | float, device: torch.device) -> Tensor:
+    """One number from every rank (all ranks): (world_size,) float64 on the CPU."""
+    return gather_numbers(Number(value), device).read().value
+
+
+def restarts_left() -> int:
+    """How many more times torchrun restarts this run after a failure."""
+    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("MAX_RESTARTS", "RESTART_COUNT")]
+    return max(0, int(counts[0]) - int(counts[1])) if all(c.isdigit() for c in counts) else 0
+
+
+def about_restarts() -> str:
+    """A line to print after an error message under torchrun, which repeats a user's mistake at each restart; or ''."""
+    left = restarts_left()
+    if not left:
+        return ""
+    return (f"torchrun restarts the command, up to {left} more times: if this message comes back, stop torchrun with "
+            "Ctrl-C and correct the command. With --nnodes=MIN:MAX, the settings must also fit MIN x nproc_per_node "
+            "processes")  # fmt: skip
+
+
+@contextmanager
+def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[None]:
+    """
+    Run a block that can fail on any rank (all ranks; no collectives inside). If it raised ValueError or OSError on any
+    of them, rank 0 prints each distinct message once and all ranks exit with status 1. Any other exception, such as a
+    bug or running out of memory, is raised again on the first rank that has it. Rank 0 names this rank, and the other
+    ranks exit.
+
+    Args:
+        on_error: called with the messages before the exit, for instance to log them. The crash hook of a rank that
+            raises again logs by itself.
+    """
+    problem = unexpected = None
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        problem = str(e)
+    except BaseException as e:
+        problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}".removesuffix(": ")
+        unexpected = e
+    gathered = []
+    with suppress(RuntimeError) if unexpected else nullcontext():  # after Ctrl-C, the other ranks may have left already
+        gathered = gather_objects((problem, unexpected is not None))
+    problems = [p for p, _ in gathered]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    raises_again = unexpected and not any(is_unexpected for _, is_unexpected in gathered[:rank])
+    own = problem if raises_again else None  # is reported with its traceback
+    messages = [p for p in dict.fromkeys(problems) if p and p != own]
+    if on_error and messages and not raises_again:
+        on_error("; ".join(messages))
+    for message in messages if is_main() else []:
+        ranks = ", ".join(str(r) for r, p in enumerate(problems) if p == message)
+        source = "" if problems[0] == message else f"rank {ranks}: "
+        console.print_error(message, source)
+    if raises_again:
+        raise unexpected
+    if not messages:
+        return
+    if is_main() and (note := about_restarts()):
+        print(note, file=sys.stderr, flush=True)
+    if not dist.is_initialized():
+        sys.exit(1)
+    with suppress(RuntimeError):  # other ranks may have left already
+        # a rank that leaves early makes the launcher kill those that have not printed yet. A number on the CPU, since
+        # a barrier would use the GPU, which may be what has failed
+        dist.all_reduce(torch.zeros(1), async_op=True).wait(LEAVE_TIMEOUT)
+    # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def do_together(work: Callable[[], Result], on_error: Callable[[str], object] | None = None) -> Result:
+    """
+    What `work` returns on this rank (all ranks; no collectives inside). It may take longer than the collectives'
+    timeout, on some ranks only, such as reading files: it runs in a thread, and the ranks meet meanwhile. Exits like
+    exit_together.
+    """
+    thread = {}
+    if torch.cuda.is_initialized():  # a new thread would use GPU 0
+        thread = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
+    future = ThreadPoolExecutor(1, **thread).submit(work)
+    wait_together(future)
+    with exit_together(on_error):
+        return future.result()

@@ -1,0 +1,1 @@
+"""What does a run tell, and what stops it?"""

@@ -1,0 +1,60 @@
+"""Detecting loss spikes and slow ranks."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class LossSpikes:
+    """Detects a loss far above those of the last hundred logged steps."""
+
+    losses: deque = field(default_factory=lambda: deque(maxlen=100))
+
+    def seen(self, loss: float) -> bool:
+        """Whether this loss is a spike."""
+        before = np.array(self.losses)
+        self.losses.append(loss)
+        return len(before) >= 20 and loss > before.mean() + max(6 * before.std(), 0.1 * abs(before.mean()))
+
+
+@dataclass
+class Overflows:
+    """Detects float16 steps that are skipped in succession: the gradient overflows whatever the loss scale is."""
+
+    patience: int = 8  # the first steps of a run often overflow; by then the scale has fallen to 1/256
+    count: int = 0
+
+    def seen(self, is_finite: bool) -> bool:
+        """Whether this step is the last of `patience` skipped ones; once in each succession."""
+        self.count = 0 if is_finite else self.count + 1
+        return self.count == self.patience
+
+
+@dataclass
+class SlowRanks:
+    """Detects a rank that stays well above the others in its own forward time, in data wait or in memory."""
+
+    patience: int = 20  # consecutive logged steps
+    counts: dict = field(default_factory=dict)  # by (column, rank)
+
+    def seen(self, columns: dict[str, list[float]]) -> list[str]:
+        """
+        Args:
+            columns: what was measured -> its value by rank.
+
+        Returns:
+            a sentence for each rank that has been above the others for `patience` steps; once each time.
+        """
+        found = []
+        for what, values in columns.items():
+            typical = statistics.median_low(values)
+            margin = 0.2 if what.endswith("GB") else 5  # GB or ms: differences that do not matter
+            for rank, value in enumerate(values):
+                is_above = value > 1.5 * typical + margin
+                self.counts[what, rank] = self.counts.get((what, rank), 0) + 1 if is_above else 0
+                if self.counts[what, rank] == self.patience:
+                    found.append(f"rank {rank}: {what} {value:.1f}, others {typical:.1f}")
+        return found

@@ -1,0 +1,68 @@
+"""The loss over fixed sequences, divided among the ranks."""
+
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isogpt.data.dataset import DataError
+from isogpt.data.reader import Reader
+from isogpt.launch.together import gather_numbers, gather_objects, number_dtype
+from isogpt.monitor.signals import Stop
+from isogpt.parallel.data import reshard
+from isogpt.speed.clock import Clock
+
+
+class SplitSums(NamedTuple):
+    """This rank's sums of the losses over its sequences of both splits."""
+
+    train: Tensor | float
+    val: Tensor | float
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, reader: Reader, sequences: int, autocast: AbstractContextManager, stop: Stop,
+             clock: Clock, checkpoint_s: float) -> tuple[float, float] | None:  # fmt: skip
+    """
+    Mean losses over the fixed sequences of the training and the validation data (all ranks); None if a stop was
+    requested. The host waits for a GPU once, at the end.
+
+    Args:
+        sequences: how many of each split.
+        checkpoint_s: how long a checkpoint takes, see Stop.code.
+
+    Raises:
+        DataError: on all ranks, if any of them could not read the data.
+    """
+    device, problems = reader.device, []
+    sums = {split: 0.0 for split in SplitSums._fields}
+    model.eval()
+    for split in sums:
+        try:
+            for i, (x, y) in enumerate(reader.evaluation(split, sequences)):
+                with clock("evaluation"), autocast:
+                    sums[split] += model(x, y, 1.0)[1].to(number_dtype(device))  # the sum over the targets
+                if stop.in_evaluation(i, device, checkpoint_s):
+                    break
+        except DataError as e:  # raised after the last micro-batch: this rank has computed as many as the others
+            problems.append(str(e))
+        if stop.agreed:
+            break
+    model.train()
+    reshard(model)
+    raise_together("; ".join(problems))
+    copies = reader.mesh.data_size * reader.mesh.cp  # ranks with different tokens
+    totals = [over_ranks.mean().item() * copies for over_ranks in gather_numbers(SplitSums(**sums), device).read()]
+    train_loss, val_loss = (total / (sequences * reader.block_size) for total in totals)
+    return None if stop.agreed else (train_loss, val_loss)
+
+
+def raise_together(problem: str) -> None:
+    """Raise DataError on all ranks if any of them found a problem; '' is none (all ranks)."""
+    found = gather_objects(problem)
+    ranks = {text: ", ".join(str(r) for r, other in enumerate(found) if other == text) for text in found if text}
+    if len(found) == 1 and problem:
+        raise DataError(problem)
+    if ranks:
+        raise DataError("; ".join(f"rank {ranks[text]}: {text}" for text in ranks))

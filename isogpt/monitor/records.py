@@ -1,0 +1,80 @@
+"""The records of metrics.jsonl and the lines of the console."""
+
+import json
+import math
+
+from torch import Tensor
+
+from isogpt.checkpoint.progress import Progress
+from isogpt.training.step_numbers import StepNumbers
+
+
+def as_json(record: dict) -> dict:
+    """The record with nan and infinity as strings, 'nan' and 'inf': JSON has neither."""
+    return json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
+
+
+def step_record(
+    progress: Progress, numbers: StepNumbers, lr: float, flops_per_step: float, peak_flops: float | None
+) -> dict:
+    """
+    A step's record. The loss is the mean over the ranks, which is the mean over the global batch. Since a mean hides a
+    slow rank, times and memory have the maximum over the ranks too.
+
+    Args:
+        numbers: (world_size,) each.
+    """
+    mean = StepNumbers(*(values.mean().item() for values in numbers))
+    most = StepNumbers(*(values.max().item() for values in numbers))
+    step_s, is_counted = mean.step_ms / 1e3, math.isfinite(mean.bytes_sent)
+    return {
+        "iter": progress.step, "loss": mean.loss, "grad_norm": numbers.grad_norm.item(), "lr": lr,
+        "step_ms": mean.step_ms, "step_ms_max": most.step_ms, "data_ms": mean.data_ms, "data_ms_max": most.data_ms,
+        "memory_gb": mean.memory_gb, "memory_gb_max": most.memory_gb,
+        "bytes_sent": round(mean.bytes_sent) if is_counted else None,
+        "bytes_sent_max": round(most.bytes_sent) if is_counted else None,
+        "tokens_per_s": progress.tokens_per_step / step_s,
+        "mfu": flops_per_step / step_s / peak_flops if peak_flops else None,
+        "tokens": progress.tokens + progress.tokens_per_step,
+    }  # fmt: skip
+
+
+def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
+    """
+    What the routers have done: tokens of an expert in a step, least, mean and most over all layers; mean entropy of the
+    routers' probabilities in nats; the auxiliary loss; and experts without a token, as layer.expert.
+
+    Args:
+        routing: from parallelize.take_routing (L, E + 2).
+    """
+    counts = routing[:, 2:] * tokens_per_step  # (L, E)
+    dead = [f"{layer}.{expert}" for layer, expert in (counts == 0).nonzero().tolist()]
+    return {"expert_tokens_min": counts.min().item(), "expert_tokens_mean": counts.mean().item(),
+            "expert_tokens_max": counts.max().item(), "router_entropy": routing[:, 1].mean().item(),
+            "auxiliary_loss": routing[:, 0].sum().item(), "dropped_tokens": 0, "dead_experts": dead}  # fmt: skip
+
+
+def step_line(record: dict, left_s: float) -> str:
+    """A step's line on the console; nanoGPT's tools parse it up to the mfu."""
+    mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
+    return (f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
+            f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, lr {record['lr']:.1e}, data "
+            f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left"
+            f"{routing_text(record) if 'dead_experts' in record else ''}")  # fmt: skip
+
+
+def routing_text(record: dict) -> str:
+    """The end of a step's line with experts."""
+    least, mean, most = (record[f"expert_tokens_{name}"] for name in ("min", "mean", "max"))
+    text = f", tokens per expert {least:.0f} to {most:.0f}, mean {mean:.0f}, entropy {record['router_entropy']:.2f}"
+    if not (dead := record["dead_experts"]):
+        return text
+    more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
+    return f"{text}, dead experts (layer.expert): {', '.join(dead[:3])}{more}"
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, s = divmod(int(seconds + 0.5), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

@@ -1,0 +1,102 @@
+"""Stopping on request: signals and the time limit."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from isogpt.launch.launchers import agent_start
+from isogpt.launch.together import Gathered, Number, gather_number, gather_numbers
+
+PROCESS_START = time.monotonic()  # approximately
+TIME_IS_UP = -1  # Stop.code for the time limit; signals have positive numbers
+EXIT_S = 1.0  # reserved for leaving the process group and exiting
+
+
+def running_s() -> float:
+    """Seconds since the start of this process, or of torchrun's agent, which may have restarted it (Linux)."""
+    started = agent_start()
+    if started is not None:
+        return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - PROCESS_START
+
+
+@dataclass
+class Stop:
+    """Whether this rank was asked to stop: by a signal, or because time_limit_s (0: none) is about to be exceeded."""
+
+    time_limit_s: float = 0
+    signal: int = 0
+    agreed: int = 0  # the code that all ranks stop by
+    asked: Gathered[Number] | None = None  # the codes of an evaluation that are read at a later micro-batch
+
+    def code(self, step_s: float = 0.0, checkpoint_s: float = 0.0) -> int:
+        """
+        0: continue; a signal's number; or TIME_IS_UP if the time left is not enough for another step, which may take
+        twice as long as the last one, and two checkpoints: one that may be under way, and the final one.
+        """
+        needed = EXIT_S + 2 * step_s + 2 * checkpoint_s
+        is_late = self.time_limit_s and running_s() + needed > self.time_limit_s
+        return self.signal or (TIME_IS_UP if is_late else 0)
+
+    def decide(self, codes: torch.Tensor) -> int:
+        """What all ranks stop by, from every rank's code: a signal takes precedence over TIME_IS_UP; 0: continue."""
+        self.agreed = int(codes.max() or codes.min())
+        return self.agreed
+
+    def in_evaluation(self, micro_batch: int, device: torch.device, checkpoint_s: float) -> bool:
+        """
+        Whether to stop, asked after each micro-batch of an evaluation (all ranks). With a GPU, the ranks ask each other
+        at every fourth one and read the answer four later: reading it at once would wait for all queued work.
+        """
+        if device.type == "cpu":
+            return self.decide(gather_number(self.code(checkpoint_s=checkpoint_s), device)) != 0
+        if micro_batch % 4:
+            return False
+        answer = self.asked if micro_batch else None  # at the first micro-batch: of an earlier evaluation
+        self.asked = gather_numbers(Number(self.code(checkpoint_s=checkpoint_s)), device)
+        return answer is not None and self.decide(answer.read().value) != 0
+
+    def reason(self) -> str:
+        """The agreed code's name."""
+        return "time_limit_s" if self.agreed == TIME_IS_UP else signal.Signals(self.agreed).name
+
+
+def watch_signals(time_limit_s: float = 0) -> Stop:
+    """
+    From now on SIGTERM, SIGUSR1 and SIGINT are recorded in the returned Stop, which all ranks check together. A second
+    SIGINT, more than a second later, ends the process at once: a single Ctrl-C often arrives twice, from the terminal
+    and from the launcher.
+    """
+    stop = Stop(time_limit_s)
+
+    def record(number: int, frame: object) -> None:
+        if not stop.signal:
+            stop.signal = number
+            os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
+
+    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), record)
+    # Python runs `record` between two bytecodes of the main thread. If that waits in C++ for a failed rank, the thread
+    # below, which reads the numbers of arriving signals, can still end the process.
+    if os.name != "posix":  # Windows cannot make a pipe non-blocking before Python 3.12
+        return stop
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def exit_at_second_sigint() -> None:
+        first = None
+        while numbers := os.read(read, 1):
+            if numbers[0] == signal.SIGINT:
+                first = first or time.monotonic()
+                if time.monotonic() - first > 1:
+                    os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=exit_at_second_sigint, daemon=True, name="signals").start()
+    return stop

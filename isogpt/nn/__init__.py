@@ -1,0 +1,1 @@
+"""What is a layer made of? Everything that model.py reaches."""

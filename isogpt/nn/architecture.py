@@ -1,0 +1,111 @@
+"""The architectures of the GPT family, and the shape of a model."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What distinguishes the architectures. The defaults are GPT-2's."""
+
+    rms_norm: bool = False  # RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) instead of LayerNorm
+    norm_weights: bool = True  # norms have weights
+    norm_eps: float = 1e-5
+    rotation: int = 0  # direction of the rotary positions (Su et al. 2021, arXiv:2104.09864); 0: position embeddings
+    qk_norm: bool = False  # RMSNorm of the rotated queries and keys (Henry et al. 2020, arXiv:2010.04245)
+    norm_embeddings: bool = False  # a norm between the embeddings and the first block
+    activation: str = "gelu"  # or relu2 (So et al. 2021, arXiv:2109.08668), swiglu (Shazeer 2020, arXiv:2002.05202)
+    softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118)
+    tied: bool = True  # whether wte and lm_head share their weights, if the config does not say
+
+
+ARCHS = {
+    "gpt2": Arch(),
+    "nanochat": Arch(rms_norm=True, norm_weights=False, norm_eps=1e-6, rotation=-1, qk_norm=True, norm_embeddings=True,
+                     activation="relu2", softcap=15.0, tied=False),
+    "llama": Arch(rms_norm=True, rotation=1, activation="swiglu", tied=False),
+}  # fmt: skip
+
+
+@dataclass
+class GPTConfig:
+    """
+    A model's shape. Fields that are 0 or None take the architecture's default.
+
+    Args:
+        bias: use biases in Linear and LayerNorm, as GPT-2 does; False is slightly faster. The other architectures have
+            none.
+        gelu: 'none' (the exact GELU, as in nanoGPT) or 'tanh' (the approximation that GPT-2 was trained with).
+        arch: a key of ARCHS.
+        n_kv_head: heads of keys and values, each for n_head / n_kv_head heads of queries (Ainslie et al. 2023,
+            arXiv:2305.13245). Default: n_head.
+        n_hidden: width of the MLP's hidden layer. Default: 4 n_embd; llama: 8/3 n_embd, rounded up to a multiple of 64.
+        tied: whether wte and lm_head share their weights.
+        norm_eps: added to the variance in norms.
+        rope_theta: base of the rotary positions' frequencies.
+        n_expert: MLPs in each block, of which each token uses n_expert_active, see experts.py. 0: one, for all tokens.
+        balance_loss, router_z_loss: coefficients of the router's auxiliary losses.
+    """
+
+    block_size: int = 1024
+    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64 for faster matmuls
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+    gelu: str = "none"
+    arch: str = "gpt2"
+    n_kv_head: int = 0
+    n_hidden: int = 0
+    tied: bool | None = None
+    norm_eps: float = 0.0
+    rope_theta: float = 10000.0
+    n_expert: int = 0
+    n_expert_active: int = 2
+    balance_loss: float = 0.01
+    router_z_loss: float = 0.001
+
+    def __post_init__(self) -> None:
+        if self.arch not in ARCHS:
+            raise ValueError(f"arch is {self.arch!r}; possible are {', '.join(ARCHS)}")
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}: it must be in [0, 1)")
+        arch = ARCHS[self.arch]
+        self.bias = self.bias and self.arch == "gpt2"
+        self.n_kv_head = self.n_kv_head or self.n_head
+        width = 64 * math.ceil(self.n_embd / 24)  # 8/3 n_embd, since SwiGLU has a third matrix
+        self.n_hidden = self.n_hidden or (width if arch.activation == "swiglu" else 4 * self.n_embd)
+        self.tied = arch.tied if self.tied is None else self.tied
+        self.norm_eps = self.norm_eps or arch.norm_eps
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head is {self.n_kv_head}: it must divide n_head, {self.n_head}")
+        if self.n_expert < 0:
+            raise ValueError(f"n_expert is {self.n_expert}: it must not be negative")
+        if self.n_expert and not 1 <= self.n_expert_active <= self.n_expert:
+            raise ValueError(f"n_expert_active is {self.n_expert_active}: it must be in 1 to n_expert, {self.n_expert}")
+        if arch.rotation and self.n_embd // self.n_head % 2:
+            raise ValueError(f"n_embd / n_head is {self.n_embd // self.n_head}: rotary positions need an even number")
+
+    @property
+    def mlp_count(self) -> int:
+        """Number of parameters of an MLP, or of an expert."""
+        matrices = 3 if ARCHS[self.arch].activation == "swiglu" else 2
+        biases = (matrices - 1) * self.n_hidden + self.n_embd if self.bias else 0
+        return matrices * self.n_embd * self.n_hidden + biases
+
+    @property
+    def unused_count(self) -> int:
+        """Number of parameters, in experts, that a token does not use."""
+        return self.n_layer * (self.n_expert - self.n_expert_active) * self.mlp_count if self.n_expert else 0
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Heights of the query, key and value projections that are stacked in `c_attn`."""
+        head_size = self.n_embd // self.n_head
+        return self.n_head * head_size, self.n_kv_head * head_size, self.n_kv_head * head_size

@@ -1,0 +1,45 @@
+"""Comparing the weights of ranks that hold the same ones."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from isogpt.launch.together import exit_together, gather_objects
+from isogpt.parallel.local_parts import local_parts_by_name
+
+
+def check_equal_weights(model: nn.Module, step: int, on_error: Callable, island: int = 0) -> None:
+    """Compare the weights of ranks that hold the same ones, and exit with a message if they differ (all ranks)."""
+    differences = weight_differences(model, island)
+    with exit_together(on_error):
+        if differences:
+            raise ValueError(f"step {step}: weights differ across ranks: {differences}")
+
+
+@torch.no_grad()
+def weight_differences(model: nn.Module, island: int = 0) -> str:
+    """
+    Compare a checksum of the weights between ranks of an island that hold the same ones (all ranks). Returns which
+    parameter differs on which rank; '' if none.
+    """
+    pieces = [(name, *piece) for name, part in local_parts_by_name(model).items() for piece in part.pieces]
+    sums = [piece.contiguous().view(torch.int32).sum(dtype=torch.int64) for _, _, piece in pieces]
+    sums = torch.stack(sums).tolist() if sums else []  # one copy from the device
+    mine = {(name, offsets, island): value for (name, offsets, _), value in zip(pieces, sums, strict=True)}
+    found = defaultdict(list)  # {(name, offsets, island): [(rank, checksum)]}
+    for rank, theirs in enumerate(gather_objects(mine)):
+        for key, value in theirs.items():
+            found[key].append((rank, value))
+    wrong = defaultdict(set)
+    for (name, *_), values in found.items():
+        usual = most_common([value for _, value in values])
+        wrong[name] |= {rank for rank, value in values if value != usual}
+    texts = [f"{name} differs on rank {', '.join(map(str, sorted(ranks)))}" for name, ranks in wrong.items() if ranks]
+    return "; ".join(texts if len(texts) <= 3 else [*texts[:3], f"and {len(texts) - 3} more"])
+
+
+def most_common(values: list[int]) -> int:
+    """The value that occurs most often; the smallest of several."""
+    return min(values, key=lambda value: (-values.count(value), value))

@@ -1,0 +1,188 @@
+"""Which part of each parameter this rank holds, whatever the layout: the common language of the ways of sharding."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Offsets = tuple[int, ...]  # of a piece in each dimension of the whole tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """
+    How tensor or expert parallelism (axis tp or ep of the mesh) divides a parameter: along one dimension, where
+    matrices of these heights or widths are stacked (q, k and v; experts), each of which is divided evenly over `count`
+    ranks. This rank is number `index` of them.
+    """
+
+    axis: str
+    dim: int
+    sections: tuple[int, ...]
+    index: int
+    count: int
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """(start in the whole parameter, length) of each section's part on this rank."""
+        first = 0
+        for n in self.sections:
+            start = min(self.index * ceil(n / self.count), n)
+            yield first + start, min(ceil(n / self.count), n - start)
+            first += n
+
+    def length(self) -> int:
+        """This rank's length along the dimension."""
+        return sum(length for _, length in self.ranges())
+
+    def place(self, offsets: Offsets, piece: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
+        """What a piece of this rank's part is of the whole: its parts in each section, with their offsets there."""
+        dim, start = self.dim, 0  # start: of a section in this rank's part
+        first, end = offsets[dim], offsets[dim] + piece.size(dim)
+        for begin, length in self.ranges():
+            low, high = max(start, first), min(start + length, end)
+            if low < high:
+                where = (*offsets[:dim], begin + low - start, *offsets[dim + 1 :])
+                yield where, piece.narrow(dim, low - first, high - low)
+            start += length
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """
+    The part of a parameter, or of a tensor of its shape such as a moment, that this rank holds: `pieces` are views of
+    the tensor in this rank's memory, with their offsets in the whole tensor of shape `shape`.
+    """
+
+    shape: torch.Size
+    pieces: tuple[tuple[Offsets, Tensor], ...]
+    is_row: bool = False  # of a tensor that stacks what several groups of ranks hold: its first dimension are they
+
+    def in_row(self, index: int, count: int) -> "LocalPart":
+        """This part as row `index` of a stack of `count`; a stack of one is the tensor itself."""
+        if count == 1:
+            return self
+        pieces = tuple(((index, *offsets), piece[None]) for offsets, piece in self.pieces)
+        return LocalPart(torch.Size((count, *self.shape)), pieces, is_row=True)
+
+    def unstacked(self) -> "LocalPart":
+        """The part itself, not as a row."""
+        if not self.is_row:
+            return self
+        return LocalPart(self.shape[1:], tuple((offsets[1:], piece[0]) for offsets, piece in self.pieces))
+
+    def fitted(self, saved: torch.Size) -> tuple["LocalPart", list[tuple[Tensor, Tensor]]]:
+        """
+        The part to read from a saved tensor, which another number of groups of ranks may have stacked.
+
+        Returns:
+            (the part, [(a piece of this one, the rows that are read for it)]); the piece is to be their mean
+        """
+        if saved == self.shape:
+            return self, []
+        single = self.unstacked()
+        if not saved or saved[1:] != single.shape:
+            return single, []
+        rows = [(piece, piece.new_empty(saved[0], *piece.shape)) for _, piece in single.pieces]
+        stacks = (((0, *offsets), stack) for (offsets, _), (_, stack) in zip(single.pieces, rows, strict=True))
+        return LocalPart(saved, tuple(stacks)), rows
+
+    def size(self) -> torch.Size:
+        """The whole tensor's shape; torch.distributed.checkpoint compares it with the saved tensor's."""
+        return self.shape
+
+    def piece(self, offsets: Offsets) -> Tensor:
+        """The piece at these offsets."""
+        return dict(self.pieces)[tuple(offsets)]
+
+    def cut(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(piece, the same part of `whole`) for each piece."""
+        for offsets, piece in self.pieces:
+            yield piece, whole[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))]
+
+    @torch.no_grad()
+    def put(self, whole: Tensor) -> None:
+        """Copy this rank's part of a whole tensor: no communication. Raises RuntimeError if its shape is another."""
+        if whole.shape != self.shape:
+            raise RuntimeError(f"its shape is {tuple(whole.shape)}, not {tuple(self.shape)}")
+        for piece, values in self.cut(whole):
+            piece.copy_(values)
+
+    def copy(self) -> "LocalPart":
+        """A copy on the CPU. From a GPU into pinned memory: the caller waits once for all queued copies."""
+        copies = tuple((offsets, copy_to_cpu(piece)) for offsets, piece in self.pieces)
+        return LocalPart(self.shape, copies, self.is_row)
+
+
+Splits = tuple[Split, ...]  # of a parameter, in this order: by expert parallelism, by tensor parallelism
+
+
+def local_part_of(tensor: Tensor, splits: Splits = ()) -> LocalPart:
+    """What this rank holds of a tensor that may have been split, and may then have become a DTensor of fully_shard."""
+    here, offsets, shape = local(tensor), (0,) * tensor.dim(), list(tensor.shape)
+    if is_sharded(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        offsets = tuple(compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)[1])
+    pieces = [(offsets, here)] if here.numel() or not shape else []
+    for split in reversed(splits) if shape else ():
+        pieces = [placed for piece in pieces for placed in split.place(*piece)]
+        shape[split.dim] = sum(split.sections)
+    return LocalPart(torch.Size(shape), tuple(pieces))
+
+
+def keep_local_part(model: nn.Module, name: str, split: Split) -> None:
+    """Replace a parameter on the meta device by this rank's part of it."""
+    p, (owner, _, leaf) = model.get_parameter(name), name.rpartition(".")
+    shape = [split.length() if dim == split.dim else n for dim, n in enumerate(p.shape)]
+    part = nn.Parameter(torch.empty(shape, device=p.device))
+    part.splits = (*splits_of(p), split)
+    setattr(model.get_submodule(owner), leaf, part)
+
+
+def splits_of(p: Tensor) -> Splits:
+    """How expert and tensor parallelism have split a parameter."""
+    return getattr(p, "splits", ())
+
+
+def is_split(p: Tensor, axis: str) -> bool:
+    """Whether ranks along an axis of the mesh, tp or ep, hold different parts of a parameter."""
+    return any(split.axis == axis for split in splits_of(p))
+
+
+def local_parts_by_name(model: nn.Module) -> dict[str, LocalPart]:
+    """The parts of the model's parameters for a checkpoint, each parameter once (the head can be tied to wte)."""
+    return {name: local_part_of(p.detach(), splits_of(p)) for name, p in model.named_parameters()}
+
+
+def whole_tensors(parts: list[LocalPart], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
+    """
+    The whole float32 tensors of parts of equal shape, stacked: (parts, *shape) (all ranks of the group that shares
+    them). The sum of the ranks' pieces, in a single collective: the other places hold zeros, so nothing is rounded.
+    """
+    new = torch.zeros if group else torch.empty
+    stacked = new(len(parts), *parts[0].shape, device=device)
+    for part, whole in zip(parts, stacked, strict=True):
+        for piece, place in part.cut(whole):
+            place.copy_(piece)
+    if group:
+        dist.all_reduce(stacked, group=group)
+    return stacked
+
+
+def is_sharded(value: Tensor) -> bool:
+    """Whether it is a DTensor, of which a rank may hold only a part."""
+    return hasattr(value, "full_tensor")
+
+
+def local(value: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return value.to_local() if is_sharded(value) else value
+
+
+def copy_to_cpu(value: Tensor) -> Tensor:
+    """A copy on the CPU. From a GPU into pinned memory: the copies are queued, and the caller waits for all at once."""
+    on_gpu = value.device.type == "cuda"
+    return torch.empty_like(value, device="cpu", pin_memory=on_gpu).copy_(value, non_blocking=on_gpu)

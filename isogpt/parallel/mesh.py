@@ -1,0 +1,165 @@
+"""How the ranks divide the work: the axes of the mesh, this rank's coordinates, and the arithmetic of degrees."""
+
+import warnings
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout, get_backend_config
+
+from isogpt.launch.device import collectives_timeout
+
+warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # of a mesh: torch 2.13 has no other way for HSDP
+# neighbouring ranks differ in tp, which communicates most
+AXES = ("islands", "pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+DATA_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # the ranks along these average their gradients
+READING_AXES = ("islands", "dp_replicate", "dp_shard", "ep")  # the ranks along these read different sequences
+
+
+@dataclass
+class Mesh:
+    """
+    The ranks as a grid with one axis for each way of dividing the work: groups that train by themselves for some steps
+    (islands), pipeline stages (pp), copies of the model (dp_replicate), shards of each parameter (dp_shard, ZeRO-2 and
+    3), groups of experts (ep), parts of each sequence (cp), and parts of each matrix (tp). Parameters are sharded over
+    dp_shard x ep x cp, because ranks with parts of a sequence use the same ones; experts, which ep has divided already,
+    over dp_shard x cp.
+
+    Data is divided by `data_rank` and `data_size`, never by rank and world size.
+    """
+
+    rank: int = 0
+    islands: int = 1
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+    timeout_s: float = 600.0  # of the collectives of the groups within the mesh
+    devices: DeviceMesh | None = field(default=None, compare=False)  # of the axes with more than one rank
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along these axes together."""
+        return prod(getattr(self, axis) for axis in axes)
+
+    def index(self, axis: str, rank: int | None = None) -> int:
+        """This rank's coordinate, or another rank's."""
+        inner = prod(getattr(self, a) for a in AXES[AXES.index(axis) + 1 :])
+        return (self.rank if rank is None else rank) // inner % getattr(self, axis)
+
+    def place(self, *axes: str, rank: int | None = None) -> tuple[int, int]:
+        """This rank's number, or another one's, among the ranks along these axes, and how many they are."""
+        number = 0
+        for axis in axes:
+            number = number * self.size(axis) + self.index(axis, rank)
+        return number, self.size(*axes)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the batch this rank reads."""
+        return self.data_rank_of(self.rank)
+
+    def data_rank_of(self, rank: int) -> int:
+        """Which share of the batch a rank reads."""
+        return self.place(*READING_AXES, rank=rank)[0]
+
+    @property
+    def data_size(self) -> int:
+        """How many shares a batch is divided into."""
+        return self.size(*READING_AXES)
+
+    def chunks(self, index: int) -> tuple[int, int]:
+        """
+        The two of 2 cp chunks of a sequence that rank `index` of a cp group holds: an early and a late one. Chunk i
+        attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and none waits.
+        """
+        return index, 2 * self.cp - 1 - index
+
+    def own_positions(self, length: int) -> Tensor | None:
+        """The positions of a sequence of `length` tokens that this rank holds, (length / cp,); None for all."""
+        if self.cp == 1:
+            return None
+        chunks = torch.arange(length).chunk(2 * self.cp)
+        return torch.cat([chunks[c] for c in self.chunks(self.index("cp"))])
+
+    def replicas(self, zero: int) -> int:
+        """How many ranks of an island average gradients of the same parameters, with a ZeRO stage."""
+        return self.dp_replicate if zero >= 2 else self.size(*DATA_AXES)
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a rank holds only some of the layers or experts, or parts of matrices."""
+        return self.pp > 1 or self.tp > 1 or self.ep > 1
+
+    def connect(self, device_type: str, shards: bool, offloads: bool = False) -> None:
+        """
+        Create the process groups (all ranks).
+
+        Args:
+            shards: fully_shard needs a mesh even for a single rank.
+            offloads: with cpu_offload, it needs an axis of replicas even for a single one, see data.no_sync.
+        """
+        kept = {"dp_shard": shards, "dp_replicate": shards and offloads}
+        sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or kept.get(a)}
+        if len(sizes) > 1 or shards:  # for one axis the default group will do
+            self.devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            for axis in sizes:
+                self.limit(self.devices.get_group(axis))
+
+    def limit(self, group: ProcessGroup, timeout_s: float | None = None) -> ProcessGroup:
+        """Set a group's timeout, by default the mesh's: that of a new group is the backend's, up to half an hour."""
+        _set_pg_timeout(collectives_timeout(timeout_s or self.timeout_s, str(get_backend_config(group))), group)
+        return group
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The one-dimensional mesh of the ranks that differ from this one in these axes only (all ranks)."""
+        present = [axis for axis in axes if axis in self.devices.mesh_dim_names]
+        part = self.devices[tuple(present)]
+        if len(present) == 1:
+            return part
+        flat = part._flatten("_".join(present))
+        self.limit(flat.get_group())
+        return flat
+
+    def group(self, *axes: str) -> ProcessGroup | None:
+        """The group of the ranks that differ from this one in these axes only (all ranks); None if it is alone."""
+        if self.size(*axes) == 1:
+            return None
+        if self.size(*axes) == self.size(*AXES):
+            return dist.group.WORLD
+        return self.submesh(*axes).get_group()
+
+    def fsdp_mesh(self, has_replicas: bool, *shard_axes: str) -> DeviceMesh:
+        """The mesh for fully_shard: one axis, or (replicas, shards) for HSDP if has_replicas (all ranks)."""
+        shards = self.submesh(*shard_axes)
+        if not has_replicas or "dp_replicate" not in self.devices.mesh_dim_names:
+            return shards
+        return self.devices["dp_replicate", shards.mesh_dim_names[0]]
+
+
+def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
+    """
+    The mesh for a ZeRO stage and the settings islands, pp, dp_replicate, ep, cp and tp: the ranks that pp, cp and tp
+    leave divide the batch. Within an island, stages 0 and 1 replicate the parameters over them, stages 2 and 3 shard
+    them; ep divides experts.
+    """
+    islands, pp, ep, cp, tp, replicas = (config[n] for n in ("islands", "pp", "ep", "cp", "tp", "dp_replicate"))
+    left = world_size // (islands * pp * ep * cp * tp)
+    replicate, shard = (replicas, left // replicas) if zero >= 2 else (left, 1)
+    return Mesh(rank, islands, pp, replicate, shard, ep, cp, tp, config["dist_timeout_s"])
+
+
+def stages_per_rank(pp_schedule: str) -> int:
+    """How many pipeline stages each rank holds."""
+    return 1 if pp_schedule in ("gpipe", "1f1b") else 2
+
+
+def bubble_formula(pp: int, micro_steps: int, pp_schedule: str) -> float | None:
+    """The share of a pipeline's time in which a rank waits; None for zero-bubble schedules, which stay below 1f1b's."""
+    if pp_schedule in ("zero_bubble", "zbv"):
+        return None
+    return (pp - 1) / (stages_per_rank(pp_schedule) * micro_steps + pp - 1)

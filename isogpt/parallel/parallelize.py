@@ -1,0 +1,119 @@
+"""
+The ways of distributing a model, one file each, applied from outside to a model that knows none of them.
+
+`parallelize` works on the meta device, so that no rank ever holds a model that is larger than its memory. train.py then
+fills the model with weights and, with zero 0 and 1, wraps it with DistributedDataParallel.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isogpt.parallel.compilation import compile_model
+from isogpt.parallel.data import fsdp_units, shard
+from isogpt.parallel.local_parts import Splits, copy_to_cpu, local_parts_by_name, splits_of
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.pipeline import Pipeline
+from isogpt.parallel.recompute import recompute
+
+
+def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype,
+                config: dict) -> str:  # fmt: skip
+    """
+    Distribute a model on the meta device, in place, and allocate this rank's part of it (all ranks). The order of the
+    steps matters: each one applies to what the one before has made.
+
+    Args:
+        dtype: see `shard`.
+        config: train.py's settings; those that are used here have the names of settings.
+
+    Returns:
+        a sentence for the user about torch.compile.
+    """
+    splits = split_model(model, mesh, config["pp_schedule"])
+    if mesh.cp > 1:
+        from isogpt.parallel.context import parallelize_context
+
+        parallelize_context(model, mesh, device)
+    recompute(model, config["activation_checkpointing"])
+    by_block, note = zero >= 2 or mesh.splits_model, "compile: off"
+    if config["compile"]:
+        note = compile_model(model, device, by_block, config["cuda_graphs"])
+    if zero >= 2:
+        shard(model, mesh, device, zero, dtype, config["cpu_offload"], config["fsdp_prefetch"], config["pp_schedule"],
+              reduces_replicas=config["grad_compression"] == "none")  # fmt: skip
+    materialize(model, torch.device("cpu") if config["cpu_offload"] else device, splits)
+    model.reset_routing(device)
+    return note
+
+
+def split_model(model: nn.Module, mesh: Mesh, pp_schedule: str, splits_sequence: bool = True) -> dict[str, Splits]:
+    """
+    Leave this rank's layers and experts, and its part of each matrix, of a model on the meta device. Returns how each
+    parameter has been split, since fully_shard replaces parameters.
+    """
+    if mesh.pp > 1:
+        from isogpt.parallel.pipeline import split_layers
+
+        split_layers(model, mesh, pp_schedule)
+    if mesh.ep > 1:
+        from isogpt.parallel.expert import parallelize_experts
+
+        parallelize_experts(model, mesh)
+    if mesh.tp > 1:
+        from isogpt.parallel.tensor import parallelize_tensors
+
+        parallelize_tensors(model, mesh, splits_sequence)
+    return {name: splits_of(p) for name, p in model.named_parameters()}
+
+
+def make_pipeline(model: nn.Module, mesh: Mesh, pp_schedule: str, zero: int, dtype: torch.dtype,
+                  device: torch.device, splits_sequence: bool = True) -> "Pipeline | None":  # fmt: skip
+    """The pipeline of a model from `split_model`, which its forward uses from now on; None if pp is 1."""
+    if mesh.pp == 1:
+        return None
+    from isogpt.parallel.pipeline import Pipeline
+
+    dtype = torch.float32 if zero < 2 else dtype  # autocast leaves the residual stream in float32
+    return Pipeline(model, mesh, pp_schedule, dtype, device, mesh.tp if splits_sequence else 1)
+
+
+def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits] | None = None) -> None:
+    """
+    Allocate memory for what this rank holds of a model on the meta device; the values are undefined.
+
+    Args:
+        splits: what `split_model` returned.
+    """
+    if fsdp_units(model):
+        model.to_empty(device=device)
+    else:  # Module.to_empty would do, but imports sympy, which takes half a second
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device)))
+    model.tie_weights()
+    for name, p in model.named_parameters() if splits else ():
+        p.splits = splits[name]
+
+
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Fill this rank's parts with the initial weights that the whole model has on one process."""
+    for name, part in local_parts_by_name(model).items():
+        part.put(model.initial_weight(name, part.shape, seed))
+
+
+def take_routing(model: nn.Module, is_logged: bool, device: torch.device) -> Tensor | None:
+    """
+    What the model's routers have done since the last logged step, over all ranks and divided by the number of tokens
+    (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged. From a GPU the
+    copy is only queued: it has arrived when numbers that were gathered after it have.
+    """
+    c = model.config
+    if not c.n_expert or not is_logged:
+        return None
+    sums = model.routing  # of a pipeline's ranks, only the last one adds to them
+    model.reset_routing(device)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    tokens = sums[:, 2:].sum(1, keepdim=True) / c.n_expert_active  # (L, 1)
+    return copy_to_cpu(sums / tokens)

@@ -1,0 +1,142 @@
+"""How the sequences of a step are divided over the data-parallel ranks."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import chain, count, pairwise
+
+import numpy as np
+
+PADDING = -1  # the start of a padding row
+
+
+@dataclass(frozen=True)
+class Share:
+    """
+    How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows. Islands get
+    sequences that follow each other in the batch, and the ranks of an island divide these.
+    """
+
+    sequences: int
+    data_rank: int
+    micro_steps: int
+    rows_of: tuple[int, ...]  # by data rank
+    islands: tuple[int, ...] = ()  # the sequences of each; (): there are none
+
+    @property
+    def island_sequences(self) -> int:
+        """How many sequences this rank's island has; without islands all of the batch."""
+        return len(self.island()[0])
+
+    def island(self) -> tuple[range, tuple[int, ...], int]:
+        """This rank's island: its sequences' places in the batch, the rows of its ranks, this rank's number in it."""
+        counts = self.islands or (self.sequences,)
+        size = len(self.rows_of) // len(counts)
+        number, rank = divmod(self.data_rank, size)
+        start = sum(counts[:number])
+        places = range(start, start + counts[number])
+        return places, self.rows_of[number * size : (number + 1) * size], rank
+
+    @property
+    def rows(self) -> int:
+        """This rank's rows of a micro-step."""
+        return self.rows_of[self.data_rank]
+
+    def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
+        """
+        This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond the end of the
+        batch, or of the island's part of it.
+        """
+        places, rows_of, rank = self.island()
+        first = micro_step * sum(rows_of) + sum(rows_of[:rank])
+        mine = starts[places.start : places.stop][first : first + self.rows]
+        return np.pad(mine, (0, self.rows - len(mine)), constant_values=PADDING)
+
+    def padding(self) -> int:
+        """How many rows of the global batch are padding."""
+        return self.micro_steps * sum(self.rows_of) - self.sequences
+
+
+def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1,
+             weights: tuple[float, ...] = (), islands: int = 1) -> Share:  # fmt: skip
+    """
+    One rank's share: the same number of micro-steps and rows on every rank, as few micro-steps as batch_size allows and
+    then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of which is padding.
+    With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp. With `weights`, by data rank, that
+    differ, rows are in proportion to them: see `divide_rows`.
+
+    The sequences of an island depend on the batch, the number of islands and the sums of their ranks' weights, so that
+    neither batch_size nor the number of ranks in an island changes what it learns.
+    """
+    if len(set(weights)) > 1:
+        return weighted_share(sequences, data_rank, batch_size, weights, islands)
+    most = -(-sequences // data_size)
+    micro_steps = -(-most // batch_size)
+    micro_steps = -(-micro_steps // pp) * pp
+    bounds = [i * sequences // islands for i in range(islands + 1)]
+    counts = tuple(end - start for start, end in pairwise(bounds)) if islands > 1 else ()
+    return Share(sequences, data_rank, micro_steps, (-(-most // micro_steps),) * data_size, counts)
+
+
+def weighted_share(sequences: int, data_rank: int, batch_size: int, weights: tuple[float, ...], islands: int) -> Share:
+    """`share_of` for weights that differ. All islands run as many micro-steps as the one that needs most."""
+    size = len(weights) // islands
+    by_island = [weights[i * size : (i + 1) * size] for i in range(islands)]
+    counts = (sequences,)
+    if islands > 1:
+        _, counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)
+    micro_steps = max(divide_rows(n, own, batch_size)[0] for n, own in zip(counts, by_island, strict=True))
+    rows = [divide_rows(n, own, batch_size, micro_steps)[1] for n, own in zip(counts, by_island, strict=True)]
+    return Share(sequences, data_rank, micro_steps, tuple(chain(*rows)), counts if islands > 1 else ())
+
+
+@lru_cache
+def divide_rows(sequences: int, weights: tuple[float, ...], batch_size: int,
+                least: int = 1) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+    """
+    The fewest micro-steps, but at least `least`, for which no rank has more than batch_size rows in proportion to its
+    weight, and the rows of each rank, at least 1. A micro-step takes as long as the largest rows / weight: each row
+    goes to the rank for which that becomes the smallest. 48 sequences for weights 2, 1 at batch_size 12 are 3
+    micro-steps of 11 and 5 rows.
+    """
+    for micro_steps in count(max(least, -(-sequences // (batch_size * len(weights))))):
+        rows, times = [1] * len(weights), [(2 / weight, rank) for rank, weight in enumerate(weights)]
+        heapify(times)  # with one more row, by rank
+        for _ in range(len(weights), -(-sequences // micro_steps)):
+            _, rank = times[0]
+            rows[rank] += 1
+            heapreplace(times, ((rows[rank] + 1) / weights[rank], rank))
+        if max(rows) <= batch_size:
+            return micro_steps, tuple(rows)
+
+
+def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]:
+    """
+    The weights in a list such as 2,1,1, one for each of data_size ranks, if that is known; () for equal and auto.
+
+    Raises:
+        ValueError: these are not that many positive numbers.
+    """
+    if shares in ("equal", "auto"):
+        return ()
+    try:
+        weights = tuple(map(float, shares.split(",")))
+    except ValueError:
+        weights = (math.nan,)
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"shares is {shares!r}; possible are equal, auto, and positive numbers, one for each "
+                         "data-parallel rank, such as 2,1,1")  # fmt: skip
+    if data_size not in (None, len(weights)):
+        if data_size == 1:
+            raise ValueError(f"shares is {shares!r}, but there is only one data-parallel rank: set --shares=equal, or "
+                             f"start more processes")  # fmt: skip
+        example = spell_shares((*weights, *(1.0,) * data_size)[:data_size])
+        raise ValueError(f"shares is {shares!r}, {len(weights)} numbers for {data_size} data-parallel ranks: set one "
+                         f"for each, such as --shares={example}")  # fmt: skip
+    return weights
+
+
+def spell_shares(weights: tuple[float, ...]) -> str:
+    """Weights as they are typed."""
+    return ",".join(f"{weight:g}" for weight in weights)

@@ -1,0 +1,97 @@
+"""What replicas send each other over a slow network, as one object for train.py: compressed gradients, or weights."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from isogpt.parallel.compression import Compression
+from isogpt.parallel.local_parts import LocalPart, local_parts_by_name
+from isogpt.parallel.local_sgd import Islands
+from isogpt.parallel.mesh import Mesh
+
+
+@dataclass
+class SlowNetwork:
+    """Gradient compression and islands, where they are used; else its methods do nothing."""
+
+    model: nn.Module
+    compression: "Compression | None" = None
+    islands: "Islands | None" = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Let DistributedDataParallel send compressed gradients, after its buckets are final."""
+        if self.compression:
+            self.compression.attach(model)
+
+    def after_step(self, step: int) -> None:
+        """Average the islands' weights, if that is due after this step (all ranks)."""
+        if self.islands:
+            self.islands.after_step(step)
+
+    def forget(self) -> None:
+        """Drop what a step that was not finite has left behind (all ranks)."""
+        if self.compression:
+            self.compression.forget()
+
+    def evaluated_weights(self) -> AbstractContextManager:
+        """Within it the model has the weights that an evaluation is for: with islands, those of the last average."""
+        return self.islands.outer_weights() if self.islands else nullcontext()
+
+    def wait(self) -> None:
+        """Wait for what is being sent in the background (all ranks)."""
+        if self.islands:
+            self.islands.wait()
+
+    def saved_weights(self) -> dict[str, LocalPart]:
+        """The weights that a checkpoint stores as the model's."""
+        return self.islands.saved_weights() if self.islands else local_parts_by_name(self.model)
+
+    def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
+        """What a checkpoint stores besides the model's weights and the optimizer's state."""
+        found = self.compression.saved_parts(self.model) if self.compression else {}
+        for name, parts in (self.islands.saved_parts() if self.islands else {}).items():
+            found[name] = found.get(name, {}) | parts
+        return found
+
+    def describe(self) -> dict:
+        """What a checkpoint stores of it that is not a tensor."""
+        return {"averaged_at": self.islands.averaged_at} if self.islands else {}
+
+    def restart(self, step: int, saved: dict[str, torch.Size] | None = None, averaged_at: int | None = None) -> None:
+        """
+        Start from the model's weights at a step, without errors or an outer momentum; with room for what a checkpoint
+        saved: its tensors' names (see sharded_files.flat) and shapes. `averaged_at`: what it has of `describe`.
+        """
+        if self.compression:
+            self.compression.restart(step, saved or {})
+        if self.islands:
+            self.islands.restart(step, saved or {}, averaged_at)
+
+    def resume(self) -> None:
+        """Continue with what was read of a checkpoint's `saved_parts` (all ranks)."""
+        if self.islands:
+            self.islands.resume()
+
+
+def keeps_errors(grad_compression: str) -> bool:
+    """Whether a compression is lossy: its errors are added to the next gradients."""
+    return grad_compression not in ("none", "fp16", "bf16")
+
+
+def make_slow_network(model: nn.Module, mesh: Mesh, config: dict, zero: int) -> SlowNetwork:
+    """The exchange for the settings grad_compression, islands, local_steps and outer_* (all ranks)."""
+    exchange, compression = SlowNetwork(model), config["grad_compression"]
+    if compression != "none" and mesh.replicas(zero) > 1:
+        from isogpt.parallel.compression import Compression
+
+        kind, _, amount = compression.partition(":")
+        exchange.compression = Compression(kind, float(amount or 0), mesh, next(model.parameters()).device)
+    if mesh.islands > 1:
+        from isogpt.parallel.local_sgd import Islands
+
+        names = ("local_steps", "outer_lr", "outer_momentum", "outer_compression", "outer_parts")
+        exchange.islands = Islands(model, mesh, *(config[name] for name in names))
+    exchange.restart(0)
+    return exchange

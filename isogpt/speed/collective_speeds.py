@@ -1,0 +1,83 @@
+"""Bus bandwidth and latency of the collectives, by message size."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.utils.benchmark import Timer
+
+from isogpt.launch.process_group import connect_ranks, leave_process_group
+from isogpt.launch.together import gather_number
+
+MESSAGE_SIZES = [2**k for k in range(10, 27, 2)]  # bytes
+
+
+def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dict]:
+    """
+    Measure each collective with each message size (all ranks) and print a table. As in nccl-tests, a message is the
+    input or the output, whichever is larger, and bus bandwidth is what each link carries.
+
+    Returns:
+        {operation, bytes, us, gb_per_s} of each, or {operation, bytes, problem} if the backend does not support it.
+
+    Raises:
+        ValueError: there is only one process, or the others cannot be reached.
+    """
+    ranks = connect_ranks(device, backend, timeout_s)
+    if ranks.world_size == 1:
+        raise ValueError("comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU")
+    dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
+    cells = []
+    for size in MESSAGE_SIZES:
+        row = measure_all(size, ranks.world_size, ranks.device)
+        if ranks.is_main:
+            if not cells:
+                print(f"{ranks.world_size} processes on {ranks.device.type}, {ranks.network}; bus bandwidth in GB/s:")
+                print(f"  {'message':>12}" + "".join(f"{cell['operation']:>16}" for cell in row))
+            figures = "".join(f"{shown(cell.get('gb_per_s'), '.3f'):>16}" for cell in row)
+            print(f"  {size / 1024:9,.0f} KB{figures}", flush=True)
+        cells += row
+    if ranks.is_main:
+        smallest = [cell for cell in cells if cell["bytes"] == cells[0]["bytes"]]
+        print(f"  {'1 KB, in µs':>12}" + "".join(f"{shown(cell.get('us'), '.1f'):>16}" for cell in smallest))
+        print("".join(f"  {cell['operation']}: {cell['problem']}\n" for cell in smallest if "problem" in cell), end="")
+    leave_process_group()
+    return cells
+
+
+def shown(value: float | None, form: str) -> str:
+    """A figure, or n/a if it is not known."""
+    return "n/a" if value is None else format(value, form)
+
+
+def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
+    """Measure the collectives of n ranks with messages of `size` bytes, or slightly less (all ranks)."""
+    whole, other = (torch.zeros(size // 4 // n * n, device=device) for _ in range(2))
+    part, cells = torch.zeros(len(whole) // n, device=device), []
+    # the names since torch 2.13, which warns about the old ones; 2.11 has only the old ones
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    for name, factor, function, *arguments in (  # factor: bytes that each link carries per byte of the message
+        ("all-reduce", 2 * (n - 1) / n, dist.all_reduce, whole),
+        ("all-gather", (n - 1) / n, gather, whole, part),
+        ("reduce-scatter", (n - 1) / n, scatter, part, whole),
+        ("broadcast", 1.0, dist.broadcast, whole, 0),
+        ("all-to-all", (n - 1) / n, dist.all_to_all_single, other, whole),
+    ):
+        cell = {"operation": name, "bytes": whole.nbytes, "ranks": n}
+        try:
+            seconds = mean_seconds(device, function, *arguments)
+            cell |= {"us": seconds * 1e6, "gb_per_s": factor * whole.nbytes / seconds / 1e9}
+        except (RuntimeError, NotImplementedError) as e:
+            cell["problem"] = f"not supported by this backend: {e}"
+        cells.append(cell)
+    return cells
+
+
+def mean_seconds(device: torch.device, function: Callable, *arguments: object, budget: float = 0.1) -> float:
+    """Mean time of a call, over as many calls as fit into `budget` seconds, of the slowest rank (all ranks)."""
+    names = {"function": function, "arguments": arguments}
+    timer = Timer("function(*arguments)", globals=names, num_threads=torch.get_num_threads())
+    first = gather_number(timer.timeit(1).mean, device).max().item()  # after two calls that are not timed
+    count = int(min(max(budget / first, 1), 200))
+    return gather_number(timer.timeit(count).mean, device).max().item()

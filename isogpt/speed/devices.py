@@ -1,0 +1,249 @@
+"""What devices and links reach: known GPUs, and this machine, measured."""
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, log2
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from isogpt.launch.device import synchronize
+from isogpt.launch.network import own_cores
+from isogpt.launch.together import gather_objects
+from isogpt.training.precision import DTYPES, set_numerics
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection of a device: seconds per message, and bytes/s in each direction."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """
+    What a device reaches in large operations. The figures for GPUs are data sheets' peaks, times the share of them that
+    training programs reach (docs/scaling.md compares predictions with published runs).
+
+    Args:
+        matmul: FLOP/s of a large matmul in 16 bits, or in the dtype of the run if it was measured.
+        half: the size of a matmul's smallest dimension at which it reaches half of this speed.
+        attention: the speed of attention as a fraction of `matmul`.
+        bytes_per_s: memory traffic.
+        kernel_s: seconds to launch an operation.
+        local, network: a device's link to others on its machine, and a machine's link to other machines.
+        gather, scatter: time of the bytes of an all-gather and of a reduce-scatter, as a multiple of half an
+            all-reduce's; more than 1 where the backend copies, as gloo does.
+        overlaps: whether collectives run beside computation; on a CPU they take its time.
+        sharing: processes per device; more than 1 where processes share the cores of a CPU.
+        fixed_gb: memory that a process takes before it has a model.
+    """
+
+    memory_gb: float
+    matmul: float
+    bytes_per_s: float
+    local: Link
+    network: Link
+    half: float = 96.0
+    attention: float = 0.55
+    kernel_s: float = 4e-6
+    gather: float = 1.0
+    scatter: float = 1.0
+    overlaps: bool = True
+    sharing: float = 1.0
+    fixed_gb: float = 1.5
+
+
+BANDWIDTH = 0.85  # the share of a data sheet's memory bandwidth that is reached
+HARDWARE = {
+    "h100": Hardware(80, 0.65 * 989e12, BANDWIDTH * 3.35e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
+    "h200": Hardware(141, 0.65 * 989e12, BANDWIDTH * 4.8e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
+    "a100": Hardware(80, 0.75 * 312e12, BANDWIDTH * 2.0e12, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
+    "4090": Hardware(24, 0.85 * 165e12, BANDWIDTH * 1.0e12, Link(1e-5, 20e9), Link(5e-5, 1.2e9)),
+    # of a core, with gloo; `--hardware=this` measures
+    "cpu": Hardware(4, 40e9, 8e9, Link(5e-4, 1e9), Link(1e-3, 0.12e9), half=16, attention=0.4, kernel_s=8e-6,
+                    gather=1.6, scatter=3.4, overlaps=False, fixed_gb=0.42),
+}  # fmt: skip
+
+
+def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
+    """What is known of a GPU, or this device as it is measured now, with usual links."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = known_gpu(properties.name)
+        if gpu and gpu.plan:
+            return replace(HARDWARE[gpu.plan], memory_gb=properties.total_memory / 1e9,
+                           bytes_per_s=BANDWIDTH * gpu.bytes_per_s)  # fmt: skip
+    return hardware_here(device, dtype, nproc, [])
+
+
+def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: list[dict]) -> Hardware:
+    """
+    This machine with `nproc` processes, measured now: a large and a narrow matmul, attention, and a copy.
+
+    Args:
+        collectives: what measure_collectives found for that many processes; empty for one.
+    """
+    set_numerics(device, dtype, False)
+    is_gpu, threads, cores = device.type == "cuda", torch.get_num_threads(), len(own_cores())
+    if not is_gpu:
+        torch.set_num_threads(cores)
+    matmul, narrow = measured_matmul(device, dtype), 64
+    a, b = (torch.randn(size, device=device).to(DTYPES[dtype]) for size in ((1024, narrow), (narrow, 1024)))
+    small = 2 * 1024 * narrow * 1024 / fastest(a.matmul, b)
+    q = torch.randn(4, 8, 512, 64, device=device).to(DTYPES[dtype])
+    causal = partial(F.scaled_dot_product_attention, key=q, value=q, is_causal=True)
+    attention = 2 * q.numel() * q.size(2) / fastest(causal, q)
+    tiny, links = torch.ones(1, device=device), links_of(collectives, is_gpu)
+    memory = torch.cuda.mem_get_info(device)[1] if is_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    half, copy = narrow * max(0.0, matmul / small - 1), measured_copy(device)
+    found = Hardware(memory / 1e9, matmul, copy, half=half, attention=attention / matmul,
+                     kernel_s=fastest(tiny.add, tiny), overlaps=is_gpu, **links)  # fmt: skip
+    if is_gpu:
+        return found
+    # a process is a device: it has some of the cores, and shares them if there are more processes than cores
+    torch.set_num_threads(threads)
+    part = max(1, cores // nproc) / cores
+    return replace(found, memory_gb=found.memory_gb / nproc, matmul=part * matmul, bytes_per_s=part * copy,
+                   sharing=max(1.0, nproc * part), fixed_gb=0.42 if nproc > 1 else 0.38)  # fmt: skip
+
+
+def links_of(collectives: list[dict], is_gpu: bool) -> dict:
+    """
+    The fields of Hardware that describe links: as measured within the machine, and usual ones where nothing is known.
+    """
+    usual = HARDWARE["4090" if is_gpu else "cpu"]
+    links = {name: getattr(usual, name) for name in ("local", "network", "gather", "scatter")}
+    found = {name: [cell for cell in collectives if cell["operation"] == name and "us" in cell]
+             for name in ("all-reduce", "all-gather", "reduce-scatter")}  # fmt: skip
+    if not all(found.values()):
+        return links
+    large = [[cell["gb_per_s"] * 1e9 for cell in cells if cell["bytes"] >= 2**20] for cells in found.values()]
+    (reduce, gather, scatter), smallest = map(np.array, large), found["all-reduce"][0]
+    latency = smallest["us"] * 1e-6 / (2 * ceil(log2(smallest["ranks"])))
+    # between computations threads have to be woken up, which takes as long again as a small collective
+    local = Link(latency if is_gpu else 2 * latency, float(np.median(reduce)))
+    slowness = {"gather": float(np.median(reduce / gather)), "scatter": float(np.median(reduce / scatter))}
+    return links | {"local": local} | slowness
+
+
+def named_hardware(name: str, network_gbit: float, here: Hardware | None = None) -> Hardware:
+    """A key of HARDWARE, or 'this' machine as it was measured; network_gbit: of each machine to others (0: usual)."""
+    found = here if name == "this" else HARDWARE[name]
+    if network_gbit:
+        found = replace(found, network=replace(found.network, bytes_per_s=network_gbit * 1e9 / 8 * 0.94))
+    return found
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """
+    A GPU's data sheet.
+
+    Args:
+        matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs at half.
+        bytes_per_s: of the memory; 0: not needed.
+        plan: the entry of devices.HARDWARE that describes it with its usual links; "": there is none.
+    """
+
+    matmul: float
+    bytes_per_s: float = 0
+    plan: str = ""
+
+
+# by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices and cards for PCIe are
+# slower than the GPUs whose names they contain. Devices that are not listed are measured.
+GPUS = {
+    "B200": Gpu(2250e12),
+    "H200": Gpu(989e12, 4.8e12, "h200"),
+    "H200 NVL": Gpu(835e12),
+    "GH200 480GB": Gpu(989e12),
+    "H100( 80GB HBM3)?": Gpu(989e12, 3.35e12, "h100"),
+    "H100 NVL": Gpu(835e12),
+    "H100 PCIe": Gpu(756e12),
+    "A100-SXM4-80GB": Gpu(312e12, 2.0e12, "a100"),
+    "A100-SXM4-40GB": Gpu(312e12, 1.555e12, "a100"),
+    "A100-PCIE-[48]0GB|A100 80GB PCIe": Gpu(312e12),  # without the links of SXM
+    "A10": Gpu(125e12),
+    "A10G": Gpu(70e12),
+    "RTX 6000 Ada Generation": Gpu(364e12),
+    "RTX A6000": Gpu(155e12),
+    "L40S": Gpu(362e12),
+    "L40": Gpu(181e12),
+    "L4": Gpu(121e12),
+    "RTX 4090": Gpu(165e12, 1.0e12, "4090"),
+    "RTX 3090": Gpu(71e12),
+    "V100-SXM2-(16|32)GB": Gpu(125e12),
+    "V100-PCIE-(16|32)GB": Gpu(112e12),
+    "T4": Gpu(65e12),
+}
+
+
+def known_gpu(device_name: str) -> Gpu | None:
+    """The data sheet of a device with this name: 'NVIDIA A100-SXM4-80GB'; None if it is not known."""
+    name = re.sub(r"^((NVIDIA|Tesla|GeForce) )*", "", device_name)
+    return next((gpu for pattern, gpu in GPUS.items() if re.fullmatch(pattern, name)), None)
+
+
+def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
+    """
+    (matmul FLOP/s of this device in `dtype`, source of the figure): from its data sheet, or measured here;
+    (None, 'unknown') if neither is possible.
+    """
+    if device.type == "cuda" and dtype != "float32" and (gpu := known_gpu(torch.cuda.get_device_name(device))):
+        return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), "data sheet"
+    try:
+        return measured_matmul(device, dtype), "measured matmul"
+    except RuntimeError:
+        return None, "unknown"
+    finally:
+        forget_peak_memory(device)  # up to 0.8 GB that no step needs
+
+
+def total_peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
+    """The sum of all ranks' peak_flops (all ranks), None if one is unknown, and the source of rank 0's figure."""
+    peak, source = peak_flops(device, dtype)
+    peaks = gather_objects(peak)
+    return (sum(peaks), source) if all(peaks) else (None, "unknown")
+
+
+def measured_matmul(device: torch.device, dtype: str) -> float:
+    """FLOP/s of a square matmul."""
+    n = {"cpu": 1024, "cuda": 8192}.get(device.type, 2048)
+    a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in "ab")
+    return 2 * n**3 / fastest(a.matmul, b)
+
+
+def measured_copy(device: torch.device) -> float:
+    """Bytes/s read and written by a copy of 256 MiB."""
+    source = torch.ones(2**26, device=device)
+    return 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)
+
+
+def fastest(function: Callable[[torch.Tensor], object], argument: torch.Tensor, budget: float = 0.15) -> float:
+    """Seconds of the fastest call of function(argument), of as many as fit into `budget` seconds."""
+    best, end = math.inf, time.perf_counter() + budget
+    while best == math.inf or time.perf_counter() < end:
+        synchronize(argument.device)
+        start = time.perf_counter()
+        function(argument)
+        synchronize(argument.device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Give cached memory back to the GPU, and let memory_gb begin at what is allocated now. Does nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    if device.type == "mps":
+        torch.mps.empty_cache()

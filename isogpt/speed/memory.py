@@ -1,0 +1,297 @@
+"""
+Estimates of the memory that a training step needs, by formula: for `bench.py --estimate` and for the message after
+running out of memory.
+"""
+
+import re
+from functools import lru_cache
+from math import ceil
+
+from isogpt.nn.architecture import ARCHS, GPTConfig
+from isogpt.nn.kernels import HALF_ATTENTION_CHUNK, HALF_ATTENTION_KEEPS_UP_TO, HALF_ATTENTION_UP_TO, logits_at_once
+from isogpt.parallel.mesh import stages_per_rank
+from isogpt.parallel.pipeline import cut_evenly, stages_of
+from isogpt.parallel.recompute import recompute_every
+from isogpt.parallel.shares import share_of
+from isogpt.parallel.slow_network import keeps_errors
+from isogpt.training.precision import DTYPES
+
+# in the messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate by themselves
+OUT_OF_MEMORY = re.compile(r"out[ _]?of[ _]?memory|alloc(ation)?_failed|DefaultCPUAllocator|status_memory_error", re.I)
+# the settings that determine how much memory a step takes, and, with the network's, how long
+STEP_SETTINGS = (
+    "batch_size", "gradient_accumulation_steps", "optimizer", "zero", "fsdp", "dp_replicate", "tp", "pp", "pp_schedule",
+    "cp", "ep", "shares", "grad_sync", "cpu_offload", "grad_compression", "islands", "local_steps", "outer_compression",
+    "outer_parts", "ddp_bucket_mb", "fsdp_prefetch", "activation_checkpointing", "compile", "cuda_graphs",
+)  # fmt: skip
+
+
+def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: int, device_type: str) -> dict:
+    """What a training step's memory depends on: train.py's settings, and sequences per micro-batch, dtype, ..."""
+    return config | dict(model_args=model_args, rows=rows, dtype=dtype, world_size=world_size, device_type=device_type)
+
+
+def job_of(cost: dict) -> dict:
+    """
+    What must be equal for a choice that an earlier attempt recorded to be good for this one, from `cost_of`: the
+    smaller micro-batch after running out of memory, and the layout of --layout=auto.
+    """
+    job = {name: cost[name] for name in (*STEP_SETTINGS, "dtype", "world_size", "device_type")}
+    job["zero"] = 3 if job.pop("fsdp") else job["zero"]
+    coefficients = ("balance_loss", "router_z_loss")
+    model_args = {name: value for name, value in cost["model_args"].items() if name not in coefficients}
+    return job | {"model_args": model_args}
+
+
+def memory_estimate(cost: dict) -> dict[str, float]:
+    """
+    GB that a training step needs on a rank's device: weights, gradients, optimizer state (the moments, and what
+    compression and islands keep), activations, and their total, from `cost_of`. In a pipeline, on the first or the last
+    rank, whichever needs more.
+    """
+    ranks = sorted({0, cost["pp"] - 1})
+    return max((rank_estimate(cost, rank) for rank in ranks), key=lambda parts: parts["total"])
+
+
+def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
+    """
+    `memory_estimate` for one rank of a pipeline. ZeRO divides all but the activations by the number of shards
+    (Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Experts are divided by ep first, and then over the ranks
+    that hold the same ones: into as many shards in all.
+    """
+    zero, tp, ep = 3 if cost["fsdp"] else cost["zero"], cost["tp"], cost["ep"]
+    layers, edges, has_loss = pipeline_part(cost, pp_rank)
+    model_args = cost["model_args"] | {"n_layer": layers}
+    whole, experts = (count / tp for count in parameter_counts(model_args)[1:])
+    block = whole - experts + experts / ep
+    islands = max(1, cost["islands"])
+    shards = max(1, cost["world_size"] // (islands * cost["dp_replicate"] * cost["pp"] * tp))
+    n, shard = block * layers + edges / tp, (whole * layers + edges / tp) / shards
+    size = DTYPES[cost["dtype"]].itemsize
+    weights, gradients, moments = 4 * n, 4 * n, 8 * (shard if zero >= 1 else n)
+    if cost["cuda_graphs"] and cost["device_type"] == "cuda":
+        gradients *= 2  # the graph's, and those to which they are added
+    if cost.get("optimizer") == "muon":  # one moment for the matrices of the blocks
+        moments -= 4 * layers * (whole / shards if zero >= 1 else block)
+    if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in
+        gathered_blocks = min(1 + cost["fsdp_prefetch"], model_args["n_layer"])
+        gathered = n - block * (model_args["n_layer"] - gathered_blocks)  # the root unit always stays gathered
+        reduces_always = cost["grad_sync"] in ("auto", "every")  # in every micro-step, not only in the last one
+        weights = 4 * shard + size * (n if zero == 2 else gathered)
+        gradients = 4 * shard + size * (gathered if reduces_always else n)
+    if cost["cpu_offload"]:
+        weights, moments = weights - 4 * shard, 0
+        if cost["grad_sync"] != "auto":  # which adds up the shards of the gradients on the device
+            gradients -= 4 * shard
+    own = shard if zero >= 2 else n
+    if keeps_errors(cost["grad_compression"]) and cost["world_size"] > islands:
+        moments += 4 * own  # the errors
+    if islands > 1:  # weights and momentum of the outer step; of a part, the weights that are sent and their change
+        moments += 8 * own + 8 * own / cost["outer_parts"]
+    mode, on_cpu = cost["activation_checkpointing"], cost["device_type"] == "cpu"
+    activations = activation_bytes(model_args, cost["rows"], size, zero, mode, on_cpu, tp, cost["cp"], ep,
+                                   in_flight(cost, pp_rank), has_loss)  # fmt: skip
+    parts = {"weights": weights, "gradients": gradients, "optimizer": moments, "activations": activations}
+    parts["total"] = sum(parts.values())
+    return {name: part / 1e9 for name, part in parts.items()}
+
+
+def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
+    """Number of blocks of a rank of a pipeline, number of its other parameters, and whether it computes the loss."""
+    model_args, pp, schedule = cost["model_args"], cost["pp"], cost["pp_schedule"]
+    L, C, V = model_args["n_layer"], model_args["n_embd"], model_args["vocab_size"]
+    n, block, _ = parameter_counts(model_args)
+    if pp == 1:
+        return L, n - L * block, True
+    used = block - GPTConfig(**model_args).unused_count // L
+    flops = [2.0 * (used + model_args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
+    flops[-1] += 2.0 * V * C
+    stages, own = pp * stages_per_rank(schedule), stages_of(pp_rank, pp, schedule)
+    runs, is_first, is_last = cut_evenly(tuple(flops), stages), 0 in own, stages - 1 in own
+    edges = n - L * block if is_first else V * C
+    if is_first and not is_last and not model_args["tied"]:
+        edges -= V * C  # the head is on another rank
+    return sum(len(runs[stage]) for stage in own), edges, is_last
+
+
+def in_flight(cost: dict, pp_rank: int) -> float:
+    """The micro-batches whose activations a rank of a pipeline holds at once, as a multiple of all of its blocks'."""
+    pp, schedule = cost["pp"], cost["pp_schedule"]
+    if pp == 1:
+        return 1
+    sequences = cost["batch_size"] * (cost["gradient_accumulation_steps"] or cost["world_size"])
+    data_size = max(1, cost["world_size"] // (pp * cost["cp"] * cost["tp"]))
+    micro_steps = share_of(sequences, 0, data_size, cost["rows"], pp).micro_steps
+    most = {"gpipe": micro_steps, "1f1b": pp - pp_rank, "zbv": pp}.get(schedule, (3 * pp - 1) / 2 - pp_rank)
+    return min(micro_steps, most)
+
+
+def largest_micro_batch(cost: dict, gb: float) -> int:
+    """The largest micro-batch, a power of two up to 256, that is estimated to fit into 80% of `gb`; at least 1."""
+    fits = [rows for rows in (2**k for k in range(9)) if memory_estimate(cost | {"rows": rows})["total"] <= 0.8 * gb]
+    return max(fits, default=1)
+
+
+def memory_report(cost: dict) -> str:
+    """The parts of memory_estimate(cost), and the settings that would lower the total, each with its total."""
+    parts, half = memory_estimate(cost), max(1, cost["rows"] // 2)
+    full, fsdp = {"activation_checkpointing": "full"}, {"fsdp": True}
+    options = {f"--batch_size={half}": {"rows": half}, "--activation_checkpointing=full": full}
+    if cost["zero"] < 3 and not cost["fsdp"] and cost["world_size"] > 1:
+        options |= {"--fsdp=True": fsdp, "--fsdp=True --activation_checkpointing=full": fsdp | full}
+    if cost["cuda_graphs"]:
+        options["--cuda_graphs=False"] = {"cuda_graphs": False}
+    if cost["zero"] >= 2 or cost["fsdp"]:
+        options["--cpu_offload=True"] = {"cpu_offload": True}
+    if cost["cpu_offload"] and cost["grad_sync"] == "auto":
+        options["--grad_sync=every"] = {"grad_sync": "every"}
+    totals = {flags: memory_estimate(cost | changes)["total"] for flags, changes in options.items()}
+    lower = [f"{flags} {total:.2f}" for flags, total in totals.items() if total < parts["total"]]
+    text = "GB on each rank, estimated: " + ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
+    return f"{text}; lower totals: {', '.join(lower)}" if lower else text
+
+
+def parameter_counts(model_args: dict) -> tuple[int, int, int]:
+    """Number of parameters of the whole model, of one block, and of all experts of a block."""
+    return counts_of(tuple(model_args.items()))
+
+
+@lru_cache
+def counts_of(model_args: tuple[tuple[str, object], ...]) -> tuple[int, int, int]:
+    """`parameter_counts`, which the planner asks for thousands of times."""
+    c = GPTConfig(**dict(model_args))
+    C, qkv, experts = c.n_embd, sum(c.qkv_rows), c.n_expert * c.mlp_count
+    norm = (2 if c.bias else 1) * C if ARCHS[c.arch].norm_weights else 0
+    attention = C * (qkv + C) + (qkv + C if c.bias else 0)
+    block = attention + 2 * norm + (c.n_expert * C + experts if c.n_expert else c.mlp_count)  # with the router
+    total = c.n_layer * block + norm + c.vocab_size * C * (1 if c.tied else 2)
+    return total + (c.block_size * C if c.arch == "gpt2" else 0), block, experts
+
+
+def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: str, on_cpu: bool, tp: int = 1,
+                     cp: int = 1, ep: int = 1, in_flight: float = 1, has_loss: bool = True) -> float:  # fmt: skip
+    """
+    Peak of the activations and of the backward pass's temporary tensors in a micro-step of `rows` sequences, in bytes.
+
+    Args:
+        size: bytes per element of the dtype to compute in.
+        in_flight: micro-batches at once, in a pipeline, whose last stage computes the loss (has_loss).
+    """
+    L, C, V = model_args["n_layer"], model_args["n_embd"], ceil(model_args["vocab_size"] / tp)
+    gathered_tokens = rows * model_args["block_size"] // cp  # of attention, the MLP and the loss
+    tokens = gathered_tokens / tp
+    stream = 4 if zero < 2 else size  # autocast leaves the residual stream in float32, FSDP's mixed precision does not
+    kept, selective, temporary = block_activations(model_args, size, stream, on_cpu)
+    # the inputs of attention and MLP are gathered, and each rank routes all tokens
+    kept += (2 * size * C + routing_activations(model_args, size)) * (tp - 1)
+    keys = 4 * size * C * model_args["n_kv_head"] // model_args["n_head"]  # gathered, ordered; with their gradients
+    temporary += 2 * size * C * (tp - 1) + (2 * keys * cp if cp > 1 else 0)
+    loss_forward, loss_backward = loss_activations(gathered_tokens, V, C, size, on_cpu) if has_loss else (0, 0)
+    if model_args["arch"] == "nanochat" and has_loss:  # the soft cap's logits, in and out of tanh
+        logits = 8 * gathered_tokens * V
+        loss_forward, loss_backward = loss_forward + logits, loss_backward + logits
+
+    every = recompute_every(mode)
+    recomputed = ceil(L / every) if every else 0
+    checkpoint = selective if mode == "selective" else stream * C
+    blocks = in_flight * tokens * ((L - recomputed) * kept + recomputed * checkpoint)
+    if model_args.get("dropout"):
+        blocks += tokens * C * (stream if on_cpu else 1)  # the mask of the embeddings' dropout
+    norm = tokens * C * (stream + size)  # input and output of the last LayerNorm
+
+    # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy twice: for
+    # the forward pass, which frees them at its end, and for their recomputation
+    copied = 2 if size == 2 and zero < 2 else 0  # bytes of a copy's element
+    _, block, experts = parameter_counts(model_args)
+    block_copy, head_copy = copied * (block - experts) / tp, copied * V * C if has_loss else 0
+    expert_copy = copied * experts / (ep * tp)  # not autocast's: a recomputed block's is freed at once
+    copies = (L - recomputed) * (block_copy + expert_copy)
+    head_gradient = 4 * V * C if has_loss else 0  # of lm_head; wte's is added to it at the end of the backward pass
+
+    end_of_forward = blocks + norm + copies + recomputed * block_copy + head_copy + loss_forward
+    start_of_backward = blocks + norm + copies + head_copy + loss_backward
+    last_block = blocks + copies + head_gradient + tokens * temporary
+    last_block += 4 * model_args.get("n_expert", 0) * C * model_args["n_hidden"] / (ep * tp)  # a stacked gradient
+    if recomputed:
+        last_block += block_copy + expert_copy
+    if every and (L - 1) % every == 0:  # the last block is recomputed
+        last_block += tokens * (kept - checkpoint)
+    # tied: of lm_head, of wte, and their sum, besides that of earlier micro-steps
+    end_of_backward = (3 if model_args["tied"] else 1) * head_gradient
+    return max(end_of_forward, start_of_backward, last_block, end_of_backward)
+
+
+def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) -> tuple[float, float, float]:
+    """
+    Activations of one block, in bytes per token, derived like those of Korthikanti et al. 2022 (arXiv:2205.05198,
+    section 4.1), but without their attention scores if the attention kernel recomputes them.
+
+    Args:
+        size: bytes per element of the dtype to compute in.
+        stream: bytes per element of the residual stream.
+
+    Returns:
+        (kept for the backward pass, kept by selective recomputation, and what the block's backward pass allocates
+        beyond what it has freed by then)
+    """
+    C, H, T, dropout = (model_args.get(name, 0) for name in ("n_embd", "n_head", "block_size", "dropout"))
+    arch, hidden, keys = model_args["arch"], model_args["n_hidden"], C * model_args["n_kv_head"] // H
+    qkv = C + 2 * keys
+    longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO
+    if on_cpu and size == 2 and longest >= T:  # CPUHalfAttention
+        attention, attention_selective = size * (qkv + C), size * C  # q, k, v and the output
+        score_gradients = 3 * size * H * min(T, HALF_ATTENTION_CHUNK)
+        if dropout or T <= HALF_ATTENTION_KEEPS_UP_TO:
+            scores = size * H * min(T, (T + HALF_ATTENTION_CHUNK) / 2)
+            attention += 2 * scores if dropout else scores  # probabilities, and dropout's factors
+    elif on_cpu and dropout:  # PyTorch's kernels for a CPU have no dropout: it composes attention in float32
+        attention = 4 * qkv + size * C + 12 * H * T  # with three T x T matrices
+        attention_selective = 4 * C + 4 * H * T
+        score_gradients = 4 * H * T
+    else:  # FlashAttention (Dao et al. 2022, arXiv:2205.14135): q, k, v, the output and a logsumexp per head
+        attention, attention_selective, score_gradients = size * (qkv + C) + 4 * H, size * C + 4 * H, 0
+    if arch != "gpt2":
+        attention += size * (C + keys)  # the rotated queries and keys
+    norms = 2 * (stream + size) * C + 16  # inputs, outputs and float32 statistics
+    if arch == "llama":
+        norms += 2 * size * C  # before the multiplication by the weights
+    gated = arch == "llama"  # SwiGLU keeps the gate, its SiLU, the other factor and the product
+    n_expert = model_args.get("n_expert", 0)
+    active = model_args["n_expert_active"] if n_expert else 1  # MLPs for each token
+    mlp = (4 if gated else 2) * size * hidden * active  # the hidden layer before and after the activation function
+    mlp += routing_activations(model_args, size)
+    masks = 2 * C * (size if on_cpu else 1) if dropout else 0  # torch's own masks have 1 byte per element
+    # results of the Linear layers, and the router's
+    linear = size * (qkv + C + active * (C + (2 if gated else 1) * hidden)) + 4 * n_expert
+    # of the residual stream, the block's output and the hidden layer
+    mlp_gradients = stream * C + size * active * (C + (3 if gated else 1) * hidden)
+    attention_gradients = stream * C + 2 * size * qkv + score_gradients - mlp
+    kept, selective = norms + attention + mlp + masks, stream * C + linear + attention_selective
+    return kept, selective, max(mlp_gradients, attention_gradients)
+
+
+def routing_activations(model_args: dict, size: int) -> int:
+    """
+    Bytes per token that the router, dispatch and combine of a block with experts keep, if tokens are distributed
+    evenly; 0 without experts. With ep the received rows are kept instead of the sent ones.
+    """
+    E, active, C = (model_args.get(name, 0) for name in ("n_expert", "n_expert_active", "n_embd"))
+    if not E:
+        return 0
+    rows = 2 * size * active * C  # the experts' inputs and outputs
+    return rows + (4 - size) * C + 8 * E + 32 * active  # the router's input in float32, scores, indices and weights
+
+
+def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> tuple[int, int]:
+    """Bytes that isogpt.nn.kernels.summed_loss allocates in the forward and in the backward pass."""
+    unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V)
+    if tokens <= max(1, unchunked // V):
+        # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two gradients
+        return 10 * tokens * V, 12 * tokens * V
+    gradients = 4 * V * C + size * tokens * C  # of the weight, in float32, and of the hidden states
+    logits = size * V * min(tokens, max(1, per_chunk // V))
+    weight_part = (size if on_cpu else 4) * min(per_chunk_float, V * C)
+    if size == 4:
+        return gradients + logits + weight_part, gradients + 4 * V * C
+    logits_float = 4 * V * min(tokens, max(1, per_chunk_float // V))
+    return gradients + logits + max(logits_float, weight_part), gradients + (4 + size) * V * C

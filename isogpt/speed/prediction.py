@@ -1,0 +1,291 @@
+"""
+Predicts the memory and the time of a training step, for `bench.py --plan` and `--tune`.
+
+Times follow the roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785): an operation takes as long as its
+FLOPs or its memory traffic, whichever is longer. Collectives cost a latency per message plus bytes over bandwidth, as
+rings (Thakur et al. 2005, doi:10.1177/1094342005051521).
+"""
+
+from dataclasses import dataclass, field, replace
+from math import ceil, inf, log2
+
+from isogpt.nn.architecture import ARCHS
+from isogpt.parallel.mesh import AXES, DATA_AXES, Mesh, make_mesh, stages_per_rank
+from isogpt.parallel.recompute import recompute_every
+from isogpt.parallel.shares import share_of
+from isogpt.speed.devices import Hardware
+from isogpt.speed.memory import block_activations, memory_estimate, parameter_counts, pipeline_part
+from isogpt.training.precision import DTYPES
+
+LAYOUT = {"zero": 0, "fsdp": False, "dp_replicate": 1, "tp": 1, "pp": 1, "pp_schedule": "1f1b", "cp": 1, "ep": 1,
+          "activation_checkpointing": "none"}  # fmt: skip
+SHARD_AXES = ("dp_shard", "ep", "cp")  # of the stages 2 and 3 of ZeRO
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+# the idle part of a pipeline as a multiple of 1F1B's: zero_bubble fills two thirds of it with gradients of weights, and
+# zbv nearly all of it (Qi et al. 2023, arXiv:2401.10241, table 2)
+IDLE = {"interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout, and what a step with it is predicted to take."""
+
+    settings: dict  # of train.py
+    gb: float
+    seconds: dict[str, float] = field(default_factory=dict)  # compute, bubble, communication, optimizer
+    problem: str = ""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a step; infinite if it does not fit."""
+        return inf if self.problem else sum(self.seconds.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# computation
+
+
+def matmul_s(hw: Hardware, m: float, k: float, n: float, size: int) -> float:
+    """Seconds of an (m, k) x (k, n) matmul with elements of `size` bytes: small dimensions leave units idle."""
+    flops, smallest = 2 * m * k * n, min(m, k, n)
+    return max(flops / hw.matmul * (1 + hw.half / smallest), size * (m * k + k * n + m * n) / hw.bytes_per_s)
+
+
+def with_backward_s(hw: Hardware, m: float, k: float, n: float, size: int) -> tuple[float, float]:
+    """Seconds of a Linear layer's forward, and of its backward: the gradients of its input and of its weight."""
+    forward = matmul_s(hw, m, k, n, size)
+    return forward, matmul_s(hw, m, n, k, size) + matmul_s(hw, k, m, n, size)
+
+
+def block_s(hw: Hardware, cost: dict, size: int) -> tuple[float, float]:
+    """
+    Seconds of the forward and of the backward of a block, on `cost["rows"]` sequences. Attention has 4 T C FLOPs per
+    token in the forward, halved by the causal mask, and 2.5 times as many in the backward (Dao 2023, arXiv:2307.08691,
+    section 4.1). Each activation that is kept is written and read in the forward, read in the backward, and its
+    gradient is written and read.
+    """
+    args, tp, cp, ep = (cost[name] for name in ("model_args", "tp", "cp", "ep"))
+    C, T, hidden, E = (args.get(name, 0) for name in ("n_embd", "block_size", "n_hidden", "n_expert"))
+    tokens = cost["rows"] * T / cp  # of attention and the MLP
+    kv = C * args["n_kv_head"] // args["n_head"]
+    active, gated = args["n_expert_active"] if E else 1, ARCHS[args["arch"]].activation == "swiglu"
+    copies = E / ep if E else 1  # matmuls of the experts of a rank, one after the other
+    m = tokens * active * (ep / E if E else 1)
+    layers = [(1, tokens, C, (C + 2 * kv) / tp), (1, tokens, C / tp, C)]
+    layers += [(copies, m, C, (2 if gated else 1) * hidden / tp), (copies, m, hidden / tp, C)]
+    forward = backward = 0.0
+    for count, *shape in layers:
+        one, other = with_backward_s(hw, *shape, size)
+        forward, backward = forward + count * one, backward + count * other
+    attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
+    stream = 4 if stage_of(cost) < 2 else size
+    kept, _, _ = block_activations(args, size, stream, cost["device_type"] == "cpu")
+    traffic = kept * tokens / tp / hw.bytes_per_s
+    forward += attention + 2 * traffic
+    backward += (2.5 + (cp > 1)) * attention + 3 * traffic  # context_attention computes its forward again
+    kernels = (20 + 12 * copies) * hw.kernel_s
+    return max(forward, kernels), max(backward, 2 * kernels)
+
+
+def head_s(hw: Hardware, cost: dict, size: int) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of the head and the loss (kernels.summed_loss)."""
+    args = cost["model_args"]
+    tokens, V = cost["rows"] * args["block_size"] / cost["cp"], args["vocab_size"] / cost["tp"]
+    forward, backward = with_backward_s(hw, tokens, args["n_embd"], V, size)
+    traffic = tokens * V / hw.bytes_per_s  # logits in the dtype and in float32, log_softmax, and the gradients
+    return forward + (8 + 2 * size) * traffic, backward + (4 + 2 * size) * traffic
+
+
+def micro_step_s(hw: Hardware, cost: dict, pp_rank: int) -> tuple[float, float]:
+    """Seconds of the forward and of the backward of a micro-batch on one rank of a pipeline."""
+    size = DTYPES[cost["dtype"]].itemsize
+    layers, _, has_loss = pipeline_part(cost, pp_rank)
+    forward, backward = block_s(hw, cost, size)
+    every = recompute_every(cost["activation_checkpointing"])
+    again = forward / every if every else 0.0
+    if cost["activation_checkpointing"] == "selective":
+        again *= 0.15  # without matmuls and attention
+    forward, backward = layers * forward, layers * (backward + again)
+    if has_loss:
+        head = head_s(hw, cost, size)
+        forward, backward = forward + head[0], backward + head[1]
+    held = sum(parameters_held(cost, pp_rank))
+    if size == 2 and stage_of(cost) < 2:  # autocast reads each weight in float32 and writes it
+        forward += 6 * held / hw.bytes_per_s
+    backward += 12 * held / hw.bytes_per_s  # adds to the gradient: two are read, one is written
+    return forward, backward
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# communication
+
+
+def parameters_held(cost: dict, pp_rank: int) -> tuple[float, float]:
+    """How many parameters a rank of a pipeline has before ZeRO divides them: experts', after the others'."""
+    layers, edges, _ = pipeline_part(cost, pp_rank)
+    _, block, experts = parameter_counts(cost["model_args"])
+    return ((block - experts) * layers + edges) / cost["tp"], experts * layers / cost["tp"] / cost["ep"]
+
+
+def stage_of(cost: dict) -> int:
+    """The stage of ZeRO."""
+    return 3 if cost["fsdp"] else cost["zero"]
+
+
+def ring_s(hw: Hardware, mesh: Mesh, per_node: int, axes: tuple[str, ...], size: float, count: int = 1,
+           slowness: float = 1.0) -> float:  # fmt: skip
+    """
+    Seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes; an all-reduce takes twice as
+    long. Latency grows with the logarithm of the ranks, as in trees (Sanders et al. 2009,
+    doi:10.1016/j.parco.2009.09.001); bytes move around a ring. A ring over several machines uses as many of a machine's
+    links as it has ranks there.
+
+    Args:
+        size: bytes of all `count` collectives together.
+        slowness: of the operation: Hardware.gather or scatter.
+    """
+    n = mesh.size(*axes)
+    if n == 1 or not size:
+        return 0.0
+    here = inner = 1  # ranks of the ring on a machine; ranks that the axes so far count
+    for axis in reversed(AXES):
+        if axis in axes:
+            here *= min(mesh.size(axis), max(1, per_node // inner))
+        inner *= mesh.size(axis)
+    hops, bandwidth = n / here, hw.local.bytes_per_s if here > 1 else inf  # hops between machines
+    if hops > 1:
+        bandwidth = min(bandwidth, hw.network.bytes_per_s * here / per_node)
+    latency = ceil(log2(hops)) * hw.network.latency_s + ceil(log2(here)) * hw.local.latency_s
+    return count * latency + slowness * size * (n - 1) / n / bandwidth
+
+
+def activations_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int) -> float:
+    """
+    Seconds of a micro-step's collectives of activations, for which computation waits. With tp: each layer's input is
+    gathered and its output scattered, in attention and the MLP, and the other way round in the backward. cp: keys and
+    values are gathered twice, and their gradients scattered. ep: tokens go to their experts and back. pp: sends.
+    """
+    args, size = cost["model_args"], DTYPES[cost["dtype"]].itemsize
+    layers = pipeline_part(cost, 0)[0]
+    hidden = size * cost["rows"] * args["block_size"] / cost["cp"] * args["n_embd"]
+    kv = 2 * hidden * cost["cp"] * args["n_kv_head"] / args["n_head"] / cost["tp"]
+    count = 4 * layers + 2  # of gathers, and of scatters
+    seconds = ring_s(hw, mesh, per_node, ("tp",), count * hidden, count, hw.gather)
+    seconds += ring_s(hw, mesh, per_node, ("tp",), count * hidden, count, hw.scatter)
+    seconds += ring_s(hw, mesh, per_node, ("cp",), 2 * layers * kv, 2 * layers, hw.gather)
+    seconds += ring_s(hw, mesh, per_node, ("cp",), layers * kv, layers, hw.scatter)
+    if cost["ep"] > 1:
+        seconds += 4 * layers * ring_s(hw, mesh, per_node, ("ep",), hidden * args["n_expert_active"])
+    if cost["pp"] > 1:  # each stage receives and sends, forwards and backwards: a ring of two ranks moves half
+        sends = 2 * stages_per_rank(cost["pp_schedule"])
+        seconds += sends * 2 * ring_s(hw, replace(mesh, pp=2), per_node, ("pp",), hidden / cost["tp"])
+    return seconds
+
+
+def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: int, forward: float,
+              backward: float) -> float:  # fmt: skip
+    """
+    Seconds of a step's collectives of weights and gradients that no computation hides. ZeRO-0 and 1 reduce gradients
+    in float32, in buckets, of which the last one is always exposed; ZeRO-1 then sends the weights. ZeRO-2 and 3 gather
+    the weights of each block in the dtype, once or twice in a micro-step, and scatter its gradients.
+    """
+    zero, size = stage_of(cost), DTYPES[cost["dtype"]].itemsize
+    dense, experts = parameters_held(cost, 0)
+    times = micro_steps if cost["grad_sync"] == "every" or (cost["grad_sync"] == "auto" and zero >= 2) else 1
+    hidden_by = (forward, backward) if hw.overlaps else (0.0, 0.0)
+
+    def over(axes: tuple[str, ...], expert_axes: tuple[str, ...], element: float, piece: float,
+             slowness: float = 1.0) -> float:  # fmt: skip
+        """Of the dense weights and of the experts, in pieces of so many parameters."""
+        sizes = ((axes, dense), (expert_axes, experts))
+        return sum(ring_s(hw, mesh, per_node, along, element * n, ceil(n / piece), slowness) for along, n in sizes)
+
+    bucket = cost["ddp_bucket_mb"] * 2**20 / 4
+    if zero < 2:
+        axes = ("dp_replicate", "ep", "cp"), ("dp_replicate", "cp")
+        reduction = 2 * over(*axes, 4, bucket)
+        exposed = times * max(reduction - hidden_by[1], min(1.0, bucket / dense) * reduction)
+        exposed += over(*axes, 4, bucket, hw.gather) if zero == 1 else 0.0
+    else:
+        axes, unit = (("dp_shard", "ep", "cp"), ("dp_shard", "cp")), 1 / (pipeline_part(cost, 0)[0] + 1)
+        piece = unit * (dense + experts)
+        gather, scatter = over(*axes, size, piece, hw.gather), over(*axes, 4, piece, hw.scatter)
+        again = gather if zero == 3 else 0.0
+        exposed = micro_steps * max(gather - hidden_by[0], unit * gather)
+        exposed += times * max(again + scatter - hidden_by[1], unit * scatter)
+        exposed += (micro_steps - times) * max(again - hidden_by[1], unit * again)
+        own = 4 / mesh.size("dp_shard", "ep", "cp")
+        exposed += times * 2 * over(("dp_replicate",), ("dp_replicate",), own, piece)
+    islands = 2 * ring_s(hw, mesh, per_node, ("islands",), 4 * (dense + experts), ceil(dense / bucket))
+    return exposed + islands / cost["local_steps"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a step
+
+
+def lost_gb(cost: dict) -> float:
+    """
+    What ZeRO-2 and 3 and experts cost on a CPU besides memory_estimate: FSDP's modules, and gaps in the heap. glibc
+    places pieces that come and go at ever new addresses; after ten steps the gaps were 32 times the largest of them: a
+    block of weights, or the hidden layer of the experts. Pieces of more than 32 MiB are not in the heap.
+    """
+    if cost["device_type"] != "cpu":
+        return 0.0
+    args, pieces = cost["model_args"], [0.0]
+    if stage_of(cost) >= 2:
+        pieces.append(4 * parameter_counts(args)[1] / cost["tp"] / cost["ep"])
+    if args.get("n_expert"):
+        pieces.append(4 * cost["rows"] * args["block_size"] / cost["cp"] * args["n_expert_active"] * args["n_hidden"])
+    pieces = [piece for piece in pieces if piece <= 2**25]
+    return (0.07 if stage_of(cost) >= 2 else 0.0) + 32 * max(pieces) / 1e9
+
+
+def two_blocks(cost: dict, n: int, tokens: int = 1024) -> dict:
+    """
+    The settings with which n processes train two of the model's blocks by themselves, on about `tokens` tokens each.
+    """
+    rows = max(1, tokens // cost["model_args"]["block_size"])
+    run = {"n_layer": 2, "batch_size": rows, "gradient_accumulation_steps": n, "grad_sync": "never"}
+    run |= {"islands": 1, "local_steps": 1, "grad_compression": "none", "cpu_offload": False, "layout": "manual"}
+    return LAYOUT | run
+
+
+def calibrated(hw: Hardware, cost: dict, n: int, measured_s: float) -> Hardware:
+    """
+    `hw` with the speeds with which a step of `two_blocks` takes as long as it was measured to take: a prediction knows
+    the large operations only.
+    """
+    two = cost | two_blocks(cost, n) | {"model_args": cost["model_args"] | {"n_layer": 2}, "world_size": n}
+    seconds = predict(two, replace(hw, memory_gb=inf), n).seconds
+    factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
+    return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)
+
+
+def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
+    """What a step with the settings in `cost` (memory.cost_of) takes on `per_node` devices of each machine."""
+    zero, pp = stage_of(cost), cost["pp"]
+    mesh = make_mesh(0, cost["world_size"], cost, zero)
+    sequences = cost["batch_size"] * cost["gradient_accumulation_steps"]
+    share = share_of(sequences, 0, mesh.data_size, cost["batch_size"], pp)
+    cost = cost | {"rows": share.rows}
+    settings = {name: cost[name] for name in (*LAYOUT, "batch_size", "gradient_accumulation_steps")}
+    gb = memory_estimate(cost)["total"] + hw.fixed_gb + lost_gb(cost)
+    if gb > hw.memory_gb:
+        return Plan(settings, gb, problem=f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
+    stages = [micro_step_s(hw, cost, rank) for rank in sorted({0, pp // 2, pp - 1})]
+    forward, backward = max(stages, key=sum)
+    busy, mean_busy = share.micro_steps * (forward + backward), share.micro_steps * sum(map(sum, stages)) / len(stages)
+    idle = (pp - 1) * (forward + backward) * IDLE.get(cost["pp_schedule"], 1.0)
+    # where processes share cores, those of a rank that waits are used by others
+    compute = max(busy, mean_busy * hw.sharing)
+    bubble = max(busy + idle, mean_busy * hw.sharing) - compute
+    exposed = share.micro_steps * activations_s(hw, cost, mesh, per_node)
+    exposed += weights_s(hw, cost, mesh, per_node, share.micro_steps, forward, backward)
+    dense, experts = parameters_held(cost, 0)  # ZeRO divides experts, which ep has divided already, by less
+    shard_axes = {0: (), 1: DATA_AXES}.get(zero, SHARD_AXES)
+    own = dense / mesh.size(*shard_axes) + experts / mesh.size(*(axis for axis in shard_axes if axis != "ep"))
+    # AdamW reads weights, gradients and two moments, and writes all but the gradients, which clipping scales before
+    optimizer = 40 * own / hw.bytes_per_s * hw.sharing
+    seconds = {"compute": compute, "bubble": bubble, "communication": exposed, "optimizer": optimizer}
+    return Plan(settings, gb, seconds)

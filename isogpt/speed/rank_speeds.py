@@ -1,0 +1,47 @@
+"""How fast each rank computes by itself."""
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from isogpt.launch.device import synchronize
+from isogpt.launch.together import gather_number
+
+
+def measured_speeds(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager,
+                    device: torch.device) -> tuple[float, ...]:  # fmt: skip
+    """
+    How fast each rank computes a micro-batch by itself, by rank, as a multiple of the slowest one's speed in steps of
+    1/8 (all ranks; the model does not communicate). Leaves no gradients.
+    """
+    is_compiled = device.type == "cuda"  # with this shape only for the measurement: compiling it would take a minute
+    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        seconds = seconds_per_pass(model, batch, autocast, device)
+    model.zero_grad(set_to_none=True)
+    seconds = gather_number(seconds, device)  # (world_size,)
+    return tuple(((seconds.max() / seconds * 8).round() / 8).tolist())
+
+
+def seconds_per_pass(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager,
+                     device: torch.device, budget: float = 3.0) -> float:  # fmt: skip
+    """
+    Mean seconds of a forward and backward (all ranks), of as many as fit into `budget` seconds, at least three. The
+    ranks begin together: those of one machine share its memory bandwidth, as in a step.
+    """
+
+    def run_pass() -> None:
+        with autocast:
+            _, loss = model(*batch, 1.0)
+        loss.backward()
+        synchronize(device)
+
+    run_pass()  # warms up
+    run_pass()
+    gather_number(0.0, device)
+    began, passes = time.perf_counter(), 0
+    while passes < 3 or time.perf_counter() - began < budget:
+        run_pass()
+        passes += 1
+    return (time.perf_counter() - began) / passes

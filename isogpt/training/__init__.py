@@ -1,0 +1,1 @@
+"""What does a step do to the weights?"""

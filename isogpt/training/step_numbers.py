@@ -1,0 +1,29 @@
+"""The numbers of a step that all ranks share, from which they reach the same decisions."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class StepNumbers(NamedTuple):
+    """What each rank contributes to a step's decisions and to the log."""
+
+    loss: Tensor | float  # this rank's share: the mean over the ranks is the global batch's mean loss
+    grad_square: Tensor | float  # this rank's share of the gradient's squared norm: the sum over the ranks is the whole
+    step_ms: Tensor | float
+    data_ms: Tensor | float  # waiting for data
+    memory_gb: Tensor | float  # peak
+    forward_ms: Tensor | float
+    stop: Tensor | float  # Stop.code
+    bytes_sent: Tensor | float  # Traffic.per_step
+    loss_scale: Tensor | float  # by which float16 multiplies the loss, else 1
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of the global batch's gradient, from gathered numbers."""
+        return self.grad_square.sum().sqrt()
+
+    @property
+    def is_finite(self) -> Tensor:
+        """Whether the loss and the gradient are finite on every rank, from gathered numbers: a bool tensor."""
+        return self.loss.isfinite().all() & self.grad_norm.isfinite()
