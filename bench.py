@@ -1,12 +1,14 @@
 """
-Measure how fast train.py runs on this machine: launch it for a few steps and read what it recorded. It accepts
-train.py's configs and settings too. If they do not choose a model, a GPU trains GPT-2 124M and other devices a small
-model of 10.65M parameters, which takes a minute.
+Measure how fast train.py runs on this machine: launch it for a few steps and read what it recorded. It
+accepts train.py's configs and settings too. If they do not choose a model, a GPU trains GPT-2 124M and other
+devices a small model of 10.65M parameters, which takes a minute.
 
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
     python bench.py --nproc=2                                          two processes; or torchrun ... bench.py
-    python bench.py --sweep='nproc:1,2,4;batch_size:4,8'               every combination, each in a launch of its own
-    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'                  layouts of four processes; also cp, ep and zero
+    python bench.py --sweep='nproc:1,2,4;batch_size:4,8'               every combination, each in a launch of
+    its own
+    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'                  layouts of four processes; also cp, ep
+    and zero
     python bench.py --comm --nproc=2                                   the collectives, by message size
     python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
     python bench.py config/train_gpt2.py --tune                        measure the plan's best few here
@@ -49,7 +51,7 @@ from isogpt.training import precision
 from isogpt.training.settings import RENAMED, model_args_of, problems_of, report
 from model import GPT, GPTConfig
 
-# -- what to run ------------------------------------------------------------------------------------------------------
+# -- what to run ---------------------------------------------------------------------------------------------
 batch_size = 12  # sequences per micro-batch; on a GPU by default as many as fit (small model: 8)
 block_size = 1024  # tokens per sequence (small model: 256)
 bias = False  # biases in Linear and LayerNorm
@@ -57,14 +59,14 @@ real_data = True  # False: random tokens, which are also used if the default dat
 seed = 1337  # of the weights and the data
 nproc = 0  # processes to launch on this machine (0: one, or those of the launcher)
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-dtype = "auto"  # auto (the fastest that the device trains well in), float32, tf32, bfloat16 or float16 (GradScaler)
+dtype = "auto"  # auto (the fastest that the device trains well in), float32, tf32, bfloat16 or float16
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
 steps = 20  # steps to measure, after a quarter as many for warm-up
-# -- what to report ---------------------------------------------------------------------------------------------------
-sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination and print a table
+# -- what to report ------------------------------------------------------------------------------------------
+sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination
 comm = False  # measure the collectives' bandwidth and latency by message size; no training
-plan = False  # predict time and memory of all layouts for the same global batch, and print the best; no training
-tune = False  # measure the best few of the plan for the processes that are launched, and print the fastest command
+plan = False  # predict time and memory of all layouts for the same global batch; no training
+tune = False  # measure the best few of the plan for the launched processes, and print the fastest command
 devices = 0  # to plan for (0: the processes that are launched)
 per_node = 8  # devices of each machine
 hardware = "this"  # to plan for: h100, h200, a100, 4090, cpu (a core), or this (measured now)
@@ -72,12 +74,14 @@ network = 0.0  # Gbit/s from a machine to others (0: usual for the hardware)
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
-estimate_world_size = 0  # estimate for this many processes and launch nothing (0: for those that are launched)
-# ---------------------------------------------------------------------------------------------------------------------
+estimate_world_size = 0  # estimate for this many processes and launch nothing (0: for the launched ones)
+# ------------------------------------------------------------------------------------------------------------
 HERE = Path(__file__).resolve().parent
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
 FIXED = dict(out_dir="", max_iters=0, log_interval=1, eval_interval=10**9, eval_iters=1, eval_only=False)
-FIXED |= dict(save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0)
+FIXED |= dict(
+    save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0
+)
 FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
 LAYOUT = prediction.LAYOUT.keys() - {"activation_checkpointing"}  # they change the communication
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
@@ -89,13 +93,14 @@ def say(text: str) -> None:
         console.print_line(text)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # one launch of train.py
 
 
 def run_train(work: dict, timed: int, show: bool = False) -> dict:
     """
-    Train for `timed` steps after a warm-up; returns the figures that train.py recorded (rank 0), or the problem. Under
+    Train for `timed` steps after a warm-up; returns the figures that train.py recorded (rank 0), or the
+    problem. Under
     a launcher each rank starts one train.py, which inherits the launcher's variables.
     """
     number, n = next(launches), str(work["nproc"])
@@ -131,7 +136,9 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
 
 
 def limits(run: dict) -> dict[str, float | None]:
-    """The speed of matmuls and of copies on this device, measured now, and which part of it the run reached."""
+    """
+    The speed of matmuls and of copies on this device, measured now, and which part of it the run reached.
+    """
     if where.type == "cpu":
         torch.set_num_threads(len(own_cores()))  # torchrun sets one
     precision.set_numerics(where, run["dtype"], False)
@@ -139,8 +146,11 @@ def limits(run: dict) -> dict[str, float | None]:
     config, n = run["settings"], run["processes"]
     # the processes of one machine share its cores
     devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
-    replicas = config["dp_replicate"] if config["fsdp"] or config["zero"] else n // (config["tp"] * config["pp"])
-    # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32. With ep: n/a
+    replicas = (
+        config["dp_replicate"] if config["fsdp"] or config["zero"] else n // (config["tp"] * config["pp"])
+    )
+    # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32. With
+    # ep: n/a
     moved = 28 * run["parameters"] * replicas / (run["spans_ms"]["optimizer"]["mean"] / 1e3)
     return {
         "matmul_tflops": matmul / 1e12,
@@ -151,7 +161,9 @@ def limits(run: dict) -> dict[str, float | None]:
 
 
 def run_report() -> dict:
-    """Launch train.py (all ranks); print what a step consists of and how close it is to the device's limits."""
+    """
+    Launch train.py (all ranks); print what a step consists of and how close it is to the device's limits.
+    """
     run, silent = run_train(work, steps, show=True), None
     if processes > 1 and work["grad_sync"] != "never" and "problem" not in run:
         say("\nonce more, without communication (grad_sync never)")
@@ -170,14 +182,22 @@ def run_report() -> dict:
     for name, ms in {"ms per step": run["step_ms"], **parts}.items():
         print(f"  {name:13} {shown(ms['mean'], '.2f'):>18} {shown(ms['max'], '.2f'):>13}")
     print(f"  {'memory':13} {gb['mean']:18.2f} {gb['max']:13.2f}  GB, peak")
-    print(f"  {'MB sent':13} {shown(mb['mean'], '.3f'):>18} {shown(mb['max'], '.3f'):>13}  per rank and step, over TCP")
+    print(
+        f"  {'MB sent':13} {shown(mb['mean'], '.3f'):>18} {shown(mb['max'], '.3f'):>13}  per rank and step, "
+        "over TCP"
+    )
     print(f"  {'MFU':13} {shown(run['mfu'], '.1%'):>18}")
     if "pipeline" in run["spans_ms"]:
         print(f"  {'bubble share':13} {shown_bubble(bubble(run)):>18}  of the pipeline's time (by formula)")
     matmul, copy = f"{best['matmul_tflops']:.3g} TFLOP/s", f"{best['copy_gb_per_s']:.1f} GB/s"
-    print(f"  {'matmul peak':13} {matmul:>18}  of which the step reaches {shown(best['matmul_ratio'], '.1%')}")
+    print(
+        f"  {'matmul peak':13} {matmul:>18}  of which the step reaches {shown(best['matmul_ratio'], '.1%')}"
+    )
     cached = " (its data stays in the cache)" if (best["copy_ratio"] or 0) > 1 else ""
-    print(f"  {'copy peak':13} {copy:>18}  of which the optimizer reaches {shown(best['copy_ratio'], '.1%')}{cached}")
+    print(
+        f"  {'copy peak':13} {copy:>18}  of which the optimizer reaches "
+        f"{shown(best['copy_ratio'], '.1%')}{cached}"
+    )
     result = {"run": run, "split_ms": parts, "limits": best}
     if profile:
         out = Path(run["settings"]["out_dir"])
@@ -189,17 +209,21 @@ def run_report() -> dict:
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # many launches
 
 
 def try_point(point: dict, work: dict, timed: int, tried: list[dict]) -> dict:
-    """Launch with the settings of `point` (all ranks), append the figures to `tried` and print them as a row."""
+    """
+    Launch with the settings of `point` (all ranks), append the figures to `tried` and print them as a row.
+    """
     run = {"point": point} | run_train(work | point, timed)
     if shows_waits(point) and "problem" not in run:
         silent = run_train(work | point | {"grad_sync": "never"}, timed)
         if rank == 0:
-            run["exposed_ms"] = None if "problem" in silent else split_step(run, silent)["exposed comm"]["mean"]
+            run["exposed_ms"] = (
+                None if "problem" in silent else split_step(run, silent)["exposed comm"]["mean"]
+            )
             run["bubble"] = bubble(run) if "pipeline" in run["spans_ms"] else None
     tried.append(run)
     if rank == 0:
@@ -245,7 +269,8 @@ def run_sweep() -> list[dict]:
     if is_launched and "nproc" in axes:
         fail("a sweep over nproc launches the processes itself: start bench.py without torchrun")
     counts = [int(value) for value in axes.get("nproc", [str(processes)]) if value.isdecimal() and int(value)]
-    accumulation = work["gradient_accumulation_steps"] or math.lcm(*counts)  # divides evenly over the processes
+    # divides evenly over the processes
+    accumulation = work["gradient_accumulation_steps"] or math.lcm(*counts)
     varied = [name for name, values in axes.items() if len(values) > 1]
     varied = [name for name in varied if name in ("batch_size", "block_size", "gradient_accumulation_steps")]
     if varied:
@@ -265,12 +290,17 @@ def make_plans(n: int) -> tuple[list[Plan], str]:
         fail("a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N")
     cost, machine = memory_cost(n), min(n, per_node)
     if n % machine:
-        fail(f"devices is {n}: it must be a multiple of per_node, {per_node}: set --devices={n - n % machine}")
+        fail(
+            f"devices is {n}: it must be a multiple of per_node, {per_node}: set --devices={n - n % machine}"
+        )
     cost["gradient_accumulation_steps"] = cost["gradient_accumulation_steps"] or n
     cost = layouts.by_machine(cost, n // machine)
     hw = named_hardware(hardware, network, measured_machine(cost, machine) if hardware == "this" else None)
     plans, sequences = layouts.ranked(cost, hw, machine), layouts.sequences_of(cost)
-    print(f"the global batch of {sequences} sequences on {n} x {hardware}, {machine} on each machine, predicted:")
+    print(
+        f"the global batch of {sequences} sequences on {n} x {hardware}, {machine} on each machine, "
+        "predicted:"
+    )
     with torch.device("meta"):
         flops = GPT(GPTConfig(**cost["model_args"])).flops_per_token()
     print(layouts.table(plans, sequences * work["block_size"], n, flops))
@@ -295,7 +325,9 @@ def measured_machine(cost: dict, n: int) -> Hardware:
 def command_for(point: dict, n: int) -> str:
     """The command that trains with the settings of `point` on n devices."""
     # what a config file sets is set anew
-    chosen = small | {k: value for k, value in point.items() if value != prediction.LAYOUT.get(k) or k in config}
+    chosen = small | {
+        k: value for k, value in point.items() if value != prediction.LAYOUT.get(k) or k in config
+    }
     kept = accepted.keys() - chosen.keys() - prediction.LAYOUT.keys() - {"nproc", "profile", "layout"}
     typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] in kept]
     program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
@@ -308,7 +340,10 @@ def run_plan() -> dict:
     """Print the plans for `devices` devices and the best command."""
     plans, command = make_plans(devices or processes)
     print(f"\nthe fastest, predicted:\n{command}")
-    return {"plans": [asdict(p) | {"total_s": None if p.problem else p.total_s} for p in plans], "command": command}
+    return {
+        "plans": [asdict(p) | {"total_s": None if p.problem else p.total_s} for p in plans],
+        "command": command,
+    }
 
 
 def run_tune() -> dict:
@@ -316,7 +351,9 @@ def run_tune() -> dict:
     plans, _ = make_plans(processes)
     fitting = [plan for plan in plans if not plan.problem]
     few = layouts.best_of_layouts(fitting)[:4]
-    few += [plan for plan in fitting if plan not in few and layouts.degrees(plan) == layouts.degrees(few[0])][:2]
+    few += [plan for plan in fitting if plan not in few and layouts.degrees(plan) == layouts.degrees(few[0])][
+        :2
+    ]
     varied = [name for name in few[0].settings if len({plan.settings[name] for plan in few}) > 1]
     print("\nmeasured:")
     tried = []
@@ -347,11 +384,16 @@ def memory_cost(world_size: int) -> dict:
     return memory.cost_of(work, model_args, rows, dtype, world_size, kind)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 accepted = settings_of(HERE / "train.py")
 changes = {name: {"default": value, "section": "set by bench.py"} for name, value in FIXED.items()}
-changes |= {name: {"meaning": f"{accepted[name].meaning} (small model: {value})"} for name, value in SMALL.items()}
-changes["gradient_accumulation_steps"] = {"default": 0, "meaning": "micro-batches per step (0: one per process)"}
+changes |= {
+    name: {"meaning": f"{accepted[name].meaning} (small model: {value})"} for name, value in SMALL.items()
+}
+changes["gradient_accumulation_steps"] = {
+    "default": 0,
+    "meaning": "micro-batches per step (0: one per process)",
+}
 accepted |= {name: replace(accepted[name], **change) for name, change in changes.items()}
 try:
     adopt_launcher_variables()
@@ -366,7 +408,9 @@ try:
         problems.append("comm, sweep, plan and tune are separate reports: set one of them")
     if not Path(json_path).absolute().parent.is_dir():
         problems.append(f"json_path is {json_path!r}: no such folder")
-    elif json_path and (Path(json_path).is_dir() or not os.access(Path(json_path).absolute().parent, os.W_OK)):
+    elif json_path and (
+        Path(json_path).is_dir() or not os.access(Path(json_path).absolute().parent, os.W_OK)
+    ):
         problems.append(f"json_path is {json_path!r}: it cannot be written, set another file")
     report(problems)
     if is_launched:
@@ -375,7 +419,8 @@ try:
         start_workers(nproc or (torch.cuda.device_count() if where.type == "cuda" else 2), __file__)
 
     # train.py's settings
-    chooses_model = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")  # or a config file
+    # or a config file
+    chooses_model = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")
     is_default = not any(map(chooses_model.match, sys.argv[1:]))
     is_small = is_default and where.type != "cuda" and hardware in ("this", "cpu")
     small = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
@@ -385,10 +430,15 @@ try:
     if is_random:
         work["vocab_size"] = work["vocab_size"] or (65 if is_small else GPT2_VOCAB)
     if is_default and where.type == "cuda":  # GPT-2 124M, with the micro-batch that fills the GPU
-        work["batch_size"] = memory.largest_micro_batch(memory_cost(processes), torch.cuda.mem_get_info(where)[1] / 1e9)
+        work["batch_size"] = memory.largest_micro_batch(
+            memory_cost(processes), torch.cuda.mem_get_info(where)[1] / 1e9
+        )
     if estimate or estimate_world_size:
         cost = memory_cost(estimate_world_size or processes)
-        say(f"estimated GB per rank, with world size {cost['world_size']} and micro-batches of {cost['rows']}:")
+        say(
+            f"estimated GB per rank, with world size {cost['world_size']} and micro-batches of "
+            f"{cost['rows']}:"
+        )
         for name, gb in memory.memory_estimate(cost).items():
             say(f"  {name:12} {gb:8.3f}")
     if estimate_world_size:
@@ -410,7 +460,9 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
             say(f"random tokens, since {work['dataset']} is not prepared" if real_data else "random tokens")
             length, ids = max(2**20, 2 * work["block_size"]), min(work["vocab_size"], 50257)
             for split in ("train", "val"):
-                np.random.default_rng(0).integers(0, ids, length, dtype=np.uint16).tofile(scratch / f"{split}.bin")
+                np.random.default_rng(0).integers(0, ids, length, dtype=np.uint16).tofile(
+                    scratch / f"{split}.bin"
+                )
             work["dataset"] = folder
         if sweep:
             result["sweep"] = run_sweep()

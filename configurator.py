@@ -33,21 +33,45 @@ SECTION = re.compile(r"# -- (.+?) -+")
 QUOTED = re.compile(r"""(['"])((?!\1)[^\\\n]|\\.)*\1""")
 CONSTANT = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-WANTED = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text",
-          numbers.Real: "a finite number"}  # fmt: skip
-DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # text that is copied from a web page may have any of these
+WANTED = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    numbers.Real: "a finite number",
+}
+# text that is copied from a web page may have any of these
+DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 # numbers of steps that may be fractions, as in nanoGPT, which only compares and divides them
-STEPS = frozenset(("max_iters", "eval_interval", "log_interval", "save_interval", "warmup_iters", "lr_decay_iters",
-                   "cooldown_iters"))  # fmt: skip
+STEPS = frozenset(
+    (
+        "max_iters",
+        "eval_interval",
+        "log_interval",
+        "save_interval",
+        "warmup_iters",
+        "lr_decay_iters",
+        "cooldown_iters",
+    )
+)
 # a leading ~ is the user's home folder, which a shell replaces in `--key ~/x`, but not in `--key=~/x`
 PATHS = frozenset(("out_dir", "dataset", "init_from", "json_path"))
 # what nanoGPT's scripts have imported when they run a config, and where it is
 VISIBLE = {
-    "os": "os", "sys": "sys", "time": "time", "math": "math", "pickle": "pickle", "np": "numpy", "torch": "torch",
-    "tiktoken": "tiktoken", "literal_eval": "ast:literal_eval", "nullcontext": "contextlib:nullcontext",
-    "DDP": "torch.nn.parallel:DistributedDataParallel", "init_process_group": "torch.distributed:init_process_group",
+    "os": "os",
+    "sys": "sys",
+    "time": "time",
+    "math": "math",
+    "pickle": "pickle",
+    "np": "numpy",
+    "torch": "torch",
+    "tiktoken": "tiktoken",
+    "literal_eval": "ast:literal_eval",
+    "nullcontext": "contextlib:nullcontext",
+    "DDP": "torch.nn.parallel:DistributedDataParallel",
+    "init_process_group": "torch.distributed:init_process_group",
     "destroy_process_group": "torch.distributed:destroy_process_group",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -74,14 +98,21 @@ class Findings:
 
 
 def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
-    """Return the settings of the script at `path`, in order. They are parsed from its source; the script is not run."""
+    """
+    Return the settings of the script at `path`, in order. They are parsed from its source; the script is not
+    run.
+    """
     with open(path, "rb") as file:
-        comments = {token.start[0]: token for token in tokenize.tokenize(file.readline) if token.type == COMMENT}
+        comments = {
+            token.start[0]: token for token in tokenize.tokenize(file.readline) if token.type == COMMENT
+        }
         file.seek(0)
         tree = ast.parse(file.read(), os.fspath(path))
     sections = {row: SECTION.fullmatch(token.line.rstrip()) for row, token in comments.items()}
     calls = [(ast.unparse(node.func), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    end = min((row for name, row in calls if name in ("configure", "configurator.configure")), default=math.inf)
+    end = min(
+        (row for name, row in calls if name in ("configure", "configurator.configure")), default=math.inf
+    )
 
     settings = {}
     for node in tree.body:
@@ -97,22 +128,32 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
     return settings
 
 
-def configure(script_globals: dict[str, Any], argv: list[str] | None = None, extra: dict[str, Setting] | None = None,
-              renamed: dict[str, str] | None = None) -> dict[str, Value]:  # fmt: skip
-    """Apply `argv` to the settings in `script_globals` and return their final values.
+def configure(
+    script_globals: dict[str, Any],
+    argv: list[str] | None = None,
+    extra: dict[str, Setting] | None = None,
+    renamed: dict[str, str] | None = None,
+) -> dict[str, Value]:
+    """
+    Apply `argv` to the settings in `script_globals` and return their final values.
 
-    `argv` defaults to the command line. In that case, sys.argv is rewritten with --key=value throughout, the only form
+    `argv` defaults to the command line. In that case, sys.argv is rewritten with --key=value throughout, the
+    only form
     that the code which passes it on to other processes has to understand.
 
-    `extra` holds settings of another script that are accepted too. Those that were set are returned, but never assigned
-    to the globals; their defaults are only shown by --help and read by config files. `renamed` maps old names of
-    settings to new ones; using an old name is an error that gives the new one. All errors are reported together; then
+    `extra` holds settings of another script that are accepted too. Those that were set are returned, but
+    never assigned
+    to the globals; their defaults are only shown by --help and read by config files. `renamed` maps old names
+    of
+    settings to new ones; using an old name is an error that gives the new one. All errors are reported
+    together; then
     nothing is applied and the process exits with status 1.
     """
     console.prepare()
     script, renamed = script_globals["__file__"], renamed or {}
     own = settings_of(script)
-    known = own | (extra or {}) | own  # own settings come first in --help, and win over extra ones of the same name
+    # own settings come first in --help, and win over extra ones of the same name
+    known = own | (extra or {}) | own
     arguments = sys.argv[1:] if argv is None else argv
     if "-h" in arguments or "--help" in arguments:
         if _is_rank_0():
@@ -145,8 +186,9 @@ def fail(message: str) -> NoReturn:
     """Exit with status 1 because of a user's mistake. Rank 0 prints `message` to stderr immediately."""
     source = ""
     if not _is_rank_0():
-        # Usually every rank fails with the same message. torchrun kills all workers as soon as one fails, so another
-        # rank must not exit before rank 0 has printed. A rank that survives the wait is the only one with this problem.
+        # Usually every rank fails with the same message. torchrun kills all workers as soon as one fails, so
+        # another rank must not exit before rank 0 has printed. A rank that survives the wait is the only one
+        # with this problem.
         time.sleep(10)
         source = f"rank {os.environ['RANK']}: "
     console.print_error(message, source)
@@ -158,7 +200,9 @@ def fail(message: str) -> NoReturn:
 
 
 def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
-    """Return the text of --help: usage, first paragraph of the script's docstring, and the settings by section."""
+    """
+    Return the text of --help: usage, first paragraph of the script's docstring, and the settings by section.
+    """
     with tokenize.open(script) as file:
         docstring = ast.get_docstring(ast.parse(file.read())) or ""
     lines = [f"usage: python {os.path.basename(script)} [config/FILE.py ...] [--key=value ...]"]
@@ -168,17 +212,25 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
     options = {}
     for name, setting in settings.items():
         options[name] = f"  --{name}={_typed(setting.default)}  "
-    indent = min(50, max(map(len, options.values()), default=0))  # a long default must not shift every description
-    wrapper = textwrap.TextWrapper(120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    # a long default must not shift every description
+    indent = min(50, max(map(len, options.values()), default=0))
+    wrapper = textwrap.TextWrapper(
+        120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
     for section in dict.fromkeys(setting.section for setting in settings.values()):
         members = [setting for setting in settings.values() if setting.section == section]
         lines += ["", f"{section}:"]
-        lines += [line for it in members for line in wrapper.wrap(options[it.name].ljust(indent) + it.meaning)]
+        lines += [
+            line for it in members for line in wrapper.wrap(options[it.name].ljust(indent) + it.meaning)
+        ]
     return "\n".join(lines)
 
 
 def _typed(value: Value) -> str:
-    """How `value` is typed in a shell: text with a line break is quoted twice, once for the shell and once for us."""
+    """
+    How `value` is typed in a shell: text with a line break is quoted twice, once for the shell and once for
+    us.
+    """
     text = str(value)
     is_plain = text.isprintable() and not QUOTED.fullmatch(text)
     return shlex.quote(text if is_plain else json.dumps(text, ensure_ascii=False))
@@ -192,7 +244,8 @@ def _split(argument: str) -> tuple[str, str, str, str]:
 
 def _normalized(arguments: list[str], settings: dict[str, Setting], renamed: dict[str, str]) -> list[str]:
     """
-    Rewrite `--key value`, `--key = value`, `--key =value` and `--key= value` as `--key=value`, `--key` alone as
+    Rewrite `--key value`, `--key = value`, `--key =value` and `--key= value` as `--key=value`, `--key` alone
+    as
     `--key=True` if the setting is a boolean, and `--config=FILE` as `FILE`.
     """
     rest, rewritten = list(arguments), []
@@ -220,7 +273,10 @@ def _normalized(arguments: list[str], settings: dict[str, Setting], renamed: dic
 
 
 def _is_value(text: str, kind: type | None) -> bool:
-    """Whether `text`, the argument after `--key`, is its value. `kind` is the setting's type, None if it is unknown."""
+    """
+    Whether `text`, the argument after `--key`, is its value. `kind` is the setting's type, None if it is
+    unknown.
+    """
     if kind is bool:
         return text.lower() in BOOLS
     return not text.startswith("--") and (kind is str or not text.endswith(".py"))
@@ -232,8 +288,9 @@ def _in_home(path: str) -> str:
     return prefix + os.path.expanduser(path.removeprefix(prefix))
 
 
-def _from_option(argument: str, known: dict[str, Setting], renamed: dict[str, str],
-                 findings: Findings) -> dict[str, Value]:  # fmt: skip
+def _from_option(
+    argument: str, known: dict[str, Setting], renamed: dict[str, str], findings: Findings
+) -> dict[str, Value]:
     """Return the setting that `argument`, --key=value, sets."""
     name, equals, text = argument[2:].partition("=")
     problem = None
@@ -259,8 +316,14 @@ def _from_option(argument: str, known: dict[str, Setting], renamed: dict[str, st
     return {}
 
 
-def _from_config(config: str, script_globals: dict[str, Any], known: dict[str, Setting], current: dict[str, Value],
-                 renamed: dict[str, str], findings: Findings) -> dict[str, Value]:  # fmt: skip
+def _from_config(
+    config: str,
+    script_globals: dict[str, Any],
+    known: dict[str, Setting],
+    current: dict[str, Value],
+    renamed: dict[str, str],
+    findings: Findings,
+) -> dict[str, Value]:
     """Run the file `config` and return the settings it sets. `current` maps all settings to their values."""
     path = _find_config(config, script_globals["__file__"], known, findings)
     if not path:
@@ -288,15 +351,17 @@ def _from_config(config: str, script_globals: dict[str, Any], known: dict[str, S
         except (ValueError, OverflowError):
             shown = " ".join(reprlib.repr(namespace.get(name)).split())
             findings.problems.append(f"{config}: {name} = {shown}: not {WANTED[known[name].kind]}")
-    # A plain value that the file does not read is no helper. It may be meant as a setting, or be a variable that some
-    # other program reads: nanoGPT accepts it.
+    # A plain value that the file does not read is no helper. It may be meant as a setting, or be a variable
+    # that some other program reads: nanoGPT accepts it.
     plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not visible.get(name)}
     for name in sorted(plain - current.keys() - read):
         nearest = difflib.get_close_matches(name, current, 1, 0.85)
         if name in renamed:
             findings.notes.append(f"{config}: {name} is not used: it was renamed to {renamed[name]}")
         elif nearest and not name.startswith("_"):
-            findings.notes.append(f"{config}: {name} is not used: no such setting; did you mean {nearest[0]}?")
+            findings.notes.append(
+                f"{config}: {name} is not used: no such setting; did you mean {nearest[0]}?"
+            )
     return taken
 
 
@@ -333,7 +398,9 @@ def _is_utf8(path: str) -> bool:
 
 
 def _find_config(config: str, script: str, known: dict[str, Setting], findings: Findings) -> str | None:
-    """Return the full path of a config file, which is relative to the working directory or to the script's."""
+    """
+    Return the full path of a config file, which is relative to the working directory or to the script's.
+    """
     places = [os.path.abspath(config), os.path.join(os.path.dirname(os.path.abspath(script)), config)]
     places = list(dict.fromkeys(places))
     if found := next(filter(os.path.isfile, places), None):
@@ -349,20 +416,26 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
     elif folder := next(filter(os.path.isdir, places), None):
         problem = f"{config}: a folder, not a config file"
         if files := sorted(glob.glob("*.py", root_dir=folder)):
-            problem += f"; type the name of a file in it: {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}"
+            problem += (
+                f"; type the name of a file in it: {', '.join(files[:5])}{', ...' if len(files) > 5 else ''}"
+            )
         elif "out_dir" in known:
             problem += f"; for the folder of a run, type --out_dir={shlex.quote(config)}"
     else:
         problem = f"{config}: no such config file; looked for {' and '.join(places)}"
         for folder in dict.fromkeys(map(os.path.dirname, places)):
-            near = difflib.get_close_matches(os.path.basename(config), sorted(glob.glob("*.py", root_dir=folder)))
+            near = difflib.get_close_matches(
+                os.path.basename(config), sorted(glob.glob("*.py", root_dir=folder))
+            )
             problem += f"; {folder} has {', '.join(near)}" if near else ""
     findings.problems.append(problem)
     return None
 
 
 def _parse(text: str, kind: type) -> Value:
-    """Convert `text`, as typed on the command line, to a value of type `kind`; raise an error if it is not one."""
+    """
+    Convert `text`, as typed on the command line, to a value of type `kind`; raise an error if it is not one.
+    """
     if kind is str:
         return ast.literal_eval(text) if QUOTED.fullmatch(text) else text
     if kind is bool:
@@ -374,7 +447,10 @@ def _parse(text: str, kind: type) -> Value:
 
 
 def _coerce(value: Any, kind: type) -> Value:
-    """Convert `value`, for example a NumPy scalar, to the builtin type `kind`. Raise ValueError if it is not exact."""
+    """
+    Convert `value`, for example a NumPy scalar, to the builtin type `kind`. Raise ValueError if it is not
+    exact.
+    """
     if kind is str and isinstance(value, str | os.PathLike):
         return str(value)
     if kind is bool and isinstance(value, numbers.Integral) and value in (0, 1):
@@ -388,12 +464,15 @@ def _coerce(value: Any, kind: type) -> Value:
 
 
 def _suggestion(name: str, settings: dict[str, Setting]) -> str:
-    """The setting that was probably meant by an unknown one, as the end of a sentence; empty if there is none."""
+    """
+    The setting that was probably meant by an unknown one, as the end of a sentence; empty if there is none.
+    """
     name = name.replace("-", "_")
     negated = re.sub("^(no|disable)_", "", name)
     if negated != name and negated in settings and settings[negated].kind is bool:
         return f"; type --{negated}=False"
-    short = [other for other in settings if "".join(word[0] for word in other.split("_") if word) == name]  # lr, bs
+    # lr, bs
+    short = [other for other in settings if "".join(word[0] for word in other.split("_") if word) == name]
     near = short or difflib.get_close_matches(name, settings, 1)
     return f"; did you mean --{near[0]}?" if near else ""
 

@@ -4,7 +4,8 @@ List a run's checkpoints, or convert the newest one. Neither needs the devices o
     python export.py OUT_DIR --list          step, form, val loss, size and state of each checkpoint
     python export.py OUT_DIR --to=ckpt.pt    one file in nanoGPT's form: OUT_DIR/ckpt.pt
     python export.py OUT_DIR --to=shards     a checkpoint in shards, as zero 1, 2 and 3 write them
-    python export.py OUT_DIR --to=hf         the best one as a model and tokenizer for transformers: OUT_DIR/hf
+    python export.py OUT_DIR --to=hf         the best one as a model and tokenizer for transformers:
+    OUT_DIR/hf
     python export.py FOLDER --from=hf        FOLDER/ckpt.pt from a model of transformers in FOLDER
 """
 
@@ -19,7 +20,15 @@ import torch
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.commit import commit_checkpoint
-from isogpt.checkpoint.manifest import damage, is_run, make_manifest, read_manifest, step_folders, step_of, val_loss_of
+from isogpt.checkpoint.manifest import (
+    damage,
+    is_run,
+    make_manifest,
+    read_manifest,
+    step_folders,
+    step_of,
+    val_loss_of,
+)
 from isogpt.checkpoint.restore import restore_checkpoint, state_parts
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.save import nanogpt_state, write_file
@@ -37,14 +46,15 @@ from model import GPT, GPTConfig
 
 def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
-    Write the newest valid checkpoint of a run as 'ckpt.pt' or 'shards', or the best one as 'hf', since sample.py uses
+    Write the newest valid checkpoint of a run as 'ckpt.pt' or 'shards', or the best one as 'hf', since
+    sample.py uses
     that one too; returns what was written.
 
-    Args:
-        dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint records.
+    Args: dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint
+        records.
 
-    Raises:
-        ValueError: there is no checkpoint, it has this form already, its ids cannot be decoded, or, for 'hf', its
+    Raises: ValueError: there is no checkpoint, it has this form already, its ids cannot be decoded, or, for
+        'hf', its
             weights are not finite.
     """
     found, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
@@ -80,10 +90,18 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
 
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
     """
-    The optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a ckpt.pt. What the
-    config lacks is nanoGPT's default. (The state of Muon is stored without them, since nanoGPT cannot resume it.)
+    The optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a
+    ckpt.pt. What the
+    config lacks is nanoGPT's default. (The state of Muon is stored without them, since nanoGPT cannot resume
+    it.)
     """
-    c = {"optimizer": "adamw", "learning_rate": 6e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95} | config
+    c = {
+        "optimizer": "adamw",
+        "learning_rate": 6e-4,
+        "weight_decay": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+    } | config
     betas = (c["beta1"], c["beta2"])
     return optim.make_optimizers(model, c["optimizer"], 0, c["weight_decay"], c["learning_rate"], betas)
 
@@ -91,7 +109,8 @@ def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
 @contextmanager
 def unfinished_folder(out_dir: str) -> Iterator[Path]:
     """
-    A new folder to write in, which is deleted at the end. It has a name of its own: neither a run that is writing the
+    A new folder to write in, which is deleted at the end. It has a name of its own: neither a run that is
+    writing the
     same step nor one that starts meanwhile may touch it. Raises ValueError if another conversion has one.
     """
     unfinished = Path(out_dir) / "unfinished_export"
@@ -107,7 +126,8 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
 
 def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
     """
-    Write OUT_DIR/hf: weights, configuration and tokenizer; an older one is replaced. Returns the folder. Raises
+    Write OUT_DIR/hf: weights, configuration and tokenizer; an older one is replaced. Returns the folder.
+    Raises
     ValueError if the older one contains checkpoints.
     """
     c, target = model.config, Path(out_dir) / "hf"
@@ -129,7 +149,9 @@ def convert_hf(folder: str) -> Path:
         ValueError: the model cannot be loaded, or FOLDER contains checkpoints.
     """
     if is_run(folder):
-        raise ValueError(f"{folder} contains checkpoints, which would be hidden by the new one: use another folder")
+        raise ValueError(
+            f"{folder} contains checkpoints, which would be hidden by the new one: use another folder"
+        )
     model = GPT.from_pretrained(folder)
     words = vocabulary_of_weights(folder, model.config.vocab_size)
     run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}}
@@ -175,14 +197,22 @@ def row(step: int | str, form: str, val_loss: float | None, files: list[Path], s
 def main() -> None:
     """The command line: see the first lines of this file."""
     console.prepare()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out_dir", help="the run's folder")
     parser.add_argument("--list", action="store_true", help="list the checkpoints (the default)")
-    parser.add_argument("--to", choices=["ckpt.pt", "shards", "hf"], help="convert the newest checkpoint; hf: the best")
+    parser.add_argument(
+        "--to", choices=["ckpt.pt", "shards", "hf"], help="convert the newest checkpoint; hf: the best"
+    )
     parser.add_argument("--from", dest="source", choices=["hf"], help="convert a model of transformers")
-    parser.add_argument("--dataset", default="", help="with --to=hf: the data set whose vocabulary is written")
+    parser.add_argument(
+        "--dataset", default="", help="with --to=hf: the data set whose vocabulary is written"
+    )
     # argparse takes a folder whose name begins with a dash for an option
-    options = parser.parse_args([f"./{a}" if a.startswith("-") and Path(a).is_dir() else a for a in sys.argv[1:]])
+    options = parser.parse_args(
+        [f"./{a}" if a.startswith("-") and Path(a).is_dir() else a for a in sys.argv[1:]]
+    )
     try:
         if not Path(options.out_dir).is_dir():
             raise ValueError(f"{options.out_dir} is not a folder")

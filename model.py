@@ -1,9 +1,10 @@
 """
 The GPT family: GPT-2 as in nanoGPT, nanochat and Llama; their initial weights and optimizer groups.
 
-Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable: Linear weights are (out, in),
-the query, key and value projections are stacked in `c_attn` in that order, `transformer.wte` and `lm_head` are tied.
-Nothing here depends on torch.distributed: isogpt/parallel distributes the model from outside.
+Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable: Linear weights are
+(out, in), the query, key and value projections are stacked in `c_attn` in that order, `transformer.wte` and
+`lm_head` are tied. Nothing here depends on torch.distributed: isogpt/parallel distributes the model from
+outside.
 """
 
 import hashlib
@@ -19,7 +20,17 @@ from torch import Tensor, nn
 from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import ARCHS, GPTConfig
 from isogpt.nn.experts import ExpertLinear, MoE
-from isogpt.nn.kernels import IGNORE, Dropout, KVCache, RMSNorm, causal_attention, relu2, rotate, soft_cap, summed_loss
+from isogpt.nn.kernels import (
+    IGNORE,
+    Dropout,
+    KVCache,
+    RMSNorm,
+    causal_attention,
+    relu2,
+    rotate,
+    soft_cap,
+    summed_loss,
+)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -40,7 +51,8 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = Dropout(config.dropout)
         self.dropout = config.dropout
         self.qk_eps = config.norm_eps if ARCHS[config.arch].qk_norm else None
-        self.attention = causal_attention  # the only call that mixes positions; context parallelism replaces it
+        # the only call that mixes positions; context parallelism replaces it
+        self.attention = causal_attention
 
     def forward(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         B, T, _ = x.shape
@@ -98,8 +110,9 @@ class Block(nn.Module):
         self.mlp = make_mlp(config)
         self.has_experts = config.n_expert > 0
 
-    def forward(self, x: Tensor, rope: Tensor | None = None,
-                cache: KVCache | None = None) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """(B, T, C) -> (B, T, C), and with experts also MoE.routing_of, (B, E + 2)."""
         x = x + self.attn(self.ln_1(x), rope, cache)
         if not self.has_experts:
@@ -112,9 +125,8 @@ class GPT(nn.Module):
     """
     A language model of one of the architectures in ARCHS.
 
-    Args:
-        config: the architecture.
-        seed: of the initial weights, see `init_weights`. Default: torch's seed, so that `torch.manual_seed(1337)`
+    Args: config: the architecture. seed: of the initial weights, see `init_weights`. Default: torch's seed,
+        so that `torch.manual_seed(1337)`
             before `GPT(config)` has the usual effect.
     """
 
@@ -122,7 +134,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.arch = ARCHS[config.arch]
-        # Embedding's own initialization would import torch.compile on the meta device, which takes a second or two
+        # Embedding's own initialization would import torch.compile on the meta device, which takes a second
+        # or two
         wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         with torch.random.fork_rng(devices=[]):  # Linear draws initial weights, which init_weights overwrites
             self.transformer = nn.ModuleDict({"wte": wte})
@@ -144,7 +157,8 @@ class GPT(nn.Module):
 
     def tie_weights(self) -> None:
         """
-        Share one parameter between wte and lm_head (Press and Wolf 2017, arXiv:1608.05859) if the config says so;
+        Share one parameter between wte and lm_head (Press and Wolf 2017, arXiv:1608.05859) if the config says
+        so;
         `to_empty` unties it.
         """
         if self.config.tied and "wte" in self.transformer:  # some pipeline stages have neither of them
@@ -159,8 +173,10 @@ class GPT(nn.Module):
 
     def initial_weight(self, name: str, shape: torch.Size, seed: int) -> Tensor:
         """
-        A parameter's initial values: biases 0, weights of norms 1, the rest normal with the standard deviation of
-        `initial_std`. Each parameter is drawn on the CPU from its own generator, seeded with (seed, name), so the
+        A parameter's initial values: biases 0, weights of norms 1, the rest normal with the standard
+        deviation of
+        `initial_std`. Each parameter is drawn on the CPU from its own generator, seeded with (seed, name), so
+        the
         values depend neither on the device nor on how parameters are distributed over ranks.
         """
         if len(shape) < 2:
@@ -172,8 +188,10 @@ class GPT(nn.Module):
 
     def initial_std(self, name: str) -> float:
         """
-        Standard deviation of a matrix's initial weights. gpt2 and llama: 0.02, in residual projections divided by
-        sqrt(2 n_layer), as in GPT-2. nanochat: projections into the residual stream start at 0, so that each block
+        Standard deviation of a matrix's initial weights. gpt2 and llama: 0.02, in residual projections
+        divided by
+        sqrt(2 n_layer), as in GPT-2. nanochat: projections into the residual stream start at 0, so that each
+        block
         starts as the identity; the head starts near 0, the embeddings, which are normalized, at 1.
         """
         is_projection = name.endswith("c_proj.weight")
@@ -185,26 +203,33 @@ class GPT(nn.Module):
         return special.get(name, self.config.n_embd**-0.5)
 
     def get_num_params(self, non_embedding: bool = True) -> int:
-        """Number of parameters, by default without the position embeddings (wte counts, because lm_head uses it)."""
+        """
+        Number of parameters, by default without the position embeddings (wte counts, because lm_head uses
+        it).
+        """
         n = sum(p.numel() for p in self.parameters())
         return n - self.transformer.wpe.weight.numel() if non_embedding and "wpe" in self.transformer else n
 
     def forward(
-        self, idx: Tensor, targets: Tensor | None = None, target_count: float | None = None,
-        positions: Tensor | None = None, caches: list[KVCache] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        target_count: float | None = None,
+        positions: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
         """
         Compute logits and loss.
 
-        Args:
-            idx: token ids (B, T).
-            targets: token ids (B, T); -1 is ignored.
-            target_count: divide the summed loss by this number instead of averaging it, so that the losses of a
-                batch's parts add up exactly. No logits are returned: for a large vocabulary they are never all in
+        Args: idx: token ids (B, T). targets: token ids (B, T); -1 is ignored. target_count: divide the summed
+            loss by this number instead of averaging it, so that the losses of a
+                batch's parts add up exactly. No logits are returned: for a large vocabulary they are never
+                all in
                 memory.
-            positions: positions of the tokens (T,). Default: 0 to T - 1, or the positions that follow the caches.
-            caches: one KVCache per block, to which these tokens' keys and values are appended. With rotary positions,
-                single tokens can follow past block_size: the oldest position is overwritten.
+            positions: positions of the tokens (T,). Default: 0 to T - 1, or the positions that follow the
+                caches.
+            caches: one KVCache per block, to which these tokens' keys and values are appended. With rotary
+                positions, single tokens can follow past block_size: the oldest position is overwritten.
 
         Returns:
             (logits of the last position (B, 1, V), None) without targets;
@@ -224,7 +249,9 @@ class GPT(nn.Module):
         """Positions (T,) of T tokens that follow the caches, see `forward`."""
         start = caches[0].length if caches else 0
         if start + T > self.config.block_size and not (self.arch.rotation and caches and T == 1):
-            raise ValueError(f"a sequence of {start + T} tokens is longer than block_size {self.config.block_size}")
+            raise ValueError(
+                f"a sequence of {start + T} tokens is longer than block_size {self.config.block_size}"
+            )
         return self.positions(start, start + T, device=device)
 
     def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
@@ -233,12 +260,21 @@ class GPT(nn.Module):
         if not self.arch.rotation:
             x = x + self.transformer.wpe(positions)
         if self.arch.norm_embeddings:
-            x = self.transformer.ln_0(x).to(x.dtype)  # under autocast too, the residual stream stays in float32
+            # under autocast too, the residual stream stays in float32
+            x = self.transformer.ln_0(x).to(x.dtype)
         return self.transformer.drop(x)
 
-    def run_blocks(self, blocks: Iterable[tuple[str, nn.Module]], x: Tensor, positions: Tensor,
-                   caches: list[KVCache] | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Apply blocks, given with their numbers: (B, T, C) -> (B, T, C), and what MoE.routing_of returns for each."""
+    def run_blocks(
+        self,
+        blocks: Iterable[tuple[str, nn.Module]],
+        x: Tensor,
+        positions: Tensor,
+        caches: list[KVCache] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Apply blocks, given with their numbers: (B, T, C) -> (B, T, C), and what MoE.routing_of returns for
+        each.
+        """
         rope = self.rotary_angles(positions) if self.arch.rotation else None  # (2, T, 1, D)
         found = []
         for number, block in blocks:
@@ -248,8 +284,9 @@ class GPT(nn.Module):
                 found.append(routing)
         return x, torch.stack(found) if found and self.training else None  # (blocks, B, E + 2)
 
-    def predict(self, x: Tensor, routing: Tensor | None, targets: Tensor | None,
-                target_count: float | None) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    def predict(
+        self, x: Tensor, routing: Tensor | None, targets: Tensor | None, target_count: float | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Logits and loss from the last block's output, see `forward`."""
         logits, loss = self.predict_tokens(x, targets, target_count)
         if routing is None or targets is None:
@@ -260,10 +297,12 @@ class GPT(nn.Module):
             sums = routing.sum(1)
             self.routing = sums if self.routing is None else self.routing + sums
         auxiliary = routing[..., 0].sum() / (valid.sum() if target_count is None else target_count)
-        return logits, loss + (auxiliary - auxiliary.detach())  # the loss is the tokens' alone, its gradient is of both
+        # the loss is the tokens' alone, its gradient is of both
+        return logits, loss + (auxiliary - auxiliary.detach())
 
-    def predict_tokens(self, x: Tensor, targets: Tensor | None,
-                       target_count: float | None) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    def predict_tokens(
+        self, x: Tensor, targets: Tensor | None, target_count: float | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """`predict` without the router's auxiliary losses."""
         x = self.transformer.ln_f(x)
         if targets is None:
@@ -275,14 +314,17 @@ class GPT(nn.Module):
 
     def reset_routing(self, device: torch.device) -> None:
         """
-        Count the routers' numbers from 0: in a tensor, because torch.compile would compile one graph that finds None
+        Count the routers' numbers from 0: in a tensor, because torch.compile would compile one graph that
+        finds None
         and one that finds a tensor.
         """
         if self.config.n_expert:
             self.routing = torch.zeros(self.config.n_layer, self.config.n_expert + 2, device=device)
 
     def rotary_angles(self, positions: Tensor) -> Tensor:
-        """Cosine and signed sine of the rotary positions' angles, equal in every head: (T,) -> (2, T, 1, D)."""
+        """
+        Cosine and signed sine of the rotary positions' angles, equal in every head: (T,) -> (2, T, 1, D).
+        """
         D = self.config.n_embd // self.config.n_head
         exponents = torch.arange(0, D, 2, device=positions.device) / D  # (D / 2,)
         angles = positions[:, None, None] * (1.0 / self.config.rope_theta**exponents)  # (T, 1, D / 2)
@@ -292,7 +334,9 @@ class GPT(nn.Module):
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the context: remove the position embeddings from `block_size` on."""
         if not 1 <= block_size <= self.config.block_size:
-            raise ValueError(f"block_size {block_size} is outside 1 to {self.config.block_size}, the context length")
+            raise ValueError(
+                f"block_size {block_size} is outside 1 to {self.config.block_size}, the context length"
+            )
         self.config.block_size = block_size
         if "wpe" in self.transformer:
             wpe = self.transformer.wpe
@@ -304,13 +348,13 @@ class GPT(nn.Module):
         """
         Load weights with transformers.
 
-        Args:
-            model_type: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a saved GPT2LMHeadModel,
+        Args: model_type: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a saved
+            GPT2LMHeadModel,
                 NanoChatForCausalLM, LlamaForCausalLM or MixtralForCausalLM.
             override_args: only `dropout` can be overridden.
 
-        Raises:
-            ValueError: the weights cannot be loaded, or have settings that this implementation does not support.
+        Raises: ValueError: the weights cannot be loaded, or have settings that this implementation does not
+            support.
         """
         if set(override_args or {}) - {"dropout"}:
             raise ValueError(f"only dropout can be overridden, not {sorted(override_args)}")
@@ -318,9 +362,12 @@ class GPT(nn.Module):
 
     @classmethod
     def from_hf(cls, hf: nn.Module, dropout: float = 0.0) -> "GPT":
-        """Convert a model of transformers; the weights are copied. Raises ValueError if it is not supported."""
-        return cls.from_state(GPTConfig(**huggingface.model_args(hf.config), dropout=dropout),
-                              huggingface.our_weights(hf))  # fmt: skip
+        """
+        Convert a model of transformers; the weights are copied. Raises ValueError if it is not supported.
+        """
+        return cls.from_state(
+            GPTConfig(**huggingface.model_args(hf.config), dropout=dropout), huggingface.our_weights(hf)
+        )
 
     @classmethod
     def from_state(cls, config: GPTConfig, state: dict[str, Tensor]) -> "GPT":
@@ -333,7 +380,11 @@ class GPT(nn.Module):
         with torch.device("meta"):  # no memory or time for initial weights
             model = cls(config)
         # ".attn.bias" is the causal mask that nanoGPT stores if it runs without flash attention
-        copied = {n: w.detach().float().contiguous().clone() for n, w in state.items() if not n.endswith(".attn.bias")}
+        copied = {
+            n: w.detach().float().contiguous().clone()
+            for n, w in state.items()
+            if not n.endswith(".attn.bias")
+        }
         try:
             model.load_state_dict(copied, assign=True)
         except RuntimeError as e:
@@ -345,26 +396,36 @@ class GPT(nn.Module):
         """The `model_args` of a checkpoint: the config as a dict."""
         return asdict(self.config)
 
-    def configure_optimizers(self, weight_decay: float, learning_rate: float, betas: tuple[float, float],
-                             device_type: str) -> torch.optim.AdamW:  # fmt: skip
+    def configure_optimizers(
+        self, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str
+    ) -> torch.optim.AdamW:
         """
-        AdamW with two groups: parameters with two or more dimensions (matmuls, embeddings), with weight decay, and the
-        others (biases, LayerNorm), without. It is fused, one pass over the memory, if the device supports that.
+        AdamW with two groups: parameters with two or more dimensions (matmuls, embeddings), with weight
+        decay, and the
+        others (biases, LayerNorm), without. It is fused, one pass over the memory, if the device supports
+        that.
         """
         params = [p for p in self.parameters() if p.requires_grad]
         decay, no_decay = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
         groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=device_type in ("cuda", "cpu", "mps"))
+        return torch.optim.AdamW(
+            groups, lr=learning_rate, betas=betas, fused=device_type in ("cuda", "cpu", "mps")
+        )
 
     def flops_per_token(self) -> float:
         """
-        FLOPs of one token's forward and backward: 6 N + 12 L H Q T (PaLM, appendix B, arXiv:2204.02311), N without
-        experts that the token does not use, and without embeddings, which are looked up and not multiplied, unless the
+        FLOPs of one token's forward and backward: 6 N + 12 L H Q T (PaLM, appendix B, arXiv:2204.02311), N
+        without
+        experts that the token does not use, and without embeddings, which are looked up and not multiplied,
+        unless the
         head shares them.
         """
         c = self.config
         looked_up = 0 if c.tied else self.transformer.wte.weight.numel()
-        return 6 * (self.get_num_params() - c.unused_count - looked_up) + 12 * c.n_layer * c.n_embd * c.block_size
+        return (
+            6 * (self.get_num_params() - c.unused_count - looked_up)
+            + 12 * c.n_layer * c.n_embd * c.block_size
+        )
 
     def estimate_mfu(self, fwdbwd_per_iter: float, dt: float, peak_flops: float = 312e12) -> float:
         """
@@ -378,28 +439,38 @@ class GPT(nn.Module):
         return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak_flops
 
     def generate(
-        self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, *,
-        top_p: float | None = None, vocab_size: int | None = None, use_cache: bool = True, seed: int | None = None,
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        *,
+        top_p: float | None = None,
+        vocab_size: int | None = None,
+        use_cache: bool = True,
+        seed: int | None = None,
         first_sample: int = 0,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """
         Append `max_new_tokens` sampled tokens to each row of `idx` (B, T); returns (B, T + max_new_tokens).
 
-        Only the last block_size tokens of a prompt are used. Keys and values are cached. Past block_size, models with
-        rotary positions attend to the last block_size positions, and each token still takes one step. GPT-2's position
+        Only the last block_size tokens of a prompt are used. Keys and values are cached. Past block_size,
+        models with
+        rotary positions attend to the last block_size positions, and each token still takes one step. GPT-2's
+        position
         embeddings end there: each token takes a forward pass over the last block_size tokens.
 
-        The random numbers of row i depend on (seed, first_sample + i) alone, so a sample's text does not depend on the
+        The random numbers of row i depend on (seed, first_sample + i) alone, so a sample's text does not
+        depend on the
         batch, except where rounding does: the order of the sums in a matmul can vary with the number of rows.
 
-        Args:
-            temperature: divides the logits; 0 selects the most likely token.
-            top_k: sample only from the k most likely tokens. None or 0: from all.
-            top_p: sample only from the most likely tokens whose probabilities add up to this. None or 1: from all.
-            vocab_size: sample only ids below this. A padded vocabulary has ids that the tokenizer cannot decode.
-            use_cache: False recomputes all positions for each token: slower, with the same result.
-            seed: of the samples. Default: drawn from torch's generator.
-            first_sample: number of the first row's sample.
+        Args: temperature: divides the logits; 0 selects the most likely token. top_k: sample only from the k
+            most likely tokens. None or 0: from all. top_p: sample only from the most likely tokens whose
+            probabilities add up to this. None or 1: from all. vocab_size: sample only ids below this. A
+            padded vocabulary has ids that the tokenizer cannot decode. use_cache: False recomputes all
+            positions for each token: slower, with the same result. seed: of the samples. Default: drawn from
+            torch's generator. first_sample: number of the first row's sample.
         """
-        return generation.generate(self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size, use_cache, seed,
-                                   first_sample)  # fmt: skip
+        return generation.generate(
+            self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size, use_cache, seed, first_sample
+        )

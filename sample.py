@@ -4,12 +4,14 @@ Generate text with a trained model.
     python sample.py --out_dir=out-stdlib-char --start="def main("
     python sample.py --init_from=gpt2-xl --start="What is the answer?" --num_samples=5
     python sample.py --out_dir=out --start=FILE:prompt.txt
-    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out      the samples are divided among the processes
+    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out      the samples are divided among the
+    processes
     torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out --tp=2     the model is divided
-    torchrun --standalone --nproc_per_node=2 -- sample.py --start="def main("   -- since torchrun has a --start-method
+    torchrun --standalone --nproc_per_node=2 -- sample.py --start="def main("   -- since torchrun has a
+    --start-method
 
-A sample's text depends on the seed and its number. It depends on the number of processes and samples only where
-rounding does.
+A sample's text depends on the seed and its number. It depends on the number of processes and samples only
+where rounding does.
 """
 
 import isogpt.launch.threads  # noqa: F401  (before torch, which reads the variable that this may set)
@@ -42,12 +44,12 @@ from isogpt.training import precision
 from isogpt.training.settings import check_degrees, check_sampling, notes_about_text, read_prompt
 from model import GPT, GPTConfig
 
-# -- model ------------------------------------------------------------------------------------------------------------
-init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], or a folder of Hugging Face weights
+# -- model ---------------------------------------------------------------------------------------------------
+init_from = "resume"  # resume (a run in out_dir), gpt2[-medium|-large|-xl], or a folder of transformers
 out_dir = "out"  # the run's folder
 best = True  # use the checkpoint with the best val loss; False: the newest
 dataset = ""  # the data set whose vocabulary is used (empty: the vocabulary that the checkpoint records)
-# -- text -------------------------------------------------------------------------------------------------------------
+# -- text ----------------------------------------------------------------------------------------------------
 start = "\n"  # the prompt, or FILE:name of a file that contains it (with torchrun, type -- before sample.py)
 num_samples = 10  # number of samples; each process generates its share as one batch
 max_new_tokens = 500  # tokens to generate per sample
@@ -55,8 +57,8 @@ temperature = 0.8  # below 1: less random, above 1: more random; 0: always the m
 top_k = 200  # sample among the k most likely tokens (0: all)
 top_p = 1.0  # sample among the most likely tokens whose probabilities sum to this (1: all)
 stop = ""  # end a sample before the first occurrence of this text after the prompt (empty: at max_new_tokens)
-special_tokens = True  # the text of a special token, such as <|endoftext|>, in the prompt is the token; False: text
-# -- run --------------------------------------------------------------------------------------------------------------
+special_tokens = True  # the text of a special token in the prompt, such as <|endoftext|>, is the token
+# -- run -----------------------------------------------------------------------------------------------------
 seed = 1337  # the same seed gives the same text
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto (the fastest that the device supports in hardware), float32, tf32, bfloat16 or float16
@@ -64,7 +66,7 @@ tp = 1  # processes that divide each matrix of the model
 pp = 1  # processes that divide its layers
 compile = False  # torch.compile: worth its minute only for very long or very many samples on a GPU
 dist_timeout_s = 600.0  # how long processes wait for each other
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 try:
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
@@ -87,7 +89,9 @@ with exit_together():
     if init_from == "resume" and ranks.is_main:
         found, damaged = best_checkpoint(out_dir) if best else newest_checkpoint(out_dir)
         if not found:
-            raise ValueError("; ".join([f"no checkpoint in {out_dir}: set --out_dir= to the run's folder", *damaged]))
+            raise ValueError(
+                "; ".join([f"no checkpoint in {out_dir}: set --out_dir= to the run's folder", *damaged])
+            )
         for report in damaged:
             print(f"warning: {report}", file=sys.stderr)
 found = broadcast(found)
@@ -162,15 +166,27 @@ if first < end:
     idx = torch.tensor([prompt] * (end - first), device=ranks.device)  # (samples, T)
     # ids that only pad the vocabulary cannot be decoded: do not sample them
     with context:
-        samples = model.generate(idx, max_new_tokens, temperature, top_k, top_p=top_p,
-                                 vocab_size=words.n_ids, seed=seed, first_sample=first)  # fmt: skip
-    texts = [tokenizer.cut_at(words.decode(sample), stop, len(words.decode(prompt))) for sample in samples.tolist()]
+        samples = model.generate(
+            idx,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p=top_p,
+            vocab_size=words.n_ids,
+            seed=seed,
+            first_sample=first,
+        )
+    texts = [
+        tokenizer.cut_at(words.decode(sample), stop, len(words.decode(prompt))) for sample in samples.tolist()
+    ]
 is_first = mesh.index("pp") == mesh.index("tp") == 0  # of the ranks that generate the same samples
 gathered = gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
     for sample in chain(*gathered):
         console.print_line(f"{sample}\n---------------")
-    print(f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)",
-          file=sys.stderr)  # fmt: skip
+    print(
+        f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)",
+        file=sys.stderr,
+    )
 leave_process_group()

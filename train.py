@@ -1,5 +1,6 @@
 """
-Train a GPT on one process or many: the same script, the same loss curve (at dropout 0: masks depend on the layout).
+Train a GPT on one process or many: the same script, the same loss curve (at dropout 0: masks depend on the
+layout).
 
     python train.py config/train_stdlib_char.py             one process, on a GPU if there is one
     python train.py --batch_size=32 --init_from=resume      override settings; resume
@@ -65,90 +66,90 @@ from isogpt.training.settings import (
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
-# -- run --------------------------------------------------------------------------------------------------------------
+# -- run -----------------------------------------------------------------------------------------------------
 out_dir = "out"  # folder for checkpoints, metrics.jsonl and loss.png
 seed = 1337  # determines the initial weights, the order of the data and the dropout masks
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-dtype = "auto"  # auto (the fastest one suitable for training on the device), float32, tf32, bfloat16 or float16
+dtype = "auto"  # auto (the fastest one that suits training), float32, tf32, bfloat16 or float16
 backend = "auto"  # auto (nccl for GPUs, else gloo), nccl or gloo
 nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started)
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
-cuda_graphs = False  # with compile: launch recorded kernels together, for small models on one GPU; takes more memory
+cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
 deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once and exit
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit)
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-init_from = "scratch"  # scratch, resume, auto (resume or scratch), gpt2[-medium|-large|-xl], auto:gpt2, or a folder
+# -- checkpoints ---------------------------------------------------------------------------------------------
+init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, or a folder
 resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
 save_checkpoint = True  # False: write no checkpoints
 always_save_checkpoint = True  # save at each evaluation; False: only at the best one so far, and at the end
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end)
 keep_last = 2  # checkpoints to keep besides the best one (0: all)
-# -- logging ----------------------------------------------------------------------------------------------------------
+# -- logging -------------------------------------------------------------------------------------------------
 eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too
-eval_iters = 200  # an evaluation reads eval_iters * batch_size sequences of each split, the same ones every time
+eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split every time
 log_interval = 1  # steps between logged lines
 wandb_log = False  # log to Weights & Biases too
 wandb_project = "owt"  # its project
 wandb_run_name = "gpt2"  # the name of the run in it
 tensorboard_log = False  # log to <out_dir>/tensorboard too
-# -- data -------------------------------------------------------------------------------------------------------------
+# -- data ----------------------------------------------------------------------------------------------------
 dataset = "openwebtext"  # a folder in data/ in which prepare.py was run, or a path
-data_order = "random"  # random (windows at any position, with replacement) or shuffle (each window once per epoch)
+data_order = "random"  # random (windows at any position, as in nanoGPT) or shuffle (each one once per epoch)
 gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes: each runs its share
 batch_size = 12  # sequences per micro-batch; a step has gradient_accumulation_steps * batch_size sequences
 block_size = 1024  # tokens per sequence
 vocab_size = 0  # number of token ids (0: from the data set's metadata)
-# -- distribution and memory ------------------------------------------------------------------------------------------
-layout = "manual"  # manual (the settings below), or auto (the fastest plan; settings not at their defaults are kept)
-zero = 0  # what is sharded over the ranks: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters
+# -- distribution and memory ---------------------------------------------------------------------------------
+layout = "manual"  # manual (the settings below), or auto (the fastest plan; settings that are set are kept)
+zero = 0  # sharded over the ranks: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters
 fsdp = False  # short for zero=3
 dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2 or 3)
 tp = 1  # tensor parallelism: ranks that divide each matrix, by heads, hidden features and vocabulary
 pp = 1  # pipeline parallelism: ranks that divide the layers
 pp_schedule = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble or zbv (the last three: two stages on each rank)
 cp = 1  # context parallelism: ranks that divide each sequence
-shares = "equal"  # of each step, by data-parallel rank: equal, a list such as 2,1,1, or auto (measured speeds)
+shares = "equal"  # of a step, by data-parallel rank: equal, a list such as 2,1,1, or auto (measured speeds)
 ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert)
-grad_sync = "auto"  # reduce gradients at the last micro-step, every one (less memory), never, auto (zero 2, 3: every)
+grad_sync = "auto"  # reduce gradients at the last micro-step, every one (less memory), never, or auto
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
 grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
-islands = 1  # groups of ranks that take local_steps steps by themselves, then average weights (0: one per machine)
+islands = 1  # groups of ranks that take local_steps steps alone, then average weights (0: one per machine)
 local_steps = 1  # steps between two averages of the islands' weights
-outer_lr = 0.7  # learning rate of the outer step, whose gradient is the mean change of the weights (1: Local SGD)
+outer_lr = 0.7  # rate of the outer step, whose gradient is the mean change of the weights (1: Local SGD)
 outer_momentum = 0.9  # its Nesterov momentum (0: Local SGD)
 outer_compression = "none"  # how islands send the changes: none, fp16 or int8
-outer_parts = 1  # parts of the model that islands average at different steps, in the background (1: all at once)
+outer_parts = 1  # parts of the model that islands average at different steps, in the background
 ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1)
 fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network (zero 2 and 3)
-activation_checkpointing = "none"  # recompute blocks in the backward pass: none, full, selective or every:K (one in K)
-# -- fault tolerance --------------------------------------------------------------------------------------------------
+activation_checkpointing = "none"  # recompute blocks in the backward pass: none, full, selective or every:K
+# -- fault tolerance -----------------------------------------------------------------------------------------
 on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step
 nan_patience = 3  # roll back after this many consecutive skipped steps and exclude their batches
 max_rollbacks = 2  # stop after this many rollbacks
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing
 check_ranks_interval = 0  # compare the weights of ranks that should be equal every this many steps (0: never)
-alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, preemption, hang, end, ...
-# -- model ------------------------------------------------------------------------------------------------------------
-arch = "gpt2"  # gpt2, nanochat (rotary positions, RMSNorm, QK-norm, ReLU squared) or llama (rotary, RMSNorm, SwiGLU)
+alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
+# -- model ---------------------------------------------------------------------------------------------------
+arch = "gpt2"  # gpt2, nanochat (rotary, RMSNorm, QK-norm, ReLU squared) or llama (rotary, RMSNorm, SwiGLU)
 n_layer = 12  # number of blocks
 n_head = 12  # attention heads per block
 n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head)
 n_embd = 768  # width
-n_hidden = 0  # width of the MLP's hidden layer (0: 4 * n_embd; llama: 8/3 * n_embd, rounded up to a multiple of 64)
-head = "auto"  # the output layer: tied to the token embedding, untied, or auto (gpt2: tied, nanochat, llama: untied)
-n_expert = 0  # mixture of experts: MLPs per block, of which each token uses n_expert_active (0: one MLP for all tokens)
+n_hidden = 0  # width of the MLP's hidden layer (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64)
+head = "auto"  # the output layer: tied to the token embedding, untied, or auto (gpt2: tied, others: untied)
+n_expert = 0  # mixture of experts: MLPs per block, of which a token uses n_expert_active (0: one MLP)
 n_expert_active = 2  # experts for each token
 balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts
 router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small
 dropout = 0.0  # 0 for pretraining; 0.1 or more for fine-tuning
 bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better and faster
-# -- optimizer --------------------------------------------------------------------------------------------------------
+# -- optimizer -----------------------------------------------------------------------------------------------
 optimizer = "adamw"  # adamw, or muon (for the matrices of the blocks, AdamW for the rest)
 learning_rate = 6e-4  # the maximum, after warm-up
 muon_lr = 0.02  # Muon's maximum; it follows the same schedule
-embedding_lr = 0.0  # with muon: the maximum for token embeddings, if the head is not tied to them (0: learning_rate)
+embedding_lr = 0.0  # with muon: the maximum for token embeddings, if the head is untied (0: learning_rate)
 muon_momentum = 0.95  # reached after warming up from 0.85 over 300 steps
 max_iters = 600000  # number of the last step, counted from 0: max_iters + 1 steps are trained, as in nanoGPT
 weight_decay = 1e-1  # for parameters of two or more dimensions
@@ -161,9 +162,9 @@ warmup_iters = 2000  # steps of linear warm-up
 lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters
 cooldown_iters = 0  # steps of wsd's decay to min_lr
 min_lr = 6e-5  # usually learning_rate / 10
-lr_scaling = "none"  # multiply rates and warm-up by sequences per step / base_batch: none, linear or sqrt (its root)
+lr_scaling = "none"  # multiply rates and warm-up by sequences per step / base_batch: none, linear or sqrt
 base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # settings, processes, process group
 try:
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
@@ -215,7 +216,9 @@ with exit_together():
     notes += differences(config, model_args, source, is_resume) + schedule.notes(config)
     model_args = fit_model_args(model_args, degrees, ranks.world_size, data, is_resume)
     weights_from = out_dir if is_resume else weights_name
-    vocabulary, data_notes = vocabulary_for_run(data, source, weights_from, model_args["vocab_size"], is_resume)
+    vocabulary, data_notes = vocabulary_for_run(
+        data, source, weights_from, model_args["vocab_size"], is_resume
+    )
     notes += data_notes
     with torch.device("meta"):  # no memory yet: the model may be too large for one rank
         raw_model = GPT(GPTConfig(**model_args))
@@ -223,27 +226,52 @@ with exit_together():
         check_weights(source, raw_model)
     model_args = raw_model.describe()
     recorded = config | settings_of_model(model_args)  # what is used: a model that exists has a shape already
-    parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()  # of the whole model
+    # of the whole model
+    parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()
     compute_dtype = precision.resolve_dtype(dtype, ranks.device, previous=source.dtype if is_resume else None)
 compute_dtype = precision.common_dtype(gather_objects(compute_dtype))
 precision.set_numerics(ranks.device, compute_dtype, deterministic)
 torch_dtype = precision.DTYPES[compute_dtype]
-memory_cost = memory.cost_of(config, model_args, batch_size, compute_dtype, ranks.world_size, ranks.device.type)
+memory_cost = memory.cost_of(
+    config, model_args, batch_size, compute_dtype, ranks.world_size, ranks.device.type
+)
 job = memory.job_of(memory_cost)
 micro_batch = min(gather_objects(micro_batch_of(out_dir, job, batch_size)))
 # what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
 saver = Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
-reader = Reader(data, data_order, seed, block_size, sequences_per_step, mesh, micro_batch,
-                       model_args["vocab_size"], ranks.device, weights)  # fmt: skip
+reader = Reader(
+    data,
+    data_order,
+    seed,
+    block_size,
+    sequences_per_step,
+    mesh,
+    micro_batch,
+    model_args["vocab_size"],
+    ranks.device,
+    weights,
+)
 watchdog.saver = saver
 explain_crashes(watchdog, out_dir, job, reader, memory_cost)
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
-optimizers = optim.make_optimizers(raw_model, optimizer, zero_stage, weight_decay, learning_rate, (beta1, beta2),
-                                   muon_lr, embedding_lr, torch_dtype, mesh)  # fmt: skip
+optimizers = optim.make_optimizers(
+    raw_model,
+    optimizer,
+    zero_stage,
+    weight_decay,
+    learning_rate,
+    (beta1, beta2),
+    muon_lr,
+    embedding_lr,
+    torch_dtype,
+    mesh,
+)
 scaler = precision.make_scaler(compute_dtype, next(raw_model.parameters()).device)
 # FSDP computes in torch_dtype by its own mixed-precision policy
-autocast = torch.autocast(ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2)
+autocast = torch.autocast(
+    ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2
+)
 island = mesh.place("islands")  # (this rank's one, their number)
 if is_resume:
     do_together(partial(restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island))
@@ -260,7 +288,8 @@ if shares == "auto":  # before DDP, whose hooks communicate
     reader.weights = progress.shares
 share = reader.share
 pipeline = make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torch_dtype, ranks.device)
-saver.slow_network = slow_network = make_slow_network(raw_model, mesh, config, zero_stage)  # over slow networks
+# over slow networks
+saver.slow_network = slow_network = make_slow_network(raw_model, mesh, config, zero_stage)
 model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
 if replicas and zero_stage < 2 and not pipeline:
@@ -278,11 +307,28 @@ with exit_together():
 saver.owner, saver.launch, clock.doing = broadcast(saver.owner), ranks.launch, "the first step"
 saver.check_folder(ranks.hosts)
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
-logger.banner(config, data, model_args, parameter_count, source, compute_dtype, zero_stage, compile_note, reader,
-              schedule)  # fmt: skip
+logger.banner(
+    config,
+    data,
+    model_args,
+    parameter_count,
+    source,
+    compute_dtype,
+    zero_stage,
+    compile_note,
+    reader,
+    schedule,
+)
 logger.notes(notes)
-logger.event("resume" if is_resume else "start", config=recorded, world_size=ranks.world_size, dtype=compute_dtype,
-             micro_batch=micro_batch, parameters=parameter_count, peak_flops=logger.peak_flops)  # fmt: skip
+logger.event(
+    "resume" if is_resume else "start",
+    config=recorded,
+    world_size=ranks.world_size,
+    dtype=compute_dtype,
+    micro_batch=micro_batch,
+    parameters=parameter_count,
+    peak_flops=logger.peak_flops,
+)
 
 
 def save(val_loss: float | None = None) -> None:
@@ -305,7 +351,7 @@ def evaluation_failed(reason: str) -> None:
     logger.failed(reason)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
 saver.step = progress.step  # what the run starts with need not be saved
 by_replica_count = parameters_by_replica_count(raw_model, mesh)
@@ -315,7 +361,8 @@ reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2 
 # the mean over the ranks of an island is the mean over its sequences; without islands, over the batch
 copies = mesh.data_size // mesh.islands * cp  # ranks of an island with different tokens
 loss_divisor = share.island_sequences * block_size / copies
-island_weight = share.island_sequences * mesh.islands / sequences_per_step  # of an island's loss in the batch's
+# of an island's loss in the batch's
+island_weight = share.island_sequences * mesh.islands / sequences_per_step
 keeps_gradients = settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
 slow_network.attach(model)
 if is_resume:
@@ -364,7 +411,8 @@ while not is_complete:
         progress.skip()
         continue
 
-    # forward and backward of this rank's micro-batches; by default only the last backward reduces over the ranks
+    # forward and backward of this rank's micro-batches; by default only the last backward reduces over the
+    # ranks
     loss_sum = torch.zeros((), device=ranks.device)
     if pipeline:  # forward and backward of all micro-batches, each through all stages
         loss_sum += pipeline.step(batches)
@@ -391,12 +439,20 @@ while not is_complete:
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
         routing = take_routing(raw_model, step % log_interval == 0, ranks.device)  # read with the numbers
-        gathered = gather_numbers(StepNumbers(
-            loss=loss_sum * island_weight, grad_square=grad_square, step_ms=step_s * 1e3, data_ms=clock.cpu_ms("data"),
-            memory_gb=memory_gb(ranks.device), forward_ms=clock.last("forward"), stop=stop.code(step_s, saver.seconds),
-            bytes_sent=logger.traffic.per_step(step % log_interval == 0),
-            loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
-        ), ranks.device)  # fmt: skip
+        gathered = gather_numbers(
+            StepNumbers(
+                loss=loss_sum * island_weight,
+                grad_square=grad_square,
+                step_ms=step_s * 1e3,
+                data_ms=clock.cpu_ms("data"),
+                memory_gb=memory_gb(ranks.device),
+                forward_ms=clock.last("forward"),
+                stop=stop.code(step_s, saver.seconds),
+                bytes_sent=logger.traffic.per_step(step % log_interval == 0),
+                loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
+            ),
+            ranks.device,
+        )
     with clock("optimizer"):  # changes nothing if a loss or gradient is not finite on any rank
         optim.step(optimizers, scaler, gathered, grad_clip)
     with clock("agree"):
@@ -404,14 +460,17 @@ while not is_complete:
     if not nan_policy.accepts(numbers):
         watchdog.armed = False
         clock.discard()
-        # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop exits here
+        # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop
+        # exits here
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
         model.zero_grad(set_to_none=not keeps_gradients)
         raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either
         slow_network.forget()
         if back:
             source = do_together(partial(open_checkpoint, back), logger.failed)
-            restore = partial(restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island)
+            restore = partial(
+                restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island
+            )
             do_together(restore, logger.failed)
             restore_slow_network(source, slow_network, progress.step)
             nan_policy.rolled_back(progress, logger)
@@ -430,7 +489,7 @@ while not is_complete:
     if stop.decide(numbers.stop):
         break
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
 is_preempted = stop.agreed != 0 and progress.step <= max_iters
 step_parts = over_ranks(gather_objects(clock.medians()))
@@ -448,7 +507,8 @@ slow_network.wait()
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()
 saver = slow_network = None
-model = raw_model = optimizers = batches = pipeline = by_replica_count = None  # drop references to the process group
+# drop references to the process group
+model = raw_model = optimizers = batches = pipeline = by_replica_count = None
 leave_process_group()
 if is_preempted and stop.agreed > 0 and not ranks.store:  # a launcher would restart a run that failed
     raise SystemExit(128 + stop.agreed)

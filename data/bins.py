@@ -1,4 +1,6 @@
-"""Code shared by the prepare.py scripts: read text, tokenize it, and write train.bin, val.bin and their metadata.
+"""
+Code shared by the prepare.py scripts: read text, tokenize it, and write train.bin, val.bin and their
+metadata.
 
 README.md in this folder describes the files that are read and written.
 """
@@ -35,24 +37,38 @@ SHAKESPEARE = {
 }
 VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
 TOKENIZER_HELP = (
-    "char (an id for each character), the name of a tiktoken encoding, a folder with a tokenizer.json of Hugging Face, "
+    "char (an id for each character), the name of a tiktoken encoding, a folder with a tokenizer.json of "
+    "Hugging Face, "
     "or the folder of a training run, whose vocabulary is used"
 )
-SPECIAL_HELP = "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
+SPECIAL_HELP = (
+    "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
+)
 CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
 BATCH_ROWS = 1000
 
 
 class Parser(argparse.ArgumentParser):
-    """The options that all prepare.py scripts share. Unlike its base class, raises ValueError for a wrong option."""
+    """
+    The options that all prepare.py scripts share. Unlike its base class, raises ValueError for a wrong
+    option.
+    """
 
     def __init__(self, description: str, val_fraction: float, tokenizer: str) -> None:
         formatter = argparse.ArgumentDefaultsHelpFormatter
         super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
-        self.add_argument("--data_files", help="your own .txt, .jsonl, .parquet files: comma-separated paths or globs")
-        self.add_argument("--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text")
-        self.add_argument("--out", type=Path, help="folder to write to, created if missing; None: that of this script")
-        self.add_argument("--val_fraction", type=float, default=val_fraction, help="fraction of the data for val.bin")
+        self.add_argument(
+            "--data_files", help="your own .txt, .jsonl, .parquet files: comma-separated paths or globs"
+        )
+        self.add_argument(
+            "--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text"
+        )
+        self.add_argument(
+            "--out", type=Path, help="folder to write to, created if missing; None: that of this script"
+        )
+        self.add_argument(
+            "--val_fraction", type=float, default=val_fraction, help="fraction of the data for val.bin"
+        )
         self.add_argument("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
         self.add_argument("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
 
@@ -62,7 +78,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[list[str]], None]) -> int:
-    """Call main(arguments) and return the exit status: 1, with a one-line message, for errors that a user can fix."""
+    """
+    Call main(arguments) and return the exit status: 1, with a one-line message, for errors that a user can
+    fix.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # SystemExit, unlike a kill, removes the temporary files
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
@@ -84,7 +103,10 @@ def run(main: Callable[[list[str]], None]) -> int:
 
 def report(folder: Path, meta: dict) -> None:
     """Print a summary of the data set in `folder`; `meta` is the content of its meta.json."""
-    print(f"{folder}: {meta['train_tokens']:,} tokens in train.bin, {meta['val_tokens']:,} in val.bin, {meta['dtype']}")
+    print(
+        f"{folder}: {meta['train_tokens']:,} tokens in train.bin, {meta['val_tokens']:,} in val.bin, "
+        f"{meta['dtype']}"
+    )
     print(f"tokenizer {meta['tokenizer']}: {meta['tokenizer_size']:,} ids, vocab_size {meta['vocab_size']:,}")
     print(f"next: python train.py --dataset={shlex.quote(dataset_name(folder))}")
 
@@ -104,18 +126,25 @@ def folder_to_write(script: str, out: Path | None) -> Path:
 
 
 def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
-    """Yield the documents of a comma-separated list of files and globs, sorted by path: a .txt file is one document, a
-    .jsonl file has one per line, a .parquet file one per row; the last two are streamed. ValueError if a file does not
-    exist, has another extension or cannot be parsed."""
+    """
+    Yield the documents of a comma-separated list of files and globs, sorted by path: a .txt file is one
+    document, a
+    .jsonl file has one per line, a .parquet file one per row; the last two are streamed. ValueError if a file
+    does not
+    exist, has another extension or cannot be parsed.
+    """
     readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
     found: set[str] = set()
     for pattern in data_files.split(","):
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         files = set(filter(os.path.isfile, matches))
         if not files:
-            raise ValueError(f"--data_files: no file matches '{pattern}', e.g. --data_files='texts/*.txt,more.jsonl'")
+            raise ValueError(
+                f"--data_files: no file matches '{pattern}', e.g. --data_files='texts/*.txt,more.jsonl'"
+            )
         found |= files
-    different = {os.path.realpath(name): name for name in sorted(found, reverse=True)}  # a.txt and ./a.txt are one file
+    # a.txt and ./a.txt are one file
+    different = {os.path.realpath(name): name for name in sorted(found, reverse=True)}
     paths = [Path(name) for name in sorted(different.values())]
     for path in paths:  # check all of them before reading the first one, which can take hours
         if path.suffix.lower() not in readers:
@@ -125,11 +154,16 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
 
 
 def read_utf8(path: Path) -> str:
-    """Return the text of a UTF-8 file with '\\n' line endings and no byte order mark. ValueError if it is not UTF-8."""
+    """
+    Return the text of a UTF-8 file with '\\n' line endings and no byte order mark. ValueError if it is not
+    UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start:,}; convert it: iconv -f latin1 -t utf-8") from error
+        raise ValueError(
+            f"{path}: not UTF-8 at byte {error.start:,}; convert it: iconv -f latin1 -t utf-8"
+        ) from error
 
 
 def read_txt(path: Path, text_key: str) -> Iterator[str]:
@@ -155,7 +189,8 @@ def read_parquet(path: Path, text_key: str) -> Iterator[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [text_key] if text_key in file.schema_arrow.names else None  # None: all, for the error message
+            # None: all, for the error message
+            columns = [text_key] if text_key in file.schema_arrow.names else None
             batches = file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
             records = (record for batch in batches for record in batch.to_pylist())
             for number, record in enumerate(records, 1):
@@ -165,7 +200,9 @@ def read_parquet(path: Path, text_key: str) -> Iterator[str]:
 
 
 def get_text(record: Any, text_key: str, where: str) -> str:
-    """Return record[text_key]. ValueError, prefixed with `where`, if `record` is not a dict with a string there."""
+    """
+    Return record[text_key]. ValueError, prefixed with `where`, if `record` is not a dict with a string there.
+    """
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise ValueError(f"{where}: no string at '{text_key}' in {str(record)[:200]}; set --text_key=")
@@ -173,8 +210,11 @@ def get_text(record: Any, text_key: str, where: str) -> str:
 
 
 def read_shakespeare(folder: Path) -> tuple[str, dict]:
-    """Return Tiny Shakespeare and its source: the text of input.txt in `folder`, which is downloaded if it does not
-    exist. ValueError if the download fails or has a different SHA-256."""
+    """
+    Return Tiny Shakespeare and its source: the text of input.txt in `folder`, which is downloaded if it does
+    not
+    exist. ValueError if the download fails or has a different SHA-256.
+    """
     path, url = folder / "input.txt", SHAKESPEARE["url"]
     if not path.exists():
         print(f"downloading {url}")
@@ -198,7 +238,9 @@ def hub_errors() -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:300]
         advice = "if it cannot be reached, copy the .parquet files here and use --data_files='*.parquet'"
-        raise ValueError(f"could not load the data set from the Hugging Face hub ({reason}); {advice}") from error
+        raise ValueError(
+            f"could not load the data set from the Hugging Face hub ({reason}); {advice}"
+        ) from error
 
 
 def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
@@ -212,10 +254,15 @@ def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
 
 @contextmanager
 def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
-    """Open temporary files for writing, by name. On exit, sync them to disk and move them to `folder`, in the order of
-    `names`. An exception while they are written leaves `folder` unchanged. An earlier file with the last of several
-    names is deleted before the others are replaced: after a kill it is missing, and no earlier file belongs to a new
-    one."""
+    """
+    Open temporary files for writing, by name. On exit, sync them to disk and move them to `folder`, in the
+    order of
+    `names`. An exception while they are written leaves `folder` unchanged. An earlier file with the last of
+    several
+    names is deleted before the others are replaced: after a kill it is missing, and no earlier file belongs
+    to a new
+    one.
+    """
     with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
         with ExitStack() as stack:
             files = {name: stack.enter_context(open(Path(temporary, name), "wb")) for name in names}
@@ -250,35 +297,63 @@ def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
     """Convert `ids` to dtype_for(tokenizer_size). ValueError if an id is not in [0, tokenizer_size)."""
     wide = np.asarray(ids, dtype=np.int64)
     if wide.size and not 0 <= wide.min() <= wide.max() < tokenizer_size:
-        raise ValueError(f"token ids from {wide.min()} to {wide.max()} do not fit a tokenizer of {tokenizer_size} ids")
+        raise ValueError(
+            f"token ids from {wide.min()} to {wide.max()} do not fit a tokenizer of {tokenizer_size} ids"
+        )
     return wide.astype(dtype_for(tokenizer_size))
 
 
-def prepare_text(script: str, description: str, argv: list[str], read: Callable[[Path], tuple[str, dict]],
-                 tokenizer: str = "char") -> None:  # fmt: skip
-    """Parse `argv` and write one text to --out or the folder of `script`: that of --data_files, or the text and its
-    source that read(folder of `script`) returns. `tokenizer` is char, or the default of --tokenizer."""
+def prepare_text(
+    script: str,
+    description: str,
+    argv: list[str],
+    read: Callable[[Path], tuple[str, dict]],
+    tokenizer: str = "char",
+) -> None:
+    """
+    Parse `argv` and write one text to --out or the folder of `script`: that of --data_files, or the text and
+    its
+    source that read(folder of `script`) returns. `tokenizer` is char, or the default of --tokenizer.
+    """
     args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
     if args.data_files is not None:
-        text, source = "\n".join(read_documents(args.data_files, args.text_key)), {"data_files": args.data_files}
+        text, source = (
+            "\n".join(read_documents(args.data_files, args.text_key)),
+            {"data_files": args.data_files},
+        )
     else:
         text, source = read(Path(script).absolute().parent)
     folder = folder_to_write(script, args.out)
-    meta = write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction, args.special_tokens == "True")
+    meta = write_text_dataset(
+        folder, text, source, args.tokenizer, args.val_fraction, args.special_tokens == "True"
+    )
     report(folder, meta)
 
 
-def write_text_dataset(folder: Path, text: str, source: dict, tokenizer: str = "char", val_fraction: float = 0.1,
-                       special_tokens: bool = True) -> dict:  # fmt: skip
-    """Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin (the
-    rest) and its metadata; returns the content of meta.json. With tokenizer char there is one id per character, in
-    their sort order. `source` describes the origin of the text. ValueError if the text is too short, or contains a
-    character that the vocabulary does not contain."""
+def write_text_dataset(
+    folder: Path,
+    text: str,
+    source: dict,
+    tokenizer: str = "char",
+    val_fraction: float = 0.1,
+    special_tokens: bool = True,
+) -> dict:
+    """
+    Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin
+    (the
+    rest) and its metadata; returns the content of meta.json. With tokenizer char there is one id per
+    character, in
+    their sort order. `source` describes the origin of the text. ValueError if the text is too short, or
+    contains a
+    character that the vocabulary does not contain.
+    """
     if len(text) < 2:
         raise ValueError(f"found {len(text)} characters, need 2: use files with more text")
     cut = int(len(text) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
     if not 0 < cut < len(text):
-        problem = f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty"
+        problem = (
+            f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty"
+        )
         raise ValueError(f"{problem}, e.g. --val_fraction=0.1")
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
@@ -290,9 +365,18 @@ def write_text_dataset(folder: Path, text: str, source: dict, tokenizer: str = "
         return write_meta(files, vocabulary, words.n_ids, source)
 
 
-def prepare_documents(script: str, description: str, argv: list[str], dataset: str, selection: dict, rows: int = 0,
-                      **options: Any) -> None:  # fmt: skip
-    """Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the folder of
+def prepare_documents(
+    script: str,
+    description: str,
+    argv: list[str],
+    dataset: str,
+    selection: dict,
+    rows: int = 0,
+    **options: Any,
+) -> None:
+    """
+    Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
+    folder of
     `script`.
 
     Args:
@@ -304,7 +388,9 @@ def prepare_documents(script: str, description: str, argv: list[str], dataset: s
 
     parser = Parser(description, val_fraction=0.0005, tokenizer="gpt2")
     parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
-    parser.add_argument("--num_proc", type=int, default=os.cpu_count() or 1, help="number of tokenizing threads")
+    parser.add_argument(
+        "--num_proc", type=int, default=os.cpu_count() or 1, help="number of tokenizing threads"
+    )
     args = parser.parse_args(argv)
     if args.data_files is not None:
         documents, total = read_documents(args.data_files, args.text_key), None
@@ -323,22 +409,37 @@ def prepare_documents(script: str, description: str, argv: list[str], dataset: s
     vocabulary = find_vocabulary(args.tokenizer)
     words = load_words(vocabulary, args.tokenizer, args.special_tokens == "True")
     folder = folder_to_write(script, args.out)
-    meta = write_documents(folder, documents, source, vocabulary, words, args.val_fraction, args.seed, args.num_proc)
+    meta = write_documents(
+        folder, documents, source, vocabulary, words, args.val_fraction, args.seed, args.num_proc
+    )
     report(folder, meta)
 
 
-def write_documents(folder: Path, documents: Iterable[str], source: dict, vocabulary: Vocabulary, words: Tokenizer,
-                    val_fraction: float, seed: int, num_proc: int) -> dict:  # fmt: skip
-    """Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
-    documents keep their order, and each is followed by the end-of-text token. `num_proc` does not change the result.
-    ValueError if there are fewer than two documents, or the tokenizer has no end-of-text token."""
+def write_documents(
+    folder: Path,
+    documents: Iterable[str],
+    source: dict,
+    vocabulary: Vocabulary,
+    words: Tokenizer,
+    val_fraction: float,
+    seed: int,
+    num_proc: int,
+) -> dict:
+    """
+    Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
+    documents keep their order, and each is followed by the end-of-text token. `num_proc` does not change the
+    result.
+    ValueError if there are fewer than two documents, or the tokenizer has no end-of-text token.
+    """
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val_fraction={val_fraction} is not between 0 and 1, e.g. --val_fraction=0.0005")
     if num_proc < 1:
         raise ValueError(f"--num_proc={num_proc} is not a number of threads, e.g. --num_proc=1")
     if words.end_of_text is None:
         problem = f"the tokenizer has no {vocabulary.end_of_text} to end documents with"
-        raise ValueError(f"{problem}: set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text")
+        raise ValueError(
+            f"{problem}: set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
+        )
     count = 0
     with atomic_files(folder, *names_of(vocabulary)) as files:
         for count, ids in enumerate(tokenize(documents, words, num_proc), 1):
@@ -351,8 +452,11 @@ def write_documents(folder: Path, documents: Iterable[str], source: dict, vocabu
 
 
 def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
-    """Whether the document at `index` goes to val.bin: pseudo-random, a function of the arguments alone. One of the
-    first two documents goes to each file, so that neither is empty."""
+    """
+    Whether the document at `index` goes to val.bin: pseudo-random, a function of the arguments alone. One of
+    the
+    first two documents goes to each file, so that neither is empty.
+    """
     if index < 2:
         return index == seed % 2
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
@@ -360,7 +464,10 @@ def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
 
 
 def names_of(vocabulary: Vocabulary) -> list[str]:
-    """The files of a data set in the order in which they are written: train.bin, which train.py looks for, is last."""
+    """
+    The files of a data set in the order in which they are written: train.bin, which train.py looks for, is
+    last.
+    """
     kinds = {
         "table": ["meta.pkl"],
         "bytes": ["meta.pkl"],
@@ -369,9 +476,14 @@ def names_of(vocabulary: Vocabulary) -> list[str]:
     return ["val.bin", *kinds.get(vocabulary.kind, []), "meta.json", "train.bin"]
 
 
-def write_meta(files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, source: dict, **counts: int) -> dict:
-    """Write the metadata and return the content of meta.json. train.bin and val.bin must be written already; `size` is
-    the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl."""
+def write_meta(
+    files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, source: dict, **counts: int
+) -> dict:
+    """
+    Write the metadata and return the content of meta.json. train.bin and val.bin must be written already;
+    `size` is
+    the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl.
+    """
     dtype = dtype_for(size)
     is_table = "meta.pkl" in files
     padded = size if is_table else -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -397,8 +509,11 @@ def characters_of(text: str) -> Vocabulary:
 
 
 def find_vocabulary(name: str) -> Vocabulary:
-    """The vocabulary that --tokenizer names: of a folder with a tokenizer, of a training run's folder, or an encoding
-    of tiktoken. ValueError if there is none."""
+    """
+    The vocabulary that --tokenizer names: of a folder with a tokenizer, of a training run's folder, or an
+    encoding
+    of tiktoken. ValueError if there is none.
+    """
     if not os.path.isdir(name):
         if os.sep in name:
             raise ValueError(f"--tokenizer={name}: no such folder")
@@ -426,7 +541,9 @@ def load_words(vocabulary: Vocabulary, name: str, special_tokens: bool) -> Token
 
 
 def tokenize(documents: Iterable[str], words: Tokenizer, num_proc: int) -> Iterator[bytes]:
-    """Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file."""
+    """
+    Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file.
+    """
     documents = filter(None, documents)
     with ThreadPoolExecutor(num_proc) as threads:  # tokenizers leave Python while they work
         while chunk := list(islice(documents, CHUNK_DOCUMENTS)):

@@ -1,5 +1,7 @@
-"""Take val.bin from the end of train.bin, for a data set without a val.bin. The original is kept as all.bin: from it
-the command can be repeated with a different --val_fraction."""
+"""
+Take val.bin from the end of train.bin, for a data set without a val.bin. The original is kept as all.bin:
+from it the command can be repeated with a different --val_fraction.
+"""
 
 import argparse
 import os
@@ -20,14 +22,15 @@ BLOCK = 2**24  # tokens that are copied at once
 
 def split(folder: Path, val_fraction: float) -> dict[str, int]:
     """
-    Write val.bin and train.bin in `folder` from all.bin, or from train.bin, which becomes all.bin. train.bin is written
+    Write val.bin and train.bin in `folder` from all.bin, or from train.bin, which becomes all.bin. train.bin
+    is written
     last: after a kill it is missing, and the command can be repeated.
 
     Returns:
         the number of tokens of each split.
 
-    Raises:
-        ValueError: there is nothing to divide, there is a val.bin of different origin, or a split would be empty.
+    Raises: ValueError: there is nothing to divide, there is a val.bin of different origin, or a split would
+        be empty.
     """
     whole, train, val = (folder / f"{name}.bin" for name in ("all", "train", "val"))
     source = whole if whole.exists() else train
@@ -37,7 +40,9 @@ def split(folder: Path, val_fraction: float) -> dict[str, int]:
         raise ValueError(f"{val} exists already: delete it if it is to come from the end of train.bin")
     meta = read_meta(folder)
     if "train_tokens" in meta:
-        raise ValueError(f"prepare.py wrote {source} and its val.bin: run prepare.py again, with --val_fraction=")
+        raise ValueError(
+            f"prepare.py wrote {source} and its val.bin: run prepare.py again, with --val_fraction="
+        )
     declared = parse_dtype(meta["dtype"], folder / "meta.json") if "dtype" in meta else None
     (format,), notes = formats_of([source], declared, meta.get("vocab_size", 0))
     if format.offset:
@@ -47,7 +52,9 @@ def split(folder: Path, val_fraction: float) -> dict[str, int]:
     tokens = np.memmap(source, format.dtype, "r")
     cut = int(len(tokens) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
     if not 0 < cut < len(tokens):
-        raise ValueError(f"--val_fraction={val_fraction} of {len(tokens):,} tokens leaves train.bin or val.bin empty")
+        raise ValueError(
+            f"--val_fraction={val_fraction} of {len(tokens):,} tokens leaves train.bin or val.bin empty"
+        )
     if source == train:
         os.replace(train, whole)
     parts = {"val.bin": tokens[cut:], "train.bin": tokens[:cut]}
@@ -60,12 +67,17 @@ def split(folder: Path, val_fraction: float) -> dict[str, int]:
 
 def main(argv: list[str]) -> None:
     """Parse the arguments and divide the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="the folder that contains train.bin")
     parser.add_argument("--val_fraction", type=float, default=0.1, help="fraction of the tokens for val.bin")
     args = parser.parse_args(argv)
     sizes = split(args.folder, args.val_fraction)
-    print(f"{args.folder}: {sizes['train']:,} tokens in train.bin, {sizes['val']:,} in val.bin; all of them in all.bin")
+    print(
+        f"{args.folder}: {sizes['train']:,} tokens in train.bin, {sizes['val']:,} in val.bin; all of them "
+        "in all.bin"
+    )
 
 
 if __name__ == "__main__":

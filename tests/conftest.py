@@ -15,8 +15,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from runs import Zygote, tiny_data
 
-# Of the slow tests in these files, CI runs those that match; the others are extra. Together they took two thirds of
-# CI's time, which must stay below 40 minutes on a slow machine. A new slow test of these files is added here.
+# Of the slow tests in these files, CI runs those that match; the others are extra. Together they took two
+# thirds of CI's time, which must stay below 40 minutes on a slow machine. A new slow test of these files is
+# added here.
 IN_CI = {
     "test_arch.py": r"nanochat-muon-zero3-2|llama-muon-zero1-2|zero1-2-hsdp-4|experts_from_a_dense",
     "test_bench.py": r"two_processes",
@@ -71,8 +72,13 @@ def at(monkeypatch, tmp_path):
         if name.startswith(LAUNCHED):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    return SimpleNamespace(path=tmp_path, set=monkeypatch.setattr, env=monkeypatch.setenv, item=monkeypatch.setitem,
-                           context=monkeypatch.context)  # fmt: skip
+    return SimpleNamespace(
+        path=tmp_path,
+        set=monkeypatch.setattr,
+        env=monkeypatch.setenv,
+        item=monkeypatch.setitem,
+        context=monkeypatch.context,
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

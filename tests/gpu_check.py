@@ -1,14 +1,17 @@
 """
-Check and measure isoGPT on this machine's GPUs, in about ten minutes on one. No network and no data are needed.
+Check and measure isoGPT on this machine's GPUs, in about ten minutes on one. No network and no data are
+needed.
 
     python tests/gpu_check.py                      everything, with the GPUs that there are
-    python tests/gpu_check.py --nanogpt=FOLDER     also nanoGPT's train.py, by turns with ours, on the same data
+    python tests/gpu_check.py --nanogpt=FOLDER     also nanoGPT's train.py, by turns with ours, on the same
+    data
     python tests/gpu_check.py --json=FILE          also write the table to a file
-    python tests/gpu_check.py --device=cpu         the same checks with small sizes, as the test suite runs them
+    python tests/gpu_check.py --device=cpu         the same checks with small sizes, as the test suite runs
+    them
     python tests/gpu_check.py curve resume         only these
 
-It ends in a table: what was checked, what is expected, what was found, and pass or FAIL. A line without an expectation
-is a measurement. The exit status is 1 if a line failed.
+It ends in a table: what was checked, what is expected, what was found, and pass or FAIL. A line without an
+expectation is a measurement. The exit status is 1 if a line failed.
 """
 
 import argparse
@@ -72,7 +75,14 @@ class Place:
         """GPT-2 124M on random tokens, or a model that a CPU trains in a second."""
         if self.on_gpu:
             return ["--dataset=random", "--vocab_size=50304", "--block_size=1024"]
-        return ["--dataset=random", "--vocab_size=512", "--block_size=64", "--n_layer=2", "--n_head=2", "--n_embd=64"]
+        return [
+            "--dataset=random",
+            "--vocab_size=512",
+            "--block_size=64",
+            "--n_layer=2",
+            "--n_head=2",
+            "--n_embd=64",
+        ]
 
 
 def command(place: Place, script: str, args: list[str], nproc: int = 1) -> list[str]:
@@ -85,7 +95,9 @@ def command(place: Place, script: str, args: list[str], nproc: int = 1) -> list[
 
 def run(place: Place, script: str, args: list[str], nproc: int = 1) -> str:
     """Run one of our scripts to its end; returns its output."""
-    done = subprocess.run(command(place, script, args, nproc), cwd=place.folder, capture_output=True, text=True)
+    done = subprocess.run(
+        command(place, script, args, nproc), cwd=place.folder, capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"{(done.stderr or done.stdout)[-400:]}: {script} {' '.join(args)}")
     return done.stdout
@@ -119,7 +131,7 @@ def milliseconds(place: Place, statement: str, **names: object) -> float:
 MODERN = (["--arch=nanochat", "--optimizer=muon", "--muon_lr=0.005"], ["--arch=llama", "--n_kv_head=1"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # exactness
 
 
@@ -145,17 +157,33 @@ def curve(place: Place) -> Iterator[Line]:
     found = distance(reference, losses(place, "offloaded", [*offloaded, "--compile=False"]))
     yield at_most(f"{' '.join(offloaded)}: losses against float32's", found, 0.03)
     memory_gb = max(column(place.folder / "f32", "memory_gb").values())
-    yield Line("memory of a tiny model, without the matmul that measures the peak", "<= 0.3 GB" if place.on_gpu else "",
-               f"{memory_gb:.2f} GB", memory_gb <= 0.3 if place.on_gpu else None)  # fmt: skip
+    yield Line(
+        "memory of a tiny model, without the matmul that measures the peak",
+        "<= 0.3 GB" if place.on_gpu else "",
+        f"{memory_gb:.2f} GB",
+        memory_gb <= 0.3 if place.on_gpu else None,
+    )
 
 
 def compiled(place: Place) -> Iterator[Line]:
     """What torch.compile makes of the model."""
     plain = losses(place, "plain", ["--dtype=float32", "--compile=False"])
-    for flags in ([], ["--zero=3"], ["--zero=3", "--activation_checkpointing=full"],
-                  ["--activation_checkpointing=selective"], *MODERN):  # fmt: skip
+    for flags in (
+        [],
+        ["--zero=3"],
+        ["--zero=3", "--activation_checkpointing=full"],
+        ["--activation_checkpointing=selective"],
+        *MODERN,
+    ):
         name = f"compile {' '.join(flags)}".strip()
-        args = [*TINY, *flags, "--max_iters=19", "--save_checkpoint=False", "--eval_interval=10", "--out_dir=compiled"]
+        args = [
+            *TINY,
+            *flags,
+            "--max_iters=19",
+            "--save_checkpoint=False",
+            "--eval_interval=10",
+            "--out_dir=compiled",
+        ]
         text = run(place, "train.py", args)
         said = re.findall(r"compile: [^\n]*", text)[-1]
         if not place.on_gpu:
@@ -176,7 +204,9 @@ def cuda_graphs(place: Place) -> Iterator[Line]:
             args = [*base, f"--gradient_accumulation_steps={accumulation}", f"--cuda_graphs={value}"]
             said = run(place, "train.py", [*args, "--save_checkpoint=False", "--out_dir=graphs"])
             found.append(column(place.folder / "graphs", "loss"))
-            ms.append(statistics.median(r["step_ms"] for r in records(place.folder / "graphs") if "step_ms" in r))
+            ms.append(
+                statistics.median(r["step_ms"] for r in records(place.folder / "graphs") if "step_ms" in r)
+            )
         name = f"--cuda_graphs --gradient_accumulation_steps={accumulation}"
         yield at_most(f"{name}: losses", distance(*found), 1e-4)
         report = re.findall(r"compile: [^\n]*", said)[-1]
@@ -194,16 +224,23 @@ def resume(place: Place) -> Iterator[Line]:
         run(place, "train.py", [*args, "--max_iters=19", "--out_dir=parts", "--init_from=resume"])
         whole, parts = (column(place.folder / name, "loss") for name in ("whole", "parts"))
         different = sum(whole[step] != parts[step] for step in whole)
-        yield Line(f"resume {' '.join(flags)} --dropout=0.1", "the same bits", f"{different} of 20 losses differ",
-                   different == 0)  # fmt: skip
+        yield Line(
+            f"resume {' '.join(flags)} --dropout=0.1",
+            "the same bits",
+            f"{different} of 20 losses differ",
+            different == 0,
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # speed and memory
 
 
 def speed(place: Place) -> Iterator[Line]:
-    """Tokens/s and MFU of GPT-2 124M by micro-batch, the split of the best one's step, and memory against estimates."""
+    """
+    Tokens/s and MFU of GPT-2 124M by micro-batch, the split of the best one's step, and memory against
+    estimates.
+    """
     sizes = "8,16,32,64" if place.on_gpu else "2,4"
     base = [*place.gpt2(), "--gradient_accumulation_steps=1", "--steps=10"]
     base += ["--dtype=bfloat16"] if place.on_gpu else []
@@ -211,8 +248,11 @@ def speed(place: Place) -> Iterator[Line]:
     sweep = [r for r in json.loads((place.folder / "sweep.json").read_text())["sweep"] if "problem" not in r]
     for r in sweep:
         mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
-        yield Line(f"GPT-2 124M, micro-batch {r['point']['batch_size']}", "",
-                   f"{r['tokens_per_s']:,.0f} tokens/s, MFU {mfu}, {r['memory_gb']['max']:.2f} GB")  # fmt: skip
+        yield Line(
+            f"GPT-2 124M, micro-batch {r['point']['batch_size']}",
+            "",
+            f"{r['tokens_per_s']:,.0f} tokens/s, MFU {mfu}, {r['memory_gb']['max']:.2f} GB",
+        )
     best = max(sweep, key=lambda r: r["tokens_per_s"])
     run(place, "bench.py", [*base, f"--batch_size={best['point']['batch_size']}", "--json_path=report.json"])
     report = json.loads((place.folder / "report.json").read_text())["report"]
@@ -221,23 +261,35 @@ def speed(place: Place) -> Iterator[Line]:
     spans = json.loads((place.folder / "modern.json").read_text())["report"]["run"]["spans_ms"]
     ms = {part: spans[part]["mean"] for part in ("forward", "backward", "optimizer")}
     share = ms["optimizer"] / sum(ms.values())
-    yield Line("nanochat with Muon: the optimizer's share of the step", "<= 15%", f"{share:.1%}",
-               share <= 0.15 if place.on_gpu else None)  # fmt: skip
-    split = ", ".join(f"{part} {ms['mean']:.2f}" for part, ms in report["split_ms"].items() if ms["mean"] is not None)
+    yield Line(
+        "nanochat with Muon: the optimizer's share of the step",
+        "<= 15%",
+        f"{share:.1%}",
+        share <= 0.15 if place.on_gpu else None,
+    )
+    split = ", ".join(
+        f"{part} {ms['mean']:.2f}" for part, ms in report["split_ms"].items() if ms["mean"] is not None
+    )
     yield Line("its step in ms", "", f"{report['run']['step_ms']['mean']:.2f}: {split}")
     if place.on_gpu:
         yield Line("MFU at the best micro-batch", ">= 45%", f"{best['mfu']:.1%}", best["mfu"] >= 0.45)
         for r in sweep:
             estimated, measured = estimate(r), r["memory_gb"]["max"]
-            yield Line(f"memory at micro-batch {r['point']['batch_size']}: estimated / measured", "0.85 to 1.15",
-                       f"{estimated / measured:.2f}", 0.85 <= estimated / measured <= 1.15)  # fmt: skip
+            yield Line(
+                f"memory at micro-batch {r['point']['batch_size']}: estimated / measured",
+                "0.85 to 1.15",
+                f"{estimated / measured:.2f}",
+                0.85 <= estimated / measured <= 1.15,
+            )
 
 
 def estimate(r: dict) -> float:
     """GB that memory.py estimates for a launch of bench.py."""
     c = r["settings"]
     model_args = asdict(GPTConfig(**model_args_of(c, c["vocab_size"])))
-    return memory.memory_estimate(memory.cost_of(c, model_args, c["batch_size"], r["dtype"], 1, "cuda"))["total"]
+    return memory.memory_estimate(memory.cost_of(c, model_args, c["batch_size"], r["dtype"], 1, "cuda"))[
+        "total"
+    ]
 
 
 def nanogpt(place: Place) -> Iterator[Line]:
@@ -246,13 +298,38 @@ def nanogpt(place: Place) -> Iterator[Line]:
         return
     batch, steps = (16, 40) if place.on_gpu else (2, 12)
     shape = [a for a in place.gpt2() if not a.startswith(("--dataset", "--vocab_size"))]
-    shape += [f"--batch_size={batch}", "--gradient_accumulation_steps=1", f"--max_iters={steps}", "--log_interval=1"]
-    shape += ["--eval_interval=100000", "--eval_iters=1", f"--compile={place.on_gpu}", "--bias=False", "--dropout=0.0"]
+    shape += [
+        f"--batch_size={batch}",
+        "--gradient_accumulation_steps=1",
+        f"--max_iters={steps}",
+        "--log_interval=1",
+    ]
+    shape += [
+        "--eval_interval=100000",
+        "--eval_iters=1",
+        f"--compile={place.on_gpu}",
+        "--bias=False",
+        "--dropout=0.0",
+    ]
     shape += ["--dtype=bfloat16" if place.on_gpu else "--dtype=float32", f"--device={place.device}"]
     data = f"--dataset={place.folder}/data/random"  # without metadata nanoGPT takes 50304 token ids
-    theirs = [sys.executable, "train.py", *shape, data, f"--out_dir={place.folder}/theirs", "--wandb_log=False"]
-    ours = [sys.executable, str(REPO / "train.py"), *shape, data, "--vocab_size=50304", "--save_checkpoint=False",
-            f"--out_dir={place.folder}/ours"]  # fmt: skip
+    theirs = [
+        sys.executable,
+        "train.py",
+        *shape,
+        data,
+        f"--out_dir={place.folder}/theirs",
+        "--wandb_log=False",
+    ]
+    ours = [
+        sys.executable,
+        str(REPO / "train.py"),
+        *shape,
+        data,
+        "--vocab_size=50304",
+        "--save_checkpoint=False",
+        f"--out_dir={place.folder}/ours",
+    ]
     times, ratios = {}, []
     for _ in range(3):
         for name, line, folder in (("theirs", theirs, place.nanogpt), ("ours", ours, place.folder)):
@@ -263,9 +340,13 @@ def nanogpt(place: Place) -> Iterator[Line]:
             times[name] = statistics.median(found)
         ratios.append(times["theirs"] / times["ours"])
     goal = 1.3 if place.on_gpu else 0.0
-    yield Line(f"nanoGPT's step / ours, micro-batch {batch}, 3 pairs", f">= {goal:g}",
-               f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); ours {times['ours']:.1f} ms",
-               statistics.median(ratios) >= goal)  # fmt: skip
+    yield Line(
+        f"nanoGPT's step / ours, micro-batch {batch}, 3 pairs",
+        f">= {goal:g}",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); ours "
+        f"{times['ours']:.1f} ms",
+        statistics.median(ratios) >= goal,
+    )
 
 
 def chunked_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -292,7 +373,9 @@ def parts(place: Place) -> Iterator[Line]:
     yield Line(f"loss of {rows:,} x {vocab:,}, ms", "", ", ".join(found))
 
     length = 1024 if place.on_gpu else 64
-    q = torch.randn(rows // length, heads, length, width // heads, device=device, dtype=dtype, requires_grad=True)
+    q = torch.randn(
+        rows // length, heads, length, width // heads, device=device, dtype=dtype, requires_grad=True
+    )
     attention = torch.nn.functional.scaled_dot_product_attention
     ways, times = {"PyTorch's choice": nullcontext()}, {}
     for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
@@ -304,8 +387,12 @@ def parts(place: Place) -> Iterator[Line]:
     yield Line(f"attention, {rows // length} x {heads} heads x {length}, ms", "", found)
     fastest = min(times, key=times.get)
     ratio = times["PyTorch's choice"] / times[fastest]
-    yield Line("attention: PyTorch's choice / the fastest back end", "<= 1.1", f"{ratio:.2f} ({fastest})",
-               ratio <= 1.1 if place.on_gpu else None)  # fmt: skip
+    yield Line(
+        "attention: PyTorch's choice / the fastest back end",
+        "<= 1.1",
+        f"{ratio:.2f} ({fastest})",
+        ratio <= 1.1 if place.on_gpu else None,
+    )
 
     shape = {} if place.on_gpu else dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
     model = GPT(GPTConfig(**shape)).to(device)
@@ -337,16 +424,34 @@ def parts(place: Place) -> Iterator[Line]:
 
 def large(place: Place) -> Iterator[Line]:
     """GPT-2 XL on one device: full recomputation, with DDP's and with FSDP's way to hold the parameters."""
-    shape = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--batch_size=4"] if place.on_gpu else ["--batch_size=2"]
+    shape = (
+        ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--batch_size=4"]
+        if place.on_gpu
+        else ["--batch_size=2"]
+    )
     for flags in ([], ["--zero=3"]):
-        args = [*place.gpt2(), *shape, *flags, "--gradient_accumulation_steps=1", "--max_iters=8", "--eval_iters=1",
-                "--eval_interval=100000", "--activation_checkpointing=full", "--save_checkpoint=False",
-                "--warmup_iters=5", "--out_dir=large"]  # fmt: skip
+        args = [
+            *place.gpt2(),
+            *shape,
+            *flags,
+            "--gradient_accumulation_steps=1",
+            "--max_iters=8",
+            "--eval_iters=1",
+            "--eval_interval=100000",
+            "--activation_checkpointing=full",
+            "--save_checkpoint=False",
+            "--warmup_iters=5",
+            "--out_dir=large",
+        ]
         run(place, "train.py", args)
         rows = [r for r in records(place.folder / "large") if "step_ms" in r][3:]
         speed, memory_gb = statistics.median(r["tokens_per_s"] for r in rows), rows[-1]["memory_gb_max"]
-        yield Line(f"GPT-2 XL, full recomputation {' '.join(flags)}".strip(), "trains",
-                   f"{speed:,.0f} tokens/s, {memory_gb:.1f} GB", math.isfinite(rows[-1]["loss"]))  # fmt: skip
+        yield Line(
+            f"GPT-2 XL, full recomputation {' '.join(flags)}".strip(),
+            "trains",
+            f"{speed:,.0f} tokens/s, {memory_gb:.1f} GB",
+            math.isfinite(rows[-1]["loss"]),
+        )
 
 
 def experts(place: Place) -> Iterator[Line]:
@@ -360,8 +465,15 @@ def experts(place: Place) -> Iterator[Line]:
         yield at_most(f"4 experts, float32 on {n} processes {' '.join(flags)}", found, 1e-4)
     found = distance(reference, losses(place, "experts", [*model, "--dtype=bfloat16", "--compile=False"]))
     yield at_most("4 experts, bfloat16: losses against float32's", found, 0.03)
-    base = [*place.gpt2(), "--gradient_accumulation_steps=1", "--max_iters=23", "--eval_interval=100000",
-            "--eval_iters=1", "--save_checkpoint=False", "--out_dir=experts"]  # fmt: skip
+    base = [
+        *place.gpt2(),
+        "--gradient_accumulation_steps=1",
+        "--max_iters=23",
+        "--eval_interval=100000",
+        "--eval_iters=1",
+        "--save_checkpoint=False",
+        "--out_dir=experts",
+    ]
     base += ["--batch_size=8", "--dtype=bfloat16"] if place.on_gpu else ["--batch_size=2"]
     width = 768 if place.on_gpu else 64
     times = []
@@ -370,12 +482,15 @@ def experts(place: Place) -> Iterator[Line]:
         rows = [r for r in records(place.folder / "experts") if "step_ms" in r][8:]
         times.append(statistics.median(r["step_ms"] for r in rows))
     dense, moe = times
-    yield Line("the step with 8 experts, 2 active / dense with equal active parameters", "<= 1.5",
-               f"{moe / dense:.2f} ({moe:.2f} and {dense:.2f} ms)",
-               moe / dense <= 1.5 if place.on_gpu else None)  # fmt: skip
+    yield Line(
+        "the step with 8 experts, 2 active / dense with equal active parameters",
+        "<= 1.5",
+        f"{moe / dense:.2f} ({moe:.2f} and {dense:.2f} ms)",
+        moe / dense <= 1.5 if place.on_gpu else None,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # several processes
 
 
@@ -384,21 +499,36 @@ def planned(place: Place) -> Iterator[Line]:
     n, exact = place.processes, ["--dtype=float32", "--compile=False"]
     reference = losses(Place(place.folder, "cpu", 1, None), "planned", exact)
     found = distance(reference, losses(place, "planned", [*exact, "--layout=auto"], n))
-    yield at_most(f"float32 on {n} processes --layout=auto: losses of 20 steps against the CPU's", found, 1e-4)
-    args = [*place.gpt2(), "--layout=auto", "--max_iters=23", "--eval_interval=100000", "--eval_iters=1",
-            f"--gradient_accumulation_steps={8 * n}", "--batch_size=8", "--save_checkpoint=False",
-            "--out_dir=predicted"]  # fmt: skip
+    yield at_most(
+        f"float32 on {n} processes --layout=auto: losses of 20 steps against the CPU's", found, 1e-4
+    )
+    args = [
+        *place.gpt2(),
+        "--layout=auto",
+        "--max_iters=23",
+        "--eval_interval=100000",
+        "--eval_iters=1",
+        f"--gradient_accumulation_steps={8 * n}",
+        "--batch_size=8",
+        "--save_checkpoint=False",
+        "--out_dir=predicted",
+    ]
     text = run(place, "train.py", args, n)
     predicted = float(re.search(r"by prediction: ([\d,.]+) ms", text)[1].replace(",", ""))
     rows = [r for r in records(place.folder / "predicted") if "step_ms" in r][8:]
     measured = statistics.median(r["step_ms"] for r in rows)
-    yield Line(f"--layout=auto on {n} processes: the predicted step / the measured one", "0.75 to 1.25",
-               f"{predicted / measured:.2f} ({predicted:.1f} and {measured:.1f} ms)",
-               0.75 <= predicted / measured <= 1.25 if place.on_gpu else None)  # fmt: skip
+    yield Line(
+        f"--layout=auto on {n} processes: the predicted step / the measured one",
+        "0.75 to 1.25",
+        f"{predicted / measured:.2f} ({predicted:.1f} and {measured:.1f} ms)",
+        0.75 <= predicted / measured <= 1.25 if place.on_gpu else None,
+    )
 
 
 def slow_networks(place: Place) -> Iterator[Line]:
-    """How far compressed gradients and islands take the curve from the exact one; the lossy ones have to learn."""
+    """
+    How far compressed gradients and islands take the curve from the exact one; the lossy ones have to learn.
+    """
     n, exact = place.processes, ["--dtype=float32", "--compile=False"]
     if n % 2:
         yield Line("slow networks", "", "an odd number of devices: not tried")
@@ -431,7 +561,13 @@ def several(place: Place) -> Iterator[Line]:
     reference = losses(place, "one", exact)
     layouts = [[], ["--zero=1"], ["--zero=2"], ["--zero=3"]]
     if n % 2 == 0:
-        layouts += [["--zero=3", "--dp_replicate=2"], ["--tp=2"], ["--pp=2"], ["--cp=2"], ["--zero=3", "--tp=2"]]
+        layouts += [
+            ["--zero=3", "--dp_replicate=2"],
+            ["--tp=2"],
+            ["--pp=2"],
+            ["--cp=2"],
+            ["--zero=3", "--tp=2"],
+        ]
     if n % 8 == 0:
         layouts.append(["--zero=3", "--tp=2", "--pp=2"])
     layouts.append(["--ddp_bucket_mb=0.02", "--compile=True"])
@@ -449,7 +585,9 @@ def killed(place: Place, n: int) -> Iterator[Line]:
     """SIGKILL to the last rank: how long until the others have said so and exited."""
     args = [*TINY, "--max_iters=1000000", "--out_dir=killed", "--compile=False"]
     with open(place.folder / "killed.txt", "w") as log:
-        agent = subprocess.Popen(command(place, "train.py", args, n), cwd=place.folder, stdout=log, stderr=log)
+        agent = subprocess.Popen(
+            command(place, "train.py", args, n), cwd=place.folder, stdout=log, stderr=log
+        )
         wait_for(lambda: steps_in(place.folder / "killed") > 20, 120)
         workers = sorted(children(agent.pid))
         began = time.monotonic()
@@ -457,17 +595,36 @@ def killed(place: Place, n: int) -> Iterator[Line]:
         agent.wait(60)
     took, text = time.monotonic() - began, (place.folder / "killed.txt").read_text()
     named = re.findall(r"rank \d+ does not respond", text)
-    yield Line("a killed rank: named, and the others exit", "within 20 s", f"{took:.1f} s, {named[:1]}",
-               took < 20 and bool(named))  # fmt: skip
+    yield Line(
+        "a killed rank: named, and the others exit",
+        "within 20 s",
+        f"{took:.1f} s, {named[:1]}",
+        took < 20 and bool(named),
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
-CHECKS = (curve, compiled, cuda_graphs, resume, speed, nanogpt, parts, large, experts, planned, slow_networks, several)
+CHECKS = (
+    curve,
+    compiled,
+    cuda_graphs,
+    resume,
+    speed,
+    nanogpt,
+    parts,
+    large,
+    experts,
+    planned,
+    slow_networks,
+    several,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(c.__name__ for c in CHECKS))
     parser.add_argument("--nanogpt", type=Path, help="a clone of karpathy/nanoGPT")
     parser.add_argument("--json", type=Path, help="write the table to this file")
@@ -496,7 +653,9 @@ def main() -> None:
                     print(f"{check.__name__}: {line.what}: {line.found}", flush=True)
             except Exception as e:  # the other checks still run
                 lines.append(
-                    Line(check.__name__, "no error", " ".join(f"{type(e).__name__}: {e}".split())[:400], False)
+                    Line(
+                        check.__name__, "no error", " ".join(f"{type(e).__name__}: {e}".split())[:400], False
+                    )
                 )
                 print(f"{check.__name__}: {lines[-1].found}", flush=True)
             print(f"({check.__name__} took {time.monotonic() - began:.0f} s)", flush=True)

@@ -1,6 +1,6 @@
 """
-Several machines, each a network namespace with its own name, address and cable (Linux, root, iproute2), whose rate can
-be limited.
+Several machines, each a network namespace with its own name, address and cable (Linux, root, iproute2), whose
+rate can be limited.
 """
 
 import json
@@ -23,7 +23,9 @@ def ip(*words, ok=True):
 
 
 class Hosts:
-    """h1, h2, ... at 10.77.0.N on a switch. Each resolves its own name to a loopback address, as on Debian."""
+    """
+    h1, h2, ... at 10.77.0.N on a switch. Each resolves its own name to a loopback address, as on Debian.
+    """
 
     def __init__(self, work, number):
         self.work, self.tag, self.logs = work, f"iso{os.getpid()}", {}
@@ -58,7 +60,8 @@ class Hosts:
 
     def start(self, host, command, env=None, mount="true"):
         """
-        Run a command on this host, on one core, with its output in a file. `mount` is a shell command that runs before
+        Run a command on this host, on one core, with its output in a file. `mount` is a shell command that
+        runs before
         it, whose mounts only this process sees.
         """
         cores = sorted(os.sched_getaffinity(0))
@@ -80,12 +83,17 @@ class Hosts:
         with open(self.logs[host], "a") as log:
             return subprocess.Popen(
                 [*there, "sh", "taskset", "-c", core, *command],
-                cwd=self.work, stdout=log, stderr=log, start_new_session=True, env=env,
-            )  # fmt: skip
+                cwd=self.work,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=env,
+            )
 
     def train(self, args, own=None):
         """
-        Start train.py as one process on each host, without a launcher; returns {host: process}. `own`: what differs on
+        Start train.py as one process on each host, without a launcher; returns {host: process}. `own`: what
+        differs on
         a host, (arguments, `mount`).
         """
         shared = {"WORLD_SIZE": str(len(self.spaces)), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
@@ -98,7 +106,10 @@ class Hosts:
         return started
 
     def limit(self, rate):
-        """Let each host send at this rate at most, such as 100mbit, with a queue of 50 ms; None: without a limit."""
+        """
+        Let each host send at this rate at most, such as 100mbit, with a queue of 50 ms; None: without a
+        limit.
+        """
         shape = ["noqueue"]
         if rate:  # a burst holds one packet before segmentation; with less than 256kb, 1gbit was not reached
             burst = "256kb" if rate.endswith("gbit") else "64kb"

@@ -1,14 +1,18 @@
 """
 Measurements for the documentation that depend too much on the machine for a test. They need an idle machine.
 
-    python tests/measure.py stall         how long a step waits for a checkpoint in the background, and a blocking one
+    python tests/measure.py stall         how long a step waits for a checkpoint in the background, and a
+    blocking one
     python tests/measure.py saves         what a checkpoint every 100 steps costs
     python tests/measure.py grad_sync     memory with grad_sync last and every, for each stage of ZeRO
-    python tests/measure.py activations   memory of activations with and without recomputation, 12 layers x 1024 tokens
-    python tests/measure.py tax           train.py's step and a bare loop of forward, backward, clipping and optimizer
+    python tests/measure.py activations   memory of activations with and without recomputation, 12 layers x
+    1024 tokens
+    python tests/measure.py tax           train.py's step and a bare loop of forward, backward, clipping and
+    optimizer
     python tests/measure.py bare          that bare loop, for the 10.65M config (batch 8 x 256)
     python tests/measure.py first         seconds from the command to the first step
-    python tests/measure.py serve         8 clients of transformers serve, with and without continuous batching
+    python tests/measure.py serve         8 clients of transformers serve, with and without continuous
+    batching
     python tests/measure.py sampling      tokens per second of CPU time, GPT-2 124M, 10 samples of 256 tokens
 """
 
@@ -37,7 +41,9 @@ def train(work, args, nproc=1):
     launcher = [sys.executable]
     if nproc > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    run = subprocess.run([*launcher, str(REPO / "train.py"), *CONFIG, *args], cwd=work, capture_output=True, text=True)
+    run = subprocess.run(
+        [*launcher, str(REPO / "train.py"), *CONFIG, *args], cwd=work, capture_output=True, text=True
+    )
     if run.returncode:
         sys.exit(run.stdout[-2000:] + run.stderr[-2000:])
     return run.stdout
@@ -54,8 +60,11 @@ def stall(work):
         found = saves_of(work)
         waited = statistics.median(r["stall"] for r in found[1:])
         alone = found[-1]["seconds"]  # the run waits for the last one, which has the machine to itself
-        print(f"zero {zero}, {nproc} processes: a step waits {waited * 1e3:.0f} ms, a blocking checkpoint takes "
-              f"{alone * 1e3:.0f} ms: {waited / alone:.1%}")  # fmt: skip
+        print(
+            f"zero {zero}, {nproc} processes: a step waits {waited * 1e3:.0f} ms, a blocking checkpoint "
+            "takes "
+            f"{alone * 1e3:.0f} ms: {waited / alone:.1%}"
+        )
 
 
 def saves(work):
@@ -66,18 +75,29 @@ def saves(work):
     for r in found:  # the steps that writing in the background may have slowed, and the wait before them
         span = range(r["iter"], r["iter"] + 2 + int(r["seconds"] * 1e3 / usual))
         extra += sum(steps[s] - usual for s in span if s in steps) + r["stall"] * 1e3
-    print(f"{len(found)} checkpoints, steps of {usual:.0f} ms: {extra / len(found):.0f} ms each, "
-          f"{extra / len(found) / (100 * usual):.2%} of 100 steps")  # fmt: skip
+    print(
+        f"{len(found)} checkpoints, steps of {usual:.0f} ms: {extra / len(found):.0f} ms each, "
+        f"{extra / len(found) / (100 * usual):.2%} of 100 steps"
+    )
 
 
 def grad_sync(work):
-    shape = ["--n_embd=768", "--n_head=12", "--block_size=64", "--batch_size=1", "--gradient_accumulation_steps=8"]
+    shape = [
+        "--n_embd=768",
+        "--n_head=12",
+        "--block_size=64",
+        "--batch_size=1",
+        "--gradient_accumulation_steps=8",
+    ]
     for zero in range(4):
         for value in ("last", "every"):
             args = [*shape, f"--zero={zero}", f"--grad_sync={value}", "--max_iters=6", "--out_dir=out"]
             train(work, [*args, "--save_checkpoint=False", "--dtype=float32"], 2)
             memory = column(work / "out", "memory_gb_max")[6]
-            print(f"zero {zero}, grad_sync {value}: {memory:.3f} GB on the largest rank (42.5M parameters)", flush=True)
+            print(
+                f"zero {zero}, grad_sync {value}: {memory:.3f} GB on the largest rank (42.5M parameters)",
+                flush=True,
+            )
 
 
 def activations(work):
@@ -89,11 +109,16 @@ def activations(work):
         return column(work / "out", "memory_gb_max")[4]
 
     base = peak("--block_size=1024", "--batch_size=1", "--activation_checkpointing=full", "--n_layer=12")
-    kinds = {mode: peak("--block_size=1024", f"--activation_checkpointing={mode}") for mode in
-             ("none", "selective", "every:2", "full")}  # fmt: skip
+    kinds = {
+        mode: peak("--block_size=1024", f"--activation_checkpointing={mode}")
+        for mode in ("none", "selective", "every:2", "full")
+    }
     for mode, memory in kinds.items():
-        print(f"12 layers x 1024 tokens x 4 rows, {mode}: {memory:.2f} GB in all, {memory - base:.2f} above one row "
-              f"with full recomputation: {1 - (memory - base) / (kinds['none'] - base):.0%} less")  # fmt: skip
+        print(
+            f"12 layers x 1024 tokens x 4 rows, {mode}: {memory:.2f} GB in all, {memory - base:.2f} above "
+            "one row "
+            f"with full recomputation: {1 - (memory - base) / (kinds['none'] - base):.0%} less"
+        )
 
 
 def bare(steps=60):
@@ -122,16 +147,21 @@ def bare(steps=60):
 def tax(work):
     ratios = []
     for _ in range(5):
-        out = subprocess.run([sys.executable, __file__, "bare"], capture_output=True, text=True, check=True).stdout
+        out = subprocess.run(
+            [sys.executable, __file__, "bare"], capture_output=True, text=True, check=True
+        ).stdout
         alone = statistics.median(float(t) for t in re.findall(r"time ([0-9.]+)ms", out)[5:])
         train(work, ["--out_dir=out", "--max_iters=60", "--save_checkpoint=False", "--dtype=bfloat16"])
         ours = statistics.median(list(column(work / "out", "step_ms").values())[5:])
         spans = records(work / "out")[-1]["spans_ms"]
         four = sum(spans[s]["mean"] for s in ("forward", "backward", "clip", "optimizer"))
         ratios.append(ours / alone)
-        print(f"bare {alone:.1f} ms, train.py {ours:.1f} ms: {ours / alone - 1:+.1%}; in train.py, parts other than "
-              f"forward, backward, clip and optimizer take {ours - four:.2f} ms: {(ours - four) / four:.2%}",
-              flush=True)  # fmt: skip
+        print(
+            f"bare {alone:.1f} ms, train.py {ours:.1f} ms: {ours / alone - 1:+.1%}; in train.py, parts "
+            "other than "
+            f"forward, backward, clip and optimizer take {ours - four:.2f} ms: {(ours - four) / four:.2%}",
+            flush=True,
+        )
     print(f"median {statistics.median(ratios) - 1:+.1%}")
 
 
@@ -188,7 +218,9 @@ def sampling(work):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = {f.__name__: f for f in (stall, saves, grad_sync, activations, tax, first, serve, sampling)}
     parser.add_argument("what", choices=[*kinds, "bare"])
     what = parser.parse_args().what

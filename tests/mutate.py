@@ -1,8 +1,8 @@
 """
 Remove one thing at a time from the code and check that tests fail: python tests/mutate.py [NAME ...]
 
-Each mutation is made in a copy of the repository in a temporary folder. A line shows which test failed. The exit status
-is 1 if the tests passed with any of the mutations.
+Each mutation is made in a copy of the repository in a temporary folder. A line shows which test failed. The
+exit status is 1 if the tests passed with any of the mutations.
 """
 
 import os
@@ -26,171 +26,429 @@ KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 # name: (file, original text, its replacement, the tests that must fail)
 MUTATIONS = {
     "all-reduce: of the gradients": (
-        "train.py", "if replicas and zero_stage < 2 and not pipeline:", "if False:", PARITY),
+        "train.py",
+        "if replicas and zero_stage < 2 and not pipeline:",
+        "if False:",
+        PARITY,
+    ),
     "all-reduce: of the last micro-step": (
-        "train.py", 'reduce_now = reduce_every or (is_last and grad_sync != "never")', "reduce_now = reduce_every", PARITY),
+        "train.py",
+        'reduce_now = reduce_every or (is_last and grad_sync != "never")',
+        "reduce_now = reduce_every",
+        PARITY,
+    ),
     "all-reduce: of the step's loss": (
-        "isogpt/launch/together.py", "columns = rows.view(-1, len(mine)).T",
-        "columns = mine[:, None].expand(-1, len(rows) // len(mine))", PARITY),
+        "isogpt/launch/together.py",
+        "columns = rows.view(-1, len(mine)).T",
+        "columns = mine[:, None].expand(-1, len(rows) // len(mine))",
+        PARITY,
+    ),
     "all-reduce: of the evaluation": (
-        "isogpt/monitor/evaluation.py", "over_ranks.mean().item() * copies for", "over_ranks[0].item() * copies for", PARITY),
+        "isogpt/monitor/evaluation.py",
+        "over_ranks.mean().item() * copies for",
+        "over_ranks[0].item() * copies for",
+        PARITY,
+    ),
     "share: its weight in the gradient": (
-        "train.py", "loss_divisor = share.island_sequences * block_size / copies",
-        "loss_divisor = share.micro_steps * share.rows * block_size", PARITY),
+        "train.py",
+        "loss_divisor = share.island_sequences * block_size / copies",
+        "loss_divisor = share.micro_steps * share.rows * block_size",
+        PARITY,
+    ),
     "share: padding rows count": (
-        "isogpt/data/reader.py", "x[padding], y[padding] = 0, -1", "x[padding], y[padding] = 0, 0", PARITY),
+        "isogpt/data/reader.py",
+        "x[padding], y[padding] = 0, -1",
+        "x[padding], y[padding] = 0, 0",
+        PARITY,
+    ),
     "share: all ranks read the same rows": (
-        "isogpt/parallel/shares.py", "micro_step * sum(rows_of) + sum(rows_of[:rank])",
-        "micro_step * sum(rows_of)", PARITY),
+        "isogpt/parallel/shares.py",
+        "micro_step * sum(rows_of) + sum(rows_of[:rank])",
+        "micro_step * sum(rows_of)",
+        PARITY,
+    ),
     "data: depends on the rank": (
-        "isogpt/data/reader.py", "self.seed, TRAIN, step", "self.seed + self.mesh.data_rank, TRAIN, step", PARITY),
+        "isogpt/data/reader.py",
+        "self.seed, TRAIN, step",
+        "self.seed + self.mesh.data_rank, TRAIN, step",
+        PARITY,
+    ),
     "evaluation: other sequences each time": (
-        "isogpt/monitor/evaluation.py", "reader.evaluation(split,",
+        "isogpt/monitor/evaluation.py",
+        "reader.evaluation(split,",
         '__import__("dataclasses").replace(reader, seed=seed + progress.step + ranks.world_size).evaluation(split,',
-        PARITY),
+        PARITY,
+    ),
     "init: depends on the order of parameters": (
-        "model.py", 'f"{seed} {name}"', 'f"{seed} {id(shape)}"', "tests/test_model.py"),
+        "model.py",
+        'f"{seed} {name}"',
+        'f"{seed} {id(shape)}"',
+        "tests/test_model.py",
+    ),
     "tp: gradients of what is on every rank": (
-        "isogpt/parallel/gradients.py", "if mesh.tp > 1:", "if False:", PARALLEL),
+        "isogpt/parallel/gradients.py",
+        "if mesh.tp > 1:",
+        "if False:",
+        PARALLEL,
+    ),
     "tp: rows of q, k and v": (
-        "isogpt/parallel/tensor.py", 'model.config.qkv_rows if ".c_attn." in name else (p.size(dim),)', "(p.size(dim),)",
-        PARALLEL),
+        "isogpt/parallel/tensor.py",
+        'model.config.qkv_rows if ".c_attn." in name else (p.size(dim),)',
+        "(p.size(dim),)",
+        PARALLEL,
+    ),
     "pp: the gradient of the tied embedding": (
-        "isogpt/parallel/gradients.py", "        grad += theirs", "        pass", PARALLEL),
+        "isogpt/parallel/gradients.py",
+        "        grad += theirs",
+        "        pass",
+        PARALLEL,
+    ),
     "cp: order of the chunks": (
-        "isogpt/parallel/context.py", "torch.cat([chunks[place] for place in order], 1)", "torch.cat(chunks, 1)", PARALLEL),
+        "isogpt/parallel/context.py",
+        "torch.cat([chunks[place] for place in order], 1)",
+        "torch.cat(chunks, 1)",
+        PARALLEL,
+    ),
     "compression: without error feedback": (
-        "isogpt/parallel/compression.py", "flat += torch.cat([error.flatten() for error in errors])", "pass", NETWORKS),
+        "isogpt/parallel/compression.py",
+        "flat += torch.cat([error.flatten() for error in errors])",
+        "pass",
+        NETWORKS,
+    ),
     "compression: errors are not saved": (
-        "isogpt/parallel/compression.py", "found[name] = {key: local_part_of", "found[name] = {} and {key: local_part_of", NETWORKS),
+        "isogpt/parallel/compression.py",
+        "found[name] = {key: local_part_of",
+        "found[name] = {} and {key: local_part_of",
+        NETWORKS,
+    ),
     "compression: PowerSGD's factors are not saved": (
-        "isogpt/parallel/compression.py", "{self.own_name(): factors} if factors else {}", "{}", NETWORKS),
+        "isogpt/parallel/compression.py",
+        "{self.own_name(): factors} if factors else {}",
+        "{}",
+        NETWORKS,
+    ),
     "compression: PowerSGD with tall matrices": (
-        "isogpt/parallel/compression.py", "grad.size(0) % grad.size(1) == 0", "False", NETWORKS),
+        "isogpt/parallel/compression.py",
+        "grad.size(0) % grad.size(1) == 0",
+        "False",
+        NETWORKS,
+    ),
     "compression: replicas of shards are not averaged": (
-        "isogpt/parallel/gradients.py", "if zero >= 2 and compression and reduces_data:", "if False:", f"{NETWORKS}::test_compression_is_near_the_exact_curve"),
+        "isogpt/parallel/gradients.py",
+        "if zero >= 2 and compression and reduces_data:",
+        "if False:",
+        f"{NETWORKS}::test_compression_is_near_the_exact_curve",
+    ),
     "islands: no momentum in the outer step": (
-        "isogpt/parallel/local_sgd.py", ".mul_(self.outer_momentum).add_(change)", ".mul_(0)", NETWORKS),
+        "isogpt/parallel/local_sgd.py",
+        ".mul_(self.outer_momentum).add_(change)",
+        ".mul_(0)",
+        NETWORKS,
+    ),
     "islands: what was learned meanwhile is lost": (
-        "isogpt/parallel/local_sgd.py", "p.sub_(local(sent)).add_(weight)", "p.copy_(weight)", NETWORKS),
+        "isogpt/parallel/local_sgd.py",
+        "p.sub_(local(sent)).add_(weight)",
+        "p.copy_(weight)",
+        NETWORKS,
+    ),
     "islands: what is being sent is not saved": (
-        "isogpt/parallel/local_sgd.py", "if name in self.sent:", "if False:", NETWORKS),
+        "isogpt/parallel/local_sgd.py",
+        "if name in self.sent:",
+        "if False:",
+        NETWORKS,
+    ),
     "islands: evaluated with their own weights": (
-        "isogpt/parallel/slow_network.py", "self.islands.outer_weights() if self.islands else nullcontext()",
-        "nullcontext()", f"{NETWORKS}::test_an_evaluation_on_any_number_of_islands_has_the_same_loss"),
+        "isogpt/parallel/slow_network.py",
+        "self.islands.outer_weights() if self.islands else nullcontext()",
+        "nullcontext()",
+        f"{NETWORKS}::test_an_evaluation_on_any_number_of_islands_has_the_same_loss",
+    ),
     "norm: copies count": (
-        "isogpt/parallel/gradients.py", '["islands", "tp", "dp_replicate"]', '["islands", "dp_replicate"]', PARALLEL),
+        "isogpt/parallel/gradients.py",
+        '["islands", "tp", "dp_replicate"]',
+        '["islands", "dp_replicate"]',
+        PARALLEL,
+    ),
     "norm: each expert counts as often as it has ranks": (
-        "isogpt/parallel/gradients.py", " for axis in copied_over if not is_split(p, axis)))", " for axis in copied_over))", EP),
+        "isogpt/parallel/gradients.py",
+        " for axis in copied_over if not is_split(p, axis)))",
+        " for axis in copied_over))",
+        EP,
+    ),
     "ep: gradients come from all ranks of ep": (
-        "isogpt/parallel/gradients.py", "torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)", "pass", EP),
+        "isogpt/parallel/gradients.py",
+        "torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)",
+        "pass",
+        EP,
+    ),
     "ep: gradients of the same experts on other ranks": (
-        "isogpt/parallel/gradients.py", 'average(experts, mesh, compression, "dp_replicate", "cp")',
-        "average(experts, mesh, compression)", EP),
+        "isogpt/parallel/gradients.py",
+        'average(experts, mesh, compression, "dp_replicate", "cp")',
+        "average(experts, mesh, compression)",
+        EP,
+    ),
     "ep: order of the rows at the experts": (
-        "isogpt/parallel/expert.py", "Reorder.apply(rows, order, place)", "rows", EP),
-    "ep: order of the results": (
-        "isogpt/parallel/expert.py", "Reorder.apply(y, place, order)", "y", EP),
+        "isogpt/parallel/expert.py",
+        "Reorder.apply(rows, order, place)",
+        "rows",
+        EP,
+    ),
+    "ep: order of the results": ("isogpt/parallel/expert.py", "Reorder.apply(y, place, order)", "y", EP),
     "ep: ranks read the same rows": (
-        "isogpt/parallel/mesh.py", '("islands", "dp_replicate", "dp_shard", "ep")', '("islands", "dp_replicate", "dp_shard")', EP),
+        "isogpt/parallel/mesh.py",
+        '("islands", "dp_replicate", "dp_shard", "ep")',
+        '("islands", "dp_replicate", "dp_shard")',
+        EP,
+    ),
     "ep: optimizer state of experts over all ranks": (
-        "isogpt/training/optim.py", '(True, ("dp_shard", "cp"))', '(True, ("dp_shard", "ep", "cp"))', EP),
+        "isogpt/training/optim.py",
+        '(True, ("dp_shard", "cp"))',
+        '(True, ("dp_shard", "ep", "cp"))',
+        EP,
+    ),
     "ep: numbers of one rank's routers": (
-        "isogpt/parallel/parallelize.py", "        dist.all_reduce(sums)\n", "        pass\n", EP),
+        "isogpt/parallel/parallelize.py",
+        "        dist.all_reduce(sums)\n",
+        "        pass\n",
+        EP,
+    ),
     "ep: another router on each rank": (
-        "isogpt/checkpoint/restore.py", "target.put(model.initial_weight(name, target.shape, seed))",
+        "isogpt/checkpoint/restore.py",
+        "target.put(model.initial_weight(name, target.shape, seed))",
         "target.put(model.initial_weight(name, target.shape, seed + int(os.environ.get('RANK', 0))))",
-        "tests/test_experts.py::test_a_dense_model_is_upcycled"),
+        "tests/test_experts.py::test_a_dense_model_is_upcycled",
+    ),
     "tp: the auxiliary loss counts on each rank": (
-        "isogpt/parallel/tensor.py", "routing / ranks", "routing", EP),
+        "isogpt/parallel/tensor.py",
+        "routing / ranks",
+        "routing",
+        EP,
+    ),
     "tp: rows of experts": (
-        "isogpt/parallel/tensor.py", "(model.config.n_hidden,) * (p.size(0) // model.config.n_hidden)", "(p.size(0),)", EP),
+        "isogpt/parallel/tensor.py",
+        "(model.config.n_hidden,) * (p.size(0) // model.config.n_hidden)",
+        "(p.size(0),)",
+        EP,
+    ),
     "experts: padding rows count": (
-        "model.py", "routing = routing * valid.any(1)[:, None]", "routing = routing * 1.0", MOE),
+        "model.py",
+        "routing = routing * valid.any(1)[:, None]",
+        "routing = routing * 1.0",
+        MOE,
+    ),
     "experts: the auxiliary loss is in the loss": (
-        "model.py", "loss + (auxiliary - auxiliary.detach())", "loss + auxiliary", MOE),
+        "model.py",
+        "loss + (auxiliary - auxiliary.detach())",
+        "loss + auxiliary",
+        MOE,
+    ),
     "experts: the auxiliary loss has no gradient": (
-        "model.py", "loss + (auxiliary - auxiliary.detach())", "loss", MOE),
+        "model.py",
+        "loss + (auxiliary - auxiliary.detach())",
+        "loss",
+        MOE,
+    ),
     "experts: FLOPs of unused ones": (
-        "model.py", "self.get_num_params() - c.unused_count", "self.get_num_params()", MOE),
+        "model.py",
+        "self.get_num_params() - c.unused_count",
+        "self.get_num_params()",
+        MOE,
+    ),
     "experts: their weights do not sum to 1": (
-        "isogpt/nn/experts.py", "weights = weights / weights.sum(-1, keepdim=True)", "weights = weights * 1", MOE),
+        "isogpt/nn/experts.py",
+        "weights = weights / weights.sum(-1, keepdim=True)",
+        "weights = weights * 1",
+        MOE,
+    ),
     "experts: balance over the batch": (
-        "isogpt/nn/experts.py", "shares = totals / totals.sum(-1, keepdim=True)",
-        "shares = totals.sum(0, keepdim=True) / totals.sum()", MOE),
+        "isogpt/nn/experts.py",
+        "shares = totals / totals.sum(-1, keepdim=True)",
+        "shares = totals.sum(0, keepdim=True) / totals.sum()",
+        MOE,
+    ),
     "experts: rows are not sorted": (
-        "isogpt/nn/experts.py", "order = chosen.flatten().argsort(stable=True)",
-        "order = torch.arange(chosen.numel(), device=x.device)", MOE),
+        "isogpt/nn/experts.py",
+        "order = chosen.flatten().argsort(stable=True)",
+        "order = torch.arange(chosen.numel(), device=x.device)",
+        MOE,
+    ),
     "experts: a row with another token's weight": (
-        "isogpt/nn/experts.py", "(rows * weights[..., None])", "(rows * weights.flip(-1)[..., None])", MOE),
+        "isogpt/nn/experts.py",
+        "(rows * weights[..., None])",
+        "(rows * weights.flip(-1)[..., None])",
+        MOE,
+    ),
     "experts: widths that the kernel does not take": (
-        "isogpt/nn/experts.py", "if is_aligned and (on_cpu", "if (on_cpu", MOE),
+        "isogpt/nn/experts.py",
+        "if is_aligned and (on_cpu",
+        "if (on_cpu",
+        MOE,
+    ),
     "experts: router in bfloat16": (
-        "isogpt/nn/experts.py", "with torch.autocast(x.device.type, enabled=False):", "with torch.enable_grad():", MOE),
+        "isogpt/nn/experts.py",
+        "with torch.autocast(x.device.type, enabled=False):",
+        "with torch.enable_grad():",
+        MOE,
+    ),
     "upcycling: routers do not depend on the seed": (
-        "isogpt/checkpoint/restore.py", "model.initial_weight(name, target.shape, seed))", "model.initial_weight(name, target.shape, 0))", MOE),
+        "isogpt/checkpoint/restore.py",
+        "model.initial_weight(name, target.shape, seed))",
+        "model.initial_weight(name, target.shape, 0))",
+        MOE,
+    ),
     "random state: of a step": ("train.py", "    precision.seed_step(seed, step, ranks.rank)\n", "", KILLED),
     "random state: of the rank": (
-        "isogpt/training/precision.py", "SeedSequence((seed, step, rank))", "SeedSequence((seed, step, 0))", RESUME),
+        "isogpt/training/precision.py",
+        "SeedSequence((seed, step, rank))",
+        "SeedSequence((seed, step, 0))",
+        RESUME,
+    ),
     "order of the reduction after a start": (
-        "isogpt/parallel/data.py", "        loss.backward()\n        model.zero_grad", "        model.zero_grad", KILLED),
+        "isogpt/parallel/data.py",
+        "        loss.backward()\n        model.zero_grad",
+        "        model.zero_grad",
+        KILLED,
+    ),
     "resume: position in the data": (
-        "isogpt/data/reader.py", "for number in count(step) if", "for number in count(0) if", KILLED),
+        "isogpt/data/reader.py",
+        "for number in count(step) if",
+        "for number in count(0) if",
+        KILLED,
+    ),
     "resume: optimizer state": (
-        "isogpt/checkpoint/restore.py", "state = state_parts(model, optimizers, island) if optimizers else {}", "state = {}", KILLED),
+        "isogpt/checkpoint/restore.py",
+        "state = state_parts(model, optimizers, island) if optimizers else {}",
+        "state = {}",
+        KILLED,
+    ),
     "resume: scaler state": (
-        "isogpt/checkpoint/restore.py", 'scaler.load_state_dict(source.run["isogpt"]["scaler"])', "pass",
-        f"{RESUME}::test_float16_scaler_is_saved_and_restored"),
+        "isogpt/checkpoint/restore.py",
+        'scaler.load_state_dict(source.run["isogpt"]["scaler"])',
+        "pass",
+        f"{RESUME}::test_float16_scaler_is_saved_and_restored",
+    ),
     "resume: best loss so far": (
-        "isogpt/checkpoint/progress.py", 'self.best_val_loss = run["best_val_loss"]', "self.best_val_loss = math.inf",
-        f"{RESUME}::test_without_always_save_checkpoint_only_the_best_evaluation_saves"),
-    "resume: metrics are cut back": (
-        "isogpt/monitor/log.py", 'r.get("iter", 0) < step]', "True]", KILLED),
+        "isogpt/checkpoint/progress.py",
+        'self.best_val_loss = run["best_val_loss"]',
+        "self.best_val_loss = math.inf",
+        f"{RESUME}::test_without_always_save_checkpoint_only_the_best_evaluation_saves",
+    ),
+    "resume: metrics are cut back": ("isogpt/monitor/log.py", 'r.get("iter", 0) < step]', "True]", KILLED),
     "checkpoint: checksum is not compared": (
-        "isogpt/checkpoint/manifest.py", 'if actual == manifest["files"][path.name]["sha256"]', "if True",
-        f"{RESUME}::test_damaged_checkpoints_are_reported_and_skipped"),
+        "isogpt/checkpoint/manifest.py",
+        'if actual == manifest["files"][path.name]["sha256"]',
+        "if True",
+        f"{RESUME}::test_damaged_checkpoints_are_reported_and_skipped",
+    ),
     "checkpoint: incomplete when it appears": (
-        "isogpt/checkpoint/save.py", "unfinished = unfinished_folder(Path(self.out_dir), self.owner, self.step)",
+        "isogpt/checkpoint/save.py",
+        "unfinished = unfinished_folder(Path(self.out_dir), self.owner, self.step)",
         'unfinished = Path(self.out_dir) / f"step_{self.step:08d}"',
-        f"{RESUME}::test_sigint_and_sigterm_leave_valid_checkpoints"),
+        f"{RESUME}::test_sigint_and_sigterm_leave_valid_checkpoints",
+    ),
     "checkpoint: weights that are not finite": (
-        "isogpt/checkpoint/save.py", 'if bad := names_of_not_finite(model):\n            raise ValueError(f"weights are not finite at step',
-        "if False:\n            raise ValueError(f\"weights are not finite at step",
-        f"{RESUME}::test_no_checkpoint_has_weights_that_are_not_finite"),
-    "samples: each rank draws the first rank's": ("sample.py", "first_sample=first", "first_sample=0", SAMPLE),
+        "isogpt/checkpoint/save.py",
+        'if bad := names_of_not_finite(model):\n            raise ValueError(f"weights are not finite at step',
+        'if False:\n            raise ValueError(f"weights are not finite at step',
+        f"{RESUME}::test_no_checkpoint_has_weights_that_are_not_finite",
+    ),
+    "samples: each rank draws the first rank's": (
+        "sample.py",
+        "first_sample=first",
+        "first_sample=0",
+        SAMPLE,
+    ),
     "samples: random numbers of the batch": (
-        "isogpt/nn/generation.py", "random_bits(seed, SAMPLING, sample, n)",
-        "random_bits(seed, SAMPLING, len(samples) * sample, n)", SAMPLE),
+        "isogpt/nn/generation.py",
+        "random_bits(seed, SAMPLING, sample, n)",
+        "random_bits(seed, SAMPLING, len(samples) * sample, n)",
+        SAMPLE,
+    ),
     "samples: the oldest position stays": (
-        "isogpt/nn/kernels.py", "start = self.length % self.size", "start = min(self.length, self.size - 1)",
-        "tests/test_model.py::test_rotary_models_attend_to_the_last_block_size_positions"),
+        "isogpt/nn/kernels.py",
+        "start = self.length % self.size",
+        "start = min(self.length, self.size - 1)",
+        "tests/test_model.py::test_rotary_models_attend_to_the_last_block_size_positions",
+    ),
     "samples: the prompt of the first row": (
-        "isogpt/nn/generation.py", "end == T and has_one_prompt", "end == T",
-        "tests/test_model.py::test_a_sample_depends_on_its_number_and_not_on_its_batch"),
+        "isogpt/nn/generation.py",
+        "end == T and has_one_prompt",
+        "end == T",
+        "tests/test_model.py::test_a_sample_depends_on_its_number_and_not_on_its_batch",
+    ),
     "samples: padded ids": (
-        "sample.py", "vocab_size=words.n_ids", "vocab_size=None",
-        f"{SAMPLE}::test_a_folder_is_sampled_with_its_own_tokenizer"),
+        "sample.py",
+        "vocab_size=words.n_ids",
+        "vocab_size=None",
+        f"{SAMPLE}::test_a_folder_is_sampled_with_its_own_tokenizer",
+    ),
     "stop: one rank alone": (
-        "train.py", "if stop.decide(numbers.stop):", "if stop.decide(torch.tensor([stop.code()])):", SURVIVE),
+        "train.py",
+        "if stop.decide(numbers.stop):",
+        "if stop.decide(torch.tensor([stop.code()])):",
+        SURVIVE,
+    ),
     "not finite: the step is taken": (
-        "isogpt/training/optim.py", ", (~numbers.is_finite).float()", ", None",
-        f"{SURVIVE}::test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are"),
+        "isogpt/training/optim.py",
+        ", (~numbers.is_finite).float()",
+        ", None",
+        f"{SURVIVE}::test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are",
+    ),
     "stop: no checkpoint": (
-        "train.py", "if stop.agreed and save_checkpoint and progress.step != saver.step:\n    save()\n", "", SURVIVE),
-    "skip: the step is taken": ("isogpt/monitor/not_finite.py", "        return accepted\n", "        return True\n", SURVIVE),
+        "train.py",
+        "if stop.agreed and save_checkpoint and progress.step != saver.step:\n    save()\n",
+        "",
+        SURVIVE,
+    ),
+    "skip: the step is taken": (
+        "isogpt/monitor/not_finite.py",
+        "        return accepted\n",
+        "        return True\n",
+        SURVIVE,
+    ),
     "hang: no rank is named": (
-        "isogpt/monitor/watchdog.py", "before[r] == after[r] and not has_left[r]", "False", SURVIVE),
-    "two runs in a folder": ("isogpt/checkpoint/owner.py", "    if owner and now != owner:\n", "    if False:\n", SURVIVE),
+        "isogpt/monitor/watchdog.py",
+        "before[r] == after[r] and not has_left[r]",
+        "False",
+        SURVIVE,
+    ),
+    "two runs in a folder": (
+        "isogpt/checkpoint/owner.py",
+        "    if owner and now != owner:\n",
+        "    if False:\n",
+        SURVIVE,
+    ),
     "restart: the store of the previous attempt": (
-        "isogpt/launch/network.py", "mine, deadline, pause = uuid.uuid4().hex,", 'mine, deadline, pause = f"again{rank}",', LAUNCH),
+        "isogpt/launch/network.py",
+        "mine, deadline, pause = uuid.uuid4().hex,",
+        'mine, deadline, pause = f"again{rank}",',
+        LAUNCH,
+    ),
     "ranks: not numbered by machine": (
-        "isogpt/launch/network.py", "key=lambda r: (machines.index(machines[r]), r))", "key=lambda r: r)", LAUNCHERS),
+        "isogpt/launch/network.py",
+        "key=lambda r: (machines.index(machines[r]), r))",
+        "key=lambda r: r)",
+        LAUNCHERS,
+    ),
     "interface: the first one": (
-        "isogpt/launch/network.py", "names = [name for way in ways for name in names if addresses[name] == way][:1] or names",
-        "names = names[:1]", LAUNCHERS),
-    "cores: every rank uses all": ("isogpt/launch/network.py", "len(cores) // sharing", "len(cores)", LAUNCHERS),
-    "attention: later keys are seen": ("isogpt/nn/kernels.py", ".triu(1 + i)", ".triu(2 + i)", "tests/test_model.py"),
-}  # fmt: skip
+        "isogpt/launch/network.py",
+        "names = [name for way in ways for name in names if addresses[name] == way][:1] or names",
+        "names = names[:1]",
+        LAUNCHERS,
+    ),
+    "cores: every rank uses all": (
+        "isogpt/launch/network.py",
+        "len(cores) // sharing",
+        "len(cores)",
+        LAUNCHERS,
+    ),
+    "attention: later keys are seen": (
+        "isogpt/nn/kernels.py",
+        ".triu(1 + i)",
+        ".triu(2 + i)",
+        "tests/test_model.py",
+    ),
+}
 
 
 def places(old, text):
@@ -209,18 +467,28 @@ def main():
         file, old, new, tests = MUTATIONS[name]
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "repo"
-            shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__"))
+            shutil.copytree(
+                REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__")
+            )
             text = (copy / file).read_text()
             assert len(places(old, text)) == 1, f"{name}: {len(places(old, text))} places in {file}"
             ((start, end),) = places(old, text)
             (copy / file).write_text(text[:start] + new.strip() + text[end:])
             start = time.monotonic()
             env = {**os.environ, "ISOGPT_SHARED": str(REPO.parent / "shared")}
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "--no-header",
+                "--tb=no",
+                "-p",
+                "no:cacheprovider",
+            ]
             command += ["-m", "slow or not slow", tests] if "::" in tests else [tests]
-            run = subprocess.run(
-                command, cwd=copy, env=env, capture_output=True, text=True,
-            )  # fmt: skip
+            run = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
             red = [
                 line.split(" ")[1].split("::")[-1]
                 for line in run.stdout.splitlines()

@@ -3,8 +3,8 @@ Plot the loss curves of the same training run on different numbers of processes,
 
     python tests/one_curve.py [--out=docs/one_curve.png] [--steps=300]
 
-Trains a small model on the CPU in float32 on 1, 2, 3 and 7 processes, on 4 with ZeRO-3, and on 2 that are killed twice
-and resumed. Takes a few minutes on two idle cores.
+Trains a small model on the CPU in float32 on 1, 2, 3 and 7 processes, on 4 with ZeRO-3, and on 2 that are
+killed twice and resumed. Takes a few minutes on two idle cores.
 """
 
 import argparse
@@ -23,17 +23,34 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from runs import REPO, children, column, tiny_data
 
-# 25 sequences per step: no number of processes but 1 divides it, so some ranks have more sequences than others
+# 25 sequences per step: no number of processes but 1 divides it, so some ranks have more sequences than
+# others
 SETTINGS = [
-    "--device=cpu", "--dtype=float32", "--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64", "--batch_size=5",
-    "--gradient_accumulation_steps=5", "--dropout=0.0", "--learning_rate=2e-3", "--min_lr=2e-4", "--warmup_iters=20",
-    "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1", "--save_interval=25", "--init_from=auto",
-]  # fmt: skip
+    "--device=cpu",
+    "--dtype=float32",
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=64",
+    "--block_size=64",
+    "--batch_size=5",
+    "--gradient_accumulation_steps=5",
+    "--dropout=0.0",
+    "--learning_rate=2e-3",
+    "--min_lr=2e-4",
+    "--warmup_iters=20",
+    "--eval_interval=1000000",
+    "--eval_iters=1",
+    "--log_interval=1",
+    "--save_interval=25",
+    "--init_from=auto",
+]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One run: its name in the legend, number of processes, ZeRO stage, and the steps after which it is killed."""
+    """
+    One run: its name in the legend, number of processes, ZeRO stage, and the steps after which it is killed.
+    """
 
     name: str
     processes: int
@@ -55,7 +72,9 @@ def start(args: list[str], processes: int, work: Path, kill_after: int | None = 
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [*launcher, str(REPO / "train.py"), *args]
     output = []
-    with subprocess.Popen(command, cwd=work, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with subprocess.Popen(
+        command, cwd=work, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
         try:
             for line in process.stdout:  # ends when the launcher and all of its workers have ended
                 output.append(line)
@@ -73,7 +92,9 @@ def train(layout: Layout, args: list[str], work: Path) -> list[float]:
     """Train on a layout, with its kills; returns the loss of each step."""
     out_dir = work / f"{layout.processes}_{layout.zero}_{len(layout.kills)}"
     for step in [*layout.kills, None]:
-        start([*SETTINGS, *args, f"--out_dir={out_dir}", f"--zero={layout.zero}"], layout.processes, work, step)
+        start(
+            [*SETTINGS, *args, f"--out_dir={out_dir}", f"--zero={layout.zero}"], layout.processes, work, step
+        )
     return list(column(out_dir, "loss").values())
 
 
@@ -90,12 +111,16 @@ def plot(layouts: list[Layout], losses: np.ndarray, path: Path) -> None:
         if i > 0:
             below.plot((losses[i] - losses[0]) / 1e-7, "o", color=colors[i], markersize=widths[i] / 2)
         for step in layout.kills:
-            above.plot(step, losses[i, step], "X", color="crimson", markersize=11, markeredgecolor="white", zorder=3)
+            above.plot(
+                step, losses[i, step], "X", color="crimson", markersize=11, markeredgecolor="white", zorder=3
+            )
             below.axvline(step, color="crimson", linewidth=1, linestyle=":")
     below.yaxis.get_major_locator().set_params(integer=True)
     below.set_xlabel("step")
     above.set_title("Training loss of the same run on different numbers of processes", loc="left")
-    below.set_title("Difference from 1 process, in units of 1e-7 (grey: spacing of float32 numbers)", loc="left")
+    below.set_title(
+        "Difference from 1 process, in units of 1e-7 (grey: spacing of float32 numbers)", loc="left"
+    )
     above.legend(frameon=False)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
@@ -103,26 +128,40 @@ def plot(layouts: list[Layout], losses: np.ndarray, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=REPO / "docs" / "one_curve.png", help="the image to write")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=REPO / "docs" / "one_curve.png", help="the image to write"
+    )
     parser.add_argument("--steps", type=int, default=300, help="training steps of each run, 30 or more")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as with Ctrl-C
     steps = options.steps
     kills = (random.randrange(steps // 5, steps * 2 // 5), random.randrange(steps * 3 // 5, steps * 4 // 5))
-    layouts = [Layout("1 process", 1), Layout("2 processes", 2), Layout("3 processes", 3), Layout("7 processes", 7)]
+    layouts = [
+        Layout("1 process", 1),
+        Layout("2 processes", 2),
+        Layout("3 processes", 3),
+        Layout("7 processes", 7),
+    ]
     layouts.append(Layout("4 processes, ZeRO-3", 4, zero=3))
     layouts.append(Layout(f"2 processes, killed after steps {kills[0]} and {kills[1]}", 2, kills=kills))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     prepared = [REPO / "data" / name for name in ("shakespeare_char", "stdlib_char")]
     losses = []
     with tempfile.TemporaryDirectory(prefix="one_curve_") as work:
-        data = next((f for f in prepared if (f / "train.bin").exists()), None) or tiny_data(work, tokens=500_000)
+        data = next((f for f in prepared if (f / "train.bin").exists()), None) or tiny_data(
+            work, tokens=500_000
+        )
         args = [f"--dataset={data}", f"--max_iters={steps - 1}", f"--lr_decay_iters={steps}"]
         for layout in layouts:
             losses.append(train(layout, args, Path(work)))
             difference = np.abs(np.subtract(losses[-1], losses[0])).max()
-            print(f"{layout.name}: final loss {losses[-1][-1]:.7f}, largest difference {difference:.1e}", flush=True)
+            print(
+                f"{layout.name}: final loss {losses[-1][-1]:.7f}, largest difference {difference:.1e}",
+                flush=True,
+            )
     plot(layouts, np.array(losses), options.out)
 
 

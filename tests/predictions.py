@@ -1,6 +1,6 @@
 """
-Predicted beside measured: train.py on this machine in many layouts, each with two models (Linux, root, iproute2 for
-the runs over a link). It needs an idle machine and takes a quarter of an hour.
+Predicted beside measured: train.py on this machine in many layouts, each with two models (Linux, root,
+iproute2 for the runs over a link). It needs an idle machine and takes a quarter of an hour.
 
     python tests/predictions.py [NPROC ...]     only runs with these numbers of processes
 """
@@ -29,23 +29,54 @@ from isogpt.training.settings import model_args_of
 from model import GPTConfig
 
 STEPS, WARM_UP = 7, 3
-COMMON = {"dropout": 0.0, "device": "cpu", "dtype": "float32", "eval_interval": 10**6, "eval_iters": 1,
-          "log_interval": 1, "save_checkpoint": False, "max_iters": STEPS + WARM_UP - 1,
-          "dataset": "shakespeare_char"}  # fmt: skip
+COMMON = {
+    "dropout": 0.0,
+    "device": "cpu",
+    "dtype": "float32",
+    "eval_interval": 10**6,
+    "eval_iters": 1,
+    "log_interval": 1,
+    "save_checkpoint": False,
+    "max_iters": STEPS + WARM_UP - 1,
+    "dataset": "shakespeare_char",
+}
 MODELS = {
-    "gpt2": dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=2, gradient_accumulation_steps=4),
-    "llama": dict(arch="llama", n_layer=8, n_head=8, n_embd=256, block_size=512, batch_size=1,
-                  gradient_accumulation_steps=8),
-}  # fmt: skip
+    "gpt2": dict(
+        n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=2, gradient_accumulation_steps=4
+    ),
+    "llama": dict(
+        arch="llama",
+        n_layer=8,
+        n_head=8,
+        n_embd=256,
+        block_size=512,
+        batch_size=1,
+        gradient_accumulation_steps=8,
+    ),
+}
 EXPERTS = {"n_expert": 4}
 LAYOUTS = (
-    (1, {}), (1, {"activation_checkpointing": "full"}), (1, EXPERTS),
-    (2, {}), (2, {"zero": 1}), (2, {"zero": 2}), (2, {"zero": 3}), (2, {"tp": 2}), (2, {"cp": 2}), (2, {"pp": 2}),
-    (2, {"pp": 2, "pp_schedule": "zbv"}), (2, {"ep": 2, **EXPERTS}),
-    (4, {}), (4, {"zero": 3}), (4, {"zero": 3, "dp_replicate": 2}), (4, {"tp": 2}), (4, {"pp": 2, "tp": 2}),
+    (1, {}),
+    (1, {"activation_checkpointing": "full"}),
+    (1, EXPERTS),
+    (2, {}),
+    (2, {"zero": 1}),
+    (2, {"zero": 2}),
+    (2, {"zero": 3}),
+    (2, {"tp": 2}),
+    (2, {"cp": 2}),
+    (2, {"pp": 2}),
+    (2, {"pp": 2, "pp_schedule": "zbv"}),
+    (2, {"ep": 2, **EXPERTS}),
+    (4, {}),
+    (4, {"zero": 3}),
+    (4, {"zero": 3, "dp_replicate": 2}),
+    (4, {"tp": 2}),
+    (4, {"pp": 2, "tp": 2}),
     (4, {"cp": 2, "zero": 2}),
-    (8, {"zero": 1}), (8, {"tp": 2, "pp": 2}),
-)  # fmt: skip
+    (8, {"zero": 1}),
+    (8, {"tp": 2, "pp": 2}),
+)
 OVER_A_LINK = ({}, {"zero": 1}, {"zero": 3})  # two hosts of one process, 1 Gbit/s
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
 
@@ -63,7 +94,9 @@ def flags(settings: dict) -> list[str]:
 
 def figures(out: Path) -> tuple[float, float]:
     """(median seconds of a step, GB of the largest rank)."""
-    return median(list(column(out, "step_ms").values())[WARM_UP:]) / 1e3, max(column(out, "memory_gb_max").values())
+    return median(list(column(out, "step_ms").values())[WARM_UP:]) / 1e3, max(
+        column(out, "memory_gb_max").values()
+    )
 
 
 def measured_here(work: Path, settings: dict, nproc: int) -> tuple[float, float]:
@@ -90,7 +123,9 @@ def links_here(nproc: int, work: Path) -> list[dict]:
     if nproc == 1:
         return []
     command = [sys.executable, str(REPO / "bench.py"), "--comm", f"--nproc={nproc}", "--device=cpu"]
-    subprocess.run([*command, f"--json_path={work / 'comm.json'}"], stdout=subprocess.DEVNULL, check=True, cwd=work)
+    subprocess.run(
+        [*command, f"--json_path={work / 'comm.json'}"], stdout=subprocess.DEVNULL, check=True, cwd=work
+    )
     return json.loads((work / "comm.json").read_text())["comm"]
 
 
@@ -111,9 +146,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="predictions_") as folder:
         work = Path(folder)
         prepare_shakespeare(work)
-        print("| processes | model | layout | ms predicted | measured | | GB predicted | measured | |\n|" + "---|" * 9)
+        print(
+            "| processes | model | layout | ms predicted | measured | | GB predicted | measured | |\n|"
+            + "---|" * 9
+        )
 
-        def add(place: str, name: str, layout: dict, plan: prediction.Plan, found: tuple[float, float]) -> None:
+        def add(
+            place: str, name: str, layout: dict, plan: prediction.Plan, found: tuple[float, float]
+        ) -> None:
             (seconds, gb), predicted = found, plan.total_s
             rows.append(((place, name), predicted, seconds, plan.gb, gb, layout))
             text = " ".join(f"--{key}={value}" for key, value in layout.items())
@@ -130,7 +170,10 @@ def main() -> None:
                     add(str(n), name, layout, plan, measured_here(work, model | layout, n))
         if 0 in wanted:
             links, slow = links_here(2, work), Link(1e-4, 1e9 / 8 * 0.94)
-            hw = {name: replace(machine_of(model, 2, links, work), network=slow) for name, model in MODELS.items()}
+            hw = {
+                name: replace(machine_of(model, 2, links, work), network=slow)
+                for name, model in MODELS.items()
+            }
             os.environ["OMP_NUM_THREADS"] = "1"
             hosts = Hosts(work, 2)
             try:
@@ -151,7 +194,10 @@ def main() -> None:
         ours = [row for row in rows if row[0] == group and "n_expert" not in row[5]]
         best = min(ours, key=lambda row: row[1])
         place = sorted(ours, key=lambda row: row[2]).index(best) + 1
-        print(f"{' '.join(group)}: the best predicted layout {best[5]} is number {place} of {len(ours)} measured")
+        print(
+            f"{' '.join(group)}: the best predicted layout {best[5]} is number {place} of {len(ours)} "
+            "measured"
+        )
 
 
 if __name__ == "__main__":

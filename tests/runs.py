@@ -18,10 +18,23 @@ REPO = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
 # a model small enough that a run of 40 steps takes a second or two; a test's own settings come after these
 TINY = [
-    "--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32",
-    "--batch_size=4", "--gradient_accumulation_steps=2", "--learning_rate=1e-3", "--warmup_iters=10", "--max_iters=29",
-    "--lr_decay_iters=100", "--eval_interval=1000", "--eval_iters=2", "--log_interval=1",
-]  # fmt: skip
+    "--dataset=tiny",
+    "--device=cpu",
+    "--dtype=float32",
+    "--n_layer=2",
+    "--n_head=2",
+    "--n_embd=32",
+    "--block_size=32",
+    "--batch_size=4",
+    "--gradient_accumulation_steps=2",
+    "--learning_rate=1e-3",
+    "--warmup_iters=10",
+    "--max_iters=29",
+    "--lr_decay_iters=100",
+    "--eval_interval=1000",
+    "--eval_iters=2",
+    "--log_interval=1",
+]
 
 
 def free_port():
@@ -92,16 +105,23 @@ class Run:
 
 
 class Zygote:
-    """A process that has imported torch and forks all runs of a session, with more variables if they are given."""
+    """
+    A process that has imported torch and forks all runs of a session, with more variables if they are given.
+    """
 
     def __init__(self, more=None):
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "RANK", "WORLD_SIZE", "LOCAL_"))}
+        env = {
+            k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "RANK", "WORLD_SIZE", "LOCAL_"))
+        }
         env["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")  # runs share the cores
         env.update(more or {})
         self.process = subprocess.Popen(
             [sys.executable, str(REPO / "tests" / "zygote.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
         self.number = itertools.count()
 
     def ask(self, request):
@@ -117,9 +137,16 @@ class Zygote:
         grouped = nproc > 1 if group is None else group
         envs = [base] * nproc
         if grouped:
-            shared = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            envs = [{**base, **{k: str(v) for k, v in shared.items()}, "RANK": str(r), "LOCAL_RANK": str(r)}
-                    for r in range(nproc)]  # fmt: skip
+            shared = {
+                "WORLD_SIZE": nproc,
+                "LOCAL_WORLD_SIZE": nproc,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            envs = [
+                {**base, **{k: str(v) for k, v in shared.items()}, "RANK": str(r), "LOCAL_RANK": str(r)}
+                for r in range(nproc)
+            ]
         outs = [str(Path(cwd) / f"run{n}.rank{r}.txt") for r in range(nproc)]
         argv = [str(Path(repo) / script), *map(str, args)]
         return Run(self, self.ask({"argv": argv, "cwd": str(cwd), "envs": envs, "outs": outs}), outs)
@@ -152,7 +179,9 @@ def script_that_fails(at, capsys, *args, **kw):
 
 
 def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):
-    """A data set in cwd/data: Shakespeare's characters if the file is available, else a repetitive random text."""
+    """
+    A data set in cwd/data: Shakespeare's characters if the file is available, else a repetitive random text.
+    """
     folder = Path(cwd) / "data" / name
     folder.mkdir(parents=True, exist_ok=True)
     source = SHARED / "data" / "tinyshakespeare.txt"

@@ -2,11 +2,13 @@
 Train over slow links: each host is a network namespace with one core and one process (Linux, root, iproute2).
 
     python tests/slow_network.py --rate=100mbit --hosts=2 -- --zero=1 --max_iters=20     one run
-    python tests/slow_network.py --table                                                every mode at several rates
+    python tests/slow_network.py --table                                                every mode at several
+    rates
 
-The table shows how long each mode needs to the training loss that DDP has after --steps steps. How many steps that
-takes does not depend on the link and is measured once, without a limit; how long a step takes is measured at each rate.
-It needs an idle machine. Flags after -- go to train.py in either case, also in place of those in JOB.
+The table shows how long each mode needs to the training loss that DDP has after --steps steps. How many steps
+that takes does not depend on the link and is measured once, without a limit; how long a step takes is
+measured at each rate. It needs an idle machine. Flags after -- go to train.py in either case, also in place
+of those in JOB.
 """
 
 import argparse
@@ -28,12 +30,29 @@ import numpy as np
 from hosts import HAS_NAMESPACES, Hosts
 from runs import REPO, SHARED, column
 
-# 10.65M parameters, 12 sequences per step over all hosts, and a constant learning rate: a mode may take any time
-JOB = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--block_size=64", "--batch_size=12",
-       "--gradient_accumulation_steps=1", "--dropout=0", "--learning_rate=1e-3", "--min_lr=1e-3", "--warmup_iters=50",
-       "--lr_decay_iters=50", "--device=cpu", "--dtype=float32", "--eval_interval=1000000", "--eval_iters=1",
-       "--log_interval=1", "--save_checkpoint=False"]  # fmt: skip
-# name: train.py's flags; {hosts} is their number. The first one determines the loss that the others have to reach.
+# 10.65M parameters, 12 sequences per step over all hosts, and a constant learning rate: a mode may take any
+# time
+JOB = [
+    "--n_layer=6",
+    "--n_head=6",
+    "--n_embd=384",
+    "--block_size=64",
+    "--batch_size=12",
+    "--gradient_accumulation_steps=1",
+    "--dropout=0",
+    "--learning_rate=1e-3",
+    "--min_lr=1e-3",
+    "--warmup_iters=50",
+    "--lr_decay_iters=50",
+    "--device=cpu",
+    "--dtype=float32",
+    "--eval_interval=1000000",
+    "--eval_iters=1",
+    "--log_interval=1",
+    "--save_checkpoint=False",
+]
+# name: train.py's flags; {hosts} is their number. The first one determines the loss that the others have to
+# reach.
 MODES = {
     "DDP": [],
     "ZeRO-1": ["--zero=1"],
@@ -65,7 +84,8 @@ class Curve:
 
     def steps_to(self, loss: float, window: int) -> int | None:
         """After how many steps the smoothed loss is `loss` or less; None: never."""
-        reached = np.flatnonzero(self.smoothed(window) <= loss + 1e-4)  # modes that only round differently are equal
+        # modes that only round differently are equal
+        reached = np.flatnonzero(self.smoothed(window) <= loss + 1e-4)
         return int(reached[0]) + min(window, len(self.losses)) if len(reached) else None
 
 
@@ -125,8 +145,11 @@ def run_once(hosts: Hosts, args: list[str], rate: str) -> None:
     hosts.limit(rate)
     curve = train(hosts, args)
     sent = [n for n in curve.bytes_sent if n is not None]
-    print(f"{len(curve.losses)} steps on {len(hosts.spaces)} hosts at {rate}: median {median(curve.step_ms):.1f} ms, "
-          f"{mean(sent) / 1e6:.3f} MB sent per step and rank")  # fmt: skip
+    print(
+        f"{len(curve.losses)} steps on {len(hosts.spaces)} hosts at {rate}: median "
+        f"{median(curve.step_ms):.1f} ms, "
+        f"{mean(sent) / 1e6:.3f} MB sent per step and rank"
+    )
     print("losses:", " ".join(f"{loss:.4f}" for loss in curve.losses))
 
 
@@ -141,7 +164,8 @@ def step_time(hosts: Hosts, args: list[str], warm_up: int, measured: int) -> flo
 
 def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dict[str, dict[str, tuple]]:
     """
-    Print a row for each mode, in Markdown; returns {rate: {mode: (seconds, smoothed losses)}}. A mode that fails has a
+    Print a row for each mode, in Markdown; returns {rate: {mode: (seconds, smoothed losses)}}. A mode that
+    fails has a
     row that says why.
     """
     rates, window = options.rates.split(","), options.window
@@ -151,12 +175,17 @@ def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dic
         limit = options.steps if target is None else options.longest * options.steps
         try:
             hosts.limit(None)
-            curve = train(hosts, [*mode, f"--max_iters={limit - 1}"], -math.inf if target is None else target, window)
+            curve = train(
+                hosts, [*mode, f"--max_iters={limit - 1}"], -math.inf if target is None else target, window
+            )
             if target is None:
                 target = curve.smoothed(window)[-1]
-                print(f"| mode | MB per step and rank | steps to a loss of {target:.3f} | "
-                      + " | ".join(f"{rate}: ms per step | time | speed-up" for rate in rates)
-                      + " |\n|---|" + "---|" * (2 + 3 * len(rates)))  # fmt: skip
+                print(
+                    f"| mode | MB per step and rank | steps to a loss of {target:.3f} | "
+                    + " | ".join(f"{rate}: ms per step | time | speed-up" for rate in rates)
+                    + " |\n|---|"
+                    + "---|" * (2 + 3 * len(rates))
+                )
             steps, losses, cells = curve.steps_to(target, window), curve.smoothed(window), []
             for rate in rates:
                 hosts.limit(rate)
@@ -189,19 +218,27 @@ def plot(curves: dict[str, tuple[np.ndarray, np.ndarray]], title: str, path: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", type=int, default=2, choices=(2, 3, 4), help="their number")
     parser.add_argument("--rate", default="100mbit", help="of each host's link, in one run")
     parser.add_argument("--table", action="store_true", help="compare the modes")
     parser.add_argument("--modes", type=lambda text: text.split(";"), help="only these: 'DDP;fp16'")
     parser.add_argument("--rates", default="1gbit,100mbit,25mbit", help="of the table")
     parser.add_argument("--steps", type=int, default=500, help="of DDP, whose loss the others have to reach")
-    parser.add_argument("--longest", type=int, default=3, help="a mode is given up after this many times --steps")
+    parser.add_argument(
+        "--longest", type=int, default=3, help="a mode is given up after this many times --steps"
+    )
     parser.add_argument("--window", type=int, default=50, help="steps over which losses are smoothed")
     parser.add_argument("--warm_up", type=int, default=4, help="steps before the step time is measured")
-    parser.add_argument("--measured", type=int, default=8, help="steps to measure, rounded up to whole periods")
+    parser.add_argument(
+        "--measured", type=int, default=8, help="steps to measure, rounded up to whole periods"
+    )
     parser.add_argument("--plot_rate", default="100mbit", help="the rate of the plot")
-    parser.add_argument("--plot", type=Path, default=REPO / "docs" / "slow_network.png", help="the image to write")
+    parser.add_argument(
+        "--plot", type=Path, default=REPO / "docs" / "slow_network.png", help="the image to write"
+    )
     parser.add_argument("args", nargs="*", metavar="-- ARGS", help="train.py's configs and settings")
     options = parser.parse_args()
     if unknown := set(options.modes or ()) - MODES.keys():

@@ -1,10 +1,11 @@
 """
-How much unequal shares gain: two processes, each on a core of its own, and a busy loop on the second core (Linux).
+How much unequal shares gain: two processes, each on a core of its own, and a busy loop on the second core
+(Linux).
 
     python tests/slow_rank.py [ROUNDS]
 
-Trains nanoGPT's small model for 100 steps with --shares=equal and auto by turns. Prints tokens/s, their ratio, the
-shares that auto measured, and the largest difference of a loss to one process's.
+Trains nanoGPT's small model for 100 steps with --shares=equal and auto by turns. Prints tokens/s, their
+ratio, the shares that auto measured, and the largest difference of a loss to one process's.
 """
 
 import os
@@ -20,17 +21,37 @@ from runs import REPO, column, free_port
 from slow_network import prepare_shakespeare
 
 STEPS, TOKENS = 100, 48 * 64
-JOB = ["--dataset=shakespeare_char", "--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=64", "--batch_size=24",
-       "--gradient_accumulation_steps=2", "--dropout=0", "--learning_rate=1e-3", "--warmup_iters=10", "--device=cpu",
-       "--dtype=float32", f"--max_iters={STEPS - 1}", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1",
-       "--save_checkpoint=False"]  # fmt: skip
+JOB = [
+    "--dataset=shakespeare_char",
+    "--n_layer=4",
+    "--n_head=4",
+    "--n_embd=128",
+    "--block_size=64",
+    "--batch_size=24",
+    "--gradient_accumulation_steps=2",
+    "--dropout=0",
+    "--learning_rate=1e-3",
+    "--warmup_iters=10",
+    "--device=cpu",
+    "--dtype=float32",
+    f"--max_iters={STEPS - 1}",
+    "--eval_interval=1000000",
+    "--eval_iters=1",
+    "--log_interval=1",
+    "--save_checkpoint=False",
+]
 
 
 def train(work: Path, shares: str, nproc: int) -> Path:
     """One run, rank r on core r; returns its folder."""
     out, processes = Path(tempfile.mkdtemp(dir=work)), []
-    common = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    common = {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
     for rank in range(nproc):
         command = ["taskset", "-c", str(rank), sys.executable, str(REPO / "train.py"), *JOB]
         env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -61,8 +82,12 @@ def main() -> None:
                 slow, fast = tokens_per_s(equal), tokens_per_s(auto)
                 difference = max(abs(loss - one[step]) for step, loss in column(auto, "loss").items())
                 measured = re.search(r"--shares=(\S+)", (auto / "stdout").read_text())[1]
-                print(f"equal {slow:,.0f}, auto {fast:,.0f} tokens/s: {fast / slow:.2f}x with shares {measured}, "
-                      f"losses within {difference:.1e}", flush=True)  # fmt: skip
+                print(
+                    f"equal {slow:,.0f}, auto {fast:,.0f} tokens/s: {fast / slow:.2f}x with shares "
+                    f"{measured}, "
+                    f"losses within {difference:.1e}",
+                    flush=True,
+                )
         finally:
             busy.kill()
 

@@ -2,12 +2,18 @@
 Kill runs at random moments, many times, and count what was lost. The test suite runs a short form of it.
 
     python tests/soak.py saves --kills=200     SIGKILL around checkpoints: does the newest valid one resume?
-    python tests/soak.py saves --kills=100 --nproc=2 --zero=3   the same for shards, killing one rank or all of them
-    python tests/soak.py bits --rounds=20      kills in the middle of steps: does the run end with the same bits?
-    python tests/soak.py signals --kills=50    SIGTERM at random moments: checkpoint, exit within 10 s, same bits?
-    python tests/soak.py elastic --kills=50    SIGKILL of random torchrun workers: same losses, how long to recover?
-    python tests/soak.py shrink                agents of one worker each are killed, 4 -> 3 -> 2 -> 3: same losses?
-    python tests/soak.py phases --kills=200    SIGKILL in chosen phases, on changing numbers of processes and layouts
+    python tests/soak.py saves --kills=100 --nproc=2 --zero=3   the same for shards, killing one rank or all
+    of them
+    python tests/soak.py bits --rounds=20      kills in the middle of steps: does the run end with the same
+    bits?
+    python tests/soak.py signals --kills=50    SIGTERM at random moments: checkpoint, exit within 10 s, same
+    bits?
+    python tests/soak.py elastic --kills=50    SIGKILL of random torchrun workers: same losses, how long to
+    recover?
+    python tests/soak.py shrink                agents of one worker each are killed, 4 -> 3 -> 2 -> 3: same
+    losses?
+    python tests/soak.py phases --kills=200    SIGKILL in chosen phases, on changing numbers of processes and
+    layouts
 """
 
 import argparse
@@ -33,8 +39,10 @@ from isogpt.checkpoint.search import newest_checkpoint
 
 def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None, flags=()):
     """
-    SIGKILL a run that writes a checkpoint at every step, `kills` times: after a random number of checkpoints, at a
-    random moment within the time that one takes. After each kill the newest valid checkpoint must be at least as new as
+    SIGKILL a run that writes a checkpoint at every step, `kills` times: after a random number of checkpoints,
+    at a
+    random moment within the time that one takes. After each kill the newest valid checkpoint must be at least
+    as new as
     the last one that was completed (the run has printed 'saved'), and the next run must resume from it.
     """
     rng, report = random.Random(seed), dict(kills=0, older=0, failed=0, mid_save=0)
@@ -73,7 +81,9 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None,
 
 
 def kill_within_steps(zygote, work, rounds, nproc, seed=0, say=lambda *_: None):
-    """Compare runs that are killed twice with an uninterrupted one; returns how many end with the same bits."""
+    """
+    Compare runs that are killed twice with an uninterrupted one; returns how many end with the same bits.
+    """
     import torch
     from test_resume import DROPOUT, assert_same_bits
 
@@ -97,7 +107,8 @@ def kill_within_steps(zygote, work, rounds, nproc, seed=0, say=lambda *_: None):
 
 def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: None):
     """
-    SIGTERM to a random rank at random moments from the first step on, `kills` times in one run. Does it save the step
+    SIGTERM to a random rank at random moments from the first step on, `kills` times in one run. Does it save
+    the step
     that it was at and exit within 10 s each time, and does it end with the bits of an uninterrupted run?
     """
     import torch
@@ -122,7 +133,9 @@ def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: No
             say(report)
     zygote.start([*args, "--init_from=auto"], work, nproc).wait(timeout=600)
     zygote.start([*args, f"--out_dir=straight{nproc}"], work, nproc).wait(timeout=600)
-    states = [torch.load(work / f"{name}{nproc}" / "ckpt.pt", weights_only=True) for name in ("straight", "stop")]
+    states = [
+        torch.load(work / f"{name}{nproc}" / "ckpt.pt", weights_only=True) for name in ("straight", "stop")
+    ]
     assert_same_bits(*states)
     say(report, f"same bits as an uninterrupted run, on {nproc} processes")
     return report
@@ -143,19 +156,28 @@ def torchrun(work, args, agent_args, log):
     """Start a torchrun agent."""
     command = [sys.executable, "-m", "torch.distributed.run", *agent_args, str(REPO / "train.py"), *args]
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/launchers.md
-    AGENTS.append(subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True, env=env))
+    AGENTS.append(
+        subprocess.Popen(command, cwd=work, stdout=log, stderr=log, start_new_session=True, env=env)
+    )
     return AGENTS[-1]
 
 
 def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
-    """SIGKILL a random worker at a random moment, `kills` times; report the losses and the times to recover."""
+    """
+    SIGKILL a random worker at a random moment, `kills` times; report the losses and the times to recover.
+    """
     rng, took = random.Random(seed), []
     args = [*TINY, "--gradient_accumulation_steps=4", "--save_interval=10", "--eval_interval=100000"]
     args += ["--max_iters=2000", "--lr_decay_iters=2000"]
     straight = ["--standalone", f"--nproc_per_node={nproc}"]
     with open(work / "log", "w") as log:
         assert torchrun(work, [*args, "--out_dir=straight"], straight, log).wait(600) == 0
-        agent_args = ["--nnodes=1:1", f"--nproc_per_node={nproc}", f"--max-restarts={kills}", "--rdzv-backend=c10d"]
+        agent_args = [
+            "--nnodes=1:1",
+            f"--nproc_per_node={nproc}",
+            f"--max-restarts={kills}",
+            "--rdzv-backend=c10d",
+        ]
         agent_args += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=last_call_timeout=1"]
         agent = torchrun(work, [*args, "--out_dir=killed", "--init_from=auto"], agent_args, log)
         for n in range(kills):
@@ -170,22 +192,37 @@ def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
             events = wait_for(lambda k=killed: recoveries(work / "killed", k), 120)
             took.append(stamp(events[-1]) - killed)
             if n % 10 == 9:
-                say(f"{n + 1} kills, {before} lines; until the next step: median {statistics.median(took):.1f} s, "
-                    f"maximum {max(took):.1f} s")  # fmt: skip
+                say(
+                    f"{n + 1} kills, {before} lines; until the next step: median "
+                    f"{statistics.median(took):.1f} s, "
+                    f"maximum {max(took):.1f} s"
+                )
         assert agent.wait(600) == 0
     one, other = column(work / "straight", "loss"), column(work / "killed", "loss")
     worst = max(abs(one[s] - other[s]) for s in one)
-    say(f"{kills} kills of {nproc} workers: losses of {len(other)} steps within {worst:.2g} of the uninterrupted run; "
-        f"from a kill to the next step: median {statistics.median(took):.1f} s, maximum {max(took):.1f} s")  # fmt: skip
+    say(
+        f"{kills} kills of {nproc} workers: losses of {len(other)} steps within {worst:.2g} of the "
+        "uninterrupted run; "
+        f"from a kill to the next step: median {statistics.median(took):.1f} s, maximum {max(took):.1f} s"
+    )
     return worst < 1e-5 and one.keys() == other.keys()
 
 
 def shrink(zygote, work, say=lambda *_: None):
-    """Four agents with one worker each: two are killed, one after the other; then one comes back, and the run ends."""
+    """
+    Four agents with one worker each: two are killed, one after the other; then one comes back, and the run
+    ends.
+    """
     args = [*TINY, "--gradient_accumulation_steps=12", "--batch_size=4", "--save_interval=10"]
     args += ["--max_iters=2500", "--lr_decay_iters=2500", "--eval_interval=100000", "--dist_timeout_s=60"]
     zygote.start([*args, "--out_dir=straight"], work).wait(timeout=600)
-    agent_args = ["--nnodes=2:4", "--nproc_per_node=1", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-id=shrink"]
+    agent_args = [
+        "--nnodes=2:4",
+        "--nproc_per_node=1",
+        "--max-restarts=10",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=shrink",
+    ]
     agent_args += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     agent_args += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
     with open(work / "log", "w") as log:
@@ -212,7 +249,10 @@ def shrink(zygote, work, say=lambda *_: None):
     sizes = world_sizes(work / "shrunk")
     one, other = column(work / "straight", "loss"), column(work / "shrunk", "loss")
     worst = max(abs(one[s] - other[s]) for s in one)
-    say(f"world sizes {sizes}, agents ended with {codes}; losses within {worst:.2g} of an uninterrupted process")
+    say(
+        f"world sizes {sizes}, agents ended with {codes}; losses within {worst:.2g} of an uninterrupted "
+        "process"
+    )
     return worst < 1e-5 and sizes[0] == 4 and 2 in sizes and sizes[-1] == 3
 
 
@@ -232,7 +272,8 @@ def reads_a_checkpoint(pid):
 
 def wait_for_phase(run, phase, out, first, rng):
     """
-    Wait until the run, which begins at step `first`, is in this phase; returns whether that was seen. The moment within
+    Wait until the run, which begins at step `first`, is in this phase; returns whether that was seen. The
+    moment within
     the phase is random.
     """
     if phase == "start":
@@ -260,9 +301,12 @@ def wait_for_phase(run, phase, out, first, rng):
 
 def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
     """
-    SIGKILL a run `kills` times, in half of the cases during the start, a restore, a save or an evaluation, otherwise
-    at a random moment: all ranks, or one, after which the others must end by themselves. Each start has 1 to 4
-    processes and one of LAYOUTS. No checkpoint that was completed may be lost, and the losses must be those of an
+    SIGKILL a run `kills` times, in half of the cases during the start, a restore, a save or an evaluation,
+    otherwise
+    at a random moment: all ranks, or one, after which the others must end by themselves. Each start has 1 to
+    4
+    processes and one of LAYOUTS. No checkpoint that was completed may be lost, and the losses must be those
+    of an
     undisturbed process.
     """
     rng, took, waited, lost, phases = random.Random(seed), [], [], [], {}
@@ -276,10 +320,15 @@ def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
 
     def summary():
         report["phases"] = phases
-        for name, values in (("seconds to the next step", took), ("seconds until the others ended", waited),
-                             ("steps lost", lost)):  # fmt: skip
+        for name, values in (
+            ("seconds to the next step", took),
+            ("seconds until the others ended", waited),
+            ("steps lost", lost),
+        ):
             if values:
-                report[name] = f"median {statistics.median(values):.3g}, maximum {max(values):.3g}, {len(values)} times"
+                report[name] = (
+                    f"median {statistics.median(values):.3g}, maximum {max(values):.3g}, {len(values)} times"
+                )
         return report
 
     while report["kills"] < kills or report["runs"] == 0:
@@ -302,7 +351,8 @@ def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
             if not run.gone(within=60):
                 report["hung"] += 1
                 say(
-                    f"hangs after a kill of {'one rank' if one_rank else 'all'} in phase {phase}:\n{run.text()[-3000:]}"
+                    f"hangs after a kill of {'one rank' if one_rank else 'all'} in phase "
+                    f"{phase}:\n{run.text()[-3000:]}"
                 )
                 run.kill()
                 run.wait(ok=False)
@@ -340,10 +390,13 @@ def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
             lost.append(reached + 1 - max(newest, 0))
         if report["kills"] % 10 == 0:
             say(summary())
-        if began is None and run.codes == [0] * nproc:  # the end of a run; the next one has a folder of its own
+        # the end of a run; the next one has a folder of its own
+        if began is None and run.codes == [0] * nproc:
             other = column(out, "loss")
             same = one.keys() == other.keys()
-            report["worst"] = max(report["worst"], *(abs(one[s] - other[s]) for s in one)) if same else float("inf")
+            report["worst"] = (
+                max(report["worst"], *(abs(one[s] - other[s]) for s in one)) if same else float("inf")
+            )
             report["runs"] += 1
             out, killed, completed, reached = work / f"killed{report['runs']}", None, -1, -1
     say(summary())
@@ -366,7 +419,9 @@ def stamp(record):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["saves", "bits", "signals", "elastic", "shrink", "phases"])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
@@ -380,12 +435,20 @@ def main():
         tiny_data(folder)
         if options.what == "saves":
             report = kill_around_saves(
-                zygote, Path(folder), options.kills, options.seed, options.nproc, print, [f"--zero={options.zero}"]
+                zygote,
+                Path(folder),
+                options.kills,
+                options.seed,
+                options.nproc,
+                print,
+                [f"--zero={options.zero}"],
             )
             print(report)
             bad = report["older"] + report["failed"]
         elif options.what == "signals":
-            reports = [stop_at_random_moments(zygote, Path(folder), options.kills, n, 0, print) for n in (1, 2)]
+            reports = [
+                stop_at_random_moments(zygote, Path(folder), options.kills, n, 0, print) for n in (1, 2)
+            ]
             bad = sum(r["unsaved"] + r["late"] for r in reports)
         elif options.what == "elastic":
             bad = not kill_workers(Path(folder), options.kills, options.seed, print)
@@ -396,7 +459,8 @@ def main():
             bad = not shrink(zygote, Path(folder), print)
         else:
             counts = [
-                kill_within_steps(zygote, Path(folder), options.rounds, n, options.seed, print) for n in (1, 2, 3, 4)
+                kill_within_steps(zygote, Path(folder), options.rounds, n, options.seed, print)
+                for n in (1, 2, 3, 4)
             ]
             bad = 4 * options.rounds - sum(counts)
     zygote.close()

@@ -49,8 +49,11 @@ MORE = [("nanochat-muon", way) for way in WAYS]
 MORE += [(("llama", "llama-muon")[i % 2], way) for i, way in enumerate(WAYS)]
 MORE += [("nanochat", "zero2-2"), ("nanochat", "ddp-3"), ("gpt2-muon", "zero3-2"), ("gpt2-muon", "ddp-4")]
 OFTEN = ("zero1-2", "zero2-2", "zero3-2", "hsdp-4", "selective")
-ALL = QUICK + [pytest.param(*pair, marks=pytest.mark.slow if pair[1] in OFTEN else pytest.mark.extra)
-               for pair in MORE if pair not in QUICK]  # fmt: skip
+ALL = QUICK + [
+    pytest.param(*pair, marks=pytest.mark.slow if pair[1] in OFTEN else pytest.mark.extra)
+    for pair in MORE
+    if pair not in QUICK
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,9 @@ def one(zygote, shared_work):
     def make(model):
         if model not in made:
             made[model] = shared_work / f"one-{model}"
-            zygote.train([*ONE, *MODELS[model], "--eval_interval=10", f"--out_dir={made[model]}"], shared_work)
+            zygote.train(
+                [*ONE, *MODELS[model], "--eval_interval=10", f"--out_dir={made[model]}"], shared_work
+            )
         return made[model]
 
     return make
@@ -80,15 +85,19 @@ def test_every_layout_has_the_curve_of_one_process(zygote, shared_work, one, mod
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    [pytest.param("llama-muon", "zero3-2", marks=pytest.mark.slow),
-     pytest.param("nanochat-muon", "ddp-3", marks=pytest.mark.extra),
-     pytest.param("nanochat-muon", "zero1-2", marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        pytest.param("llama-muon", "zero3-2", marks=pytest.mark.slow),
+        pytest.param("nanochat-muon", "ddp-3", marks=pytest.mark.extra),
+        pytest.param("nanochat-muon", "zero1-2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resume_has_the_same_bits(zygote, shared_work, model, way):
     nproc, flags = WAYS[way]
     args = [*ONE, *MODELS[model], *flags, "--dropout=0.1", "--embedding_lr=0.01", "--lr_schedule=wsd"]
     straight, stopped = shared_work / f"straight-{model}-{way}", shared_work / f"stopped-{model}-{way}"
-    zygote.train([*args, "--max_iters=12", "--cooldown_iters=90", f"--out_dir={straight}"], shared_work, nproc)
+    zygote.train(
+        [*args, "--max_iters=12", "--cooldown_iters=90", f"--out_dir={straight}"], shared_work, nproc
+    )
     zygote.train([*args, "--max_iters=6", "--cooldown_iters=90", f"--out_dir={stopped}"], shared_work, nproc)
     resume = ["--max_iters=12", "--cooldown_iters=90", "--init_from=resume", f"--out_dir={stopped}"]
     zygote.train([*args, *resume], shared_work, nproc)
@@ -115,11 +124,15 @@ def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, one, before
 
 def test_a_checkpoint_of_the_other_optimizer(zygote, shared_work, one):
     shutil.copytree(one("nanochat-muon"), shared_work / "other", symlinks=True)
-    args = [*ONE, "--arch=nanochat", "--init_from=resume", "--max_iters=25", f"--out_dir={shared_work / 'other'}"]
+    args = [
+        *ONE,
+        "--arch=nanochat",
+        "--init_from=resume",
+        "--max_iters=25",
+        f"--out_dir={shared_work / 'other'}",
+    ]
     run = zygote.train(args, shared_work, 2, ok=False)
-    said = (
-        "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from its weights with --init_from="
-    )
+    said = "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from its weights with --init_from="
     assert run.text().count(said) == 1 and "Traceback" not in run.text()
 
 
@@ -161,7 +174,15 @@ def test_settings_that_a_checkpoint_overrides():
         GPT(GPTConfig(8, 65, 1, 2, 8, arch="llama")).describe(),
         SimpleNamespace(run={"config": {}}, notes=()),
     )
-    settings = {"arch": "llama", "n_layer": 1, "n_head": 2, "n_embd": 8, "bias": False, "vocab_size": 0, "dataset": ""}
+    settings = {
+        "arch": "llama",
+        "n_layer": 1,
+        "n_head": 2,
+        "n_embd": 8,
+        "bias": False,
+        "vocab_size": 0,
+        "dataset": "",
+    }
     settings |= {"n_kv_head": 0, "n_hidden": 0, "head": "auto", "n_expert": 0, "n_expert_active": 2}
     settings["init_from"] = "auto:folder"
     assert differences(settings, model_args, source) == differences(settings, model_args, None) == []
@@ -169,28 +190,58 @@ def test_settings_that_a_checkpoint_overrides():
     said = "n_kv_head 2, n_hidden 64, head untied of the checkpoint are used, not n_kv_head 1, n_hidden 16, head tied"
     assert differences(settings, model_args, source) == [said]
     assert differences(settings, model_args, None) == [said.replace("the checkpoint", "folder")]
-    nanogpt = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": True, "vocab_size": 65, "dropout": 0.0}
+    nanogpt = {
+        "n_layer": 1,
+        "n_head": 2,
+        "n_embd": 8,
+        "block_size": 8,
+        "bias": True,
+        "vocab_size": 65,
+        "dropout": 0.0,
+    }
     assert differences(settings | {"n_kv_head": 0, "n_hidden": 0, "n_expert": 4}, nanogpt, source) == [
         "arch gpt2, bias True of the checkpoint are used, not arch llama, bias False",
-        "the checkpoint has no experts: each of the 4 starts as a copy of its MLP"]  # fmt: skip
+        "the checkpoint has no experts: each of the 4 starts as a copy of its MLP",
+    ]
 
 
 def test_settings_that_change_what_a_resume_reads():
     run = {"model_args": GPT(GPTConfig(8, 65, 1, 2, 8)).describe()}
-    settings = {"arch": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "bias": True, "vocab_size": 0, "dataset": ""}
+    settings = {
+        "arch": "gpt2",
+        "n_layer": 1,
+        "n_head": 2,
+        "n_embd": 8,
+        "bias": True,
+        "vocab_size": 0,
+        "dataset": "",
+    }
     settings |= {"n_kv_head": 0, "n_hidden": 0, "head": "auto", "n_expert": 0, "n_expert_active": 2}
-    settings |= {"gradient_accumulation_steps": 4, "batch_size": 6, "block_size": 8, "seed": 1, "data_order": "shuffle"}
+    settings |= {
+        "gradient_accumulation_steps": 4,
+        "batch_size": 6,
+        "block_size": 8,
+        "seed": 1,
+        "data_order": "shuffle",
+    }
     drawn = "of this epoch, some sequences are read twice and some not at all"
     cases = {
-        ("batch_size", 3): "the checkpoint's steps had 12 sequences, this run's have 24: the loss curve changes",
+        (
+            "batch_size",
+            3,
+        ): "the checkpoint's steps had 12 sequences, this run's have 24: the loss curve changes",
         ("seed", 2): f"the checkpoint was trained with seed 2, this run has 1: {drawn}",
-        ("data_order", "random"): f"the checkpoint was trained with data_order random, this run has shuffle: {drawn}",
+        (
+            "data_order",
+            "random",
+        ): f"the checkpoint was trained with data_order random, this run has shuffle: {drawn}",
         ("block_size", 16): f"the checkpoint was trained with block_size 16, this run has 8: {drawn}",
     }
     for (name, value), said in cases.items():
         source = SimpleNamespace(run=run | {"config": settings | {name: value}}, notes=())
         assert differences(settings, run["model_args"], source, is_resume=True) == [said]
-        assert differences(settings, run["model_args"], source) == []  # a new run from the checkpoint's weights
+        # a new run from the checkpoint's weights
+        assert differences(settings, run["model_args"], source) == []
     settings["data_order"] = "random"
     source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}}, notes=())
     said = "the checkpoint was trained with seed 2, this run has 1: it draws different sequences"
@@ -213,11 +264,13 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_gradients_of_the_operators_in_float64(name):
-    x = torch.randn(2, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(
+        2, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     assert torch.autograd.gradcheck(OPERATORS[name], x)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # transformers
 
 
@@ -229,9 +282,10 @@ SHAPES = {
     "llama": dict(rope_theta=5e4),
     "llama-kv-tied": dict(n_kv_head=1, tied=True, n_hidden=80, norm_eps=1e-6),
     "llama-experts": dict(n_expert=4, rope_theta=5e4),
-    "llama-experts-kv-tied": dict(n_expert=5, n_expert_active=3, n_kv_head=1, tied=True, n_hidden=80, norm_eps=1e-6,
-                                  balance_loss=0.02),
-}  # fmt: skip
+    "llama-experts-kv-tied": dict(
+        n_expert=5, n_expert_active=3, n_kv_head=1, tied=True, n_hidden=80, norm_eps=1e-6, balance_loss=0.02
+    ),
+}
 NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
@@ -251,7 +305,9 @@ def assert_equal_to(hf, gpt):
     """Compare logits and greedy text with a model of transformers."""
     x = torch.randint(97, (3, 48), generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(hf.eval()(x).logits, gpt(x, x)[0], atol=1e-5, rtol=0)
-    theirs = hf.generate(x[:, :8], attention_mask=torch.ones_like(x[:, :8]), max_new_tokens=40, do_sample=False)
+    theirs = hf.generate(
+        x[:, :8], attention_mask=torch.ones_like(x[:, :8]), max_new_tokens=40, do_sample=False
+    )
     assert torch.equal(theirs, gpt.generate(x[:, :8], 40, temperature=0))
 
 
@@ -274,7 +330,10 @@ def test_what_is_recorded_of_a_model_of_transformers(zygote, work):
     args = ["--init_from=weights", "--max_iters=0", "--eval_iters=1", "--n_layer=4", "--vocab_size=80"]
     text = zygote.train([*args, "--n_head=2", "--n_embd=64"], work, 2).text()
     notes = [line for line in text.splitlines() if line.startswith("note:") and "warm-up" not in line]
-    used, typed = "arch llama, n_layer 1, n_embd 16, vocab_size 65", "arch gpt2, n_layer 4, n_embd 64, vocab_size 80"
+    used, typed = (
+        "arch llama, n_layer 1, n_embd 16, vocab_size 65",
+        "arch gpt2, n_layer 4, n_embd 64, vocab_size 80",
+    )
     assert notes == [f"note:    {used} of weights are used, not {typed}"]
     recorded = shape | {"arch": "llama", "head": "untied", "bias": False, "n_expert": 0}
     in_checkpoint = torch.load(work / "out" / "ckpt.pt", weights_only=True)["config"]
@@ -287,13 +346,23 @@ def same_weights(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], w) for name, w in b.items())
 
 
-@pytest.mark.parametrize("changes", [{}, dict(num_experts_per_tok=3, num_key_value_heads=4, tie_word_embeddings=True)])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(num_experts_per_tok=3, num_key_value_heads=4, tie_word_embeddings=True)]
+)
 def test_import_of_a_mixtral(tmp_path, changes):
     from transformers import MixtralConfig, MixtralForCausalLM, set_seed
 
     set_seed(0)
-    shape = dict(vocab_size=97, hidden_size=32, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=48, num_local_experts=4)  # fmt: skip
+    shape = dict(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=48,
+        num_local_experts=4,
+    )
     config = MixtralConfig(**(shape | changes), initializer_range=0.2, router_aux_loss_coef=0.03, **NO_IDS)
     hf = MixtralForCausalLM(config)
     hf.save_pretrained(tmp_path)
@@ -306,7 +375,9 @@ def test_import_of_a_mixtral(tmp_path, changes):
 def test_experts_that_transformers_cannot_represent(tmp_path):
     for arch in ("gpt2", "nanochat"):
         gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch=arch, n_expert=3))
-        with pytest.raises(ValueError, match=f"transformers has no class for arch '{arch}' with n_expert 3; possible"):
+        with pytest.raises(
+            ValueError, match=f"transformers has no class for arch '{arch}' with n_expert 3; possible"
+        ):
             huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
 
 
@@ -329,7 +400,9 @@ def test_experts_from_a_dense_model_of_transformers(zygote, shared_work):
     huggingface.save(folder, gpt.describe(), gpt.state_dict(), NO_IDS)
     for name, nproc, flags in (("one", 1, []), ("experts", 2, ["--n_expert=4", "--ep=2", "--zero=3"])):
         out = shared_work / f"from-{name}"
-        zygote.train([f"--init_from={folder}", "--max_iters=0", *flags, f"--out_dir={out}"], shared_work, nproc)
+        zygote.train(
+            [f"--init_from={folder}", "--max_iters=0", *flags, f"--out_dir={out}"], shared_work, nproc
+        )
         losses.append(column(out, "loss"))
     same(*losses, absolute=1e-5)
 
@@ -365,7 +438,9 @@ def test_an_export_deletes_no_checkpoints(zygote, shared_work, one):
     shutil.copytree(one("llama"), out, symlinks=True)
     shutil.copytree(out, out / "hf", symlinks=True)
     run = zygote.start([out, "--to=hf"], shared_work, script="export.py").wait(ok=False)
-    assert run.codes == [1] and f"{out}/hf contains checkpoints, which would be deleted: rename it" in run.text()
+    assert (
+        run.codes == [1] and f"{out}/hf contains checkpoints, which would be deleted: rename it" in run.text()
+    )
     assert newest_checkpoint(str(out / "hf"))[0].step == 20
 
 
@@ -377,7 +452,11 @@ MISTAKES = {
     "arch 'llama' has no biases: set --bias=False": ["--arch=llama", "--bias=True"],
     "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters=": ["--lr_schedule=wsd"],
     "optimizer is 'sgd'; possible are adamw and muon": ["--optimizer=sgd"],
-    "learning_rate is 0, but optimizer 'muon' needs it": ["--optimizer=muon", "--learning_rate=0", "--min_lr=0"],
+    "learning_rate is 0, but optimizer 'muon' needs it": [
+        "--optimizer=muon",
+        "--learning_rate=0",
+        "--min_lr=0",
+    ],
 }
 
 
@@ -391,7 +470,9 @@ def test_a_model_that_is_not_supported(tmp_path):
     from transformers import LlamaConfig, MistralConfig, MixtralConfig, NanoChatConfig
 
     MistralConfig().save_pretrained(tmp_path / "mistral")
-    with pytest.raises(ValueError, match="its model_type is 'mistral'; possible are gpt2, nanochat, llama, mixtral"):
+    with pytest.raises(
+        ValueError, match="its model_type is 'mistral'; possible are gpt2, nanochat, llama, mixtral"
+    ):
         GPT.from_pretrained(str(tmp_path / "mistral"))
     for wrong, said in (
         (dict(attention_bias=True), "this llama has settings that are not supported: attention_bias=True"),
@@ -416,7 +497,10 @@ def test_weights_that_do_not_belong_to_the_config(tmp_path):
 
 
 def test_muon_orthogonalizes_each_matrix():
-    """q, k and v each by itself; in the direction of torch.optim.Muon; AdamW keeps the rest, without weight decay."""
+    """
+    q, k and v each by itself; in the direction of torch.optim.Muon; AdamW keeps the rest, without weight
+    decay.
+    """
     gpt = moved("nanochat-kv-tied")
     adamw, muon = optim.make_optimizers(gpt, "muon", 0, 0.1, 1e-3, (0.9, 0.95), muon_lr=0.02)
     assert not any(group["weight_decay"] for group in adamw.param_groups)

@@ -1,6 +1,7 @@
 """
-Bad input gives one clear message: what was found, what is possible, what to type. The exit status is not 0, nothing on
-disk changes, and several processes print the message once. The second part tests other things that users do to a run.
+Bad input gives one clear message: what was found, what is possible, what to type. The exit status is not 0,
+nothing on disk changes, and several processes print the message once. The second part tests other things that
+users do to a run.
 
 The fixture `outcomes` makes all launches of the first part at once, and the tests read their outcomes.
 """
@@ -34,10 +35,31 @@ SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_sample
 RESUME = ["--init_from=resume", "--max_iters=9"]
 DAMAGED = ["step_00000006 is damaged", "no checkpoint to resume from in out"]
 POSITIVE = ("eval_iters", "gradient_accumulation_steps", "batch_size", "block_size", "fsdp_prefetch")
-NOT_NEGATIVE = ("max_iters", "save_interval", "keep_last", "seed", "vocab_size", "warmup_iters", "lr_decay_iters",
-                "learning_rate", "min_lr", "weight_decay", "grad_clip", "nproc", "cooldown_iters", "muon_lr",
-                "embedding_lr", "n_kv_head", "n_hidden", "n_expert", "balance_loss", "router_z_loss",
-                "base_batch", "islands", "outer_lr")  # fmt: skip
+NOT_NEGATIVE = (
+    "max_iters",
+    "save_interval",
+    "keep_last",
+    "seed",
+    "vocab_size",
+    "warmup_iters",
+    "lr_decay_iters",
+    "learning_rate",
+    "min_lr",
+    "weight_decay",
+    "grad_clip",
+    "nproc",
+    "cooldown_iters",
+    "muon_lr",
+    "embedding_lr",
+    "n_kv_head",
+    "n_hidden",
+    "n_expert",
+    "balance_loss",
+    "router_z_loss",
+    "base_batch",
+    "islands",
+    "outer_lr",
+)
 MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
 
 
@@ -48,8 +70,9 @@ class Evil:
         return os.system, ("touch PWNED",)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# changes to a folder before the launch: it contains data/tiny and out/, a finished run with the checkpoints 3 and 6
+# ------------------------------------------------------------------------------------------------------------
+# changes to a folder before the launch: it contains data/tiny and out/, a finished run with the checkpoints 3
+# and 6
 
 
 def only_checkpoint(folder):
@@ -103,7 +126,7 @@ def beyond(ids):
     return tokens.tobytes()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the cases
 
 
@@ -130,29 +153,53 @@ CASES = {
     "no-value": Case(["--batch_size"], ["type --batch_size="]),
     "several-names": Case(
         ["--batch_sise=3", "--learning_rate=x", "none.py"],
-        ["--batch_sise", "learning_rate='x'", "none.py"], BOTH, lines=3,
+        ["--batch_sise", "learning_rate='x'", "none.py"],
+        BOTH,
+        lines=3,
     ),
     "several-values": Case(
         ["--batch_size=0", "--learning_rate=-1", "--beta1=1", "--data_order=sorted"],
-        ["batch_size is 0", "learning_rate is -1", "beta1 is 1", "data_order is 'sorted'"], BOTH, lines=4,
+        ["batch_size is 0", "learning_rate is -1", "beta1 is 1", "data_order is 'sorted'"],
+        BOTH,
+        lines=4,
     ),
     "several-shapes": Case(
         ["--batch_size=0", "--n_layer=0", "--n_head=0", "--dropout=2"],
-        ["batch_size is 0", "n_layer is 0", "n_head is 0", "dropout is 2"], lines=4,
+        ["batch_size is 0", "n_layer is 0", "n_head is 0", "dropout is 2"],
+        lines=4,
     ),
-    "zero": Case([f"--{k}=0" for k in POSITIVE], [f"{k} is 0: it must be at least 1" for k in POSITIVE],
-                 lines=len(POSITIVE)),
-    "negative": Case([f"--{k}=-1" for k in NOT_NEGATIVE], [f"{k} is -1" for k in NOT_NEGATIVE] + ["negative"],
-                     lines=len(NOT_NEGATIVE)),
+    "zero": Case(
+        [f"--{k}=0" for k in POSITIVE],
+        [f"{k} is 0: it must be at least 1" for k in POSITIVE],
+        lines=len(POSITIVE),
+    ),
+    "negative": Case(
+        [f"--{k}=-1" for k in NOT_NEGATIVE],
+        [f"{k} is -1" for k in NOT_NEGATIVE] + ["negative"],
+        lines=len(NOT_NEGATIVE),
+    ),
     "batch-below": Case(["--batch_size=-1"], ["batch_size is -1", "at least 1"], BOTH),
-    "beta2": Case(["--beta2=-0.5", "--muon_momentum=1"], ["beta2 is -0.5", "[0, 1)", "muon_momentum is 1"], lines=2),
+    "beta2": Case(
+        ["--beta2=-0.5", "--muon_momentum=1"], ["beta2 is -0.5", "[0, 1)", "muon_momentum is 1"], lines=2
+    ),
     "dropout-1": Case(["--dropout=1.0"], ["dropout is 1", "[0, 1)"], BOTH),
     "nan_patience": Case(["--nan_patience=0"], ["nan_patience is 0", "at least 1"]),
-    "rollbacks": Case(["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1"],
-                      ["max_rollbacks is -1", "time_limit_s is -3", "check_ranks_interval is -1"], lines=3),
-    "above-0": Case(["--dist_timeout_s=0", "--ddp_bucket_mb=-1", "--eval_interval=0", "--log_interval=-0.5"],
-                    ["dist_timeout_s is 0.0", "ddp_bucket_mb is -1.0", "eval_interval is 0", "log_interval is -0.5",
-                     "it must be above 0"], lines=4),
+    "rollbacks": Case(
+        ["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1"],
+        ["max_rollbacks is -1", "time_limit_s is -3", "check_ranks_interval is -1"],
+        lines=3,
+    ),
+    "above-0": Case(
+        ["--dist_timeout_s=0", "--ddp_bucket_mb=-1", "--eval_interval=0", "--log_interval=-0.5"],
+        [
+            "dist_timeout_s is 0.0",
+            "ddp_bucket_mb is -1.0",
+            "eval_interval is 0",
+            "log_interval is -0.5",
+            "it must be above 0",
+        ],
+        lines=4,
+    ),
     "on_nan": Case(["--on_nan=ignore"], ["on_nan is 'ignore'", "stop and skip"], BOTH),
     "never-saves": Case(["--grad_sync=never"], ["grad_sync 'never'", "--save_checkpoint=False"]),
     "n_layer": Case(["--n_layer=0"], ["n_layer is 0", "at least 1"]),
@@ -162,48 +209,94 @@ CASES = {
     "zero-4": Case(["--zero=4"], ["zero is 4", "0, 1, 2 and 3"], BOTH),
     "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"], BOTH),
     "replicate-0": Case(["--zero=3", "--dp_replicate=0"], ["dp_replicate is 0", "at least 1"]),
-    "replicate-3": Case(["--zero=3", "--dp_replicate=3"],
-                        ["divided into dp_replicate 3: start 3 processes, or set --dp_replicate="], BOTH),
-    **{f"{name}-0": Case([f"--{name}=0"], [f"{name} is 0: it must be at least 1"])
-       for name in ("tp", "pp", "cp", "ep", "n_expert_active", "local_steps", "outer_parts")},
+    "replicate-3": Case(
+        ["--zero=3", "--dp_replicate=3"],
+        ["divided into dp_replicate 3: start 3 processes, or set --dp_replicate="],
+        BOTH,
+    ),
+    **{
+        f"{name}-0": Case([f"--{name}=0"], [f"{name} is 0: it must be at least 1"])
+        for name in ("tp", "pp", "cp", "ep", "n_expert_active", "local_steps", "outer_parts")
+    },
     "outer-momentum": Case(["--outer_momentum=1"], ["outer_momentum is 1.0: it must be in [0, 1)"]),
     "replicate-ddp": Case(["--dp_replicate=2"], ["dp_replicate", "zero 2 or 3", "--zero=3"], BOTH),
     "offload-ddp": Case(["--cpu_offload=True"], ["cpu_offload", "--zero=3"]),
     "grad-sync": Case(["--grad_sync=often"], ["grad_sync is 'often'", "last", "every"]),
-    "recompute": Case(["--activation_checkpointing=every:0"], ["every:0", "none, full, selective", "every:K"], BOTH),
+    "recompute": Case(
+        ["--activation_checkpointing=every:0"], ["every:0", "none, full, selective", "every:K"], BOTH
+    ),
     "seed-too-large": Case([f"--seed={2**64}"], ["seed", str(2**64)]),
-    "renamed": Case([f"--{old}=1" for old in RENAMED],
-                    [f"--{old} was renamed: type --{new}=1" for old, new in RENAMED.items()], BOTH, lines=len(RENAMED)),
-    "renamed-in-config": Case(["b.py"], ["seed = 'x'", "stop_after_s is not used: it was renamed to time_limit_s"],
-                              BOTH, lambda f: write(f, "b.py", "stop_after_s = 60\nseed = 'x'"), lines=2),
+    "renamed": Case(
+        [f"--{old}=1" for old in RENAMED],
+        [f"--{old} was renamed: type --{new}=1" for old, new in RENAMED.items()],
+        BOTH,
+        lines=len(RENAMED),
+    ),
+    "renamed-in-config": Case(
+        ["b.py"],
+        ["seed = 'x'", "stop_after_s is not used: it was renamed to time_limit_s"],
+        BOTH,
+        lambda f: write(f, "b.py", "stop_after_s = 60\nseed = 'x'"),
+        lines=2,
+    ),
     "save-bool": Case(["--save_checkpoint=2"], ["save_checkpoint='2'", "True or False"]),
     "tensorboard-bool": Case(["--tensorboard_log=out"], ["tensorboard_log='out'", "True or False"]),
     "resume-bad-value": Case([*RESUME, "--dropout=1.0"], ["dropout is 1", "[0, 1)"]),
     # data
-    "no-data-set": Case(["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH),
-    "unprepared": Case(["--dataset=new"], ["no train.bin in data/new", "run: python data/new/prepare.py"], ONE,
-                       lambda f: ((f / "data/new").mkdir(), write(f, "data/new/prepare.py", ""))),
+    "no-data-set": Case(
+        ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
+    ),
+    "unprepared": Case(
+        ["--dataset=new"],
+        ["no train.bin in data/new", "run: python data/new/prepare.py"],
+        ONE,
+        lambda f: ((f / "data/new").mkdir(), write(f, "data/new/prepare.py", "")),
+    ),
     "no-data-path": Case(["--dataset=/no/where"], ["no train.bin in /no/where"]),
     "no-val": Case([], ["data/tiny/val.bin does not exist", "split.py data/tiny"], BOTH, data(val_bin=None)),
     "empty-val": Case([], ["data/tiny/val.bin is empty", "write train.bin"], ONE, data(val_bin=b"")),
     "empty-train": Case([], ["data/tiny/train.bin is empty", "write train.bin"], ONE, data(train_bin=b"")),
-    "odd-val": Case([], ["data/tiny/val.bin has 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])),
-    "short-val": Case([], ["data/tiny/val.bin has 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])),
-    "block-over-data": Case(["--block_size=20001"], ["train.bin has 20000 tokens", "--block_size=", "20001"], BOTH),
-    "ids": Case([], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)),
+    "odd-val": Case(
+        [], ["data/tiny/val.bin has 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])
+    ),
+    "short-val": Case(
+        [], ["data/tiny/val.bin has 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])
+    ),
+    "block-over-data": Case(
+        ["--block_size=20001"], ["train.bin has 20000 tokens", "--block_size=", "20001"], BOTH
+    ),
+    "ids": Case(
+        [], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)
+    ),
     "small-vocabulary": Case(["--vocab_size=10"], ["describes 65 token ids", "10", "--vocab_size=65"]),
     "meta-code": Case([], ["meta.pkl cannot be read", "system"], BOTH, data(meta_pkl=pickle.dumps(Evil()))),
     "meta-list": Case([], ["meta.pkl"], ONE, data(meta_pkl=pickle.dumps([1]))),
     "meta-cut": Case([], ["meta.pkl cannot be read"], ONE, data(meta_pkl=lambda b: b[:50])),
     "json-broken": Case([], ["meta.json cannot be read"], ONE, data(meta_json=b"{x")),
     "json-list": Case([], ["meta.json"], ONE, data(meta_json=b"[1]")),
-    "json-dtype": Case([], ["meta.json", "'int8'", "uint16", "uint32"], ONE, data(meta_json=b'{"dtype": "int8"}')),
+    "json-dtype": Case(
+        [], ["meta.json", "'int8'", "uint16", "uint32"], ONE, data(meta_json=b'{"dtype": "int8"}')
+    ),
     "json-vocab": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": "many"}')),
     "json-null": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": null}')),
     # files of different prepare.py runs
-    "json-counts": Case([], ["train.bin", "prepare.py"], ONE, data(meta_json=json.dumps(
-        {"train_tokens": 99999, "dtype": "uint16", "vocab_size": 65, "tokenizer": "char", "tokenizer_size": 65,
-         "source": {}}).encode())),
+    "json-counts": Case(
+        [],
+        ["train.bin", "prepare.py"],
+        ONE,
+        data(
+            meta_json=json.dumps(
+                {
+                    "train_tokens": 99999,
+                    "dtype": "uint16",
+                    "vocab_size": 65,
+                    "tokenizer": "char",
+                    "tokenizer_size": 65,
+                    "source": {},
+                }
+            ).encode()
+        ),
+    ),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
     "no-gpu-1": Case(["--device=cuda:1"], ["device is 'cuda", "--device=cpu"]),
@@ -215,66 +308,113 @@ CASES = {
     "no-init": Case(["--init_from=resum"], ["init_from is 'resum'", "resume"], BOTH),
     "no-such-gpt2": Case(["--init_from=gpt2x"], ["gpt2x", "gpt2[-medium|-large|-xl]"], env=OFFLINE),
     "init-empty": Case(["--init_from="], ["init_from is ''", "resume"], env=OFFLINE),
-    "init-no-weights": Case(["--init_from=data/tiny"], ["cannot load 'data/tiny'", "model_type"], env=OFFLINE),
+    "init-no-weights": Case(
+        ["--init_from=data/tiny"], ["cannot load 'data/tiny'", "model_type"], env=OFFLINE
+    ),
     "gpt2-offline": Case(["--init_from=gpt2"], ["cannot load 'gpt2'"], (2,), env=OFFLINE),
     # resume
-    "nothing-there": Case([*RESUME, "--out_dir=nowhere"], ["no checkpoint to resume from in nowhere", "--out_dir="],
-                          BOTH),
-    "longer": Case([*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], BOTH),
-    "ids-over-weights": Case([*RESUME, "--vocab_size=99"], ["id 70", "65", "checkpoint's vocabulary"], ONE,
-                             data(val_bin=beyond)),
-    "flipped": Case(RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)),
-    "flipped-json": Case(RESUME, [*DAMAGED, "json"], BOTH, lambda f: flip(only_checkpoint(f) / "manifest.json", 15)),
+    "nothing-there": Case(
+        [*RESUME, "--out_dir=nowhere"], ["no checkpoint to resume from in nowhere", "--out_dir="], BOTH
+    ),
+    "longer": Case(
+        [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], BOTH
+    ),
+    "ids-over-weights": Case(
+        [*RESUME, "--vocab_size=99"], ["id 70", "65", "checkpoint's vocabulary"], ONE, data(val_bin=beyond)
+    ),
+    "flipped": Case(
+        RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)
+    ),
+    "flipped-json": Case(
+        RESUME, [*DAMAGED, "json"], BOTH, lambda f: flip(only_checkpoint(f) / "manifest.json", 15)
+    ),
     "cut": Case(RESUME, DAMAGED, ONE, lambda f: os.truncate(only_checkpoint(f) / "ckpt.pt", 1000)),
     "code": Case(RESUME, DAMAGED, BOTH, lambda f: write(only_checkpoint(f), "ckpt.pt", pickle.dumps(Evil()))),
     "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
     "bare-list": Case(RESUME, ["out/ckpt.pt"], ONE, lambda f: bare(f, [1]), lines=None),
     "bare-other": Case(RESUME, ["out/ckpt.pt", "model"], ONE, lambda f: bare(f, {"weights": 1}), lines=None),
-    "bare-args": Case(RESUME, ["ckpt.pt", "model_args"], ONE, lambda f: bare(f, state_of(f, model_args=1)), lines=None),
-    "bare-iter": Case(RESUME, ["ckpt.pt", "iter_num"], ONE, lambda f: bare(f, state_of(f, iter_num="9")), lines=None),
-    "bare-shape": Case(RESUME, ["ckpt.pt", "transformer.h.1"], ONE, lambda f: bare(f, state_of(f, n_layer=2))),
+    "bare-args": Case(
+        RESUME, ["ckpt.pt", "model_args"], ONE, lambda f: bare(f, state_of(f, model_args=1)), lines=None
+    ),
+    "bare-iter": Case(
+        RESUME, ["ckpt.pt", "iter_num"], ONE, lambda f: bare(f, state_of(f, iter_num="9")), lines=None
+    ),
+    "bare-shape": Case(
+        RESUME, ["ckpt.pt", "transformer.h.1"], ONE, lambda f: bare(f, state_of(f, n_layer=2))
+    ),
     "no-step": Case([*RESUME, "--resume_step=5"], ["no step 5 to resume from in out", "--out_dir="], BOTH),
     "negative-step": Case([*RESUME, "--resume_step=-2"], ["no step -2 to resume from in out"]),
-    "damaged-step": Case([*RESUME, "--resume_step=6"], ["step_00000006 is damaged", "no step 6 to resume from in out"],
-                         BOTH, lambda f: flip(f / "out/step_00000006/ckpt.pt", 5000)),
+    "damaged-step": Case(
+        [*RESUME, "--resume_step=6"],
+        ["step_00000006 is damaged", "no step 6 to resume from in out"],
+        BOTH,
+        lambda f: flip(f / "out/step_00000006/ckpt.pt", 5000),
+    ),
     "step-of-scratch": Case(["--resume_step=3"], ["resume_step", "'scratch'", "--init_from=resume"], BOTH),
-    "step-of-auto": Case(["--resume_step=3", "--init_from=auto"], ["resume_step", "'auto'", "--init_from=resume"]),
-    "init-damaged-run": Case(["--init_from=out", "--out_dir=new"], ["no valid checkpoint in out",
-                             "step_00000006 is damaged"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)),
-    "init-longer": Case(["--init_from=out", "--out_dir=new", "--block_size=32"],
-                        ["block_size 32", "context length, 16", "--block_size=16"]),
+    "step-of-auto": Case(
+        ["--resume_step=3", "--init_from=auto"], ["resume_step", "'auto'", "--init_from=resume"]
+    ),
+    "init-damaged-run": Case(
+        ["--init_from=out", "--out_dir=new"],
+        ["no valid checkpoint in out", "step_00000006 is damaged"],
+        BOTH,
+        lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000),
+    ),
+    "init-longer": Case(
+        ["--init_from=out", "--out_dir=new", "--block_size=32"],
+        ["block_size 32", "context length, 16", "--block_size=16"],
+    ),
     # configs
     "config-missing": Case(["none.py"], ["none.py: no such config file"], BOTH),
-    "config-raises": Case(["b.py"], ["b.py, line 2", "ZeroDivisionError"], BOTH, lambda f: write(f, "b.py", "\n1/0")),
-    "config-typo": Case(["b.py", "--seed=x"], ["batch_sise is not used", "batch_size?", "seed='x'"], BOTH,
-                        lambda f: write(f, "b.py", "batch_sise = 3"), lines=2),
-    "config-syntax": Case(["b.py"], ["b.py, line 1", "SyntaxError"], ONE, lambda f: write(f, "b.py", "a = = 3")),
+    "config-raises": Case(
+        ["b.py"], ["b.py, line 2", "ZeroDivisionError"], BOTH, lambda f: write(f, "b.py", "\n1/0")
+    ),
+    "config-typo": Case(
+        ["b.py", "--seed=x"],
+        ["batch_sise is not used", "batch_size?", "seed='x'"],
+        BOTH,
+        lambda f: write(f, "b.py", "batch_sise = 3"),
+        lines=2,
+    ),
+    "config-syntax": Case(
+        ["b.py"], ["b.py, line 1", "SyntaxError"], ONE, lambda f: write(f, "b.py", "a = = 3")
+    ),
     "config-value": Case(["b.py"], ["batch_size is 0"], ONE, lambda f: write(f, "b.py", "batch_size = 0")),
-    "config-type": Case(["b.py"], ["b.py: batch_size = 'x'"], ONE, lambda f: write(f, "b.py", "batch_size = 'x'")),
+    "config-type": Case(
+        ["b.py"], ["b.py: batch_size = 'x'"], ONE, lambda f: write(f, "b.py", "batch_size = 'x'")
+    ),
     # out_dir
     "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: write(f, "a", "")),
     "out-below-file": Case(["--out_dir=a/b"], ["out_dir", "a/b"], ONE, lambda f: write(f, "a", "")),
     "out-in-proc": Case(["--out_dir=/proc/isogpt"], ["out_dir", "/proc/isogpt"], BOTH),
-    "resume-file": Case([*RESUME, "--out_dir=a"], ["no checkpoint to resume from in a"], ONE,
-                        lambda f: write(f, "a", "")),
+    "resume-file": Case(
+        [*RESUME, "--out_dir=a"], ["no checkpoint to resume from in a"], ONE, lambda f: write(f, "a", "")
+    ),
     # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # launchers
     "rank-only": Case([], ["RANK is set", "WORLD_SIZE", "torchrun"], env={"RANK": "0"}),
     "world-size": Case([], ["WORLD_SIZE", "abc"], env={**MASTER, "RANK": "0", "WORLD_SIZE": "abc"}),
     "port": Case([], ["MASTER_PORT", "99999"], env={**MASTER, "RANK": "0", "MASTER_PORT": "99999"}),
-    "port-taken": Case([], ["cannot reach", "127.0.0.1:"], env={**MASTER, "RANK": "0", "MASTER_PORT": "TAKEN"}),
+    "port-taken": Case(
+        [], ["cannot reach", "127.0.0.1:"], env={**MASTER, "RANK": "0", "MASTER_PORT": "TAKEN"}
+    ),
     # sample.py
     "s-unknown": Case(["--stat=x"], ["--stat", "--start"], script="sample.py"),
     "s-nothing": Case(["--out_dir=nowhere"], ["no checkpoint in nowhere", "--out_dir="], script="sample.py"),
-    "s-characters": Case(["--start=\u00e9"], ["'\u00e9'", "--start", "vocabulary"], script="sample.py", lines=2),
+    "s-characters": Case(
+        ["--start=\u00e9"], ["'\u00e9'", "--start", "vocabulary"], script="sample.py", lines=2
+    ),
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py", lines=2),
     "s-no-file": Case(["--start=FILE:none.txt"], ["none.txt"], script="sample.py", lines=2),
-    "s-binary": Case(["--start=FILE:b"], ["FILE:b"], ONE, lambda f: write(f, "b", b"\xff"), "sample.py", lines=2),
+    "s-binary": Case(
+        ["--start=FILE:b"], ["FILE:b"], ONE, lambda f: write(f, "b", b"\xff"), "sample.py", lines=2
+    ),
     "s-negative": Case(
         ["--max_new_tokens=-1", "--num_samples=0", "--temperature=-1", "--top_k=-1", "--seed=-1"],
         ["max_new_tokens is -1", "num_samples is 0", "temperature is -1", "top_k is -1", "seed is -1"],
-        script="sample.py", lines=5,
+        script="sample.py",
+        lines=5,
     ),
     "s-top_p-0": Case(["--top_p=0"], ["top_p is 0", "(0, 1]"], script="sample.py"),
     "s-top_p-negative": Case(["--top_p=-0.1"], ["top_p is -0.1", "(0, 1]"], script="sample.py"),
@@ -284,10 +424,12 @@ CASES = {
     "s-device": Case(["--device=tpu"], ["device is 'tpu'", "cuda"], script="sample.py"),
     "s-dtype": Case(["--dtype=tf32"], ["'tf32'", "cpu"], script="sample.py"),
     "s-init": Case(["--init_from=scratch"], ["scratch", "resume"], script="sample.py", env=OFFLINE),
-    "s-damaged": Case([], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py"),
+    "s-damaged": Case(
+        [], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py"
+    ),
     # the vocabulary is not available, and GPT-2's is larger than the model's
     "s-no-data": Case(["--dataset=gone"], ["no train.bin in", "gone"], ONE, None, "sample.py", lines=2),
-}  # fmt: skip
+}
 LAUNCHES = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
 SLOW = ("wandb", "s-no-data", *(name for name, case in CASES.items() if case.env is OFFLINE))
 # A mistake on one machine only, which rank 0 does not see. Only that rank can report it.
@@ -300,10 +442,18 @@ ELSEWHERE = {
 
 
 def listing(folder):
-    """All files below folder with their size, time and, for a link, its target, without the output of runs."""
+    """
+    All files below folder with their size, time and, for a link, its target, without the output of runs.
+    """
     paths = [p for p in sorted(folder.rglob("*")) if not p.name.startswith("run")]
-    return {str(p.relative_to(folder)): (p.lstat().st_size * (not p.is_dir()), p.lstat().st_mtime_ns * (not p.is_dir()),
-                                         os.readlink(p) if p.is_symlink() else "") for p in paths}  # fmt: skip
+    return {
+        str(p.relative_to(folder)): (
+            p.lstat().st_size * (not p.is_dir()),
+            p.lstat().st_mtime_ns * (not p.is_dir()),
+            os.readlink(p) if p.is_symlink() else "",
+        )
+        for p in paths
+    }
 
 
 @dataclass
@@ -356,7 +506,12 @@ def outcomes(zygote, trained, elsewhere, tmp_path_factory):
                 if CASES[name].prepare:
                     CASES[name].prepare(folder)
                 before = listing(folder)
-                active[item] = launch(zygote, CASES[name], folder, nproc, ports), folder, before, time.monotonic()
+                active[item] = (
+                    launch(zygote, CASES[name], folder, nproc, ports),
+                    folder,
+                    before,
+                    time.monotonic(),
+                )
             for item, (run, folder, before, started) in list(active.items()):
                 run.poll()
                 timed_out = time.monotonic() - started > CASES[item[0]].timeout
@@ -405,14 +560,16 @@ def test_under_torchrun_the_message_appears_once(trained, tmp_path):
     before = listing(tmp_path / "w")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     args = [*TINY, *TINIER, "--batch_size=0", "--data_order=sorted"]
-    run = subprocess.run([*command, REPO / "train.py", *args], cwd=tmp_path / "w", capture_output=True, text=True)
+    run = subprocess.run(
+        [*command, REPO / "train.py", *args], cwd=tmp_path / "w", capture_output=True, text=True
+    )
     assert run.returncode != 0
     for message in ("batch_size is 0: it must be at least 1", "data_order is 'sorted'"):
         assert (run.stdout + run.stderr).count(message) == 1, run.stderr
     assert listing(tmp_path / "w") == before
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # other things that users do
 
 
@@ -449,7 +606,9 @@ def test_nanogpts_checkpoint_survives_our_first_one(zygote, place):
 
 
 def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
-    """In a folder that nanoGPT wrote: the checkpoint with the longer context is kept after any number of others."""
+    """
+    In a folder that nanoGPT wrote: the checkpoint with the longer context is kept after any number of others.
+    """
     bare(place, {k: v for k, v in state_of(place).items() if k != "isogpt"})
     zygote.train([*TINIER, *RESUME, "--block_size=8", "--save_interval=1", "--keep_last=1"], place)
     assert files_at(place / "out", 10, 8) and files_at(place / "out", 6, 16)
@@ -458,7 +617,8 @@ def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
 @pytest.mark.parametrize("step, checkpoints", [(8, 2), (6, 2), (6, 1), (4, 2), (4, 1)])
 def test_resumes_what_nanogpt_wrote_to_our_folder(zygote, place, step, checkpoints):
     """
-    nanoGPT writes through our link: a later step, the same step (it saves when it evaluates), or an earlier one (it
+    nanoGPT writes through our link: a later step, the same step (it saves when it evaluates), or an earlier
+    one (it
     started from scratch). What it wrote is valid and newer than all of our checkpoints.
     """
     if checkpoints == 1:
@@ -503,10 +663,15 @@ def test_a_leftover_folder_does_not_block_a_checkpoint(zygote, place):
 
 
 def test_a_run_whose_final_checkpoint_fails_has_failed(zygote, place):
-    """Files are limited to 15 kB here, which acts like a full disk. Earlier checkpoints may fail, the last may not."""
-    script = ("import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (15000, 15000));"
-              f"sys.path.insert(0, {str(REPO)!r}); sys.argv[0] = {str(REPO / 'train.py')!r};"
-              "runpy.run_path(sys.argv[0], run_name='__main__')")  # fmt: skip
+    """
+    Files are limited to 15 kB here, which acts like a full disk. Earlier checkpoints may fail, the last may
+    not.
+    """
+    script = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (15000, 15000));"
+        f"sys.path.insert(0, {str(REPO)!r}); sys.argv[0] = {str(REPO / 'train.py')!r};"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
     write(place, "limited.py", script)
     before = listing(place / "out/step_00000006")
     run = zygote.start([*TINY, *TINIER, *RESUME, "--save_interval=2"], place, script="limited.py", repo=place)
@@ -519,7 +684,10 @@ def test_a_run_whose_final_checkpoint_fails_has_failed(zygote, place):
 
 @pytest.mark.parametrize("where, nproc", [("evaluation", 1), ("step", 2)])
 def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place, where, nproc):
-    """Only samples of a large file are checked. The rank that reads such an id reports it once, and all ranks exit."""
+    """
+    Only samples of a large file are checked. The rank that reads such an id reports it once, and all ranks
+    exit.
+    """
     n = 2**26 + 10000
     tokens = np.memmap(place / "data/tiny/train.bin", dtype=np.uint16, mode="w+", shape=(n,))
     starts = np.linspace(0, n - 4096, 1000).astype(np.int64)
@@ -603,7 +771,10 @@ def test_the_windows_of_a_step_are_drawn_once(place):
 
 
 def test_ranks_with_different_settings_do_not_train(zygote, place):
-    """One of two machines was given another command line: its weights would silently drift apart from the other's."""
+    """
+    One of two machines was given another command line: its weights would silently drift apart from the
+    other's.
+    """
     shared = {**MASTER, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
     runs = []
     for rank, rate in enumerate(("0.001", "0.002")):

@@ -1,4 +1,6 @@
-"""Every report of bench.py, with models so small that a launch takes seconds. No test depends on its duration."""
+"""
+Every report of bench.py, with models so small that a launch takes seconds. No test depends on its duration.
+"""
 
 import json
 import re
@@ -75,7 +77,10 @@ def test_a_sweep_marks_launches_that_failed(zygote, work):
     assert good["tokens_per_s"] > 0 and good["point"] == {"n_embd": "16"}
     assert memory["problem"] == "out of memory" and "n_embd='none': not a whole number" in wrong["problem"]
     assert re.search(r"^  +16 +32 +[\d,]+ +[\d.]+ +[\d.]+ +n/a +[\d.]+% +1\.00x$", text, re.M), text
-    assert re.search(rf"^ +{huge}  failed: out of memory$", text, re.M) and "held fixed: the global batch" in text
+    assert (
+        re.search(rf"^ +{huge}  failed: out of memory$", text, re.M)
+        and "held fixed: the global batch" in text
+    )
     text, found = bench(zygote, work, *TINY, "--sweep=batch_siz:2;nproc:0", ok=False)
     assert "nproc is '0'" in text and "no launch succeeded" in text and "problem" in found["sweep"][0]
     text, found = bench(zygote, work, *TINY, "--sweep=batch_siz:2;learning_rate:1", ok=False)
@@ -96,7 +101,10 @@ def test_a_sweep_over_processes_keeps_the_global_batch(zygote, work):
 
 @pytest.mark.extra
 def test_a_sweep_over_layouts(zygote, work):
-    """The communication of tp is found in the trace, the bubble in the spans; a product that does not fit says so."""
+    """
+    The communication of tp is found in the trace, the bubble in the spans; a product that does not fit says
+    so.
+    """
     shape = ["--n_layer=2", "--vocab_size=65", "--gradient_accumulation_steps=4", "--nproc=2"]
     text, found = bench(zygote, work, *TINY, *shape, "--sweep=tp:1,2;pp:1,2")
     ddp, pipeline, tensor, both = found["sweep"]
@@ -211,7 +219,14 @@ def test_a_launch_that_fails_prints_why(zygote, work):
 
 def test_exposed_communication_is_what_the_silent_launch_saves():
     def run(step, backward, clip, optimizer):
-        spans = {"data": 1, "forward": 30, "backward": backward, "clip": clip, "optimizer": optimizer, "agree": 2}
+        spans = {
+            "data": 1,
+            "forward": 30,
+            "backward": backward,
+            "clip": clip,
+            "optimizer": optimizer,
+            "agree": 2,
+        }
         return {
             "processes": 2,
             "settings": {"tp": 1, "pp": 1},
@@ -223,7 +238,9 @@ def test_exposed_communication_is_what_the_silent_launch_saves():
     # a slower optimizer in the second launch is not communication
     parts = split_step(run(105, 50, 5, 10), run(90, 35, 8, 12))
     assert parts == {name: {"mean": v, "max": v} for name, v in wanted.items()}
-    assert split_step(run(105, 50, 5, 10), run(120, 60, 5, 10))["exposed comm"] == {"mean": 0, "max": 0}, "noise"
+    assert split_step(run(105, 50, 5, 10), run(120, 60, 5, 10))["exposed comm"] == {"mean": 0, "max": 0}, (
+        "noise"
+    )
     assert split_step(run(105, 50, 5, 10), None)["exposed comm"] == {"mean": None, "max": None}
 
 

@@ -55,7 +55,10 @@ def test_buckets_of_any_size():
 
 
 def train_and_evaluate(model, vocab_size, times=1):
-    """As in train.py, an evaluation with fewer rows before each step; returns loss and gradients of the last step."""
+    """
+    As in train.py, an evaluation with fewer rows before each step; returns loss and gradients of the last
+    step.
+    """
     x = torch.randint(0, vocab_size, (4, 64), generator=torch.Generator().manual_seed(0))
     for _ in range(times):
         model.eval()
@@ -69,14 +72,16 @@ def train_and_evaluate(model, vocab_size, times=1):
 
 
 def assert_compiles_once(mode, by_block, vocab_size, backend):
-    model = GPT(GPTConfig(block_size=64, vocab_size=vocab_size, n_layer=2, n_head=2, n_embd=32, bias=False), seed=1)
+    model = GPT(
+        GPTConfig(block_size=64, vocab_size=vocab_size, n_layer=2, n_head=2, n_embd=32, bias=False), seed=1
+    )
     expected = train_and_evaluate(model, vocab_size)
     recompute(model, mode)
     compile_parts(model, by_block, backend=backend, fullgraph=True)
     train_and_evaluate(model, vocab_size, times=2)
     graphs = counters["stats"]["unique_graphs"]
-    # one graph for training and one for evaluation; a block that is recomputed and one that is not differ, and the loss
-    # of a model that is compiled by block has its own
+    # one graph for training and one for evaluation; a block that is recomputed and one that is not differ,
+    # and the loss of a model that is compiled by block has its own
     assert graphs == (2 if not by_block else 6 if mode == "every:2" else 4)
     actual = train_and_evaluate(model, vocab_size, times=2)
     assert counters["stats"]["unique_graphs"] == graphs, "recompiled after the second step"
@@ -84,7 +89,14 @@ def assert_compiles_once(mode, by_block, vocab_size, backend):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-MODES = [("none", False), ("none", True), ("full", True), ("selective", True), ("every:2", True), ("selective", False)]
+MODES = [
+    ("none", False),
+    ("none", True),
+    ("full", True),
+    ("selective", True),
+    ("every:2", True),
+    ("selective", False),
+]
 
 
 @pytest.mark.parametrize("mode, by_block", MODES)
@@ -101,7 +113,8 @@ def test_experts_compile_once_and_without_waiting_for_counts(dtype):
     autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
     with autocast:
         expected, counted = train_and_evaluate(model, 65, times=3), model.routing
-    compile_parts(model, by_block=False, backend="aot_eager")  # fullgraph would trace tolist, which waits for a GPU
+    # fullgraph would trace tolist, which waits for a GPU
+    compile_parts(model, by_block=False, backend="aot_eager")
     for _ in range(2):
         model.reset_routing(torch.device("cpu"))
         with autocast:
@@ -115,10 +128,13 @@ def test_experts_compile_once_and_without_waiting_for_counts(dtype):
 INDUCTOR = [("none", True, 2**17), ("full", True, 65), ("selective", True, 65)]
 
 
-@pytest.mark.parametrize("mode, by_block, vocab_size", [
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in INDUCTOR),
-    pytest.param("none", False, 2**17, marks=pytest.mark.extra),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "mode, by_block, vocab_size",
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in INDUCTOR),
+        pytest.param("none", False, 2**17, marks=pytest.mark.extra),
+    ],
+)
 def test_inductor(mode, by_block, vocab_size):
     """The loss of the first two is computed in chunks."""
     assert_compiles_once(mode, by_block, vocab_size, "inductor")
@@ -228,13 +244,20 @@ print(compile_report(), flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "arch", "said"), [
-    ("tp", "gpt2", "compile: 2 graphs, 0 graph breaks\n"),  # by block
-    ("tp", "llama", "compile: 2 graphs, 0 graph breaks\n"),
-    ("cp", "nanochat", "compile: 1 graphs, 0 graph breaks\n"),  # the whole model
-    # what is before and after the experts; the number of their rows is different in each step
-    ("ep", "gpt2", "compile: 5 graphs, 2 graph breaks (Skip calling `torch.compiler.disable()`d function"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("way", "arch", "said"),
+    [
+        ("tp", "gpt2", "compile: 2 graphs, 0 graph breaks\n"),  # by block
+        ("tp", "llama", "compile: 2 graphs, 0 graph breaks\n"),
+        ("cp", "nanochat", "compile: 1 graphs, 0 graph breaks\n"),  # the whole model
+        # what is before and after the experts; the number of their rows is different in each step
+        (
+            "ep",
+            "gpt2",
+            "compile: 5 graphs, 2 graph breaks (Skip calling `torch.compiler.disable()`d function",
+        ),
+    ],
+)
 def test_the_graphs_of_each_layout(zygote, tmp_path, way, arch, said):
     """Collectives are in them, and no step compiles more."""
     (tmp_path / "layout.py").write_text(LAYOUT)

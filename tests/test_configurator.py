@@ -28,19 +28,19 @@ from configurator import configure
 
 before = 1  # stands before the first section
 # an ordinary comment
-# -- run ------------------------------------------------------------
+# -- run -----------------------------------------------------------------------------------------------------
 seed = 1337  # data order, initial weights
 device = "auto"  # auto, cpu, cuda
 eval_only = False  # evaluate once, then stop
 start = "\\n"  # the prompt, or FILE: and the name of a file
-# -- data ---
+# -- data ----------------------------------------------------------------------------------------------------
 _private = 3  # no setting
 computed = math.pi  # no setting
 listed = [1]  # no setting
 nothing = None  # no setting
 batch_size = 12  # sequences of a micro-batch
 accumulation = 5 * 8  # micro-steps of a step
-# -- optimizer and its learning rate, in a long heading ------
+# -- optimizer and its learning rate, in a long heading ------------------------------------------------------
 learning_rate = 6e-4  # the largest
 max_iters = (
     600000
@@ -49,7 +49,7 @@ top_k = -1  # how many; none where negative
 weight_decay = 0.1  # #-1 in front
 '''
 TAIL = """config = configure(globals())
-# -- afterwards -----------------------------------------------------
+# -- afterwards ----------------------------------------------------------------------------------------------
 later = 2
 """
 DEFAULTS = {
@@ -65,7 +65,13 @@ DEFAULTS = {
     "weight_decay": 0.1,
 }
 
-RENAMED = {"rate": "learning_rate", "only": "eval_only", "device_name": "device", "json": "start", "layers": "n_layer"}
+RENAMED = {
+    "rate": "learning_rate",
+    "only": "eval_only",
+    "device_name": "device",
+    "json": "start",
+    "layers": "n_layer",
+}
 
 
 def sleep_on(monkeypatch, sleep):
@@ -132,7 +138,9 @@ def test_settings_are_the_constants_between_the_first_section_and_configure(scri
     settings = settings_of(script)
     assert {name: setting.default for name, setting in settings.items()} == DEFAULTS
     assert list(settings) == list(DEFAULTS)
-    assert [type(setting.default) for setting in settings.values()] == [type(value) for value in DEFAULTS.values()]
+    assert [type(setting.default) for setting in settings.values()] == [
+        type(value) for value in DEFAULTS.values()
+    ]
     assert settings["seed"] == Setting("seed", 1337, "data order, initial weights", "run")
     assert settings["max_iters"].meaning == "steps"
     sections = [setting.section for setting in settings.values()]
@@ -279,7 +287,9 @@ def test_a_key_without_an_equals_sign(script, arguments, values):
     assert run(script, *shlex.split(arguments)) == DEFAULTS | values
 
 
-@pytest.mark.parametrize("arguments", ["--seed", "--seed --eval_only=1", "--seed --eval_only", "--device --seed=7"])
+@pytest.mark.parametrize(
+    "arguments", ["--seed", "--seed --eval_only=1", "--seed --eval_only", "--device --seed=7"]
+)
 def test_a_key_without_a_value_says_what_to_type(script, capsys, arguments):
     key, *rest = arguments.split()
     line = problem(capsys, script, key, *rest)
@@ -291,13 +301,25 @@ def test_a_value_of_another_type_after_a_key(script, capsys):
 
 
 def test_a_bare_flag_takes_no_other_argument_as_its_value(script, capsys):
-    assert problem(capsys, script, "--eval_only", "maybe").startswith("error: train.py: maybe: no such config file")
+    assert problem(capsys, script, "--eval_only", "maybe").startswith(
+        "error: train.py: maybe: no such config file"
+    )
 
 
 def test_sys_argv_is_rewritten_with_equals_signs(script, monkeypatch):
     """The scripts pass it on to the processes that they launch."""
     config_file("seed = 2")
-    arguments = ["--device", "a b", "--eval_only", "c.py", "--top_k=-1", "--eval_only", "no", "--local_rank", "0"]
+    arguments = [
+        "--device",
+        "a b",
+        "--eval_only",
+        "c.py",
+        "--top_k=-1",
+        "--eval_only",
+        "no",
+        "--local_rank",
+        "0",
+    ]
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     assert configure(started(script)) == DEFAULTS | {"seed": 2, "device": "a b"}
     rewritten = ["--device=a b", "--eval_only=True", "c.py", "--top_k=-1", "--eval_only=no", "--local_rank=0"]
@@ -375,9 +397,10 @@ def test_a_path_may_begin_with_the_home_folder(script, monkeypatch):
     assert (config["device"], config["start"]) == ("~/x", "~/y")
 
 
-@pytest.mark.parametrize("content", [
-    b"\xef\xbb\xbfseed = 2\r\ndevice = 'a'\r\n", b"# coding: latin-1\r\nseed = 2 # \xe9\ndevice = 'a'",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [b"\xef\xbb\xbfseed = 2\r\ndevice = 'a'\r\n", b"# coding: latin-1\r\nseed = 2 # \xe9\ndevice = 'a'"],
+)
 def test_how_an_editor_may_save_a_config(script, content):
     Path("c.py").write_bytes(content)
     assert run(script, "c.py") == DEFAULTS | {"seed": 2, "device": "a"}
@@ -457,7 +480,9 @@ def test_a_missing_config_lists_both_places_and_near_names(script, capsys):
     os.mkdir("out")
     assert problem(capsys, script, "out") == "error: train.py: out: a folder, not a config file"
     out_dir = {"out_dir": Setting("out_dir", "out", "the run's folder", "run")}
-    assert problem(capsys, script, "out", extra=out_dir).endswith("; for the folder of a run, type --out_dir=out")
+    assert problem(capsys, script, "out", extra=out_dir).endswith(
+        "; for the folder of a run, type --out_dir=out"
+    )
 
 
 def test_a_config_written_for_nanogpt(script):
@@ -476,7 +501,13 @@ def test_a_config_written_for_nanogpt(script):
     )
     config = run(script, "c.py")
     assert re.fullmatch(r"x\d+\.\d+", config["device"])
-    changed = {"eval_only": True, "accumulation": 80, "max_iters": 1200000, "learning_rate": 1.0, "batch_size": 60}
+    changed = {
+        "eval_only": True,
+        "accumulation": 80,
+        "max_iters": 1200000,
+        "learning_rate": 1.0,
+        "batch_size": 60,
+    }
     assert config == DEFAULTS | changed | {"weight_decay": 0.05, "device": config["device"]}
     assert type(config["learning_rate"]) is float
 
@@ -571,7 +602,9 @@ TYPO_NOTES = [
 
 
 def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys, monkeypatch):
-    """nanoGPT accepts it: it may be the config's own. Rank 0 prints the notes, and after --nproc its launcher."""
+    """
+    nanoGPT accepts it: it may be the config's own. Rank 0 prints the notes, and after --nproc its launcher.
+    """
     config_file(TYPOS)
     assert run(script, "c.py") == DEFAULTS
     assert capsys.readouterr() == ("", "".join(f"note: {note}\n" for note in TYPO_NOTES))
@@ -584,7 +617,10 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
     monkeypatch.delenv("RANK")
     config_file(TYPOS + "\nseed = 'x'")  # an error: a note may explain it
     notes = [f"note: {note}" for note in TYPO_NOTES]
-    assert problems(capsys, script, "c.py") == [*notes, "error: train.py: c.py: seed = 'x': not a whole number"]
+    assert problems(capsys, script, "c.py") == [
+        *notes,
+        "error: train.py: c.py: seed = 'x': not a whole number",
+    ]
 
 
 def test_names_that_nanogpts_scripts_have_imported(script):
@@ -595,7 +631,8 @@ def test_names_that_nanogpts_scripts_have_imported(script):
         "def size(): return len(pickle.dumps(time.time())) and 7\n"
         "batch_size = size()\n"
         "eval_only = 'seed' in config_keys and torch.cuda.device_count() >= 0\n"
-        "top_k = init_process_group.__name__.count('process') + destroy_process_group.__name__.count('process')\n"
+        "top_k = init_process_group.__name__.count('process') + "
+        "destroy_process_group.__name__.count('process')\n"
         "start = DDP.__name__\n"
     )
     config = run(script, "c.py")
@@ -608,7 +645,10 @@ def test_names_that_nanogpts_scripts_have_imported(script):
 def test_a_name_that_is_not_installed_is_unknown(script, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     config_file("seed = tiktoken.nothing")
-    assert problem(capsys, script, "c.py") == "error: train.py: c.py, line 1: NameError: name 'tiktoken' is not defined"
+    assert (
+        problem(capsys, script, "c.py")
+        == "error: train.py: c.py, line 1: NameError: name 'tiktoken' is not defined"
+    )
 
 
 def test_a_number_of_steps_may_be_a_fraction(script, capsys):
@@ -623,7 +663,10 @@ def test_a_number_of_steps_may_be_a_fraction(script, capsys):
     assert problem(capsys, script, "--max_iters=x") == expected
     config_file("max_iters = True\nbatch_size = 0.5\naccumulation = float('inf')")
     assert [line.rpartition(": ")[2] for line in problems(capsys, script, "c.py")] == [
-        "not a whole number", "not a whole number", "not a finite number"]  # fmt: skip
+        "not a whole number",
+        "not a whole number",
+        "not a finite number",
+    ]
 
 
 def test_helpers_in_a_config_are_no_typos(script):
@@ -647,7 +690,10 @@ def test_a_global_of_the_script_is_no_typo_of_the_config(script):
     [
         ("seed = 1\n\nseed = 1 / 0\n", ", line 3: ZeroDivisionError: division by zero"),
         ("def f():\n    return no_name\nf()\n", ", line 2: NameError: name 'no_name' is not defined"),
-        ("import json\njson.loads('')\n", ", line 2: JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        (
+            "import json\njson.loads('')\n",
+            ", line 2: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+        ),
         ("raise ValueError('two\\nlines')\n", ", line 1: ValueError: two lines"),
         ("seed = 1\nseed = (\n", ", line 2: SyntaxError: '(' was never closed"),
         ("import sys\nsys.exit('stop')\n", ", line 2: SystemExit: stop"),
@@ -686,7 +732,9 @@ def test_a_renamed_key_says_what_to_type(script, capsys, arguments, old, typed):
 def test_a_renamed_setting_in_a_config_is_noted(script, capsys, monkeypatch):
     config_file("rate = 1\nonly = False\njson = 'x'\nseed = 2")
     new = {"rate": "learning_rate", "only": "eval_only", "json": "start"}
-    expected = "".join(f"note: c.py: {old} is not used: it was renamed to {new[old]}\n" for old in sorted(new))
+    expected = "".join(
+        f"note: c.py: {old} is not used: it was renamed to {new[old]}\n" for old in sorted(new)
+    )
     assert run(script, "c.py") == DEFAULTS | {"seed": 2} and capsys.readouterr().err == expected
     script_globals = started(script) | {"json": json}  # the script itself imports a module of this name
     configure(script_globals, ["c.py"], renamed=RENAMED)
@@ -721,7 +769,17 @@ def test_without_renamed_settings_an_old_name_is_unknown(script, capsys):
 def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys):
     config_file("seed = 'one'\nbatch_size = 0.5\nbatchsize = 3\ndevice = 'cpu'")
     config_file("1 / 0", "d.py")
-    arguments = ["--max_iters=5", "c.py", "d.py", "nowhere.py", "--sed=1", "--top_k=x", "--batch_size", "--rate", "1"]
+    arguments = [
+        "--max_iters=5",
+        "c.py",
+        "d.py",
+        "nowhere.py",
+        "--sed=1",
+        "--top_k=x",
+        "--batch_size",
+        "--rate",
+        "1",
+    ]
     lines = problems(capsys, script, *arguments, "--seed=8")  # checks that nothing is applied
     starts = ["c.py: seed = 'one'", "c.py: batch_size = 0.5", "d.py, line 1", "nowhere.py"]
     starts += ["command line: --sed:", "command line: --top_k='x'", "command line: --batch_size:"]
@@ -748,7 +806,9 @@ def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     sleep_on(monkeypatch, lambda seconds: waited.append((seconds, capsys.readouterr().err)))
     said = problems(capsys, script, "--zzz=1")
-    assert waited == [(10, "")] and len(said) == 1 and said[0].startswith("error: rank 1: ") and "zzz" in said[0]
+    assert (
+        waited == [(10, "")] and len(said) == 1 and said[0].startswith("error: rank 1: ") and "zzz" in said[0]
+    )
 
 
 # -- help
@@ -827,7 +887,10 @@ EXTRA = {
 
 def test_extra_settings_are_returned_where_they_were_set_and_never_in_the_globals(script):
     script_globals = started(script)
-    assert configure(script_globals, ["--n_layer=3", "--seed=4"], EXTRA) == DEFAULTS | {"seed": 4, "n_layer": 3}
+    assert configure(script_globals, ["--n_layer=3", "--seed=4"], EXTRA) == DEFAULTS | {
+        "seed": 4,
+        "n_layer": 3,
+    }
     assert "n_layer" not in script_globals and "dropout" not in script_globals
     assert run(script, extra=EXTRA) == DEFAULTS
 
@@ -852,19 +915,27 @@ def test_extra_settings_are_checked_suggested_and_helped(script, capsys):
 
 
 def test_extra_settings_with_other_defaults(script, capsys):
-    """As bench.py replaces some of train.py's: --help shows them, config files read them, and they are not returned."""
+    """
+    As bench.py replaces some of train.py's: --help shows them, config files read them, and they are not
+    returned.
+    """
     meaning = "micro-batches per step (0: one per process)"
     accumulated = Setting("accumulated", 0, meaning, "model")
     extra = EXTRA | {"n_layer": replace(EXTRA["n_layer"], default=6), "accumulated": accumulated}
     extra["dropout"] = replace(EXTRA["dropout"], section="accepted, without effect")
     assert run(script, extra=extra) == DEFAULTS
-    assert run(script, "--n_layer", "3", "--accumulated=0", extra=extra) == DEFAULTS | {"n_layer": 3, "accumulated": 0}
+    assert run(script, "--n_layer", "3", "--accumulated=0", extra=extra) == DEFAULTS | {
+        "n_layer": 3,
+        "accumulated": 0,
+    }
     config_file("n_layer = n_layer * 2")
     assert run(script, "c.py", extra=extra) == DEFAULTS | {"n_layer": 12}
     with pytest.raises(SystemExit):
         run(script, "--help", extra=extra)
     text = capsys.readouterr().out
-    assert re.search(r"^model:\n  --n_layer=6 +blocks\n  --accumulated=0 +micro-batches .*\(0: one per", text, re.M)
+    assert re.search(
+        r"^model:\n  --n_layer=6 +blocks\n  --accumulated=0 +micro-batches .*\(0: one per", text, re.M
+    )
     assert re.search(r"^accepted, without effect:\n  --dropout=0.0 +share$", text, re.M)
     assert "--layers was renamed: type --n_layer=3" in problem(capsys, script, "--layers=3", extra=extra)
 
@@ -873,7 +944,9 @@ def test_extra_settings_with_other_defaults(script, capsys):
 
 
 def test_as_a_command_from_another_folder(script):
-    script.write_text(HEAD + TAIL + "import json, sys\nprint(json.dumps([config, seed, sorted(sys.modules)]))\n")
+    script.write_text(
+        HEAD + TAIL + "import json, sys\nprint(json.dumps([config, seed, sorted(sys.modules)]))\n"
+    )
     config_file("seed = 2\nmax_iters = max_iters * 2", script.parent / "config" / "x.py")
     command = [sys.executable, str(script), "config/x.py", "--device=a=b"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -883,6 +956,8 @@ def test_as_a_command_from_another_folder(script):
     assert config == DEFAULTS | {"seed": 2, "max_iters": 1200000, "device": "a=b"}
     assert seed == 2
     assert not {"torch", "numpy"} & set(modules)  # --help and errors come at once
-    result = subprocess.run([*command, "--sed=1"], env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [*command, "--sed=1"], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == "error: train.py: command line: --sed: no such setting; did you mean --seed?\n"

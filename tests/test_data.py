@@ -28,7 +28,8 @@ EOT = 50256
 
 needs_shakespeare = pytest.mark.skipif(not SHAKESPEARE.exists(), reason=f"no {SHAKESPEARE}")
 needs_gpt2 = pytest.mark.skipif(
-    not (TOKENIZERS / GPT2_FILE).exists(), reason=f"GPT-2's tokenizer is not in {TOKENIZERS} (TIKTOKEN_CACHE_DIR)"
+    not (TOKENIZERS / GPT2_FILE).exists(),
+    reason=f"GPT-2's tokenizer is not in {TOKENIZERS} (TIKTOKEN_CACHE_DIR)",
 )
 
 sys.path.insert(0, str(REPO / "data"))
@@ -73,7 +74,9 @@ def contents(folder):
 
 
 def read(folder):
-    """Return meta.json, the ids of train.bin and those of val.bin; check that the file sizes match meta.json."""
+    """
+    Return meta.json, the ids of train.bin and those of val.bin; check that the file sizes match meta.json.
+    """
     meta = json.loads((folder / "meta.json").read_text())
     train, val = (np.fromfile(folder / f"{split}.bin", dtype=meta["dtype"]) for split in ("train", "val"))
     assert (len(train), len(val)) == (meta["train_tokens"], meta["val_tokens"])
@@ -130,8 +133,21 @@ def test_stdlib_char_is_the_same_every_time(data, tmp_path):
 def test_stdlib_char_reads_only_the_library(data, tmp_path):
     library = tmp_path / "library"
     kept = {"B.py": "B\r\n", "a.py": "a\n", "a/b.py": "ab\n", "a/testing.py": "", "a0.py": "a0\n"}
-    left = ["test/x.py", "a/tests/x.py", "a/idle_test/x.py", "__pycache__/x.py", "site-packages/x.py", "a/test_x.py"]
-    left += ["dist-packages/x.py", "ensurepip/_bundled/x.py", "_sysconfigdata_x.py", "config-3.11-x/x.py", "x.pyc"]
+    left = [
+        "test/x.py",
+        "a/tests/x.py",
+        "a/idle_test/x.py",
+        "__pycache__/x.py",
+        "site-packages/x.py",
+        "a/test_x.py",
+    ]
+    left += [
+        "dist-packages/x.py",
+        "ensurepip/_bundled/x.py",
+        "_sysconfigdata_x.py",
+        "config-3.11-x/x.py",
+        "x.pyc",
+    ]
     for name, text in {**kept, **dict.fromkeys(left, "LEFT OUT"), "latin.py": "é"}.items():
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_bytes(text.encode())
@@ -191,7 +207,10 @@ def test_download_is_verified_and_complete(data, tmp_path, monkeypatch, capsys):
 
 
 def write_documents(folder, documents):
-    """Write the documents to a.jsonl, b.parquet and c.txt (the last one). Returns --data_files=, in another order."""
+    """
+    Write the documents to a.jsonl, b.parquet and c.txt (the last one). Returns --data_files=, in another
+    order.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -207,7 +226,11 @@ def write_documents(folder, documents):
 @needs_gpt2
 def test_documents_keep_their_order_with_any_number_of_threads(data, tmp_path, monkeypatch):
     # The first chunk is by far the longest, so that the workers finish out of order.
-    documents = ["first " * 20_000, "", *(f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120))]
+    documents = [
+        "first " * 20_000,
+        "",
+        *(f"Document {i}: naïve <|endoftext|>\n" * (i % 7 + 1) for i in range(120)),
+    ]
     files = write_documents(tmp_path, documents)
     ordinary = "--special_tokens=False"
     result = prepare(data, "openwebtext", files, "--num_proc=1", "--val_fraction=0.3", ordinary, cwd=data)
@@ -220,14 +243,17 @@ def test_documents_keep_their_order_with_any_number_of_threads(data, tmp_path, m
     expected = [document for document in documents if document]
     assert (meta["documents"], meta["vocab_size"], meta["dtype"]) == (len(expected), 50304, "uint16")
     sides = {"train": decode_documents(train), "val": decode_documents(val)}
-    rebuilt = [sides["val" if bins.goes_to_val(1337, i, 0.3) else "train"].pop(0) for i in range(len(expected))]
+    rebuilt = [
+        sides["val" if bins.goes_to_val(1337, i, 0.3) else "train"].pop(0) for i in range(len(expected))
+    ]
     assert rebuilt == expected and sides == {"train": [], "val": []}
 
     monkeypatch.setattr(bins, "CHUNK_DOCUMENTS", 7)
     module = load_prepare(data, "openwebtext")
     module.main([files, "--num_proc=3", "--val_fraction=0.3", ordinary])
     assert contents(folder) == one
-    module.main([files, "--num_proc=3", "--val_fraction=0.3"])  # each <|endoftext|> is one token, as in sample.py
+    # each <|endoftext|> is one token, as in sample.py
+    module.main([files, "--num_proc=3", "--val_fraction=0.3"])
     _, special, _ = read(folder)
     assert len(special) < len(train) and (special == EOT).sum() > (train == EOT).sum()
     module.main([files, "--num_proc=1", "--val_fraction=0.3", "--seed=1"])
@@ -426,7 +452,10 @@ def test_a_killed_prepare_leaves_the_earlier_files(data, tmp_path):
 
 
 def test_links_and_other_folders(data, tmp_path):
-    """A script runs from any folder, also through a link to itself or to its folder, and writes where --out says."""
+    """
+    A script runs from any folder, also through a link to itself or to its folder, and writes where --out
+    says.
+    """
     (tmp_path / "a.txt").write_text("some text, and more of it")
     disk, linked, work = tmp_path / "disk" / "mine", tmp_path / "linked", tmp_path / "work" / "data"
     shutil.copytree(data / "shakespeare_char", disk)
@@ -438,7 +467,9 @@ def test_links_and_other_folders(data, tmp_path):
 
     def next_line(script, *args, cwd=tmp_path):
         command = [sys.executable, str(script), files, *args]
-        result = subprocess.run(command, cwd=cwd, env=os.environ | {"PWD": str(cwd)}, capture_output=True, text=True)
+        result = subprocess.run(
+            command, cwd=cwd, env=os.environ | {"PWD": str(cwd)}, capture_output=True, text=True
+        )
         assert (result.returncode, result.stderr) == (0, "")
         return result.stdout.splitlines()[-1].removeprefix("next: python train.py ")
 
@@ -449,7 +480,10 @@ def test_links_and_other_folders(data, tmp_path):
     script = data / "shakespeare_char" / "prepare.py"
     assert next_line(script, "--out=new folder/x") == f"--dataset='{tmp_path}/new folder/x'"
     assert (tmp_path / "new folder" / "x" / "meta.json").exists()
-    assert next_line(script, "--out=data/own", cwd=work.parent) == "--dataset=own" and (work / "own/val.bin").exists()
+    assert (
+        next_line(script, "--out=data/own", cwd=work.parent) == "--dataset=own"
+        and (work / "own/val.bin").exists()
+    )
     assert not (script.parent / "train.bin").exists()
 
 
@@ -485,7 +519,10 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
     (folder / "val.bin").touch()
     assert "val.bin exists already: delete it" in divide()[1]
     (folder / "val.bin").unlink()
-    assert "--val_fraction=0.0 of 5,000 tokens leaves train.bin or val.bin empty" in divide("--val_fraction=0")[1]
+    assert (
+        "--val_fraction=0.0 of 5,000 tokens leaves train.bin or val.bin empty"
+        in divide("--val_fraction=0")[1]
+    )
     for args, val in ((["--val_fraction=0.3"], 1500), ([], 500)):  # the second time from all.bin
         assert divide(*args) == (0, "")
         train, rest = (np.fromfile(folder / f"{name}.bin", np.uint32) for name in ("train", "val"))
@@ -534,14 +571,23 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
         ("--data_files=two.jsonl,no*.txt", "no file matches 'no*.txt'"),
         ("--data_files=folder", "no file matches 'folder'"),
         ("--data_files=", "no file matches ''"),
-        ("--data_files=two.jsonl,table.csv", "table.csv: unknown extension '.csv'; possible: .txt .jsonl .parquet"),
-        ("--data_files=key.jsonl", "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; .* --text_key="),
+        (
+            "--data_files=two.jsonl,table.csv",
+            "table.csv: unknown extension '.csv'; possible: .txt .jsonl .parquet",
+        ),
+        (
+            "--data_files=key.jsonl",
+            "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; .* --text_key=",
+        ),
         ("--data_files=number.jsonl", "number.jsonl:1: no string at 'text' in {'text': 3}"),
         ("--data_files=list.jsonl", "list.jsonl:1: no string at 'text' in [1]"),
         ("--data_files=bad.jsonl", "bad.jsonl:2: not JSON"),
         ("--data_files=latin.txt", "latin.txt: not UTF-8 at byte 0"),
         ("--data_files=fake.parquet", "fake.parquet: not readable as Parquet"),
-        ("--data_files=content.parquet", "content.parquet, row 1: no string at 'text' in {'content': 'a', 'id': 1}"),
+        (
+            "--data_files=content.parquet",
+            "content.parquet, row 1: no string at 'text' in {'content': 'a', 'id': 1}",
+        ),
         ("--data_files=null.parquet", "null.parquet, row 2: no string at 'text' in {'text': None}"),
         (
             "--data_files=empty.txt",
@@ -557,7 +603,10 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
         ),
         (
             "--data_files=two.jsonl --val_fraction=1.5",
-            ("--val_fraction=1.5 of 7 characters leaves .* empty", "--val_fraction=1.5 is not between 0 and 1"),
+            (
+                "--val_fraction=1.5 of 7 characters leaves .* empty",
+                "--val_fraction=1.5 is not between 0 and 1",
+            ),
         ),
         ("--data_file=two.jsonl", "unrecognized arguments: --data_file=two.jsonl; usage: .* --data_files "),
         ("--val_fraction=much", "--val_fraction: invalid float value: 'much'"),
@@ -590,7 +639,9 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
             lines = capsys.readouterr().err.splitlines()
             assert (status, len(lines)) == (1, 1), (name, args, lines)
             assert lines[0].startswith("error: ")
-            for part in (expected[name == "openwebtext"] if isinstance(expected, tuple) else expected).split(".*"):
+            for part in (expected[name == "openwebtext"] if isinstance(expected, tuple) else expected).split(
+                ".*"
+            ):
                 assert part.strip() in lines[0], (name, args, lines)
             assert contents(data / name) == before
 

@@ -1,4 +1,6 @@
-"""Mixture of experts and expert parallelism: one curve on any layout, checkpoints for any layout, the same text."""
+"""
+Mixture of experts and expert parallelism: one curve on any layout, checkpoints for any layout, the same text.
+"""
 
 import json
 import shutil
@@ -20,11 +22,17 @@ from model import GPT, GPTConfig
 MODELS = {
     "gpt2": ["--bias=True"],
     "nanochat": ["--arch=nanochat", "--n_kv_head=2", "--optimizer=muon", "--n_layer=2"],
-    "llama": ["--arch=llama", "--n_kv_head=2", "--optimizer=muon", "--n_layer=2", "--n_expert_active=3",
-              "--balance_loss=0.1"],
+    "llama": [
+        "--arch=llama",
+        "--n_kv_head=2",
+        "--optimizer=muon",
+        "--n_layer=2",
+        "--n_expert_active=3",
+        "--balance_loss=0.1",
+    ],
     "bfloat16": ["--dtype=bfloat16"],
     "uneven": ["--arch=nanochat", "--n_hidden=51", "--optimizer=muon"],
-}  # fmt: skip
+}
 FSDP = "--zero=3"
 # (processes, flags); all read 24 sequences per step
 WAYS = {
@@ -52,8 +60,21 @@ WAYS = {
 }
 STARTS = {"one": (1, [])} | WAYS
 SLOW = pytest.mark.slow
-EXTRA = ("ddp2", "ep2-zero2", "ep2-pp2", "ep2-fsdp-last", "ep2-offload", "ep2-tp2-fsdp", "pp2-interleaved",
-         "fsdp-tp2-pp2", "ep2-fsdp-selective", "ddp3", "ep2-hsdp", "ep2-pp2-zbv", "ep2-every-full")  # fmt: skip
+EXTRA = (
+    "ddp2",
+    "ep2-zero2",
+    "ep2-pp2",
+    "ep2-fsdp-last",
+    "ep2-offload",
+    "ep2-tp2-fsdp",
+    "pp2-interleaved",
+    "fsdp-tp2-pp2",
+    "ep2-fsdp-selective",
+    "ddp3",
+    "ep2-hsdp",
+    "ep2-pp2-zbv",
+    "ep2-every-full",
+)
 EXTRA_PAIRS = (("gpt2", "ep2-pp2-fsdp"), ("nanochat", "ep2-pp2-fsdp"))
 
 
@@ -62,7 +83,9 @@ def first_quick(cases, n):
     return [
         *cases[:n],
         *(
-            pytest.param(*case, marks=pytest.mark.extra if case[1] in EXTRA or case[:2] in EXTRA_PAIRS else SLOW)
+            pytest.param(
+                *case, marks=pytest.mark.extra if case[1] in EXTRA or case[:2] in EXTRA_PAIRS else SLOW
+            )
             for case in dict.fromkeys(cases[n:])
             if case not in cases[:n]
         ),
@@ -76,7 +99,9 @@ def args_of(model, way):
 
 @pytest.fixture(scope="module")
 def ran(zygote, shared_work):
-    """The folder of a run of 20 steps with checkpoints at steps 10 and 20, made when it is first asked for."""
+    """
+    The folder of a run of 20 steps with checkpoints at steps 10 and 20, made when it is first asked for.
+    """
 
     def run(model, way="one"):
         out = shared_work / f"{model}-{way}"
@@ -87,14 +112,19 @@ def ran(zygote, shared_work):
     return run
 
 
-ROUTING = {"expert_tokens_min": dict(absolute=4.01), "expert_tokens_mean": dict(relative=1e-6),
-           "expert_tokens_max": dict(absolute=4.01), "router_entropy": dict(absolute=2e-5),
-           "auxiliary_loss": dict(relative=2e-3)}  # fmt: skip
+ROUTING = {
+    "expert_tokens_min": dict(absolute=4.01),
+    "expert_tokens_mean": dict(relative=1e-6),
+    "expert_tokens_max": dict(absolute=4.01),
+    "router_entropy": dict(absolute=2e-5),
+    "auxiliary_loss": dict(relative=2e-3),
+}
 
 
 def compare_routing(one, other):
     """
-    The routers' numbers of two runs. Rounding can change the choice of a token whose second and third expert are about
+    The routers' numbers of two runs. Rounding can change the choice of a token whose second and third expert
+    are about
     equally likely, one of 768 in each layer.
     """
     for key, tolerance in ROUTING.items():
@@ -116,8 +146,14 @@ def test_every_layout_has_the_curve_of_one_process(ran, model, way):
     assert column(ran(model, way), "dropped_tokens") == dict.fromkeys(range(20), 0)
 
 
-@pytest.mark.parametrize("way", [pytest.param("ep2", marks=pytest.mark.extra), pytest.param("ep2-fsdp", marks=SLOW),
-                                 pytest.param("ep2-pp2", marks=pytest.mark.extra)])  # fmt: skip
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("ep2", marks=pytest.mark.extra),
+        pytest.param("ep2-fsdp", marks=SLOW),
+        pytest.param("ep2-pp2", marks=pytest.mark.extra),
+    ],
+)
 def test_bfloat16(ran, way):
     compare(ran("bfloat16"), ran("bfloat16", way), loss=5e-3, norm=0.05)
 
@@ -138,11 +174,18 @@ def test_a_resume_on_the_same_layout_has_the_same_bits(zygote, shared_work, mode
 
 
 RESUMES = [
-    ("gpt2", "ep2", "one"), ("gpt2", "ep2-fsdp", "ep2"), ("gpt2", "ep2-fsdp", "ep2-pp2"), ("gpt2", "one", "ep2"),
-    ("gpt2", "ep4", "ep2-fsdp"), ("gpt2", "ep2-fsdp", "ep2-tp2"), ("gpt2", "ep2-pp2", "ep2"),
-    ("gpt2", "ddp2", "ep2-zero1"), ("gpt2", "ep2-hsdp", "ep2-cp2"), ("nanochat", "ep2-zero1", "one"),
+    ("gpt2", "ep2", "one"),
+    ("gpt2", "ep2-fsdp", "ep2"),
+    ("gpt2", "ep2-fsdp", "ep2-pp2"),
+    ("gpt2", "one", "ep2"),
+    ("gpt2", "ep4", "ep2-fsdp"),
+    ("gpt2", "ep2-fsdp", "ep2-tp2"),
+    ("gpt2", "ep2-pp2", "ep2"),
+    ("gpt2", "ddp2", "ep2-zero1"),
+    ("gpt2", "ep2-hsdp", "ep2-cp2"),
+    ("nanochat", "ep2-zero1", "one"),
     ("llama", "one", "ep2-tp2-fsdp"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("model", "before", "after"), first_quick(RESUMES, 1))
@@ -151,13 +194,21 @@ def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, ran, model,
     out = shared_work / f"{model}-{before}-to-{after}"
     shutil.copytree(ran(model, before), out, symlinks=True)
     assert (out / "step_00000010/ckpt.pt").exists() == (before in ("one", "ddp2"))
-    args = [*args_of(model, after), "--n_expert=0", "--init_from=resume", "--resume_step=10", f"--out_dir={out}"]
+    args = [
+        *args_of(model, after),
+        "--n_expert=0",
+        "--init_from=resume",
+        "--resume_step=10",
+        f"--out_dir={out}",
+    ]
     zygote.train(args, shared_work, STARTS[after][0])
     compare(ran(model), out, steps=10)
 
 
 @SLOW
-@pytest.mark.parametrize(("model", "way"), [("gpt2", "ep2-fsdp"), ("gpt2", "ep2-tp2"), ("nanochat", "ep2-cp2")])
+@pytest.mark.parametrize(
+    ("model", "way"), [("gpt2", "ep2-fsdp"), ("gpt2", "ep2-tp2"), ("nanochat", "ep2-cp2")]
+)
 def test_gradients_are_those_of_one_process(zygote, shared_work, model, way):
     """In step 1, by parameter."""
     (shared_work / "probe.py").write_text(PROBE)
@@ -166,19 +217,29 @@ def test_gradients_are_those_of_one_process(zygote, shared_work, model, way):
         at = shared_work / f"probe-{model}-{name}"
         if not at.exists():
             shutil.copytree(shared_work / "data", at / "data")
-            args = [*TINY, *args_of(model, name), "--max_iters=1", "--eval_interval=1000", "--save_checkpoint=False"]
-            zygote.start(args, at, STARTS[name][0], script="probe.py", repo=shared_work, env={"REPO": str(REPO)}).wait()
+            args = [
+                *TINY,
+                *args_of(model, name),
+                "--max_iters=1",
+                "--eval_interval=1000",
+                "--save_checkpoint=False",
+            ]
+            zygote.start(
+                args, at, STARTS[name][0], script="probe.py", repo=shared_work, env={"REPO": str(REPO)}
+            ).wait()
         found.append(torch.load(at / "probe.pt", weights_only=True))
     same_gradients(*found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # numbers of the routers
 
 
 @pytest.fixture(scope="module")
 def lopsided(shared_work):
-    """A folder with a model in which no token chooses the last expert of block 1, and the last two of block 2."""
+    """
+    A folder with a model in which no token chooses the last expert of block 1, and the last two of block 2.
+    """
     model = GPT(GPTConfig(32, 65, 4, 4, 32, n_expert=4), seed=1)
     for number, scores in ((1, [0.0, 0.0, 0.0, -1.0]), (2, [0.0, 0.0, -1.0, -1.0])):
         block = model.transformer.h[number]
@@ -214,7 +275,9 @@ def test_padding_rows_do_not_count_and_dead_experts_are_named(zygote, shared_wor
             steps = [line for line in run.text().splitlines() if line.startswith("iter ")]
             assert len(steps) == 6
             assert all(line.endswith(", dead experts (layer.expert): 1.3, 2.2, 2.3") for line in steps), steps
-            assert column(outs[name], "expert_tokens_mean") == pytest.approx(dict.fromkeys(range(6), 25 * 32 * 2 / 4))
+            assert column(outs[name], "expert_tokens_mean") == pytest.approx(
+                dict.fromkeys(range(6), 25 * 32 * 2 / 4)
+            )
     same(column(outs["one"], "loss"), column(outs[way], "loss"), absolute=2e-5)
     compare_routing(outs["one"], outs[way])
 
@@ -229,7 +292,7 @@ def test_numbers_between_logged_steps_are_averages(zygote, shared_work, ran):
         assert mean[step] == pytest.approx(sum(each[s] for s in range(step - 3, step + 1)) / 4, abs=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # upcycling
 
 
@@ -241,14 +304,20 @@ def dense(zygote, shared_work):
         out = shared_work / f"dense-{model}-{way}"
         if not out.exists():
             nproc, flags = {"one": (1, []), "zero3": (2, [FSDP])}[way]
-            zygote.train([*ONE, *MODELS[model], *flags, "--max_iters=4", f"--out_dir={out}"], shared_work, nproc)
+            zygote.train(
+                [*ONE, *MODELS[model], *flags, "--max_iters=4", f"--out_dir={out}"], shared_work, nproc
+            )
         return out
 
     return run
 
 
-UPCYCLED = [("gpt2", "one", "ep2-fsdp"), ("gpt2", "zero3", "one"), ("nanochat", "one", "ep2-tp2"),
-            ("llama", "zero3", "ep2-pp2")]  # fmt: skip
+UPCYCLED = [
+    ("gpt2", "one", "ep2-fsdp"),
+    ("gpt2", "zero3", "one"),
+    ("nanochat", "one", "ep2-tp2"),
+    ("llama", "zero3", "ep2-pp2"),
+]
 
 
 @pytest.mark.parametrize(("model", "source", "way"), first_quick(UPCYCLED, 0))
@@ -278,24 +347,32 @@ def test_the_number_of_active_experts_is_the_checkpoints(zygote, shared_work, ra
 def test_another_number_of_experts_is_refused_once(zygote, shared_work, ran, dense):
     """And in which a dense model is upcycled when it is resumed. The advice works."""
     folder, moe = dense("gpt2", "one"), ran("gpt2")
-    dense_said = (f"error: n_expert is 4, but the checkpoint in {folder} has no experts: to start a new run in which "
-                  f"each expert is a copy of its MLP, set --init_from={folder} and another --out_dir\n")  # fmt: skip
+    dense_said = (
+        f"error: n_expert is 4, but the checkpoint in {folder} has no experts: to start a new run in which "
+        f"each expert is a copy of its MLP, set --init_from={folder} and another --out_dir\n"
+    )
     moe_said = "error: n_expert is 2, but the checkpoint has 4 experts: set --n_expert=4\n"
-    cases = (["--init_from=resume", f"--out_dir={folder}", "--n_expert=4"], dense_said), (
-        ["--init_from=auto", f"--out_dir={moe}", "--n_expert=2"], moe_said), (
-        [f"--init_from={moe}", "--out_dir=other", "--n_expert=2"], moe_said)  # fmt: skip
+    cases = (
+        (["--init_from=resume", f"--out_dir={folder}", "--n_expert=4"], dense_said),
+        (["--init_from=auto", f"--out_dir={moe}", "--n_expert=2"], moe_said),
+        ([f"--init_from={moe}", "--out_dir=other", "--n_expert=2"], moe_said),
+    )
     for args, said in cases:
         run = zygote.train([*ONE, *args], shared_work, 2, ok=False)
         assert run.codes == [1, 1] and run.text() == said
     assert not (shared_work / "other").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # text
 
 
-SAMPLERS = [("llama", "ep2-tp2", 2, ["--tp=2"]), ("gpt2", "ep2-fsdp", 2, ["--pp=2"]),
-            ("gpt2", "one", 4, ["--tp=2", "--pp=2"]), ("nanochat", "ep2-zero1", 2, [])]  # fmt: skip
+SAMPLERS = [
+    ("llama", "ep2-tp2", 2, ["--tp=2"]),
+    ("gpt2", "ep2-fsdp", 2, ["--pp=2"]),
+    ("gpt2", "one", 4, ["--tp=2", "--pp=2"]),
+    ("nanochat", "ep2-zero1", 2, []),
+]
 
 
 @pytest.mark.parametrize(
@@ -310,14 +387,21 @@ def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, way, n
 @SLOW
 @pytest.mark.parametrize(("nproc", "flags"), [(1, []), (2, ["--tp=2"])])
 def test_text_in_bfloat16(zygote, shared_work, ran, nproc, flags):
-    args = [f"--out_dir={ran('gpt2', 'ep2-fsdp')}", "--device=cpu", "--dtype=bfloat16", "--start=A", "--num_samples=2",
-            "--max_new_tokens=8", "--temperature=0"]  # fmt: skip
+    args = [
+        f"--out_dir={ran('gpt2', 'ep2-fsdp')}",
+        "--device=cpu",
+        "--dtype=bfloat16",
+        "--start=A",
+        "--num_samples=2",
+        "--max_new_tokens=8",
+        "--temperature=0",
+    ]
     run = zygote.start([*args, *flags], shared_work, nproc, script="sample.py").wait()
     texts = run.samples().partition("\n")[2].split("\n---------------\n")[:-1]
     assert len(texts) == 2 and all(len(text) == 9 and text[0] == "A" for text in texts)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # faults
 
 
@@ -340,7 +424,9 @@ FAULTS = [("ep2-fsdp", "NAN"), ("ep2-zero1", "NAN_INPUT"), ("ep2-fsdp", "NAN_GRA
 @SLOW
 @pytest.mark.parametrize(("way", "kind"), FAULTS)
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, shared_work, way, kind):
-    """Experts on another rank compute with its tokens; the rank whose loss is not finite is named, and its rows."""
+    """
+    Experts on another rank compute with its tokens; the rank whose loss is not finite is named, and its rows.
+    """
     one, out = shared_work / "skipped", shared_work / f"{kind}-{way}"
     args = ["--on_nan=skip", "--max_iters=11", "--save_checkpoint=False"]
     if not one.exists():
@@ -376,22 +462,36 @@ def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work):
     lose_a_rank(zygote, work, [*TINY, *args_of("gpt2", "ep2-fsdp")], 4, "SIGKILL")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # messages
 
 MISTAKES = {
-    "2 processes cannot be divided into ep 4: start 4 processes, or set --ep=2": (2, dict(ep=4), dict(n_expert=4)),
-    "6 processes cannot be divided into ep 4: start 4 or 8 processes, or set --ep=3":
-        (6, dict(ep=4), dict(n_expert=12)),
-    "6 processes cannot be divided into ep 2 x tp 2 = 4: start 4 or 8 processes, or lower a degree":
-        (6, dict(ep=2, tp=2), dict(n_expert=4)),
+    "2 processes cannot be divided into ep 4: start 4 processes, or set --ep=2": (
+        2,
+        dict(ep=4),
+        dict(n_expert=4),
+    ),
+    "6 processes cannot be divided into ep 4: start 4 or 8 processes, or set --ep=3": (
+        6,
+        dict(ep=4),
+        dict(n_expert=12),
+    ),
+    "6 processes cannot be divided into ep 2 x tp 2 = 4: start 4 or 8 processes, or lower a degree": (
+        6,
+        dict(ep=2, tp=2),
+        dict(n_expert=4),
+    ),
     "ep is 4: it must divide n_expert, 6: set --ep=2": (4, dict(ep=4), dict(n_expert=6)),
     "ep is 3: it must divide n_expert, 8: set --ep=1": (3, dict(ep=3), dict(n_expert=8)),
     "ep is 2, but the model has no experts: set --ep=1, or --n_expert=8": (2, dict(ep=2), {}),
     "ep is 3, but the model has no experts: set --ep=1, or --n_expert=9": (3, dict(ep=3), {}),
     "ep is 16, but the model has no experts: set --ep=1, or --n_expert=16": (16, dict(ep=16), {}),
-    "cuda_graphs is for models without experts: set --cuda_graphs=False": (1, dict(cuda_graphs=True), dict(n_expert=4)),
-}  # fmt: skip
+    "cuda_graphs is for models without experts: set --cuda_graphs=False": (
+        1,
+        dict(cuda_graphs=True),
+        dict(n_expert=4),
+    ),
+}
 
 
 @pytest.mark.parametrize("said", MISTAKES)
@@ -403,7 +503,8 @@ SAID = {
     "ep is 2: it must divide n_expert, 3: set --ep=1": ["--ep=2", "--n_expert=3"],
     "n_expert_active is 5: set it to at most n_expert, 4": ["--n_expert=4", "--n_expert_active=5"],
     "n_expert is -4: it must not be negative": ["--n_expert=-4"],
-    "n_expert_active is 1: the weights of a token's experts add up to 1, and of a single one the router learns "
+    "n_expert_active is 1: the weights of a token's experts add up to 1, and of a single one the router "
+    "learns "
     "nothing: set --n_expert_active=2": ["--n_expert=4", "--n_expert_active=1"],
 }
 

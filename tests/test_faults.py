@@ -39,7 +39,8 @@ from isogpt.parallel.local_parts import local_part_of
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
 RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
-# train.py, with checkpoints that take longer to write, to verify and, on one rank, to read than dist_timeout_s
+# train.py, with checkpoints that take longer to write, to verify and, on one rank, to read than
+# dist_timeout_s
 SLOW_DISK = """
 import os, sys, time
 sys.path.insert(0, REPO)
@@ -79,7 +80,7 @@ def export(zygote, place, *args, ok=True):
     return zygote.start(args, place, script="export.py").wait(ok=ok)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # data lost
 
 
@@ -124,7 +125,9 @@ def test_only_the_owner_clears_a_folder_and_only_what_runs_leave(zygote, place):
     live.mkdir()
     export(zygote, place, "out", "--to=shards")
     assert live.exists()
-    kept = [place / "out" / name for name in ("unfinished_thesis", "unfinished_was_mine", "unfinished_export")]
+    kept = [
+        place / "out" / name for name in ("unfinished_thesis", "unfinished_was_mine", "unfinished_export")
+    ]
     for folder in kept:
         folder.mkdir()
     run = export(zygote, place, "out", "--to=ckpt.pt", ok=False)
@@ -149,7 +152,7 @@ def test_links_do_not_dangle_after_a_resume_from_an_older_step(zygote, place):
     assert best.exists() or not best.is_symlink()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # ranks that see different folders
 
 # a config file with which each rank has a folder of its own
@@ -173,14 +176,19 @@ def test_ranks_with_folders_of_their_own(zygote, work):
         run = zygote.train([*args, *flags], work, 2, ok=False)
         text = f"rank 0 keeps this run in {work}/out0, which is not what other ranks have as out_dir: rank 1 looks in "
         assert set(run.codes) == {1} and f"error: {text}{work}/out1. All ranks write" in run.text()
-        assert run.text().count("error:") == 1 and "Traceback" not in run.text() and "iter 0:" not in run.text()
+        assert (
+            run.text().count("error:") == 1 and "Traceback" not in run.text() and "iter 0:" not in run.text()
+        )
     assert not (work / "out1").exists()
     run = zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
     run = zygote.train(args, work, 2)
     assert f"warning: {text}" in run.text() and steps_in(work / "out0") == 5
     run = zygote.train([*args, "--init_from=resume"], work, 2, ok=False)
     assert set(run.codes) == {1} and "Traceback" not in run.text()
-    assert f"error: rank 1: {work}/out1/step_00000006/ckpt.pt on " in run.text() and run.text().count("error:") == 1
+    assert (
+        f"error: rank 1: {work}/out1/step_00000006/ckpt.pt on " in run.text()
+        and run.text().count("error:") == 1
+    )
 
     # rank 1 sees what rank 0 does not: a newer checkpoint, or one where rank 0 has none
     shutil.copytree(work / "out0", work / "out1", symlinks=True)
@@ -206,12 +214,16 @@ def test_the_same_folder_under_different_paths(zygote, work):
 
 
 def test_a_shard_in_another_folder_makes_no_checkpoint(tmp_path):
-    """The metadata names all files: one that is missing or too short is noticed before the checkpoint counts."""
+    """
+    The metadata names all files: one that is missing or too short is noticed before the checkpoint counts.
+    """
     sharded_files.write(tmp_path, {"w": local_part_of(torch.zeros(1000))}, {})
     sharded_files.check_complete(tmp_path)
     (file,) = tmp_path.glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(OSError, match="1 of 1 files of the checkpoint are missing or too short in .*__0_0.distcp"):
+    with pytest.raises(
+        OSError, match="1 of 1 files of the checkpoint are missing or too short in .*__0_0.distcp"
+    ):
         sharded_files.check_complete(tmp_path)
     file.unlink()
     with pytest.raises(OSError, match="do all ranks write to this folder"):
@@ -227,7 +239,10 @@ if os.environ["RANK"] == "1":
 
 
 def test_a_disk_that_is_full_for_one_rank_is_named(zygote, work):
-    """torch.save and torch.distributed.checkpoint replace the error by their own, which say nothing about a disk."""
+    """
+    torch.save and torch.distributed.checkpoint replace the error by their own, which say nothing about a
+    disk.
+    """
     (work / "limited.py").write_text(LIMITED)
     run = zygote.train([*SHORT, "--zero=1", "limited.py"], work, 2, ok=False)
     failed = [r["reason"] for r in records(work / "out") if r.get("event") == "save_failed"]
@@ -242,7 +257,9 @@ def test_the_reason_is_not_cut_off():
         finally:
             raise RuntimeError("unexpected pos 704 vs 598")
     assert reason_of(raised.value) == "[Errno 28] No space left on device: 'a/b'"
-    by_rank = {rank: (raised.value, None) for rank in (0, 3)} | {1: (PermissionError(13, "Permission denied"), None)}
+    by_rank = {rank: (raised.value, None) for rank in (0, 3)} | {
+        1: (PermissionError(13, "Permission denied"), None)
+    }
     text = "[Errno 28] No space left on device: 'a/b' (rank 0, 3); [Errno 13] Permission denied (rank 1)"
     assert reason_of(sharded_files.CheckpointException("", by_rank)) == text
     assert reason_of(ValueError("first\n second" + 400 * " x")).startswith("first second x")
@@ -263,18 +280,21 @@ def test_machines_with_different_numbers_of_processes_are_no_islands(zygote, wor
     (work / "own.py").write_text(f"{own}else:\n    os.environ['LOCAL_WORLD_SIZE'] = '2'\n")
     args = [*SHORT, "own.py", "--dist_timeout_s=30", "--gradient_accumulation_steps=3"]
     run = zygote.train([*args, "--islands=0"], work, 3, ok=False, timeout=25)
-    assert set(run.codes) == {1} and run.text().startswith("error: islands is 0, one on each machine, but the numbers")
+    assert set(run.codes) == {1} and run.text().startswith(
+        "error: islands is 0, one on each machine, but the numbers"
+    )
     assert run.text().count("error:") == 1 and "set --islands= to a number that divides 3" in run.text()
     zygote.train([*args, "--islands=3"], work, 3)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # restarts
 
 
 def test_a_restart_continues_what_the_launch_has_written(zygote, place):
     """
-    The restart count of rank 0's agent stays 0 when other agents fail. A launch is known by its agents: here the
+    The restart count of rank 0's agent stays 0 when other agents fail. A launch is known by its agents: here
+    the
     zygote, with a run id for each launch.
     """
     out = place / "out"
@@ -324,7 +344,9 @@ def test_a_mistake_that_restarts_repeat(zygote, work):
 
 def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
     launch_of = Launch
-    assert launch_of(("a", "b")).continues(launch_of(("b", "c"))) and not launch_of(("a",)).continues(launch_of(("b",)))
+    assert launch_of(("a", "b")).continues(launch_of(("b", "c"))) and not launch_of(("a",)).continues(
+        launch_of(("b",))
+    )
     assert not launch_of().continues(launch_of()), "without a launcher there are no restarts"
     at.env("SLURM_JOB_ID", "7")
     job = make_launch([""])
@@ -354,7 +376,8 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
             enter_folder(out, found, now)
     assert look_for_start("resume", out, 3, now)[0].step == 3
     enter_folder(out, found, now)
-    os.rename(place / "out/abandoned_step_00000006", place / "out/step_00000006")  # as if it had been trained again
+    # as if it had been trained again
+    os.rename(place / "out/abandoned_step_00000006", place / "out/step_00000006")
     assert look_for_start("resume", out, 3, now)[0].step == 6
     with at.context() as patch:
         patch.setattr(folder_module, "continue_from", Mock(side_effect=KeyboardInterrupt))
@@ -363,7 +386,7 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
     assert look_for_start("resume", out, 3, now)[0].step == 6, "a restart that is killed forgets nothing"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # runs that die
 
 
@@ -467,11 +490,17 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__mai
 
 @pytest.mark.parametrize(
     "nproc, flags",
-    [(1, []), (2, ["--eval_interval=8", "--zero=3"]), (2, ["--eval_interval=8", "--islands=2", "--local_steps=3"])],
+    [
+        (1, []),
+        (2, ["--eval_interval=8", "--zero=3"]),
+        (2, ["--eval_interval=8", "--islands=2", "--local_steps=3"]),
+    ],
     ids=["at the end", "zero", "islands"],
 )
 def test_an_evaluation_that_fails_saves_the_state_first(zygote, work, nproc, flags):
-    """On one of two ranks that compute together, and at the end of a run. The resumed run has the same bits."""
+    """
+    On one of two ranks that compute together, and at the end of a run. The resumed run has the same bits.
+    """
     (work / "unreadable.py").write_text(UNREADABLE.replace("REPO", repr(str(REPO))))
     args = [*TINY, "--out_dir=out", "--max_iters=9", "--init_from=auto", "--eval_iters=3", *flags]
     run = zygote.start(args, work, nproc, script="unreadable.py", repo=work).wait(ok=False)
@@ -497,8 +526,18 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     shutil.rmtree(out)
     zygote.train([*SHORT, "--eval_interval=2", "--keep_last=9", "--max_iters=7"], place)
     assert best_checkpoint(str(out))[0].step == 8
-    run = zygote.train([*RESUME, "--eval_interval=99", "--max_iters=8", "--keep_last=9", "--learning_rate=9",
-                        "--min_lr=9", "--warmup_iters=0"], place)  # fmt: skip
+    run = zygote.train(
+        [
+            *RESUME,
+            "--eval_interval=99",
+            "--max_iters=8",
+            "--keep_last=9",
+            "--learning_rate=9",
+            "--min_lr=9",
+            "--warmup_iters=0",
+        ],
+        place,
+    )
     assert "at step 8\n" in run.text()
     shutil.rmtree(out / "step_00000008")
     found, _ = best_checkpoint(str(out))
@@ -558,7 +597,7 @@ def test_a_closed_pipe_does_not_end_the_run(work):
     assert (work / "out/step_00000006/ckpt.pt").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # misleading messages
 
 
@@ -576,7 +615,12 @@ def test_a_full_disk_is_named(tmp_path):
 
 @pytest.mark.parametrize("kind", ["signal", "eval_only"])
 def test_a_stop_before_the_first_checkpoint_does_not_advise_to_resume(zygote, work, kind):
-    args = [*TINY, "--eval_iters=100000", "--out_dir=out", *(["--eval_only=True"] if kind == "eval_only" else [])]
+    args = [
+        *TINY,
+        "--eval_iters=100000",
+        "--out_dir=out",
+        *(["--eval_only=True"] if kind == "eval_only" else []),
+    ]
     run = zygote.start(args, work)
     assert run.until(lambda text: "peak:" in text)
     run.kill(sig=signal.SIGTERM)
@@ -598,16 +642,28 @@ def test_bench_checks_its_arguments_before_it_measures(zygote, work):
 
 
 def test_a_temperature_near_zero_takes_the_most_likely_token(zygote, place):
-    args = ["--out_dir=out", "--num_samples=1", "--max_new_tokens=12", "--start=a", "--device=cpu", "--dtype=float32"]
-    texts = [zygote.start([*args, f"--temperature={t}"], place, script="sample.py").wait().samples()
-             for t in ("0", "1e-39", "1e-20")]  # fmt: skip
+    args = [
+        "--out_dir=out",
+        "--num_samples=1",
+        "--max_new_tokens=12",
+        "--start=a",
+        "--device=cpu",
+        "--dtype=float32",
+    ]
+    texts = [
+        zygote.start([*args, f"--temperature={t}"], place, script="sample.py").wait().samples()
+        for t in ("0", "1e-39", "1e-20")
+    ]
     assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_resume_says_which_settings_do_not_apply(zygote, place):
     tiny_data(place, name="other")
     run = zygote.train([*RESUME, "--n_layer=4", "--bias=True", "--vocab_size=80", "--dataset=other"], place)
-    assert "n_layer 2, bias False, vocab_size 65 of the checkpoint are used, not n_layer 4, bias True" in run.text()
+    assert (
+        "n_layer 2, bias False, vocab_size 65 of the checkpoint are used, not n_layer 4, bias True"
+        in run.text()
+    )
     assert "was trained on data set tiny, this run reads other" in run.text()
     used = [r["config"] for r in records(place / "out") if r.get("event") == "resume"][-1]
     assert (used["n_layer"], used["bias"], used["vocab_size"], used["dataset"]) == (2, False, 65, "other")
@@ -655,10 +711,12 @@ def test_a_val_fraction_that_is_none(work, fraction):
     command = [sys.executable, str(REPO / "data/shakespeare_char/prepare.py"), f"--val_fraction={fraction}"]
     (work / "text.txt").write_text("to be or not to be")
     done = subprocess.run([*command, f"--data_files={work}/text.txt"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith(f"error: --val_fraction={float(fraction)} of 18 characters")
+    assert done.returncode == 1 and done.stderr.startswith(
+        f"error: --val_fraction={float(fraction)} of 18 characters"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # conditions that were not tried before
 
 
@@ -756,12 +814,15 @@ print("went on")
 
 
 @pytest.mark.parametrize(
-    "failing, kind", [("1", "KeyError"), ("0,1,2", "KeyError"), ("1,2", "MemoryError"), ("2", "KeyboardInterrupt")]
+    "failing, kind",
+    [("1", "KeyError"), ("0,1,2", "KeyError"), ("1,2", "MemoryError"), ("2", "KeyboardInterrupt")],
 )
 def test_any_exception_in_a_shared_block_ends_all_ranks(zygote, tmp_path, failing, kind):
     """At once, with the traceback or the crash hook's message of the first rank that failed."""
     (tmp_path / "exits.py").write_text(EXITS.format(repo=str(REPO)))
-    run = zygote.start([failing, kind], tmp_path, nproc=3, script="exits.py", repo=tmp_path).wait(40, ok=False)
+    run = zygote.start([failing, kind], tmp_path, nproc=3, script="exits.py", repo=tmp_path).wait(
+        40, ok=False
+    )
     text, first = run.text(), failing[0]
     assert all(run.codes) and "went on" not in text
     said = "KeyError: 'what happened" if kind == "KeyError" else f"{kind}: what happened"

@@ -10,7 +10,13 @@ from runs import REPO
 
 
 def check(tmp_path, *args):
-    command = [sys.executable, str(REPO / "tests/gpu_check.py"), "--json", str(tmp_path / "table.json"), *args]
+    command = [
+        sys.executable,
+        str(REPO / "tests/gpu_check.py"),
+        "--json",
+        str(tmp_path / "table.json"),
+        *args,
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return json.loads((tmp_path / "table.json").read_text())

@@ -91,7 +91,9 @@ def test_what_is_known_of_a_device(monkeypatch, name, tflops, plan):
 
 
 def test_a_planned_device_is_a_known_one():
-    """The bandwidth that is planned for --hardware=NAME is that of the device of this name with the most memory."""
+    """
+    The bandwidth that is planned for --hardware=NAME is that of the device of this name with the most memory.
+    """
     for key in devices.HARDWARE.keys() - {"cpu"}:
         best = max(gpu.bytes_per_s for gpu in GPUS.values() if gpu.plan == key)
         assert devices.HARDWARE[key].bytes_per_s == devices.BANDWIDTH * best
@@ -128,7 +130,9 @@ def test_the_gpus_utilization_is_read_every_five_seconds(monkeypatch):
 
 
 def test_dtypes_of_gpus(monkeypatch):
-    """ROCm reports capabilities too: (9, 0) for an MI50, which multiplies bfloat16 more slowly than float16."""
+    """
+    ROCm reports capabilities too: (9, 0) for an MI50, which multiplies bfloat16 more slowly than float16.
+    """
     gpu, found = torch.device("cuda", 0), SimpleNamespace(gcnArchName="gfx906:sramecc+:xnack-")
     capability = [(7, 5)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
@@ -150,16 +154,22 @@ def test_nccl_waits_longer_than_the_watchdog():
     assert device_module.collectives_timeout(600, "gloo").total_seconds() == 600
     limits = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh_module, "_set_pg_timeout", lambda timeout, group: limits.append(timeout.total_seconds()))
+        patch.setattr(
+            mesh_module, "_set_pg_timeout", lambda timeout, group: limits.append(timeout.total_seconds())
+        )
         patch.setattr(mesh_module, "get_backend_config", lambda group: group)
         for group in ("cpu:gloo,cuda:nccl", "cpu:gloo"):
             mesh.Mesh(timeout_s=60).limit(group)
     assert limits == [90, 60]
-    assert is_connection_lost(RuntimeError("NCCL communicator was aborted on rank 1. Original reason for failure: x"))
+    assert is_connection_lost(
+        RuntimeError("NCCL communicator was aborted on rank 1. Original reason for failure: x")
+    )
 
 
 def test_the_loss_scale_is_kept_where_the_gradients_are():
-    """With cpu_offload the loss is on a GPU, of which no number arrives without a wait: here the device meta."""
+    """
+    With cpu_offload the loss is on a GPU, of which no number arrives without a wait: here the device meta.
+    """
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.full((2,), 3 * 65536.0)
     scaler = precision.make_scaler("float16", p.device)
@@ -171,10 +181,12 @@ def test_the_loss_scale_is_kept_where_the_gradients_are():
 
 def test_deterministic_means_inductor_too():
     """Inductor reads its switch when it is first used."""
-    code = ("import torch; from isogpt.training import precision; "
-            "precision.set_numerics(torch.device('cpu'), 'float32', deterministic=True); "
-            "import torch._inductor.config as c; assert c.deterministic; "
-            "assert not torch.utils.deterministic.fill_uninitialized_memory; print('yes')")  # fmt: skip
+    code = (
+        "import torch; from isogpt.training import precision; "
+        "precision.set_numerics(torch.device('cpu'), 'float32', deterministic=True); "
+        "import torch._inductor.config as c; assert c.deterministic; "
+        "assert not torch.utils.deterministic.fill_uninitialized_memory; print('yes')"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert done.stdout == "yes\n", done.stderr
 
@@ -183,7 +195,9 @@ def test_memory_of_a_process_is_not_that_of_the_one_that_started_it():
     child = "import torch\nfrom isogpt.speed.usage import memory_gb\nprint(memory_gb(torch.device('cpu')))"
     run = f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     parent = f"import subprocess, sys\nheld = b'x' * 10**9\n{run}"
-    result = subprocess.run([sys.executable, "-c", parent], cwd=REPO, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", parent], cwd=REPO, capture_output=True, text=True, check=True
+    )
     assert 0.1 < float(result.stdout) < 0.9
 
 
@@ -215,12 +229,14 @@ def test_the_data_set_is_not_counted_as_memory(tmp_path):
     assert grown < 0.1, "of 0.4 GB"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # how often the host waits for a GPU
 
 
 class Reads(TorchDispatchMode):
-    """Lists the operators that would wait for a GPU: numbers that the host reads, and copies between devices."""
+    """
+    Lists the operators that would wait for a GPU: numbers that the host reads, and copies between devices.
+    """
 
     def __init__(self):
         super().__init__()
@@ -228,7 +244,8 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         is_copy = (
-            func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device", args[0].device) != args[0].device
+            func is torch.ops.aten._to_copy.default
+            and (kwargs or {}).get("device", args[0].device) != args[0].device
         )
         if is_copy or func is torch.ops.aten._local_scalar_dense.default:
             self.found.append(str(func))
@@ -236,10 +253,25 @@ class Reads(TorchDispatchMode):
 
 
 def gathered(**changes):
-    """The numbers of a step of two ranks, as if a GPU had computed them, and how often the host has waited for it."""
+    """
+    The numbers of a step of two ranks, as if a GPU had computed them, and how often the host has waited for
+    it.
+    """
     waits = []
-    numbers = dict(loss=4.0, grad_square=4.0, step_ms=1.0, data_ms=1.0, memory_gb=1.0, forward_ms=1.0, stop=0.0,
-                   bytes_sent=0.0, loss_scale=1.0) | changes  # fmt: skip
+    numbers = (
+        dict(
+            loss=4.0,
+            grad_square=4.0,
+            step_ms=1.0,
+            data_ms=1.0,
+            memory_gb=1.0,
+            forward_ms=1.0,
+            stop=0.0,
+            bytes_sent=0.0,
+            loss_scale=1.0,
+        )
+        | changes
+    )
     columns = torch.tensor([[value] * 2 for value in numbers.values()], dtype=torch.float64)
     arrived = SimpleNamespace(synchronize=lambda: waits.append("event"))
     return Gathered(StepNumbers, columns, columns.clone(), arrived), waits
@@ -251,7 +283,9 @@ def test_the_optimizers_and_the_loop_wait_once_for_a_steps_numbers(loss):
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False, arch="nanochat"), 0)
     optimizers = optim.make_optimizers(model, "muon", 0, 0.1, 1e-3, (0.9, 0.95), 0.02)
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))[1]).backward()
+    scaler.scale(
+        model(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))[1]
+    ).backward()
     for part in optimizers:
         scaler.unscale_(part)
     numbers, waits = gathered(loss=loss)
@@ -266,7 +300,12 @@ def test_the_optimizers_and_the_loop_wait_once_for_a_steps_numbers(loss):
 
 def test_a_pipeline_does_not_read_float16s_loss_scale():
     pipeline = Pipeline.__new__(Pipeline)
-    pipeline.mesh, pipeline.clock, pipeline.device, pipeline.micro_steps = SimpleNamespace(pp=2), Clock(CPU), CPU, 2
+    pipeline.mesh, pipeline.clock, pipeline.device, pipeline.micro_steps = (
+        SimpleNamespace(pp=2),
+        Clock(CPU),
+        CPU,
+        2,
+    )
     pipeline.has_first = pipeline.has_last = True
     pipeline.scaler = torch.amp.GradScaler("cpu")
 
@@ -326,10 +365,14 @@ def test_an_evaluation_reads_both_losses_together(monkeypatch):
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
     x, y = torch.zeros(2, 8, dtype=torch.int64), torch.arange(16).view(2, 8)
     read = {"train": [(x, y)], "val": [(x, y), (y, x)]}
-    reader = SimpleNamespace(device=CPU, mesh=Mesh(), block_size=8, evaluation=lambda split, sequences: read[split])
+    reader = SimpleNamespace(
+        device=CPU, mesh=Mesh(), block_size=8, evaluation=lambda split, sequences: read[split]
+    )
     stop = SimpleNamespace(agreed=0, in_evaluation=lambda *args: False)
     with Reads() as reads:
-        losses = evaluation.evaluate(model, reader, 4, torch.autocast("cpu", enabled=False), stop, Clock(CPU), 0.0)
+        losses = evaluation.evaluate(
+            model, reader, 4, torch.autocast("cpu", enabled=False), stop, Clock(CPU), 0.0
+        )
     assert len(calls) == 1 and len(reads.found) == 2, "the means on the CPU"
     sums = [sum(model(*batch, 1.0)[1].double().item() for batch in batches) for batches in read.values()]
     assert losses == tuple(total / 32 for total in sums)

@@ -1,6 +1,6 @@
 """
-Several machines, each a network namespace with its own name, address and cable (Linux, root, iproute2): with a master
-address and with an elastic rendezvous; a cut cable, a machine that fails, one that joins late.
+Several machines, each a network namespace with its own name, address and cable (Linux, root, iproute2): with
+a master address and with an elastic rendezvous; a cut cable, a machine that fails, one that joins late.
 """
 
 import json
@@ -18,10 +18,19 @@ from runs import REPO, TINY, children, column, records, steps_in, wait_for
 
 from isogpt.checkpoint.search import newest_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root and iproute2")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root and iproute2"),
+]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1"]
 MASTER = ["--master_addr=10.77.0.1", "--master_port=29500"]
-ELASTIC = ["--nnodes=2:3", "--max-restarts=20", "--rdzv-backend=c10d", "--rdzv-endpoint=h1:29400", "--rdzv-id=hosts"]
+ELASTIC = [
+    "--nnodes=2:3",
+    "--max-restarts=20",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=h1:29400",
+    "--rdzv-id=hosts",
+]
 ELASTIC += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
 JOB = [*TINY, "--gradient_accumulation_steps=6", "--save_interval=10"]
 
@@ -43,7 +52,9 @@ def by_address(hosts, args):
     """One torchrun on each host, with the first one's address."""
     nodes = [*TORCHRUN, f"--nnodes={len(hosts.spaces)}", *MASTER]
     script = [str(REPO / "train.py"), *args]
-    return {host: hosts.start(host, [*nodes, f"--node_rank={i}", *script]) for i, host in enumerate(hosts.spaces)}
+    return {
+        host: hosts.start(host, [*nodes, f"--node_rank={i}", *script]) for i, host in enumerate(hosts.spaces)
+    }
 
 
 def assert_same_curve(folder, reference):
@@ -60,16 +71,25 @@ def test_two_and_three_hosts_by_master_address_have_the_curve_of_one_process(hos
     zygote.start([*JOB, "--out_dir=one"], work).wait()
     h = hosts(3)
     for count in (2, 3):
-        h.spaces = dict(list(h.spaces.items())[:count]) if count < 3 else {f"h{i}": f"{h.tag}h{i}" for i in (1, 2, 3)}
+        h.spaces = (
+            dict(list(h.spaces.items())[:count])
+            if count < 3
+            else {f"h{i}": f"{h.tag}h{i}" for i in (1, 2, 3)}
+        )
         agents = by_address(h, [*JOB, f"--out_dir=on{count}"])
         assert [a.wait(120) for a in agents.values()] == [0] * count, "".join(map(h.text, h.spaces))
         assert_same_curve(work / f"on{count}", work / "one")
         names = ", ".join(h.spaces)
-        assert f"ranks:   {count} = {count} nodes ({names}) x 1 on cpu, gloo over eth0 (10.77.0.1)" in h.text("h1")
+        assert f"ranks:   {count} = {count} nodes ({names}) x 1 on cpu, gloo over eth0 (10.77.0.1)" in h.text(
+            "h1"
+        )
 
 
 def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts, work):
-    """A disk of h2's own, which a start and a resume refuse; a folder that h2 cannot write to; another path; a copy."""
+    """
+    A disk of h2's own, which a start and a resume refuse; a folder that h2 cannot write to; another path; a
+    copy.
+    """
     h, out = hosts(2), work / "out"
     args = [*TINY, "--max_iters=3", "--save_interval=2", "--dist_timeout_s=60", f"--out_dir={out}"]
 
@@ -140,7 +160,8 @@ def test_without_restarts_every_survivor_names_the_failed_host(hosts, work):
 
 def test_elastic_hosts_end_with_the_losses_of_an_uninterrupted_run(hosts, zygote, work):
     """
-    A third host joins late; a cable is cut for longer than dist_timeout_s; a host is killed and comes back. Each number
+    A third host joins late; a cable is cut for longer than dist_timeout_s; a host is killed and comes back.
+    Each number
     of hosts plans its own layout.
     """
     args = [*JOB, "--learning_rate=1e-4", "--max_iters=1000", "--lr_decay_iters=1000", "--dist_timeout_s=8"]
@@ -179,10 +200,19 @@ def test_elastic_hosts_end_with_the_losses_of_an_uninterrupted_run(hosts, zygote
 
 
 def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
-    """The restart count of rank 0's agent stays 0: what --resume_step chose at the start must not be chosen again."""
+    """
+    The restart count of rank 0's agent stays 0: what --resume_step chose at the start must not be chosen
+    again.
+    """
     zygote.start([*JOB, "--max_iters=25", "--keep_last=0", "--out_dir=out"], work).wait()
     h, out = hosts(2), work / "out"
-    chosen = ["--init_from=resume", "--resume_step=10", "--max_iters=1000000", "--keep_last=0", "--dist_timeout_s=60"]
+    chosen = [
+        "--init_from=resume",
+        "--resume_step=10",
+        "--max_iters=1000000",
+        "--keep_last=0",
+        "--dist_timeout_s=60",
+    ]
     script = [str(REPO / "train.py"), *JOB, *chosen, "--out_dir=out"]
     nodes = [*TORCHRUN, "--nnodes=1:2", *ELASTIC[1:], *script]
     h.start("h1", nodes)
@@ -207,7 +237,14 @@ def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
 def test_an_island_that_fails_is_left_out_and_comes_back(hosts, zygote, work):
     """Each host is an island; two of three go on when one has no power, and it takes part again later."""
     islands = ["--islands=0", "--local_steps=20", "--outer_parts=2", "--outer_compression=int8"]
-    args = [*JOB, *islands, "--max_iters=1500", "--lr_decay_iters=1500", "--dist_timeout_s=8", "--eval_interval=1500"]
+    args = [
+        *JOB,
+        *islands,
+        "--max_iters=1500",
+        "--lr_decay_iters=1500",
+        "--dist_timeout_s=8",
+        "--eval_interval=1500",
+    ]
     h, out = hosts(3), work / "out"
 
     def start(host):
@@ -227,6 +264,15 @@ def test_an_island_that_fails_is_left_out_and_comes_back(hosts, zygote, work):
     assert agents["h1"].wait(600) == 0, h.text("h1")[-3000:]
     assert sorted(column(out, "loss")) == [*range(1501)]
     assert "islands: 2 of 1 processes" in h.text("h1")
-    zygote.start([*args, "--islands=1", "--local_steps=1", "--outer_parts=1", "--outer_compression=none",
-                  "--out_dir=one"], work).wait(600)  # fmt: skip
+    zygote.start(
+        [
+            *args,
+            "--islands=1",
+            "--local_steps=1",
+            "--outer_parts=1",
+            "--outer_compression=none",
+            "--out_dir=one",
+        ],
+        work,
+    ).wait(600)
     assert column(out, "val_loss")[1500] == pytest.approx(column(work / "one", "val_loss")[1500], abs=0.1)

@@ -46,7 +46,9 @@ def test_device_choice(monkeypatch):
 
 
 def test_each_process_may_see_one_gpu_only(monkeypatch):
-    """srun --gpus-per-task=1, or CUDA_VISIBLE_DEVICES=$LOCAL_RANK: all use number 0, and their UUIDs differ."""
+    """
+    srun --gpus-per-task=1, or CUDA_VISIBLE_DEVICES=$LOCAL_RANK: all use number 0, and their UUIDs differ.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert {pick_device(name, rank, 4).index for name in ("cuda", "auto") for rank in range(4)} == {0}
@@ -61,7 +63,9 @@ def test_each_process_may_see_one_gpu_only(monkeypatch):
     check_gpus([("a", "1")] * 2, [one, other])
     check_gpus([("a", "1"), ("b", "2"), ("a", "3")], [one, one, one])
     check_gpus([("a", "1")] * 2, [[], []])
-    with pytest.raises(ValueError, match=r"^rank 1 \(b\), rank 2 \(b\) use .* start at most one process on b, or let"):
+    with pytest.raises(
+        ValueError, match=r"^rank 1 \(b\), rank 2 \(b\) use .* start at most one process on b, or let"
+    ):
         check_gpus([("a", "1"), ("b", "2"), ("b", "2")], [one, one, one])
 
 
@@ -76,7 +80,9 @@ def test_gloo_communicates_for_gpus_where_there_is_no_nccl(monkeypatch):
 def test_dtype_choice(monkeypatch):
     monkeypatch.setattr(precision, "cpu_has", lambda feature: feature == "avx512_bf16")
     assert precision.resolve_dtype("auto", CPU) == "bfloat16"
-    assert precision.resolve_dtype("auto", CPU, previous="float32") == "float32", "a resumed run keeps its dtype"
+    assert precision.resolve_dtype("auto", CPU, previous="float32") == "float32", (
+        "a resumed run keeps its dtype"
+    )
     assert precision.resolve_dtype("auto", CPU, previous="tf32") == "bfloat16", "unless this device lacks it"
     assert precision.resolve_dtype("float16", CPU, previous="float32") == "float16"
     monkeypatch.setattr(precision, "cpu_has", lambda feature: False)
@@ -85,7 +91,9 @@ def test_dtype_choice(monkeypatch):
 
 
 def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
-    """A CPU skips it. On other devices, a trial that fails on one rank makes all ranks skip it, with a message."""
+    """
+    A CPU skips it. On other devices, a trial that fails on one rank makes all ranks skip it, with a message.
+    """
     model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
     compiled = []
     monkeypatch.setattr(GPT, "compile", lambda self: compiled.append(self))
@@ -99,7 +107,9 @@ def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
     message = compilation.compile_model(model, OtherDevice(), by_block=False)
     assert not compiled and "no compiler here" in message and "without it" in message
     monkeypatch.setattr(torch, "compile", lambda f: f)
-    monkeypatch.setattr(together, "gather_objects", lambda mine: [mine, "RuntimeError: the other rank's problem"])
+    monkeypatch.setattr(
+        together, "gather_objects", lambda mine: [mine, "RuntimeError: the other rank's problem"]
+    )
     message = compilation.compile_model(model, OtherDevice(), by_block=False)
     assert not compiled and "other rank's problem" in message
 
@@ -147,7 +157,9 @@ def test_warmup_as_long_as_the_decay(zygote, work):
     cases = {(3, 3): None, (0, 0): None, (2, 6): None}
     for warmup, decay in cases:
         out = f"lr{warmup}-{decay}"
-        zygote.train([*common, f"--warmup_iters={warmup}", f"--lr_decay_iters={decay}", f"--out_dir={out}"], work)
+        zygote.train(
+            [*common, f"--warmup_iters={warmup}", f"--lr_decay_iters={decay}", f"--out_dir={out}"], work
+        )
         for it, lr in column(work / out, "lr").items():
             if it < warmup:
                 expected = 1e-3 * (it + 1) / (warmup + 1)
@@ -210,7 +222,8 @@ def test_a_restart_ignores_what_the_previous_attempt_left_in_the_store():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     clients = [dist.TCPStore("127.0.0.1", server.port) for _ in range(3)]
     starts = []
-    for _ in range(3):  # the second and third find keys of earlier starts, and of a process that exited while it waited
+    # the second and third find keys of earlier starts, and of a process that exited while it waited
+    for _ in range(3):
         clients[0].set("hello/2", "a process that has exited")
         found = [None] * 3
 
@@ -228,7 +241,10 @@ def test_a_restart_ignores_what_the_previous_attempt_left_in_the_store():
 
 
 def test_a_store_that_does_not_answer_is_named(at):
-    """The port of a different program, rank 0 is suspended, its cable is cut: requests to the store never return."""
+    """
+    The port of a different program, rank 0 is suspended, its cable is cut: requests to the store never
+    return.
+    """
     at.set(network, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -240,7 +256,9 @@ def test_a_store_that_does_not_answer_is_named(at):
             connect_ranks("cpu", "auto", 0.5)
         # connected before the store became silent
         ask = threading.Event().wait
-        requests = SimpleNamespace(set=lambda *_: ask(), check=lambda _: ask(), get=lambda _: ask(), set_timeout=print)
+        requests = SimpleNamespace(
+            set=lambda *_: ask(), check=lambda _: ask(), get=lambda _: ask(), set_timeout=print
+        )
         at.set(process_group, "connect_store", lambda *args: requests)
         with pytest.raises(ValueError, match=said):
             connect_ranks("cpu", "auto", 0.5)
@@ -256,6 +274,7 @@ def test_missing_ranks_are_named():
     with pytest.raises(ValueError, match="rank 1, 2 of 3 did not join within 0.2 s"):
         network.meet(store, 0, 3, 0.2)
     with pytest.raises(
-        ValueError, match="^did not find rank 0 within 0.2 s. If no launcher started this process, .* type unset RANK "
+        ValueError,
+        match="^did not find rank 0 within 0.2 s. If no launcher started this process, .* type unset RANK ",
     ):
         network.meet(store, 1, 3, 0.2)

@@ -1,4 +1,6 @@
-"""Every launcher starts the same training: rank variables, the order of ranks, network interfaces and cores."""
+"""
+Every launcher starts the same training: rank variables, the order of ranks, network interfaces and cores.
+"""
 
 import os
 import re
@@ -31,17 +33,28 @@ LAUNCHERS = {
     "torchrun": ("torchrun", ["torchrun", "--standalone", "--nproc_per_node=2"]),
     "torch.distributed.run": (None, [*MODULE, "torch.distributed.run", "--standalone", "--nproc_per_node=2"]),
     "torch.distributed.launch": (
-        None, [*MODULE, "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT"]),
+        None,
+        [*MODULE, "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT"],
+    ),
     "accelerate": (
-        "accelerate", ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
-                       "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=PORT"]),
+        "accelerate",
+        [
+            "accelerate",
+            "launch",
+            "--multi_gpu",
+            "--num_processes=2",
+            "--num_machines=1",
+            "--mixed_precision=no",
+            "--dynamo_backend=no",
+            "--main_process_port=PORT",
+        ],
+    ),
     "accelerate, config file": ("accelerate", ["accelerate", "launch", "--config_file=accelerate.yaml"]),
     "deepspeed": ("deepspeed", ["deepspeed", "--num_gpus=2", "--master_port=PORT"]),
-    "mpirun": (
-        "mpirun", ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]),
+    "mpirun": ("mpirun", ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]),
     "accelerate, mpirun": ("mpirun", ["accelerate", "launch", "--config_file=mpi.yaml"]),
     "none": (None, [sys.executable]),
-}  # fmt: skip
+}
 ACCELERATE = """compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
 num_processes: 2
@@ -81,10 +94,16 @@ def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONUNBUFFERED": "1"}
     run = subprocess.run(
         [*(w.replace("PORT", port) for w in before), TRAIN, *FIVE, *own, "--out_dir=out"],
-        cwd=work, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=work,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, run.stdout + run.stderr
+    assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, (
+        run.stdout + run.stderr
+    )
     one, other = column(work / "one", "loss"), column(work / "out", "loss")
     assert one.keys() == other.keys() and len(one) == 5
     assert max(abs(one[s] - other[s]) for s in one) < 1e-5
@@ -92,7 +111,15 @@ def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
 
 def variables(monkeypatch, **given):
     """Set these variables of a launcher, and unset all others."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     for name in [*os.environ]:
         if name in names or name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_")):
             monkeypatch.delenv(name)
@@ -110,13 +137,21 @@ def test_rank_variables_of_each_launcher(monkeypatch):
     adopt_launcher_variables()
     assert rank_variables() == (3, 4, 1, 4) and os.environ["MASTER_ADDR"] == "127.0.0.1"
     variables(monkeypatch, **ompi | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    with pytest.raises(ValueError, match="rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST"):
+    with pytest.raises(
+        ValueError, match="rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST"
+    ):
         adopt_launcher_variables()
-    variables(monkeypatch, PMI_RANK="5", PMI_SIZE="8", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="4", MASTER_ADDR="h1")
+    variables(
+        monkeypatch, PMI_RANK="5", PMI_SIZE="8", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="4", MASTER_ADDR="h1"
+    )
     adopt_launcher_variables()
     assert rank_variables() == (5, 8, 1, 4) and os.environ["MASTER_ADDR"] == "h1"
-    step = dict(SLURM_JOB_ID="17", SLURM_STEP_ID="0", SLURM_PROCID="4", SLURM_STEP_NUM_TASKS="5", SLURM_LOCALID="0")
-    step |= dict(SLURM_NODEID="2", SLURM_STEP_TASKS_PER_NODE="2(x2),1", SLURM_STEP_NODELIST="gpu[07-08],login")
+    step = dict(
+        SLURM_JOB_ID="17", SLURM_STEP_ID="0", SLURM_PROCID="4", SLURM_STEP_NUM_TASKS="5", SLURM_LOCALID="0"
+    )
+    step |= dict(
+        SLURM_NODEID="2", SLURM_STEP_TASKS_PER_NODE="2(x2),1", SLURM_STEP_NODELIST="gpu[07-08],login"
+    )
     variables(monkeypatch, **step)
     adopt_launcher_variables()
     assert rank_variables() == (4, 5, 0, 1)
@@ -126,7 +161,11 @@ def test_rank_variables_of_each_launcher(monkeypatch):
     adopt_launcher_variables()
     assert os.environ["MASTER_PORT"] != port, "two jobs on a machine use different ports"
     # what is typed in the shell of srun --pty; srun, typed in this shell; srun --pty without a shell
-    for terminal, parent, is_rank in ((True, "bash", False), (False, "bash", True), (True, "slurmstepd", True)):
+    for terminal, parent, is_rank in (
+        (True, "bash", False),
+        (False, "bash", True),
+        (True, "slurmstepd", True),
+    ):
         variables(monkeypatch, **step, SLURM_PTY_PORT="1")
         monkeypatch.setattr(launchers, "has_terminal", Mock(return_value=terminal))
         with monkeypatch.context() as only_here:
@@ -134,14 +173,18 @@ def test_rank_variables_of_each_launcher(monkeypatch):
             adopt_launcher_variables()
         assert ("RANK" in os.environ) == is_rank, (terminal, parent)
     # torchrun under srun: torchrun's variables; the shell of a job: a single process
-    variables(monkeypatch, **step, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="h1", MASTER_PORT="1")
+    variables(
+        monkeypatch, **step, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="h1", MASTER_PORT="1"
+    )
     adopt_launcher_variables()
     assert rank_variables()[:2] == (0, 2)
     variables(monkeypatch, **step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
     adopt_launcher_variables()
     assert rank_variables() == (0, 1, 0, 1)
     # DeepSpeed's launcher
-    deepspeed = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", MASTER_ADDR="h1", MASTER_PORT="1")
+    deepspeed = dict(
+        RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", MASTER_ADDR="h1", MASTER_PORT="1"
+    )
     variables(monkeypatch, **deepspeed)
     adopt_launcher_variables()
     assert rank_variables() == (3, 4, 1, 2)
@@ -197,7 +240,10 @@ def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
 
 
 def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
-    """torchrun would exit before the script starts. Behind `--` it reads no options; --nproc is instead of torchrun."""
+    """
+    torchrun would exit before the script starts. Behind `--` it reads no options; --nproc is instead of
+    torchrun.
+    """
     refused = set()
     for script in ("train.py", "sample.py", "bench.py"):
         for name in settings_of(REPO / script):
@@ -206,14 +252,22 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
             except SystemExit:
                 refused.add(name)
     assert refused <= {"nproc", "start"}, capsys.readouterr().err  # Python 3.11 refuses both
-    command = next(line for line in (REPO / "sample.py").read_text().splitlines() if "-- sample.py --start" in line)
+    command = next(
+        line for line in (REPO / "sample.py").read_text().splitlines() if "-- sample.py --start" in line
+    )
     parsed = torchrun.parse_args(shlex.split(command.partition("   --")[0])[1:])
     assert (parsed.training_script, parsed.training_script_args) == ("sample.py", ["--start=def main("])
 
 
 def test_cores_are_divided_among_ranks_with_gpus_too(monkeypatch):
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     monkeypatch.setattr(os, "environ", os.environ | variables)
     monkeypatch.setattr(device_module, "pick_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(device_module, "gpu_identity", lambda device: ["T4", "GPU-1"])
@@ -240,8 +294,12 @@ def test_interface_is_chosen_or_the_candidates_are_listed(monkeypatch):
     assert chosen(False, "h1") == "lo (127.0.0.1)"
     assert chosen(True, "h1", "docker0") == "docker0 (172.17.0.1)"
     ways["10.0.0.7"] = "10.0.0.7"
-    assert chosen(True, "h1", seen=["127.0.1.1", "10.0.0.7"]) == "eth0 (10.0.0.7)", "the other ranks know its address"
-    with pytest.raises(ValueError, match=r"several network interfaces, lo .*docker0 .*set GLOO_SOCKET_IFNAME=eth0"):
+    assert chosen(True, "h1", seen=["127.0.1.1", "10.0.0.7"]) == "eth0 (10.0.0.7)", (
+        "the other ranks know its address"
+    )
+    with pytest.raises(
+        ValueError, match=r"several network interfaces, lo .*docker0 .*set GLOO_SOCKET_IFNAME=eth0"
+    ):
         chosen(True, "h1")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME is 'eth9', but h1 has lo"):
         chosen(True, "10.0.0.1", "eth9")
@@ -251,7 +309,10 @@ def test_interface_is_chosen_or_the_candidates_are_listed(monkeypatch):
     assert chosen(True, "h1") == "", "not Linux: gloo chooses"
     monkeypatch.undo()
     if sys.platform == "linux":
-        assert network.interfaces().get("lo") == "127.0.0.1" and network.address_towards("127.0.0.1") == "127.0.0.1"
+        assert (
+            network.interfaces().get("lo") == "127.0.0.1"
+            and network.address_towards("127.0.0.1") == "127.0.0.1"
+        )
 
 
 def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
@@ -279,15 +340,30 @@ def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
 
 
 def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
-    """alert_command's command may start train.py or torch: it inherits no launcher's variables, but a job's number."""
-    ours = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="h1", MASTER_PORT="1")
-    ours |= dict(GROUP_RANK="0", ROLE_NAME="default", TORCHELASTIC_RUN_ID="x", TORCHELASTIC_USE_AGENT_STORE="True")
-    ours |= dict(OMPI_COMM_WORLD_RANK="0", PMI_RANK="0", PMIX_NAMESPACE="x", MPI_LOCALRANKID="0", ISOGPT_STARTED="1")
-    ours |= dict(SLURM_PROCID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID="0", LOCAL_SIZE="2")
+    """
+    alert_command's command may start train.py or torch: it inherits no launcher's variables, but a job's
+    number.
+    """
+    ours = dict(
+        RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="h1", MASTER_PORT="1"
+    )
+    ours |= dict(
+        GROUP_RANK="0", ROLE_NAME="default", TORCHELASTIC_RUN_ID="x", TORCHELASTIC_USE_AGENT_STORE="True"
+    )
+    ours |= dict(
+        OMPI_COMM_WORLD_RANK="0", PMI_RANK="0", PMIX_NAMESPACE="x", MPI_LOCALRANKID="0", ISOGPT_STARTED="1"
+    )
+    ours |= dict(
+        SLURM_PROCID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID="0", LOCAL_SIZE="2"
+    )
     variables(monkeypatch, **ours, SLURM_JOB_ID="17", MAIL="me")
     alert(f"env > {tmp_path}/env; cat > {tmp_path}/event", {"event": "end"}, wait_s=30)
-    inherited = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
-    assert not ours.keys() & inherited.keys() and inherited["SLURM_JOB_ID"] == "17" and inherited["MAIL"] == "me"
+    inherited = dict(
+        line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line
+    )
+    assert (
+        not ours.keys() & inherited.keys() and inherited["SLURM_JOB_ID"] == "17" and inherited["MAIL"] == "me"
+    )
     assert os.environ["RANK"] == "0"
 
 
@@ -307,32 +383,49 @@ def test_variables_of_a_launcher_that_has_exited(monkeypatch, capfd):
         )
         with pytest.raises(ValueError, match=f"^{problem} within 0.5 s.*{unset}"):
             connect_ranks("cpu", "gloo", 0.5)
-        expected = (
-            f"note: rank 0 of 2 waits for the other ranks at 127.0.0.1:{group['MASTER_PORT']}, as the environment"
-        )
+        expected = f"note: rank 0 of 2 waits for the other ranks at 127.0.0.1:{group['MASTER_PORT']}, as the environment"
         said = capfd.readouterr().err.splitlines()
-        assert len(said) == (rank == "0") and all(line.startswith(expected) and unset in line for line in said)
+        assert len(said) == (rank == "0") and all(
+            line.startswith(expected) and unset in line for line in said
+        )
         monkeypatch.undo()
         monkeypatch.setattr(process_group, "WAITING_S", 0)
 
 
 def test_a_debug_level_with_which_torch_crashes(zygote, work):
-    """A segmentation fault in DistributedDataParallel (torch 2.13). The other layouts and the level INFO work."""
-    run = zygote.start([*FIVE, "--out_dir=ddp"], work, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).wait(ok=False)
+    """
+    A segmentation fault in DistributedDataParallel (torch 2.13). The other layouts and the level INFO work.
+    """
+    run = zygote.start([*FIVE, "--out_dir=ddp"], work, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).wait(
+        ok=False
+    )
     errors = [line for line in run.text().splitlines() if line.startswith("error: ")]
     assert run.codes == [1, 1] and len(errors) == 1, run.text()
-    assert errors[0].startswith("error: TORCH_DISTRIBUTED_DEBUG is DETAIL") and "=INFO, or set --zero=2" in errors[0]
+    assert (
+        errors[0].startswith("error: TORCH_DISTRIBUTED_DEBUG is DETAIL")
+        and "=INFO, or set --zero=2" in errors[0]
+    )
     assert not (work / "ddp").exists()
     for level, flag in (("INFO", "--zero=0"), ("DETAIL", "--zero=2"), ("DETAIL", "--pp=2")):
         zygote.start([*FIVE, "--out_dir=out", flag], work, 2, env={"TORCH_DISTRIBUTED_DEBUG": level}).wait()
 
 
 def test_kubernetes_manifest_has_only_fields_of_the_operator():
-    """Names as in the CRD of Kubeflow's training-operator 1.9, against which the whole file was checked once."""
+    """
+    Names as in the CRD of Kubeflow's training-operator 1.9, against which the whole file was checked once.
+    """
     job = yaml.safe_load((REPO / "cluster" / "pytorchjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     spec, worker = job["spec"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    elastic = {"maxReplicas", "maxRestarts", "metrics", "minReplicas", "nProcPerNode", "rdzvBackend", "rdzvConf"}
+    elastic = {
+        "maxReplicas",
+        "maxRestarts",
+        "metrics",
+        "minReplicas",
+        "nProcPerNode",
+        "rdzvBackend",
+        "rdzvConf",
+    }
     assert set(spec["elasticPolicy"]) <= elastic | {"rdzvHost", "rdzvId", "rdzvPort", "standalone"}
     assert isinstance(spec["nprocPerNode"], str) and set(worker) == {"replicas", "restartPolicy", "template"}
     assert spec["elasticPolicy"]["minReplicas"] <= worker["replicas"] <= spec["elasticPolicy"]["maxReplicas"]
@@ -398,8 +491,12 @@ def test_nproc_without_a_launcher(work):
 
 
 def migration_rows():
-    """(setting of the other project, our flags) of each row of the tables for users of accelerate and DeepSpeed."""
-    sections = re.split(r"^#+ (?=.*(?:accelerate|DeepSpeed))", (REPO / "docs" / "migrating.md").read_text(), flags=re.M)
+    """
+    (setting of the other project, our flags) of each row of the tables for users of accelerate and DeepSpeed.
+    """
+    sections = re.split(
+        r"^#+ (?=.*(?:accelerate|DeepSpeed))", (REPO / "docs" / "migrating.md").read_text(), flags=re.M
+    )
     assert len(sections) >= 3, "a section for accelerate and one for DeepSpeed"
     for section in sections[1:]:
         table = re.split(r"^#+ ", section, flags=re.M)[0]
@@ -425,13 +522,18 @@ def test_every_row_of_the_migration_tables_trains(zygote, work):
             nproc = 1 if "--nproc=2" in flags else 2
             script = [*TINY, "--max_iters=1", f"--out_dir={done[key]}", *flags]
             if nproc == 1:  # torchrun, with all its imports
-                subprocess.run([sys.executable, TRAIN, *script], cwd=work, check=True, capture_output=True, timeout=120)
+                subprocess.run(
+                    [sys.executable, TRAIN, *script], cwd=work, check=True, capture_output=True, timeout=120
+                )
             else:
                 zygote.start(script, work, nproc).wait()
         start = records(work / done[key])[0]
         config = start["config"] | {"nproc": start["world_size"]}
         for flag in flags:
             name, value = flag[2:].split("=")
-            same = [str(config[name]) == value, isinstance(config[name], float) and config[name] == float(value or 0)]
+            same = [
+                str(config[name]) == value,
+                isinstance(config[name], float) and config[name] == float(value or 0),
+            ]
             assert any(same), (left, flag, config[name])
         assert column(work / done[key], "loss").keys() >= {0}

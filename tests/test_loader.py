@@ -35,11 +35,12 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import PADDING, Share, share_of
 
 CPU = torch.device("cpu")
-OURS = {"dtype": "uint16", "vocab_size": 128, "tokenizer": "char", "tokenizer_size": 90, "source": {}}  # a meta.json
+# a meta.json
+OURS = {"dtype": "uint16", "vocab_size": 128, "tokenizer": "char", "tokenizer_size": 90, "source": {}}
 N, BLOCK = 1003, 8  # a text of 125 windows and a bit
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # which sequences
 
 
@@ -68,7 +69,9 @@ def test_windows_depend_on_their_arguments_only():
     torch.manual_seed(5)
     generators = np.random.get_state()[1].copy(), torch.get_rng_state()
     drawn_by(3)
-    assert (np.random.get_state()[1] == generators[0]).all() and torch.equal(torch.get_rng_state(), generators[1])
+    assert (np.random.get_state()[1] == generators[0]).all() and torch.equal(
+        torch.get_rng_state(), generators[1]
+    )
 
 
 def test_windows_have_not_changed():
@@ -91,7 +94,9 @@ def test_windows_have_not_changed():
 def test_seeds_streams_and_steps_draw_differently():
     assert len({TRAIN, EVAL_TRAIN, EVAL_VAL, SHUFFLE}) == 4
     kinds = list(itertools.product((0, 1, 2**40), (TRAIN, EVAL_TRAIN, EVAL_VAL), (0, 1, 2, 2**40)))
-    drawn = {tuple(random_windows(10**9, BLOCK, seed, stream, step, 8).tolist()) for seed, stream, step in kinds}
+    drawn = {
+        tuple(random_windows(10**9, BLOCK, seed, stream, step, 8).tolist()) for seed, stream, step in kinds
+    }
     assert len(drawn) == len(kinds)
     assert len(set().union(*drawn)) == 8 * len(kinds)  # no stream is a shifted copy of another one
 
@@ -137,7 +142,10 @@ def test_epochs_do_not_depend_on_the_size_of_a_step():
 
 
 def test_a_resume_with_another_batch_continues_the_epoch():
-    """No window is repeated or left out; the steps before the change, to which a rollback goes, stay as they were."""
+    """
+    No window is repeated or left out; the steps before the change, to which a rollback goes, stay as they
+    were.
+    """
     data = SimpleNamespace(train=np.zeros(N, np.uint16))
 
     def reader(n, progress):
@@ -147,7 +155,12 @@ def test_a_resume_with_another_batch_continues_the_epoch():
 
     progress, read = Progress(tokens_per_step=6 * BLOCK), []
     for n, steps in ((6, 7), (4, 10), (9, 30)):
-        run = {"iter_num": progress.step, "isogpt": progress.describe(), "best_val_loss": float("inf"), "config": {}}
+        run = {
+            "iter_num": progress.step,
+            "isogpt": progress.describe(),
+            "best_val_loss": float("inf"),
+            "config": {},
+        }
         saved = SimpleNamespace(run=run, optimizer=None)
         progress = Progress(tokens_per_step=n * BLOCK)
         progress.load(saved)
@@ -161,15 +174,19 @@ def test_a_resume_with_another_batch_continues_the_epoch():
         again = Progress(tokens_per_step=n * BLOCK)
         again.load(saved)
         assert reader(n, again).starts(again.step).tolist() == read[len(read) - n * steps :][:n]
-    assert progress.position == len(read) * BLOCK and progress.tokens == progress.position - (6 + 4 + 9) * BLOCK
-    assert read == np.concatenate([shuffled_windows(N, BLOCK, 1, step, 1) for step in range(len(read))]).tolist()
+    assert (
+        progress.position == len(read) * BLOCK and progress.tokens == progress.position - (6 + 4 + 9) * BLOCK
+    )
+    assert (
+        read == np.concatenate([shuffled_windows(N, BLOCK, 1, step, 1) for step in range(len(read))]).tolist()
+    )
 
 
 def test_a_text_of_one_window_repeats_it():
     assert shuffled_windows(BLOCK + 1, BLOCK, 1, 5, 7).tolist() == [0] * 7
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # how they are divided over the ranks
 
 
@@ -195,7 +212,7 @@ def test_the_documented_example_of_a_share():
     assert share_of(480, 0, 8, 12) == Share(480, 0, micro_steps=5, rows_of=(12,) * 8)  # without padding
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # reading
 
 
@@ -241,7 +258,9 @@ def test_micro_batches_equal_rows_read_directly(rank, world, steps):
     share = share_of(20, rank, world, 3)
     got = list(batches_of(tokens, share, steps))
     assert len(got) == len(steps) * share.micro_steps
-    for (x, y), (step, micro_step) in zip(got, itertools.product(steps, range(share.micro_steps)), strict=True):
+    for (x, y), (step, micro_step) in zip(
+        got, itertools.product(steps, range(share.micro_steps)), strict=True
+    ):
         starts = share.pick(random_windows(N, BLOCK, 1, TRAIN, step, 20), micro_step)
         expected_x, expected_y = read_rows(tokens, starts, BLOCK)
         assert torch.equal(x, expected_x) and torch.equal(y, expected_y)
@@ -292,7 +311,7 @@ def test_an_id_outside_the_vocabulary_raises_an_error_when_it_is_read(tmp_path, 
     assert sum(int((x == 65).sum() + (y == 65).sum()) for x, y in fine) > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the data set on disk
 
 
@@ -340,7 +359,10 @@ def test_uint32_is_read_from_the_metadata(tmp_path, monkeypatch):
 
 def test_missing_files_are_named(folder, tmp_path):
     (folder / "val.bin").unlink()
-    refused(r"data.text.val\.bin does not exist; take it from the end of train\.bin: python .*split\.py data.text$")
+    refused(
+        r"data.text.val\.bin does not exist; take it from the end of train\.bin: python .*split\.py "
+        r"data.text$"
+    )
     (folder / "test.bin").touch()
     refused(r"data.text.val\.bin does not exist; rename data.text.test\.bin to val\.bin$")
     (folder / "train.bin").unlink()
@@ -410,7 +432,10 @@ def test_check_ids_accepts_the_last_id():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"dtype": "float32"}', r"meta\.json: dtype is 'float32', possible are uint8, .*, uint32, int64 and uint64"),
+        (
+            '{"dtype": "float32"}',
+            r"meta\.json: dtype is 'float32', possible are uint8, .*, uint32, int64 and uint64",
+        ),
         ('{"dtype": ">u2"}', r"meta\.json: dtype is '>u2', possible are"),
         ('{"dtype": null}', r"meta\.json: dtype is None"),
         ('{"vocab_size": 90', r"meta\.json cannot be read"),
@@ -452,7 +477,13 @@ class Run:
 def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(folder, tmp_path):
     mark = tmp_path / "ran"
     touch, code = f"touch {mark}", f"open({str(mark)!r}, 'w')"
-    calls = [Run(os.system, touch), Run(eval, code), Run(exec, code), Run(Path.touch, mark), Run(np.load, "x.npy")]
+    calls = [
+        Run(os.system, touch),
+        Run(eval, code),
+        Run(exec, code),
+        Run(Path.touch, mark),
+        Run(np.load, "x.npy"),
+    ]
     pickles = [pickle.dumps(d) for call in calls for d in (call, {"vocab_size": 90, "stoi": {"a": [call]}})]
     pickles.append(f"cos\nsystem\n(S'{touch}'\ntR.".encode())  # protocol 0
     pickles.append(b"cnumpy\nf2py.os.system\n(S'" + touch.encode() + b"'\ntR.")
@@ -505,7 +536,16 @@ def test_where_data_sets_are_searched(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "form", ["data/mine", "data/mine/", "mine/", "./data/mine", "{}/data/mine/train.bin", "data/mine/val.bin", "~/mine"]
+    "form",
+    [
+        "data/mine",
+        "data/mine/",
+        "mine/",
+        "./data/mine",
+        "{}/data/mine/train.bin",
+        "data/mine/val.bin",
+        "~/mine",
+    ],
 )
 def test_forms_of_a_data_sets_name(tmp_path, monkeypatch, form):
     monkeypatch.chdir(tmp_path)
@@ -527,7 +567,7 @@ def test_the_repository_is_the_folder_that_contains_the_package():
     assert Path(dataset.__file__).resolve().parent.parent == REPOSITORY
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # files that others wrote
 
 LETTERS = np.random.default_rng(0).integers(0, 65, 6000)  # as in a text of 65 different characters
@@ -550,7 +590,10 @@ def assert_read(folder, capsys, expected, note):
     """The tokens are these, and what is printed contains `note`, or is empty."""
     capsys.readouterr()
     data, printed = open_dataset("text", BLOCK), capsys.readouterr().out
-    assert (data.train.tolist(), data.val.tolist()) == (expected.tolist(), expected[-len(expected) // 4 :].tolist())
+    assert (data.train.tolist(), data.val.tolist()) == (
+        expected.tolist(),
+        expected[-len(expected) // 4 :].tolist(),
+    )
     assert note in printed and bool(note) == bool(printed)
     assert printed.count("\n") <= 1
 
@@ -562,20 +605,26 @@ def test_the_width_of_ids_is_concluded_from_the_content(folder, capsys):
         note = f"train.bin and val.bin in data/text: ids of {bits} bits, read as int{bits}"
         assert_read(folder, capsys, WORDS, note)
         foreign(folder, high.astype(dtype), vocab_size=70_001)
-        assert_read(folder, capsys, high, f"ids of {bits} bits, read as int{bits}; if they are uint16, write {{")
+        assert_read(
+            folder, capsys, high, f"ids of {bits} bits, read as int{bits}; if they are uint16, write {{"
+        )
     foreign(folder, LETTERS.astype(np.int64), **CHARACTERS)
     assert_read(folder, capsys, LETTERS, ": ids of 64 bits, read as int64")
     foreign(folder, LETTERS.astype(np.uint8), **CHARACTERS)
     assert_read(folder, capsys, LETTERS, ": ids of 8 bits, read as uint8")
     # as few different ids occur in a text in which a space of id 0 follows each letter
     foreign(folder, LETTERS.astype(np.int32), **CHARACTERS)
-    refused('32 bits, or ids of 16 bits of which every second is 0: write {"dtype": "int32"} to data/text/meta.json')
+    refused(
+        '32 bits, or ids of 16 bits of which every second is 0: write {"dtype": "int32"} to data/text/meta.json'
+    )
     (folder / "meta.json").write_text('{"dtype": "int32"}')
     assert_read(folder, capsys, LETTERS, "")
     foreign(folder, LETTERS.astype(np.uint8))
     refused('probably ids of 8 bits: write {"dtype": "uint8"} to data/text/meta.json, or with uint16')
     foreign(folder, WORDS.astype(np.int32), LETTERS.astype(np.uint16))
-    refused("data/text: train.bin holds ids of 32 bits, but val.bin of 16 bits: write both with the same dtype")
+    refused(
+        "data/text: train.bin holds ids of 32 bits, but val.bin of 16 bits: write both with the same dtype"
+    )
     padded = WORDS.astype(np.int32)
     padded[5::10] = -1
     foreign(folder, padded)
@@ -585,8 +634,20 @@ def test_the_width_of_ids_is_concluded_from_the_content(folder, capsys):
 def test_uint16_is_never_taken_for_another_width(folder, capsys):
     rng = np.random.default_rng(2)
     mostly_zero = np.where(rng.random(6000) < 0.99, 0, rng.integers(0, 65, 6000))
-    for ids in (LETTERS, WORDS, LETTERS % 4, LETTERS % 16, LETTERS % 2, WORDS * 0, mostly_zero, np.arange(6000) % 40,
-                rng.integers(0, 2**16, 6000), rng.integers(32768, 50304, 6000), WORDS[:100], LETTERS[:37]):  # fmt: skip
+    for ids in (
+        LETTERS,
+        WORDS,
+        LETTERS % 4,
+        LETTERS % 16,
+        LETTERS % 2,
+        WORDS * 0,
+        mostly_zero,
+        np.arange(6000) % 40,
+        rng.integers(0, 2**16, 6000),
+        rng.integers(32768, 50304, 6000),
+        WORDS[:100],
+        LETTERS[:37],
+    ):
         for vocab_size in (65536, 0):
             if vocab_size or ids.max() < GPT2_VOCAB:
                 foreign(folder, ids.astype(np.uint16), **({"vocab_size": vocab_size} if vocab_size else {}))
@@ -595,7 +656,10 @@ def test_uint16_is_never_taken_for_another_width(folder, capsys):
     for ids in (alternating, alternating[::-1]):
         foreign(folder, ids.astype(np.uint16))
         assert_read(
-            folder, capsys, ids, "" if ids[0] == 0 else "train.bin and val.bin in data/text: every second id is 0"
+            folder,
+            capsys,
+            ids,
+            "" if ids[0] == 0 else "train.bin and val.bin in data/text: every second id is 0",
         )
     spaced = np.where(np.arange(6000) % 2, 0, LETTERS)
     foreign(folder, spaced.astype(np.uint16))
@@ -603,7 +667,9 @@ def test_uint16_is_never_taken_for_another_width(folder, capsys):
     (folder / "meta.json").write_text('{"dtype": "uint16"}')
     assert_read(folder, capsys, spaced, "")
     foreign(folder, WORDS.astype(np.uint16), vocab_size=128_256)
-    assert_read(folder, capsys, WORDS, ": read as uint16, whose ids end at 65535, but the vocabulary size is 128256")
+    assert_read(
+        folder, capsys, WORDS, ": read as uint16, whose ids end at 65535, but the vocabulary size is 128256"
+    )
 
 
 def with_header(ids, magic, version, tokens=None):
@@ -621,7 +687,9 @@ def test_the_header_of_llm_c_is_skipped(folder, capsys):
         assert "train.bin has llm.c's header, which is skipped" in capsys.readouterr().out
         foreign(folder, with_header(ids, magic, version, 6001), b"")
         (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes())
-        refused("train.bin has .* bytes, but its header announces 6001 tokens, .*: it is truncated or damaged")
+        refused(
+            "train.bin has .* bytes, but its header announces 6001 tokens, .*: it is truncated or damaged"
+        )
         foreign(folder, with_header(ids, magic, 2), with_header(ids, magic, 2))
         refused(f"header {magic} of version 2, but only version {version} is known")
     questions = with_header(WORDS.astype(np.uint16), 20240522, 1)
@@ -646,13 +714,19 @@ def test_files_without_ids_are_named(folder, tmp_path):
     np.save(array, WORDS.astype(np.uint16))
     for content, said in (
         (array.getvalue(), "is a .npy file, .*: write the ids with numpy's tofile instead of save"),
-        (b"version https://git-lfs.github.com/spec/v1\noid 12\n", "is a pointer of Git LFS, .*: run git lfs pull in"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid 12\n",
+            "is a pointer of Git LFS, .*: run git lfs pull in",
+        ),
         (archive.getvalue(), "is a zip archive"),
         (gzip.compress(WORDS.astype(np.uint16).tobytes()), "is compressed by gzip"),
         (b"<!DOCTYPE html><html>" + text, "is a web page"),
-        (text, "is text, not token ids: rename it to train.txt, then run: python data/shakespeare/prepare.py "
-               "--data_files=data/text/train.txt --out=data/text$"),
-    ):  # fmt: skip
+        (
+            text,
+            "is text, not token ids: rename it to train.txt, then run: python data/shakespeare/prepare.py "
+            "--data_files=data/text/train.txt --out=data/text$",
+        ),
+    ):
         foreign(folder, content, content)
         refused(f"^data/text/train.bin {said}")
     foreign(folder, text, text, vocab_size=256, dtype=np.uint8)  # the bytes may be ids
@@ -666,7 +740,9 @@ def test_forms_of_a_declared_dtype(folder, name):
 
 
 def test_of_a_foreign_meta_json_only_what_is_meant_is_taken(folder):
-    (folder / "meta.json").write_text('{"vocab_size": 90, "train_tokens": 1, "tokenizer": "own", "lang": "en"}')
+    (folder / "meta.json").write_text(
+        '{"vocab_size": 90, "train_tokens": 1, "tokenizer": "own", "lang": "en"}'
+    )
     assert read_meta(folder) == {"vocab_size": 90, "tokenizer": "own"}
     assert open_dataset("text", BLOCK).vocab_size == 90
     (folder / "meta.json").write_text(json.dumps(OURS))
@@ -679,7 +755,9 @@ def test_the_same_tokens_in_other_formats_give_the_same_losses(zygote, work):
     for split in ("train", "val"):
         path = work / "data" / "tiny" / f"{split}.bin"
         ids = np.fromfile(path, np.uint16)
-        path.write_bytes(with_header(ids, 20240520, 1) if split == "train" else ids.astype(np.int64).tobytes())
+        path.write_bytes(
+            with_header(ids, 20240520, 1) if split == "train" else ids.astype(np.int64).tobytes()
+        )
     text = zygote.train(["--out_dir=other", "--max_iters=3", "--eval_interval=2"], work, 2).text()
     assert text.count("note: data/tiny/train.bin has llm.c's header, which is skipped: uint16 ids") == 1
     assert text.count("note: val.bin in data/tiny: ids of 64 bits, read as int64") == 1

@@ -42,10 +42,18 @@ def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
     start = lambda **changed: zygote.start(args, work, 2, script="limited.py", repo=work, env=env | changed)  # noqa: E731
     for smaller, on in ((4, "1"), (2, "01")):  # rank 1 alone, then both
         run = start(ON=on).wait(ok=False)
-        assert set(run.codes) == {1} and run.text().count(": out of memory with micro-batches of") == 1, run.text()
+        assert set(run.codes) == {1} and run.text().count(": out of memory with micro-batches of") == 1, (
+            run.text()
+        )
         if on == "1":
-            assert "error: rank 1: out of memory with micro-batches of 8: injected: tried to allocate" in run.text()
-            assert "rank 1 has failed (OutOfMemoryError: injected: tried to allocate 1 TiB), its last" in run.text()
+            assert (
+                "error: rank 1: out of memory with micro-batches of 8: injected: tried to allocate"
+                in run.text()
+            )
+            assert (
+                "rank 1 has failed (OutOfMemoryError: injected: tried to allocate 1 TiB), its last"
+                in run.text()
+            )
         for part in (
             "weights",
             "gradients",
@@ -57,7 +65,9 @@ def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
             assert part in run.text()
         recorded = (work / "out" / "micro_batch.json").read_text()
         assert json.loads(recorded)["micro_batch"] == smaller
-    other = zygote.start([*args, "--n_head=4", "--out_dir=out"], work, 2, script="limited.py", repo=work, env=env)
+    other = zygote.start(
+        [*args, "--n_head=4", "--out_dir=out"], work, 2, script="limited.py", repo=work, env=env
+    )
     assert ": out of memory with micro-batches of 8" in other.wait(ok=False).text(), "of a different model"
     (work / "out" / "micro_batch.json").write_text(recorded)
     run = start().wait()
@@ -91,14 +101,17 @@ class Reads(dict):
 
 
 def test_what_was_recorded_for_a_job_is_not_used_for_another():
-    """A smaller micro-batch and a layout. Each setting that memory or time are computed from makes another job."""
+    """
+    A smaller micro-batch and a layout. Each setting that memory or time are computed from makes another job.
+    """
     args = asdict(GPTConfig(vocab_size=65, bias=False, n_expert=4, arch="llama"))
     cost = Reads(memory.cost_of(DEFAULTS, args, 12, "bfloat16", 8, "cuda"))
     memory.memory_estimate(cost)
     memory.memory_estimate(cost | {"zero": 2, "pp": 2, "islands": 2, "grad_compression": "int8"})
     prediction.predict(cost | {"zero": 3}, devices.HARDWARE["h100"], 8)
     prediction.predict(cost | {"pp": 2, "islands": 2, "local_steps": 4}, devices.HARDWARE["h100"], 8)
-    # rows follow from the batch and the ranks; fsdp is zero 3; the mesh keeps the timeout, which costs nothing
+    # rows follow from the batch and the ranks; fsdp is zero 3; the mesh keeps the timeout, which costs
+    # nothing
     job, names = memory.job_of(cost), cost.read - {"rows", "fsdp", "dist_timeout_s"}
     assert {"optimizer", "dtype", "ep", "model_args", "ddp_bucket_mb", "outer_parts"} <= names
     assert names <= job.keys()
@@ -111,7 +124,9 @@ def test_what_was_recorded_for_a_job_is_not_used_for_another():
     assert differs(fsdp=True) and not differs(rows=3)
     for name in ("n_head", "n_kv_head", "n_expert", "vocab_size", "arch", "block_size", "dropout", "tied"):
         assert differs(model_args=args | {name: 7}), name
-    logs = dict(learning_rate=1.0, out_dir="x", log_interval=7, wandb_log=True, max_iters=3, seed=2, dataset="other")
+    logs = dict(
+        learning_rate=1.0, out_dir="x", log_interval=7, wandb_log=True, max_iters=3, seed=2, dataset="other"
+    )
     assert not differs(**logs, model_args=args | {"balance_loss": 1.0})
     assert json.loads(json.dumps(job)) == job  # as it is recorded
 
@@ -130,7 +145,9 @@ def test_torchrun_restarts_after_out_of_memory(work):
 def collectives(trace):
     """{collective: number of calls} in one step of a torch.profiler trace of train.py."""
     events = json.loads(trace.read_text())["traceEvents"]
-    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name", "").startswith("ProfilerStep#"))
+    steps = sorted(
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name", "").startswith("ProfilerStep#")
+    )
     begin, end = steps[1]
     count = {}
     for e in events:
@@ -176,22 +193,33 @@ def test_what_compression_and_islands_keep():
     assert optimizer_bytes(2, grad_compression="int8") == pytest.approx(12 * n)
     assert optimizer_bytes(2, islands=2) == pytest.approx(24 * n)
     assert optimizer_bytes(2, islands=2, outer_parts=4) == pytest.approx(18 * n)
-    assert optimizer_bytes(8, islands=2, zero=3, dp_replicate=2, grad_compression="sign") == pytest.approx(28 * n / 2)
+    assert optimizer_bytes(8, islands=2, zero=3, dp_replicate=2, grad_compression="sign") == pytest.approx(
+        28 * n / 2
+    )
 
 
 @pytest.mark.parametrize("gib, bytes_per_logit", [(80, 12), (16, 1.48)])
 def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(monkeypatch, gib, bytes_per_logit):
-    """16 sequences of 1,024 tokens in bfloat16: all logits at once, or five chunks, at 6 bytes per logit of a chunk."""
+    """
+    16 sequences of 1,024 tokens in bfloat16: all logits at once, or five chunks, at 6 bytes per logit of a
+    chunk.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30)
+    )
     found = max(memory.loss_activations(16 * 1024, 50304, 768, 2, on_cpu=False))
     assert found == pytest.approx(16 * 1024 * 50304 * bytes_per_logit, rel=0.02)
 
 
 @pytest.mark.slow
 def test_number_of_collectives(zygote, shared_work):
-    """One gradient reduction per step with grad_sync 'last', one per micro-step with 'every', in each stage of ZeRO."""
-    micro_steps, units = 3, 2 + 1  # FSDP's units: two blocks and the rest; so small a model is one bucket of DDP
+    """
+    One gradient reduction per step with grad_sync 'last', one per micro-step with 'every', in each stage of
+    ZeRO.
+    """
+    # FSDP's units: two blocks and the rest; so small a model is one bucket of DDP
+    micro_steps, units = 3, 2 + 1
     base = [f"--gradient_accumulation_steps={2 * micro_steps}", "--profile=True", "--max_iters=10"]
     base += ["--save_checkpoint=False"]
     for zero in range(4):
@@ -205,8 +233,10 @@ def test_number_of_collectives(zygote, shared_work):
             assert reduced == times * (1 if zero < 2 else units), (zero, sync, seen)
             if zero == 1:  # each rank sends its share of the parameters in one piece
                 assert sum(n for op, n in seen.items() if "broadcast" in op) == 2, seen
-            gathered = sum(n for op, n in seen.items() if "allgather" in op) - 1  # less that of the step's numbers
-            if zero == 3:  # blocks twice per micro-step, for forward and backward; the root, which stays gathered, once
+            # less that of the step's numbers
+            gathered = sum(n for op, n in seen.items() if "allgather" in op) - 1
+            # blocks twice per micro-step, for forward and backward; the root, which stays gathered, once
+            if zero == 3:
                 assert gathered == micro_steps * (2 * 2 + 1), seen
             elif zero < 2:
                 assert gathered == 0
@@ -221,7 +251,8 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
     """On 4 ranks: with zero 3 each holds a quarter of weights and moments, with zero 1 of the moments."""
     script = tmp_path / "held.py"
     script.write_text(
-        "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nfrom isogpt.training import optim\nfrom isogpt.parallel import parts\n"
+        "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nfrom isogpt.training import "
+        "optim\nfrom isogpt.parallel import parts\n"
         "make, kept = optim.make_optimizers, []\n"
         "def keep(model, *args):\n    kept.extend((model, make(model, *args)))\n    return kept[1]\n"
         "optim.make_optimizers = keep\n"
@@ -236,22 +267,33 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
     for zero, nproc in ((0, 1), (1, 4), (2, 4), (3, 4)):
         args = [*TINY, f"--zero={zero}", f"--out_dir=held{zero}", "--max_iters=1", "--n_embd=64"]
         args += ["--save_checkpoint=False"]
-        run = zygote.start(args, shared_work, nproc, script="held.py", repo=tmp_path, env={"REPO": str(REPO)}).wait()
+        run = zygote.start(
+            args, shared_work, nproc, script="held.py", repo=tmp_path, env={"REPO": str(REPO)}
+        ).wait()
         held = [tuple(map(int, h)) for h in re.findall(r"held (\d+) (\d+)", run.text())]
         assert len(held) == nproc
         total = total or held[0]
         for weights, moments in held:
             assert weights <= total[0] * (0.27 if zero >= 2 else 1.0)
-            assert moments <= total[1] * (0.27 if zero >= 2 else 0.45 if zero == 1 else 1.0), (zero, held, total)
+            assert moments <= total[1] * (0.27 if zero >= 2 else 0.45 if zero == 1 else 1.0), (
+                zero,
+                held,
+                total,
+            )
 
 
 @pytest.mark.parametrize("n_expert", [0, 8])
 @pytest.mark.parametrize("arch", ["gpt2", "nanochat", "llama"])
 def test_parameters_and_activations_of_a_block_are_counted(arch, n_expert):
     """The former exactly; of the latter what autograd saves in a float32 forward."""
-    config = GPTConfig(arch=arch, n_layer=1, n_head=4, n_embd=64, block_size=256, vocab_size=65, n_expert=n_expert)
+    config = GPTConfig(
+        arch=arch, n_layer=1, n_head=4, n_embd=64, block_size=256, vocab_size=65, n_expert=n_expert
+    )
     model, args = GPT(config), asdict(config)
-    block, experts = model.transformer.h[0], [p for name, p in model.named_parameters() if ".experts." in name]
+    block, experts = (
+        model.transformer.h[0],
+        [p for name, p in model.named_parameters() if ".experts." in name],
+    )
     found = (list(model.parameters()), list(block.parameters()), experts)
     assert memory.parameter_counts(args) == tuple(sum(p.numel() for p in params) for params in found)
 
@@ -270,12 +312,28 @@ def test_parameters_and_activations_of_a_block_are_counted(arch, n_expert):
 
 @pytest.mark.slow
 def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
-    """bench.py --estimate: sharding and recomputation lower it as expected, the latter by as much as in a real run."""
-    model = ["--n_layer=12", "--n_embd=256", "--n_head=4", "--block_size=1024", "--device=cpu", "--dtype=float32"]
+    """
+    bench.py --estimate: sharding and recomputation lower it as expected, the latter by as much as in a real
+    run.
+    """
+    model = [
+        "--n_layer=12",
+        "--n_embd=256",
+        "--n_head=4",
+        "--block_size=1024",
+        "--device=cpu",
+        "--dtype=float32",
+    ]
     model += ["--vocab_size=65", "--batch_size=2", "--dataset=tiny"]
 
     def parts(*more):
-        args = [*model, "--estimate=True", "--estimate_world_size=4", "--gradient_accumulation_steps=4", *more]
+        args = [
+            *model,
+            "--estimate=True",
+            "--estimate_world_size=4",
+            "--gradient_accumulation_steps=4",
+            *more,
+        ]
         text = zygote.start(args, shared_work, script="bench.py").wait().text()
         return {name: float(size) for name, size in re.findall(r"^  (\w+) +([\d.]+)$", text, re.M)}
 
@@ -297,22 +355,36 @@ def test_estimate_is_near_what_a_run_measures(zygote, shared_work):
             estimated[mode] = parts(*recompute)["activations"]
             shutil.rmtree(shared_work / f"peak-{mode}")
         saved = estimated["none"] - estimated["full"]
-        assert measured["none"] - measured["full"] == pytest.approx(saved, rel=0.25), (arch, measured, estimated)
+        assert measured["none"] - measured["full"] == pytest.approx(saved, rel=0.25), (
+            arch,
+            measured,
+            estimated,
+        )
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small file system")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("mount"), reason="needs root, to mount a small file system"
+)
 @pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])
 def test_a_run_survives_a_full_disk(zygote, work, flags):
-    """A checkpoint fails, training continues, the one before is kept, and the next is written when there is space."""
+    """
+    A checkpoint fails, training continues, the one before is kept, and the next is written when there is
+    space.
+    """
     out = work / "out"
     out.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", out], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", out], capture_output=True
+    ).returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        args = ["--out_dir=out", "--save_interval=10", "--n_embd=64", "--keep_last=9", *flags]  # checkpoints of 1.3 MB
+        # checkpoints of 1.3 MB
+        args = ["--out_dir=out", "--save_interval=10", "--n_embd=64", "--keep_last=9", *flags]
         run = zygote.train([*args, "--max_iters=24"], work, 2, ok=False)
         assert "warning: out: a checkpoint failed (" in run.text() and "saved out/step_00000010" in run.text()
-        assert run.codes == [1, 1] and run.text().count("the final checkpoint could not be written to out") == 1
+        assert (
+            run.codes == [1, 1] and run.text().count("the final checkpoint could not be written to out") == 1
+        )
         found, reports = newest_checkpoint(str(out))
         assert found.step == 10 and not reports and not list(out.glob("unfinished*"))
         assert len(column(out, "loss")) == 25
@@ -381,16 +453,36 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__mai
 """
 
 
-@pytest.mark.parametrize("layout", [pytest.param("--tp=2", marks=pytest.mark.extra),
-                                    pytest.param("--cp=2", marks=pytest.mark.extra),
-                                    pytest.param("--pp=2", marks=pytest.mark.extra),
-                                    pytest.param("--ep=2 --n_expert=8", marks=pytest.mark.extra)])  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("--tp=2", marks=pytest.mark.extra),
+        pytest.param("--cp=2", marks=pytest.mark.extra),
+        pytest.param("--pp=2", marks=pytest.mark.extra),
+        pytest.param("--ep=2 --n_expert=8", marks=pytest.mark.extra),
+    ],
+)
 def test_estimate_of_a_layout_is_near_what_a_run_allocates(zygote, shared_work, layout):
-    """How much more memory the larger of two ranks uses with micro-batches of 5 rows than with those of one."""
+    """
+    How much more memory the larger of two ranks uses with micro-batches of 5 rows than with those of one.
+    """
     (shared_work / "peak.py").write_text(PEAK)
-    model = ["--n_layer=8", "--n_embd=256", "--n_head=4", "--block_size=512", "--device=cpu", "--dtype=float32"]
+    model = [
+        "--n_layer=8",
+        "--n_embd=256",
+        "--n_head=4",
+        "--block_size=512",
+        "--device=cpu",
+        "--dtype=float32",
+    ]
     model += ["--vocab_size=256", "--dataset=tiny", "--gradient_accumulation_steps=4", *layout.split()]
-    run = ["--max_iters=4", "--eval_iters=1", "--log_interval=1", "--save_checkpoint=False", "--eval_interval=1000"]
+    run = [
+        "--max_iters=4",
+        "--eval_iters=1",
+        "--log_interval=1",
+        "--save_checkpoint=False",
+        "--eval_interval=1000",
+    ]
     estimated, measured = [], []
     for rows in (1, 5):
         args = [*model, f"--batch_size={rows}"]
@@ -398,7 +490,11 @@ def test_estimate_of_a_layout_is_near_what_a_run_allocates(zygote, shared_work, 
         text = zygote.start(ask, shared_work, script="bench.py").wait().text()
         estimated.append(float(re.search(r"^  total +([\d.]+)$", text, re.M)[1]))
         env = {"REPO": str(REPO)}
-        text = zygote.start([*args, *run, "--out_dir=peak"], shared_work, 2, "peak.py", shared_work, env).wait().text()
+        text = (
+            zygote.start([*args, *run, "--out_dir=peak"], shared_work, 2, "peak.py", shared_work, env)
+            .wait()
+            .text()
+        )
         measured.append(max(int(size) for size in re.findall(r"^peak (\d+)$", text, re.M)) / 1e9)
         shutil.rmtree(shared_work / "peak")
     more = [gb[1] - gb[0] for gb in (measured, estimated)]

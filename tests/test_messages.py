@@ -58,14 +58,32 @@ from isogpt.training.precision import resolve_dtype
 from isogpt.training.settings import notes_about_text, read_prompt
 from model import GPT, GPTConfig
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # helpers
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
-COST = dict(model_args=asdict(GPTConfig(**SHAPE)), rows=4, dtype="float32", world_size=2, device_type="cpu", zero=0,
-            fsdp=False, dp_replicate=1, grad_sync="auto", fsdp_prefetch=1, cpu_offload=False,
-            activation_checkpointing="none", pp=1, ep=1, cp=1, tp=1, islands=1, cuda_graphs=False,
-            grad_compression="none", pp_schedule="1f1b")  # fmt: skip
+COST = dict(
+    model_args=asdict(GPTConfig(**SHAPE)),
+    rows=4,
+    dtype="float32",
+    world_size=2,
+    device_type="cpu",
+    zero=0,
+    fsdp=False,
+    dp_replicate=1,
+    grad_sync="auto",
+    fsdp_prefetch=1,
+    cpu_offload=False,
+    activation_checkpointing="none",
+    pp=1,
+    ep=1,
+    cp=1,
+    tp=1,
+    islands=1,
+    cuda_graphs=False,
+    grad_compression="none",
+    pp_schedule="1f1b",
+)
 CPU = torch.device("cpu")
 
 
@@ -93,7 +111,13 @@ def tiny_watchdog(timeout_s, step=0):
 def save_in(folder, dataset="letters", **changes):
     """Write a ckpt.pt in nanoGPT's form and a data set with its vocabulary."""
     model = tiny_model()
-    run = {"model_args": dict(SHAPE), "iter_num": 3, "best_val_loss": 1.5, "config": {"dataset": dataset}, "isogpt": {}}
+    run = {
+        "model_args": dict(SHAPE),
+        "iter_num": 3,
+        "best_val_loss": 1.5,
+        "config": {"dataset": dataset},
+        "isogpt": {},
+    }
     state = nanogpt_state(run, model, [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")])
     folder.mkdir(parents=True)
     torch.save({**state, **changes}, folder / "ckpt.pt")
@@ -140,10 +164,16 @@ def opened(at, **changes):
 
 
 def fork(at, model=None, args=None, **changes):
-    """Open and check the ckpt.pt of a nanoGPT fork: `model` and `args` are added to its weights and model_args."""
+    """
+    Open and check the ckpt.pt of a nanoGPT fork: `model` and `args` are added to its weights and model_args.
+    """
     state = torch.load(save_in(at.path / "out") / "ckpt.pt", weights_only=True)
     del state["isogpt"]
-    state |= {"model": state["model"] | (model or {}), "model_args": state["model_args"] | (args or {}), **changes}
+    state |= {
+        "model": state["model"] | (model or {}),
+        "model_args": state["model_args"] | (args or {}),
+        **changes,
+    }
     torch.save(state, at.path / "out/ckpt.pt")
     source = open_checkpoint(newest_checkpoint("out")[0])
     check_weights(source, tiny_model())
@@ -161,8 +191,10 @@ def numbered_by_name(state):
     """AdamW's state as nanoGPT numbered it before May 2023."""
     shapes = {name: p.shape for name, p in tiny_model().named_parameters()}
     names = sorted(shapes, key=lambda name: (len(shapes[name]) < 2, name))
-    return {i: {"step": 1, "exp_avg": torch.ones(shapes[n]), "exp_avg_sq": torch.ones(shapes[n])}
-            for i, n in enumerate(names)}  # fmt: skip
+    return {
+        i: {"step": 1, "exp_avg": torch.ones(shapes[n]), "exp_avg_sq": torch.ones(shapes[n])}
+        for i, n in enumerate(names)
+    }
 
 
 def weights_without(at, name, use=restore_checkpoint):
@@ -222,78 +254,123 @@ def command_line(at, *args):
     export.main()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # messages of single functions
 
 RAISED = {
     "device is 'tpu'; possible are auto, cpu, cuda, cuda:N, mps": lambda at: pick_device("tpu", 0, 1),
     "device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto": lambda at: (
-        at.set(torch.cuda, "is_available", lambda: False), pick_device("cuda", 0, 1)),
+        at.set(torch.cuda, "is_available", lambda: False),
+        pick_device("cuda", 0, 1),
+    ),
     "device is 'cuda:2', but torch finds only cuda:0, cuda:1": lambda at: (
-        two_gpus(at), pick_device("cuda:2", 0, 1)),
-    "rank 0, rank 2 use the same GPU, T4 (GPU-1): start at most 2 processes on a, or let the processes see different "
-    "GPUs (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or set --device=cpu": lambda at: (
-        check_gpus([("a", "1")] * 3, [["T4", "GPU-1"], ["T4", "GPU-2"], ["T4", "GPU-1"]])),
-    "cuda:0 (GTX 1080) has compute capability 6.1, but this PyTorch, 2.0, has kernels for sm_75, sm_80 only: install a "
+        two_gpus(at),
+        pick_device("cuda:2", 0, 1),
+    ),
+    "rank 0, rank 2 use the same GPU, T4 (GPU-1): start at most 2 processes on a, or let the processes see "
+    "different "
+    "GPUs (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or set --device=cpu": lambda at: check_gpus(
+        [("a", "1")] * 3, [["T4", "GPU-1"], ["T4", "GPU-2"], ["T4", "GPU-1"]]
+    ),
+    "cuda:0 (GTX 1080) has compute capability 6.1, but this PyTorch, 2.0, has kernels for sm_75, sm_80 "
+    "only: install a "
     "PyTorch that supports this GPU (https://pytorch.org/get-started/previous-versions), or set --device=cpu": (
-        lambda at: unusable_gpu(at, "CUDA error: no kernel image is available for execution on the device\nCompile")),
-    "cuda:0 cannot be used (CUDA error: out of memory): look at nvidia-smi for other programs on this GPU, or set "
+        lambda at: unusable_gpu(
+            at, "CUDA error: no kernel image is available for execution on the device\nCompile"
+        )
+    ),
+    "cuda:0 cannot be used (CUDA error: out of memory): look at nvidia-smi for other programs on this GPU, "
+    "or set "
     "--device=cpu": lambda at: unusable_gpu(at, "CUDA error: out of memory\nCUDA kernel errors might be"),
     "backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto": lambda at: (
-        at.set(dist, "is_nccl_available", lambda: False), pick_backend("nccl", torch.device("cuda", 0), 2)),
-    "device is 'mps', but torch does not find one: set --device=cpu or --device=auto": lambda at: mps(at, False, 1),
-    "several processes cannot share device 'mps': set --device=cpu, or start one process": lambda at: mps(at, True, 2),
-    "dtype is 'fp8'; possible are auto, float32, tf32, bfloat16, float16": lambda at: resolve_dtype("fp8", CPU),
-    "dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not cpu": lambda at: (
-        resolve_dtype("tf32", CPU)),
+        at.set(dist, "is_nccl_available", lambda: False),
+        pick_backend("nccl", torch.device("cuda", 0), 2),
+    ),
+    "device is 'mps', but torch does not find one: set --device=cpu or --device=auto": lambda at: mps(
+        at, False, 1
+    ),
+    "several processes cannot share device 'mps': set --device=cpu, or start one process": lambda at: mps(
+        at, True, 2
+    ),
+    "dtype is 'fp8'; possible are auto, float32, tf32, bfloat16, float16": lambda at: resolve_dtype(
+        "fp8", CPU
+    ),
+    "dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not cpu": lambda at: resolve_dtype(
+        "tf32", CPU
+    ),
     "dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16": lambda at: (
-        resolve_dtype("float16", torch.device("mps"))),
-    "backend is 'mpi'; possible are auto, nccl (GPUs) and gloo (CPU)": lambda at: connect_ranks("cpu", "mpi", 1),
+        resolve_dtype("float16", torch.device("mps"))
+    ),
+    "backend is 'mpi'; possible are auto, nccl (GPUs) and gloo (CPU)": lambda at: connect_ranks(
+        "cpu", "mpi", 1
+    ),
     "backend 'nccl' needs GPUs, the device is cpu: set --backend=gloo": lambda at: (
-        rank_of_two(at), connect_ranks("cpu", "nccl", 1)),
-    "RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not: no launcher started this process, and RANK=0 "
+        rank_of_two(at),
+        connect_ranks("cpu", "nccl", 1),
+    ),
+    "RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not: no launcher started this process, and "
+    "RANK=0 "
     "is left over in the shell. Type unset RANK, or start with torchrun": lambda at: (
-        at.env("RANK", "0"), rank_variables()),
+        at.env("RANK", "0"),
+        rank_variables(),
+    ),
     "WORLD_SIZE is 'abc', LOCAL_WORLD_SIZE is 'abc': not a number; start with torchrun, or type unset "
-    "RANK": lambda at: (
-        rank_of_two(at, WORLD_SIZE="abc"), rank_variables()),
+    "RANK": lambda at: (rank_of_two(at, WORLD_SIZE="abc"), rank_variables()),
     "the launcher's variables contradict each other: RANK 2, WORLD_SIZE 2, LOCAL_RANK 2, LOCAL_WORLD_SIZE 2, "
     "MASTER_PORT 29500; start with torchrun, or type unset RANK": lambda at: (
-        rank_of_two(at, RANK="2"), rank_variables()),
+        rank_of_two(at, RANK="2"),
+        rank_variables(),
+    ),
     "the ranks were started with different settings: seed is 1 on rank 0, 2 on rank 1": lambda at: (
-        check_alike([{"seed": 1, "host": "a"}, {"seed": 2, "host": "a"}])),
+        check_alike([{"seed": 1, "host": "a"}, {"seed": 2, "host": "a"}])
+    ),
     # data
     "no train.bin in data/nowhere or": lambda at: open_dataset("nowhere", 8),
     "train.bin is empty; write train.bin": lambda at: open_dataset(data_in(at.path / "d", train=[]), 8),
     "holds a list, not a dict": lambda at: open_dataset(data_in(at.path / "d", pkl=[1]), 8),
     "meta.json cannot be read: ": lambda at: open_dataset(data_in(at.path / "d", meta="{"), 8),
     # checkpoints
-    "ckpt.pt cannot be loaded: ": lambda at: (
-        (at.path / "ckpt.pt").touch(), read_file(at.path / "ckpt.pt")),
+    "ckpt.pt cannot be loaded: ": lambda at: ((at.path / "ckpt.pt").touch(), read_file(at.path / "ckpt.pt")),
     "ckpt.pt is not a nanoGPT or isoGPT checkpoint: it has no model, model_args, iter_num": lambda at: (
-        torch.save({}, "ckpt.pt"), read_file(Path("ckpt.pt"))),
+        torch.save({}, "ckpt.pt"),
+        read_file(Path("ckpt.pt")),
+    ),
     "ckpt.pt is a pointer of Git LFS, not the file itself: run git lfs pull in .": lambda at: (
-        Path("ckpt.pt").write_text("version https://git-lfs"), read_file(Path("ckpt.pt"))),
+        Path("ckpt.pt").write_text("version https://git-lfs"),
+        read_file(Path("ckpt.pt")),
+    ),
     "ckpt.pt: its model is not a dict of tensors": lambda at: opened(at, model=[1]),
     "ckpt.pt: its model_args have no n_layer, n_head": lambda at: opened(at, model_args={}),
     "ckpt.pt: its iter_num is '9'": lambda at: opened(at, iter_num="9"),
     "ckpt.pt does not fit the model: 'transformer.wpe.weight'": lambda at: weights_without(at, WPE),
     "ckpt.pt: its best_val_loss is 'low', not a number": lambda at: opened(at, best_val_loss="low"),
     "out/ckpt.pt: use_rope=True, norm='rms' in its model_args changes the model, which is not nanoGPT's": lambda at: (
-        fork(at, args={"use_rope": True, "norm": "rms", "use_alibi": False})),
-    "ckpt.pt does not fit the model: it has no transformer.wpe.weight": lambda at: (
-        weights_without(at, WPE, check_weights)),
+        fork(at, args={"use_rope": True, "norm": "rms", "use_alibi": False})
+    ),
+    "ckpt.pt does not fit the model: it has no transformer.wpe.weight": lambda at: weights_without(
+        at, WPE, check_weights
+    ),
     "it also contains transformer.h.0.attn.q_norm.weight, which nanoGPT's model does not have": lambda at: (
-        fork(at, model={"transformer.h.0.attn.q_norm.weight": torch.ones(4)})),
-    "lm_head.weight and transformer.wte.weight should be the same weights, but differ": lambda at: (
-        fork(at, model={"lm_head.weight": torch.ones(65, 8)})),
+        fork(at, model={"transformer.h.0.attn.q_norm.weight": torch.ones(4)})
+    ),
+    "lm_head.weight and transformer.wte.weight should be the same weights, but differ": lambda at: fork(
+        at, model={"lm_head.weight": torch.ones(65, 8)}
+    ),
     "before May 2023: start a new run from the weights, with --init_from=FOLDER and a different --out_dir": lambda at: (
-        resume_fork(at, optimizer={"state": numbered_by_name(at)})),
+        resume_fork(at, optimizer={"state": numbered_by_name(at)})
+    ),
     "it contains posix.system, and only tensors and plain values are read": lambda at: (
-        torch.save({"x": Evil()}, "ckpt.pt"), read_file(Path("ckpt.pt"))),
+        torch.save({"x": Evil()}, "ckpt.pt"),
+        read_file(Path("ckpt.pt")),
+    ),
     "no valid checkpoint in out; out/ckpt.pt cannot be loaded: it contains argparse.Namespace, and only": lambda at: (
-        export.convert(str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt")),
-    "weights are not finite at step 7 (transformer.wpe.weight): no checkpoint was written": lambda at: not_finite(),
+        export.convert(
+            str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt"
+        )
+    ),
+    "weights are not finite at step 7 (transformer.wpe.weight): no checkpoint was written": lambda at: (
+        not_finite()
+    ),
     "file/out cannot be written to (": lambda at: (Path("file").touch(), make_writable("file/out")),
     "): set another --out_dir=": lambda at: (Path("file").touch(), make_writable("file/out")),
     "no valid checkpoint in empty": lambda at: (os.mkdir("empty"), export.convert("empty", "ckpt.pt")),
@@ -303,11 +380,13 @@ RAISED = {
     "it holds objects other than tensors": lambda at: shards_that_hold(at, metadata_of_objects()),
     # models
     "dropout is 1.0: it must be in [0, 1)": lambda at: GPTConfig(dropout=1.0),
-    "this gpt2 has settings that are not supported: scale_attn_weights=False": lambda at: (
-        GPT.from_hf(SimpleNamespace(config=SimpleNamespace(model_type="gpt2", scale_attn_weights=False)))),
-    "'other' is not a complete GPT2LMHeadModel: lm_head.weight is missing": lambda at: (
-        transformers_that_lack(at, "lm_head.weight")),
-}  # fmt: skip
+    "this gpt2 has settings that are not supported: scale_attn_weights=False": lambda at: GPT.from_hf(
+        SimpleNamespace(config=SimpleNamespace(model_type="gpt2", scale_attn_weights=False))
+    ),
+    "'other' is not a complete GPT2LMHeadModel: lm_head.weight is missing": lambda at: transformers_that_lack(
+        at, "lm_head.weight"
+    ),
+}
 
 
 @pytest.mark.parametrize("text", RAISED)
@@ -347,11 +426,17 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
 
     resume("link")
     resume("copy")
-    path = next(Path("copy").rglob("*.distcp")) if form == "shards" else Path("copy") / found.path.relative_to("rank0")
+    path = (
+        next(Path("copy").rglob("*.distcp"))
+        if form == "shards"
+        else Path("copy") / found.path.relative_to("rank0")
+    )
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged.* the checksum of .* does not match.* from rank 0's machine"):
+    with pytest.raises(
+        ValueError, match="is damaged.* the checksum of .* does not match.* from rank 0's machine"
+    ):
         resume("copy")
     if form == "bare":  # a different file that is not damaged
         torch.save({**state, "model": {name: w + 1 for name, w in state["model"].items()}}, path)
@@ -363,13 +448,18 @@ def test_a_faulty_network(at, capsys):
     at.set(dist, "all_reduce", lambda t: t.fill_(1.0))
     with pytest.raises(SystemExit):
         check_start(one_rank(world_size=2), {})
-    assert capsys.readouterr().err == "error: an all-reduce over 2 ranks returned 1.0: the network is faulty\n"
+    assert (
+        capsys.readouterr().err == "error: an all-reduce over 2 ranks returned 1.0: the network is faulty\n"
+    )
 
 
 def test_what_is_wrong_with_a_checkpoint(at):
     folder = Path("out/step_00000003")
     folder.mkdir(parents=True)
-    assert newest_checkpoint("out") == (None, [f"{folder} is damaged: its manifest.json is missing or damaged"])
+    assert newest_checkpoint("out") == (
+        None,
+        [f"{folder} is damaged: its manifest.json is missing or damaged"],
+    )
     manifest = {"step": 3, "files": {"ckpt.pt": {"sha256": "0"}}}
     (folder / "manifest.json").write_text(sealed(manifest))
     assert damage(folder) == "ckpt.pt cannot be read (No such file or directory)"
@@ -384,8 +474,21 @@ def test_what_is_wrong_with_a_checkpoint(at):
 def test_checkpoints_of_nanogpts_forks(at, capsys):
     """Numpy scalars, missing entries, wrappers' prefixes, other optimizers and fields that change nothing."""
     # what changes nothing is not an error
-    args = {"use_rope": False, "flash_attn": True, "n_kv_head": 2, "norm_eps": 1e-5, "memory": 3, "dropout": None}
-    args |= {"rope_base": 1e4, "normalization": "LayerNorm", "k_norm": "None", "swiglu": False, "swiglu_mult": 8 / 3}
+    args = {
+        "use_rope": False,
+        "flash_attn": True,
+        "n_kv_head": 2,
+        "norm_eps": 1e-5,
+        "memory": 3,
+        "dropout": None,
+    }
+    args |= {
+        "rope_base": 1e4,
+        "normalization": "LayerNorm",
+        "k_norm": "None",
+        "swiglu": False,
+        "swiglu_mult": 8 / 3,
+    }
     numbers = {"iter_num": np.int64(3), "best_val_loss": np.float64(1.5), "config": None, "optimizer": None}
     source = fork(at, args=args | {"n_layer": np.int64(1)}, **numbers)
     assert (source.run["iter_num"], source.run["best_val_loss"], source.run["config"]) == (3, 1.5, {})
@@ -398,7 +501,13 @@ def test_checkpoints_of_nanogpts_forks(at, capsys):
     said = capsys.readouterr().err.splitlines()
     assert said == ["out/ckpt.pt: step 3, val loss 1.5000", *(f"note: {note}" for note in source.notes)]
     # no moments: a resume says so, and nothing else needs them
-    for saved in (None, [1], {"state": {}}, {"state": {0: {"momentum_buffer": torch.ones(1)}}}, {"state": [1]}):
+    for saved in (
+        None,
+        [1],
+        {"state": {}},
+        {"state": {0: {"momentum_buffer": torch.ones(1)}}},
+        {"state": [1]},
+    ):
         shutil.rmtree("out")
         assert resume_fork(at, optimizer=saved, config={"optimizer": "lion"}) == [
             "out/ckpt.pt contains no state of AdamW: the moments start at zero"
@@ -413,7 +522,8 @@ def test_checkpoints_of_nanogpts_forks(at, capsys):
     for moments in state["state"].values():
         moments["max_exp_avg_sq"] = moments["exp_avg_sq"]
     assert resume_fork(at, optimizer=state) == [
-        "out/ckpt.pt contains max_exp_avg_sq of an optimizer that is not used here: the run continues with AdamW, "
+        "out/ckpt.pt contains max_exp_avg_sq of an optimizer that is not used here: the run continues with "
+        "AdamW, "
         "whose steps are different"
     ]
     # the prefixes of wrappers, in any order and place
@@ -421,7 +531,8 @@ def test_checkpoints_of_nanogpts_forks(at, capsys):
         shutil.rmtree("out")
         state = torch.load(save_in(at.path / "out") / "ckpt.pt", weights_only=True)
         model = {
-            prefix + name.replace("h.0.", "h.0._checkpoint_wrapped_module."): w for name, w in state["model"].items()
+            prefix + name.replace("h.0.", "h.0._checkpoint_wrapped_module."): w
+            for name, w in state["model"].items()
         }
         torch.save({**state, "model": model}, "out/ckpt.pt")
         check_weights(open_checkpoint(newest_checkpoint("out")[0]), tiny_model())
@@ -467,14 +578,22 @@ def test_the_note_about_compilation(at):
     with torch._dynamo.config.patch(suppress_errors=False):  # restores the setting afterwards
         assert note(elsewhere) == "compile: the first step takes about a minute longer"
     at.set(compilation, "gather_objects", lambda mine: [mine, "RuntimeError: no C++ compiler"])
-    text = "compile: does not work on this machine, training without it (slower): RuntimeError: no C++ compiler"
+    text = (
+        "compile: does not work on this machine, training without it (slower): RuntimeError: no C++ compiler"
+    )
     assert note(elsewhere) == text
 
 
 def test_many_parameters_that_differ(at):
-    at.set(parallelize, "gather_objects", lambda sums: [sums, {piece: value + 1 for piece, value in sums.items()}])
+    at.set(
+        parallelize,
+        "gather_objects",
+        lambda sums: [sums, {piece: value + 1 for piece, value in sums.items()}],
+    )
     text = weight_differences(tiny_model())
-    assert re.match(r"(transformer\.\S+ differs on rank [01]; ){3}", text) and text.endswith("; and 6 more"), text
+    assert re.match(r"(transformer\.\S+ differs on rank [01]; ){3}", text) and text.endswith(
+        "; and 6 more"
+    ), text
 
 
 def test_the_parts_of_memory():
@@ -483,7 +602,9 @@ def test_the_parts_of_memory():
 
 
 def test_a_logged_step():
-    record = dict(iter=7, loss=3.0, step_ms=200.0, mfu=0.05, tokens_per_s=1234.5, grad_norm=0.5, data_ms_max=1.5)
+    record = dict(
+        iter=7, loss=3.0, step_ms=200.0, mfu=0.05, tokens_per_s=1234.5, grad_norm=0.5, data_ms_max=1.5
+    )
     record["lr"] = 6e-4
     line = "iter 7: loss 3.0000, time 200.00ms, mfu 5.00%, 1,234 tokens/s, grad norm 0.500, lr 6.0e-04, "
     line += "data 1.5ms, 2.50 GB, 1:01 left"
@@ -499,7 +620,7 @@ def test_a_full_disk_is_reported_once_by_the_log(capsys):
     assert capsys.readouterr().out == text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # hangs and crashes
 
 
@@ -537,21 +658,29 @@ def test_out_of_memory(at, capsys):
     assert lines[1].startswith("GB on each rank, estimated: ")
     assert [lines[0], *lines[2:]] == [
         "error: out of memory with micro-batches of 4: tried to allocate 1 TiB",
-        "the next start in out uses micro-batches of 2 (same global batch, same curve): torchrun --max-restarts does "
+        "the next start in out uses micro-batches of 2 (same global batch, same curve): torchrun "
+        "--max-restarts does "
         "so by itself, otherwise repeat the command",
     ]
 
 
-NCCL = (
-    "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:"
-)
+NCCL = "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:"
 FORMS = [
-    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14 GiB"),
-    (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be reported at some other call"),
+    (
+        torch.OutOfMemoryError,
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14 GiB",
+    ),
+    (
+        torch.AcceleratorError,
+        "CUDA error: out of memory\nCUDA kernel errors might be reported at some other call",
+    ),
     (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     (dist.DistBackendError, f"{NCCL}\nCuda failure 2 'out of memory'"),
-    (RuntimeError, "[enforce fail at alloc_cpu.cpp:1] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    (
+        RuntimeError,
+        "[enforce fail at alloc_cpu.cpp:1] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
+    ),
     (RuntimeError, "MPS backend out of memory (MPS allocated: 5.00 GB, other allocations: 2.00 GB)"),
     (RuntimeError, "HIP error: out of memory"),
     (RuntimeError, "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
@@ -559,7 +688,9 @@ FORMS = [
 
 
 def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
-    """The first rank that has this problem explains it, whichever it is, and tells the others what ended it."""
+    """
+    The first rank that has this problem explains it, whichever it is, and tells the others what ended it.
+    """
 
     def leave(status):
         raise SystemExit(status)
@@ -576,7 +707,10 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
                 sys.excepthook(kind, kind(text), None)
             said = capsys.readouterr().err
             line = "Cuda failure 2 'out of memory'" if "NCCL" in text else text.splitlines()[0]
-            assert said.startswith(f"error: rank 3: out of memory with micro-batches of 4: {line}\nGB on") == is_first
+            assert (
+                said.startswith(f"error: rank 3: out of memory with micro-batches of 4: {line}\nGB on")
+                == is_first
+            )
             assert is_first or not said
         assert dog.errors() == {3: f"{kind.__name__}: {line}"}
     assert not is_out_of_memory(RuntimeError("Triton: out of resource: shared memory, Required: 1"))
@@ -591,7 +725,7 @@ def test_an_alert_that_cannot_be_started(at, capsys):
     assert capsys.readouterr().err.startswith("warning: alert_command: [Errno ")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the command line
 
 
@@ -621,7 +755,8 @@ WRONG = {
     "--data_order=sorted": "data_order is 'sorted'; possible are random and shuffle",
     "--out_dir= ": "out_dir is empty: set --out_dir= to a folder",
     "--init_from=resum": (
-        "init_from is 'resum'; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run or of "
+        "init_from is 'resum'; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run "
+        "or of "
         "Hugging Face weights"
     ),
     "--resume_step=3": "resume_step needs init_from 'resume', but it is 'resum': set --init_from=resume",
@@ -643,7 +778,8 @@ def test_settings_of_train_py(at, capsys):
     output = script_that_fails(at, capsys, "train.py", excluding)
     assert sorted(output.err.splitlines()) == [
         "error: cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
-        "error: cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new ones: set --fsdp=False, "
+        "error: cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new ones: set "
+        "--fsdp=False, "
         "or --cuda_graphs=False",
         "error: fsdp is short for zero=3, but zero is 1: set only one of them",
         "error: grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
@@ -652,25 +788,33 @@ def test_settings_of_train_py(at, capsys):
 
 
 def test_prompts_of_sample_py(at, capsys, monkeypatch):
-    """A file's text is not changed, but for its byte order mark; what a shell's user may have meant is one note."""
+    """
+    A file's text is not changed, but for its byte order mark; what a shell's user may have meant is one note.
+    """
     monkeypatch.setenv("HOME", str(at.path))
     monkeypatch.setenv("USERPROFILE", str(at.path))
     Path("p.txt").write_bytes(b"\xef\xbb\xbfA\\nB\n")
     assert read_prompt("FILE:p.txt") == read_prompt("FILE:~/p.txt") == "A\\nB\n"
     assert read_prompt("~/p.txt \\n") == "~/p.txt \\n"
     Path("p.txt").write_text("A", encoding="utf-16")
-    with pytest.raises(ValueError, match=r"^--start=FILE:p.txt cannot be read as text: 'utf-8' .*; save it in UTF-8$"):
+    with pytest.raises(
+        ValueError, match=r"^--start=FILE:p.txt cannot be read as text: 'utf-8' .*; save it in UTF-8$"
+    ):
         read_prompt("FILE:p.txt")
     assert not any(notes_about_text(text, "") for text in ("A\n", "FILE:\\new.txt", ""))
     for text in ("ROMEO:\\n", 'it\'s \\n "so"', "\u00e9\\n"):
         for name, note in zip(("start", "stop"), notes_about_text(text, text), strict=True):
             typed = note.removeprefix(rf"--{name} contains \n as two characters: for a line break, type ")
-            settings_of_sample = configurator.configure({"__file__": str(REPO / "sample.py")}, shlex.split(typed))
+            settings_of_sample = configurator.configure(
+                {"__file__": str(REPO / "sample.py")}, shlex.split(typed)
+            )
             assert settings_of_sample[name] == text.replace("\\n", "\n")
     save_in(at.path / "out")
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", "--start=A\\n"]).err.splitlines()
     note = """note: --start contains \\n as two characters: for a line break, type --start='"A\\n"'"""
-    assert len(output) == 3 and output[1] == note and output[2].startswith("error: --start: the text contains")
+    assert (
+        len(output) == 3 and output[1] == note and output[2].startswith("error: --start: the text contains")
+    )
 
 
 def test_mistakes_of_sample_py(at, capsys):
@@ -681,7 +825,8 @@ def test_mistakes_of_sample_py(at, capsys):
 
     wrong = [f"--seed={2**63}", "--init_from=scratch", "--num_samples=0", "--top_k=-1", "--top_p=2"]
     assert sorted(fails(*wrong).splitlines()) == [
-        "error: init_from is 'scratch'; possible: resume, gpt2[-medium|-large|-xl], a folder of Hugging Face weights",
+        "error: init_from is 'scratch'; possible: resume, gpt2[-medium|-large|-xl], a folder of Hugging "
+        "Face weights",
         "error: num_samples is 0: it must be at least 1",
         f"error: seed is {2**63}: it must be below 2**63",
         "error: top_k is -1: it must not be negative",
@@ -702,13 +847,11 @@ def test_mistakes_of_sample_py(at, capsys):
     with pytest.raises(ValueError, match=re.escape(problem)):
         export.convert("bad/out", "hf")
     shutil.rmtree("data")
-    unknown = (
-        "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say what they mean"
-    )
+    unknown = "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say what they mean"
     assert unknown in fails("--start=A")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # runs
 
 
@@ -733,13 +876,16 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__mai
 
 
 def test_messages_of_a_run(zygote, work):
-    """A run, another one in the same folder with everything missing that may be missing, and one on other data."""
+    """
+    A run, another one in the same folder with everything missing that may be missing, and one on other data.
+    """
     args = ["--n_layer=1", "--max_iters=0", "--eval_iters=1", "--out_dir=out"]
     lines = lines_of(zygote.train([*args, "--eval_interval=1"], work))
     for start in (
         "data: data/tiny, 20,000 training tokens, vocabulary size 65",
         "model: 0.01M parameters, from scratch",
-        "ranks: 1 = 1 node x 1 on cpu, no process group, float32; compile: off, since it gains nothing on a CPU",
+        "ranks: 1 = 1 node x 1 on cpu, no process group, float32; compile: off, since it gains nothing on a "
+        "CPU",
         "step: 8 sequences x 32 = 256 tokens, on each rank 2 micro-steps x 4 rows",
         "peak: ",
         "step 0: train loss ",
@@ -804,7 +950,7 @@ def test_without_tensorboard_an_earlier_run_stays_in_place(zygote, work):
     assert sorted(path.name for path in (work / "out").iterdir()) == before
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # bench.py
 
 
@@ -817,10 +963,19 @@ def figures(*args, **kw):
     """What a launch of train.py might have recorded."""
     both = {"mean": 10.0, "max": 12.0}
     return {
-        "tokens_a_step": 64, "tokens_per_s": 6400.0, "step_ms": both, "processes": 1, "dtype": "float32",
-        "spans_ms": dict.fromkeys(("data", "forward", "backward", "clip", "optimizer"), {"mean": 1.0, "max": 1.5}),
-        "memory_gb": both, "mb_sent": both, "mfu": 0.25, "settings": {"out_dir": ".", "tp": 1, "pp": 1, "ep": 1},
-    }  # fmt: skip
+        "tokens_a_step": 64,
+        "tokens_per_s": 6400.0,
+        "step_ms": both,
+        "processes": 1,
+        "dtype": "float32",
+        "spans_ms": dict.fromkeys(
+            ("data", "forward", "backward", "clip", "optimizer"), {"mean": 1.0, "max": 1.5}
+        ),
+        "memory_gb": both,
+        "mb_sent": both,
+        "mfu": 0.25,
+        "settings": {"out_dir": ".", "tp": 1, "pp": 1, "ep": 1},
+    }
 
 
 def test_why_a_launch_failed(at):
@@ -942,7 +1097,7 @@ def test_mistakes_of_bench_py(at, capsys):
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the console
 
 
@@ -962,7 +1117,9 @@ def test_what_a_console_cannot_show_ends_no_run(at):
     said, errors = train.communicate(timeout=120)
     assert train.returncode == 0, errors
     assert r"saved r\xe9sum\xe9/step_00000001" in said.splitlines()
-    sample = started("sample.py", out, "--start=\u00e9", "--num_samples=3", "--max_new_tokens=20", "--device=cpu")
+    sample = started(
+        "sample.py", out, "--start=\u00e9", "--num_samples=3", "--max_new_tokens=20", "--device=cpu"
+    )
     export = started("export.py", "r\u00e9sum\u00e9", "--to=shards")
     said, errors = sample.communicate(timeout=120)
     lines = said.splitlines()
@@ -985,7 +1142,7 @@ def test_a_closed_pipe_ends_a_script_quietly(at):
     assert errors[0] == errors[2] == errors[3] == "" and "Error" not in errors[1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Slurm
 
 NODE = """#!/bin/sh
@@ -1002,15 +1159,24 @@ def test_messages_of_slurm_sh(at):
     for name in ("srun", "scontrol"):
         (at.path / name).write_text(NODE)
         (at.path / name).chmod(0o755)
-    slurm = {"SLURM_SUBMIT_DIR": ".", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    slurm = {
+        "SLURM_SUBMIT_DIR": ".",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
     env = {**os.environ, **slurm, "HEAD": "n1", "PATH": f"{at.path}:{os.environ['PATH']}"}
     command = ["bash", str(REPO / "cluster" / "slurm.sh")]
     run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)
     text = "slurm.sh: set the run's folder with --out_dir=FOLDER, which tells the job whether the run is complete\n"
     assert run.returncode == 2 and run.stderr == text
     run = subprocess.run([*command, "--out_dir=out"], env=env, capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", run.stderr
+    assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", (
+        run.stderr
+    )
     assert Path("asked").read_text() == "requeue 7\n"
     env["HOME"] = str(at.path)
     run = subprocess.run([*command, "--out_dir=~/out"], env=env, capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", run.stderr
+    assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", (
+        run.stderr
+    )

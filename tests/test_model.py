@@ -68,15 +68,22 @@ def same_states(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the config
 
 
 def test_defaults_are_nanogpts():
     assert dataclasses.asdict(GPTConfig()) == dict(
-        block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, dropout=0.0, bias=True, gelu="none",
+        block_size=1024,
+        vocab_size=50304,
+        n_layer=12,
+        n_head=12,
+        n_embd=768,
+        dropout=0.0,
+        bias=True,
+        gelu="none",
         **dict(GPT2, n_kv_head=12, n_hidden=3072),
-    )  # fmt: skip
+    )
     assert GPTConfig(8, 65, 1, 2, 16, 0.1, False) == GPTConfig(
         block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=16, dropout=0.1, bias=False
     )
@@ -103,7 +110,7 @@ def test_impossible_configs_are_refused(wrong, said):
         GPTConfig(**(SMALL | wrong))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # parameters, by the names that nanoGPT's checkpoints have
 
 
@@ -146,7 +153,9 @@ def test_embedding_and_head_are_one_parameter():
 @pytest.mark.parametrize("bias", [True, False])
 def test_matrices_decay_first_and_vectors_do_not(bias):
     gpt = GPT(GPTConfig(**SMALL, bias=bias), seed=1)
-    optimizer = gpt.configure_optimizers(weight_decay=0.1, learning_rate=3e-4, betas=(0.8, 0.9), device_type="cpu")
+    optimizer = gpt.configure_optimizers(
+        weight_decay=0.1, learning_rate=3e-4, betas=(0.8, 0.9), device_type="cpu"
+    )
     assert isinstance(optimizer, torch.optim.AdamW)
     name_of = {id(p): n for n, p in gpt.named_parameters()}
     groups = [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
@@ -163,7 +172,7 @@ def test_frozen_parameters_are_not_optimized():
     assert all(p is not gpt.transformer.wpe.weight for g in optimizer.param_groups for p in g["params"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # initial weights: a function of (seed, name, shape)
 
 
@@ -198,7 +207,8 @@ def test_common_blocks_start_alike_whatever_the_depth_and_the_vocabulary():
     few = GPT(GPTConfig(**SMALL), seed=5).state_dict()
     many = GPT(GPTConfig(**(SMALL | dict(n_layer=8, vocab_size=80))), seed=5).state_dict()
     for name in few.keys() - {"transformer.wte.weight", "lm_head.weight"}:
-        scale = 2.0 if name.endswith("c_proj.weight") else 1.0  # sqrt(8 / 2): residual projections know the depth
+        # sqrt(8 / 2): residual projections know the depth
+        scale = 2.0 if name.endswith("c_proj.weight") else 1.0
         torch.testing.assert_close(few[name], many[name] * scale, rtol=1e-6, atol=0)
 
 
@@ -243,7 +253,7 @@ def test_a_start_on_the_meta_device_is_the_same_start():
     assert gpt.lm_head.weight is gpt.transformer.wte.weight
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # forward: (logits, loss)
 
 
@@ -252,7 +262,9 @@ def test_loss_is_the_mean_over_the_targets_that_count(bias):
     gpt, x, y = rough(bias=bias), ids(3, 16), some_targets(3, 16)
     logits, loss = gpt(x, y)
     assert logits.shape == (3, 16, 65)
-    losses = [-logits[b, t].double().log_softmax(0)[y[b, t]] for b in range(3) for t in range(16) if y[b, t] != -1]
+    losses = [
+        -logits[b, t].double().log_softmax(0)[y[b, t]] for b in range(3) for t in range(16) if y[b, t] != -1
+    ]
     assert len(losses) < 48
     assert loss.item() == pytest.approx((sum(losses) / len(losses)).item(), rel=1e-6)
 
@@ -316,7 +328,10 @@ def test_positions_can_be_given():
 
 
 def test_attention_can_be_replaced():
-    """It is the only operation that mixes positions: without it, each token's output depends on that token alone."""
+    """
+    It is the only operation that mixes positions: without it, each token's output depends on that token
+    alone.
+    """
     gpt, x, shapes = rough(), ids(2, 16), []
 
     def only_itself(q, k, v, dropout, cache):
@@ -353,7 +368,9 @@ def test_dropout_is_where_gpt2_has_it(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     for name, module in gpt.named_modules():
         if isinstance(module, torch.nn.Dropout):
-            module.register_forward_hook(lambda m, args, out, name=name: called.append((name.split(".")[-2], m.p)))
+            module.register_forward_hook(
+                lambda m, args, out, name=name: called.append((name.split(".")[-2], m.p))
+            )
     block = [("weights", 0.25), ("attn", 0.25), ("mlp", 0.25)]
     gpt.train()(ids(2, 4))
     assert called == [("transformer", 0.25), *block, *block]
@@ -362,7 +379,7 @@ def test_dropout_is_where_gpt2_has_it(monkeypatch):
     assert [p for name, p in called if name == "weights"] == [0, 0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the loss without all of the logits
 
 
@@ -372,7 +389,8 @@ def plain_loss(x, weight, targets):
 
 
 def chunked_loss(x, weight, targets):
-    vocab = len(weight)  # 7 rows of logits at once, 3 of these in float32, and gradients of 12 rows of the weight
+    # 7 rows of logits at once, 3 of these in float32, and gradients of 12 rows of the weight
+    vocab = len(weight)
     return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), 0.0, 7 * vocab, 3 * vocab)
 
 
@@ -443,8 +461,11 @@ def test_gradients_are_not_scaled_by_a_rounded_target_count():
     x, weight, targets = hidden(400, 65)
     _, dx, dw = loss_and_gradients(
         lambda x, weight, targets: chunked_loss(x.bfloat16(), weight.bfloat16(), targets),
-        x, weight, targets, scale=1 / (480 * 1024),
-    )  # fmt: skip
+        x,
+        weight,
+        targets,
+        scale=1 / (480 * 1024),
+    )
     _, expected_dx, expected_dw = loss_and_gradients(plain_loss, x, weight, targets, scale=1 / (480 * 1024))
     for a, b in (dx, expected_dx), (dw, expected_dw):
         assert ((a * b).sum() / (b * b).sum()).item() == pytest.approx(1, abs=2e-3)
@@ -453,8 +474,10 @@ def test_gradients_are_not_scaled_by_a_rounded_target_count():
 @pytest.mark.parametrize("target", [0, 1])
 def test_gradients_in_float16_neither_underflow_nor_overflow(target):
     """
-    All rows predict token 0. With target 0, the gradients of the other logits are 3e-7, which float16 would round to a
-    multiple of 6e-8, by 2.6%, and the target's is -3e-4, with an error of 2% where float32 is summed in vectors of 8
+    All rows predict token 0. With target 0, the gradients of the other logits are 3e-7, which float16 would
+    round to a
+    multiple of 6e-8, by 2.6%, and the target's is -3e-4, with an error of 2% where float32 is summed in
+    vectors of 8
     (AVX2). With target 1, the sum over the rows is more than 65,504 / 1024.
     """
     weight = torch.eye(1024)
@@ -465,7 +488,10 @@ def test_gradients_in_float16_neither_underflow_nor_overflow(target):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor returned by an operation, and the types of the matrices multiplied."""
+    """
+    Remembers the size of the largest tensor returned by an operation, and the types of the matrices
+    multiplied.
+    """
 
     numel = 0
 
@@ -484,7 +510,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def large():
-    """Rows that summed_loss must cut, (2, 80, 4) and a large vocabulary, with what cross_entropy makes of them."""
+    """
+    Rows that summed_loss must cut, (2, 80, 4) and a large vocabulary, with what cross_entropy makes of them.
+    """
     x, weight, targets = hidden(160, LARGE_VOCAB, width=4)
     return (x, weight, targets), loss_and_gradients(plain_loss, x, weight, targets)
 
@@ -505,12 +533,16 @@ CHUNKS_OF_A_GPU = [(80, 16384, 16384), (80, 32768, 8192), (0, 9000, 8192), (16, 
 @pytest.mark.parametrize("gib, rows, at_once", CHUNKS_OF_A_GPU)
 def test_the_logits_of_a_gpu_at_once(monkeypatch, gib, rows, at_once):
     """
-    All of them if they fit into an eighth of its memory, else up to 8,192 rows which fit; the meta device stands in for
+    All of them if they fit into an eighth of its memory, else up to 8,192 rows which fit; the meta device
+    stands in for
     a GPU.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30))
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # it does not know the meta device
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30)
+    )
+    # it does not know the meta device
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     x, weight = (torch.empty(n, 8, device="meta", requires_grad=True) for n in (rows, 50304))
     with Largest() as largest:
         summed_loss(x[None], weight, torch.empty(1, rows, dtype=torch.int64, device="meta")).backward()
@@ -547,7 +579,9 @@ def test_a_vocabulary_larger_than_a_chunk_goes_row_by_row():
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     with torch.no_grad():
-        alike = summed_loss(torch.zeros(1, 2, 1), torch.ones(2**24 + 1, 1), torch.zeros(1, 2, dtype=torch.int64))
+        alike = summed_loss(
+            torch.zeros(1, 2, 1), torch.ones(2**24 + 1, 1), torch.zeros(1, 2, dtype=torch.int64)
+        )
     assert alike.item() == pytest.approx(2 * math.log(2**24 + 1), rel=1e-5)
 
 
@@ -568,7 +602,10 @@ def test_the_model_trains_through_chunks():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_torch_compile_finds_one_graph(dropout):
-    """On a GPU, where the meta device stands in: where a graph ends in a block, all of them silently go uncompiled."""
+    """
+    On a GPU, where the meta device stands in: where a graph ends in a block, all of them silently go
+    uncompiled.
+    """
     with torch.device("meta"):
         gpt = GPT(GPTConfig(**SMALL | dict(dropout=dropout)))
     x = torch.zeros(8, 16, dtype=torch.int64, device="meta")
@@ -607,7 +644,7 @@ def test_torch_compile_finds_one_graph_in_the_chunks_too(large):
         assert apart(got[2], expected[2]) < (0.02 if half else 1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # generation
 
 
@@ -706,7 +743,9 @@ def test_top_k_and_vocab_size_limit_what_is_drawn():
 def test_vocab_size_limits_the_likeliest_too():
     gpt, idx = rough(), ids(3, 5)
     assert (by_hand(gpt, idx, 20)[:, 5:] >= 10).any()
-    assert torch.equal(gpt.generate(idx, 20, temperature=0, vocab_size=10), by_hand(gpt, idx, 20, vocab_size=10))
+    assert torch.equal(
+        gpt.generate(idx, 20, temperature=0, vocab_size=10), by_hand(gpt, idx, 20, vocab_size=10)
+    )
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.3, 0.6, 0.9])
@@ -747,7 +786,9 @@ def test_generation_in_bfloat16(how, monkeypatch):
     """The cache is bfloat16, too."""
     gpt, idx, types = rough(std=0.1), ids(3, 5), set()
     append = KVCache.append
-    monkeypatch.setattr(KVCache, "append", lambda cache, k, v: types.update((k.dtype, v.dtype)) or append(cache, k, v))
+    monkeypatch.setattr(
+        KVCache, "append", lambda cache, k, v: types.update((k.dtype, v.dtype)) or append(cache, k, v)
+    )
     if how == "whole model":
         gpt.bfloat16()
     elif how == "prepared":
@@ -765,14 +806,21 @@ ROTARY = {"nanochat": dict(arch="nanochat", n_kv_head=1), "llama": dict(arch="ll
 @pytest.mark.parametrize("arch", [{}, *ROTARY.values()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prepared_for_inference(arch, dtype):
-    """The logits of autocast, from one bfloat16 copy of each matrix; the norms and the embeddings stay float32."""
+    """
+    The logits of autocast, from one bfloat16 copy of each matrix; the norms and the embeddings stay float32.
+    """
     gpt, x = rough(**arch), ids(3, 9)
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         expected = gpt(x)[0]
     generation.prepare(gpt, dtype)
     linears = [m for m in gpt.modules() if isinstance(m, (torch.nn.Linear, generation.InferenceLinear))]
-    assert len(linears) == (11 if arch.get("arch") == "llama" else 9) and all(m.weight.dtype == dtype for m in linears)
-    assert {p.dtype for p in gpt.parameters()} == {torch.float32} and {p.dim() for p in gpt.parameters()} <= {1, 2}
+    assert len(linears) == (11 if arch.get("arch") == "llama" else 9) and all(
+        m.weight.dtype == dtype for m in linears
+    )
+    assert {p.dtype for p in gpt.parameters()} == {torch.float32} and {p.dim() for p in gpt.parameters()} <= {
+        1,
+        2,
+    }
     with torch.no_grad():
         logits = gpt(x)[0]
     assert logits.dtype == dtype
@@ -790,10 +838,12 @@ def test_a_linear_layer_for_inference(dtype, packs, monkeypatch):
         with torch.no_grad():
             y = generation.InferenceLinear(linear, dtype)(x)
             assert y.dtype == dtype
-            torch.testing.assert_close(y.float(), linear(x), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0)
+            torch.testing.assert_close(
+                y.float(), linear(x), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # past block_size
 
 
@@ -802,7 +852,9 @@ def windowed_attention(size):
 
     def attend(q, k, v, dropout=0.0, cache=None):
         groups, T = q.size(2) // k.size(2), q.size(1)
-        q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
+        q, k, v = (
+            t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))
+        )
         mask = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - size)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
@@ -813,7 +865,9 @@ def windowed_attention(size):
 @pytest.mark.parametrize("length", [1, 5, 16, 20])
 @pytest.mark.parametrize("arch", ROTARY)
 def test_rotary_models_attend_to_the_last_block_size_positions(arch, length, use_cache):
-    """The reference computes all positions for each token, without a cache, in a model with a longer context."""
+    """
+    The reference computes all positions for each token, without a cache, in a model with a longer context.
+    """
     gpt, idx = rough(**ROTARY[arch]), ids(3, length)
     out = gpt.generate(idx, 45 - length, temperature=0, use_cache=use_cache)
     longer = rough(**ROTARY[arch], block_size=64)
@@ -845,7 +899,7 @@ def test_a_rotary_model_takes_several_tokens_up_to_block_size():
         gpt(ids(1, 17))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # many samples
 
 
@@ -858,7 +912,9 @@ def test_a_common_prompt_is_computed_once():
     assert torch.equal(together, torch.cat(one_by_one))
 
 
-@pytest.mark.parametrize("how", [dict(), dict(top_k=7), dict(top_p=0.8), dict(temperature=0.5, top_k=9, top_p=0.9)])
+@pytest.mark.parametrize(
+    "how", [dict(), dict(top_k=7), dict(top_p=0.8), dict(temperature=0.5, top_k=9, top_p=0.9)]
+)
 def test_a_sample_depends_on_its_number_and_not_on_its_batch(how):
     gpt, idx = rough(std=0.1), ids(6, 5)
     out = gpt.generate(idx, 20, seed=3, **how)
@@ -875,7 +931,9 @@ def test_random_numbers_of_the_samples():
     assert numbers.shape == (3, 4000, 1) and numbers.dtype == torch.float32
     assert torch.equal(numbers[:2, 10:11], uniform_numbers(5, range(12, 13), 2))
     assert numbers.min() >= 0 and numbers.max() < 1 and len(numbers.unique()) > 11900
-    torch.testing.assert_close(numbers.flatten().histc(10, 0, 1) / 12000, torch.full((10,), 0.1), atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        numbers.flatten().histc(10, 0, 1) / 12000, torch.full((10,), 0.1), atol=0.01, rtol=0
+    )
 
 
 def test_the_largest_and_the_smallest_random_number():
@@ -885,7 +943,7 @@ def test_the_largest_and_the_smallest_random_number():
         assert next_token(logits, torch.tensor([[number]]), 1.0).item() == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # weights from elsewhere
 
 
@@ -912,7 +970,11 @@ def test_from_state_refuses_what_does_not_fit():
     gpt = rough()
     name = "transformer.h.1.mlp.c_fc.weight"
     lacking = {n: w for n, w in gpt.state_dict().items() if n != name}
-    for wrong in lacking, lacking | {name: torch.ones(128, 31)}, gpt.state_dict() | {"transformer.h.1.mlp.c_fcx": 1.0}:
+    for wrong in (
+        lacking,
+        lacking | {name: torch.ones(128, 31)},
+        gpt.state_dict() | {"transformer.h.1.mlp.c_fcx": 1.0},
+    ):
         wrong = {n: torch.as_tensor(w) for n, w in wrong.items()}
         with pytest.raises(ValueError, match="transformer.h.1.mlp.c_fc"):
             GPT.from_state(gpt.config, wrong)
@@ -962,7 +1024,7 @@ def test_mfu_of_gpt2():
     assert gpt.estimate_mfu(12, 0.5, peak_flops=624e12) == pytest.approx(0.033680, rel=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # GPT-2 from transformers; nothing is downloaded
 
 
@@ -974,7 +1036,9 @@ def gpt2(tmp_path_factory):
     transformers.utils.logging.disable_progress_bar()
 
     def make(**changes):
-        shape = dict(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=65, bos_token_id=0, eos_token_id=0)
+        shape = dict(
+            n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=65, bos_token_id=0, eos_token_id=0
+        )
         config = transformers.GPT2Config(**(shape | changes))
         torch.manual_seed(0)
         return roughen(transformers.GPT2LMHeadModel(config), std=0.15)
@@ -994,7 +1058,8 @@ def same_as(hf, gpt, x, atol=1e-5):
     """Logits and loss of both are equal."""
     with torch.no_grad():
         theirs = hf(x, labels=x)
-        following = torch.cat((x[:, 1:], torch.full_like(x[:, :1], -1)), 1)  # transformers shifts the labels itself
+        # transformers shifts the labels itself
+        following = torch.cat((x[:, 1:], torch.full_like(x[:, :1], -1)), 1)
         logits, loss = gpt(x, following)
         torch.testing.assert_close(logits, theirs.logits, atol=atol, rtol=0)
         torch.testing.assert_close(gpt(x)[0], theirs.logits[:, -1:], atol=atol, rtol=0)
@@ -1013,7 +1078,9 @@ def test_the_same_model_as_transformers(gpt2, folder, load):
     for length in 1, 2, 9, 16:
         same_as(hf, gpt, ids(3, length, seed=length))
     x = ids(2, 4)
-    theirs = hf.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    theirs = hf.generate(
+        x, attention_mask=torch.ones_like(x), max_new_tokens=9, do_sample=False, eos_token_id=None
+    )
     assert torch.equal(gpt.generate(x, 9, temperature=0), theirs)
 
 
@@ -1025,9 +1092,13 @@ def test_gpt2s_vocabulary(gpt2, vocab):
     same_as(hf, gpt, ids(2, 12, vocab=vocab))
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("gelu_new", "tanh"), ("gelu", "none"), ("gelu_pytorch_tanh", "tanh")])
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("gelu_new", "tanh"), ("gelu", "none"), ("gelu_pytorch_tanh", "tanh")]
+)
 def test_each_kind_of_gelu(gpt2, theirs, ours):
-    """GPT-2 was trained with the tanh approximation; nanoGPT, and so a model from scratch, has the exact one."""
+    """
+    GPT-2 was trained with the tanh approximation; nanoGPT, and so a model from scratch, has the exact one.
+    """
     hf = gpt2(activation_function=theirs)
     gpt = GPT.from_hf(hf).eval()
     assert gpt.config.gelu == ours and GPTConfig().gelu == "none"
@@ -1089,7 +1160,9 @@ def test_weights_that_are_not_there_are_not_made_up(gpt2, folder, tmp_path):
 
 @pytest.mark.parametrize("T", [1, 64, 128, 200, 257, 600])
 def test_attention_in_halves_on_a_cpu_is_attention(T):
-    """The kernel of our own against float32's: as near as bfloat16's rounding allows, forward and backward."""
+    """
+    The kernel of our own against float32's: as near as bfloat16's rounding allows, forward and backward.
+    """
     torch.manual_seed(0)
     qkv, grad = torch.randn(2, T, 3, 3, 16), torch.randn(2, T, 48)
 
@@ -1099,7 +1172,10 @@ def test_attention_in_halves_on_a_cpu_is_attention(T):
         return y.transpose(1, 2).reshape(2, T, 48)
 
     results = []
-    for f, dtype in ((reference, torch.float32), (lambda x: CPUHalfAttention.apply(*x.unbind(2), 0.0), torch.bfloat16)):
+    for f, dtype in (
+        (reference, torch.float32),
+        (lambda x: CPUHalfAttention.apply(*x.unbind(2), 0.0), torch.bfloat16),
+    ):
         x = qkv.bfloat16().to(dtype).requires_grad_()
         y = f(x)
         y.backward(grad.bfloat16().to(dtype))
@@ -1119,7 +1195,11 @@ def test_attention_in_halves_drops_and_has_the_gradient_of_what_it_dropped():
     y = attention(qkv)
     weight = torch.randn_like(y)
     (y * weight).sum().backward()
-    slope = ((attention(qkv.detach() + e * direction) - attention(qkv.detach() - e * direction)) * weight).sum() / 2 / e
+    slope = (
+        ((attention(qkv.detach() + e * direction) - attention(qkv.detach() - e * direction)) * weight).sum()
+        / 2
+        / e
+    )
     assert abs(slope - (qkv.grad * direction).sum()) < 1e-5 * abs(slope)
     assert not torch.equal(y, CPUHalfAttention.apply(*qkv.unbind(2), 0.0))
 
@@ -1132,7 +1212,10 @@ def test_dropout_drops_that_many_and_keeps_the_mean(dtype, p):
     assert factors.dtype == dtype and factors.shape == (500, 401)
     assert set(factors.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p), dtype=dtype).item()}
     assert abs((factors == 0).float().mean() - p) < 0.005
-    assert abs(torch.corrcoef(torch.stack([factors[:, :-1].flatten(), factors[:, 1:].flatten()]).float())[0, 1]) < 0.01
+    assert (
+        abs(torch.corrcoef(torch.stack([factors[:, :-1].flatten(), factors[:, 1:].flatten()]).float())[0, 1])
+        < 0.01
+    )
     assert not torch.equal(factors, dropout_factors((500, 401), p, dtype))
     layer = Dropout(p)
     x = torch.ones(500, 400, dtype=dtype)

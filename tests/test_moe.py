@@ -1,4 +1,6 @@
-"""Mixture of experts in the model: what it computes, its losses, its numbers. On several ranks: test_experts.py."""
+"""
+Mixture of experts in the model: what it computes, its losses, its numbers. On several ranks: test_experts.py.
+"""
 
 import copy
 from dataclasses import asdict, replace
@@ -110,7 +112,8 @@ def test_experts_without_rows(counts, dtype):
     direction = torch.randn_like(expected)
     expected_grads = torch.autograd.grad(expected, (x, weight), direction)
     in_blocks = experts.BlockMatmul.apply(x, weight, *experts.blocks_of_rows(len(x), torch.tensor(counts)))
-    rounded = dict(rtol=0.02, atol=0.02) if dtype == torch.bfloat16 else {}  # of the sum of the blocks' gradients
+    # of the sum of the blocks' gradients
+    rounded = dict(rtol=0.02, atol=0.02) if dtype == torch.bfloat16 else {}
     for y, tolerance in ((grouped_matmul(x, weight, torch.tensor(counts)), {}), (in_blocks, rounded)):
         torch.testing.assert_close(y, expected)
         grads = torch.autograd.grad(y, (x, weight), direction)
@@ -190,14 +193,17 @@ def test_equal_experts_are_the_dense_model(kind):
     assert changed == [f"transformer.h.{layer}.mlp.router.weight" for layer in range(2)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # auxiliary losses
 
 
 def scores_of(model, idx):
     """The routers' scores of each layer, (B, T, E), with their graphs."""
     found = []
-    hooks = [block.mlp.router.register_forward_hook(lambda m, i, y: found.append(y)) for block in model.transformer.h]
+    hooks = [
+        block.mlp.router.register_forward_hook(lambda m, i, y: found.append(y))
+        for block in model.transformer.h
+    ]
     model(idx)
     for hook in hooks:
         hook.remove()
@@ -205,7 +211,9 @@ def scores_of(model, idx):
 
 
 def auxiliary_of(scores, config):
-    """The auxiliary loss of one sequence in one layer, from the router's scores (T, E): a mean over its tokens."""
+    """
+    The auxiliary loss of one sequence in one layer, from the router's scores (T, E): a mean over its tokens.
+    """
     probs, (T, E) = scores.softmax(-1), scores.shape
     tokens = [0] * E
     for row in probs:
@@ -262,7 +270,9 @@ def test_the_balance_loss_is_its_coefficient_for_each_token_if_the_router_is_eve
 
 
 def test_the_numbers_in_the_record():
-    """Tokens per expert, entropy and the auxiliary loss of two micro-batches, one with a padding row, by hand."""
+    """
+    Tokens per expert, entropy and the auxiliary loss of two micro-batches, one with a padding row, by hand.
+    """
     model = rough("gpt2-bias").train()
     with torch.no_grad():  # the second layer's router never chooses its last expert
         block = model.transformer.h[1]
@@ -282,8 +292,13 @@ def test_the_numbers_in_the_record():
     found = routing_record(take_routing(model, True, torch.device("cpu")), 112)
     assert not model.routing.any() and tokens.sum() == 2 * 2 * 112
     assert found.pop("dead_experts") == ["1.3"] and found.pop("dropped_tokens") == 0
-    expected = {"expert_tokens_min": 0, "expert_tokens_mean": 56, "expert_tokens_max": tokens.max().item(),
-                "router_entropy": entropy, "auxiliary_loss": auxiliary}  # fmt: skip
+    expected = {
+        "expert_tokens_min": 0,
+        "expert_tokens_mean": 56,
+        "expert_tokens_max": tokens.max().item(),
+        "router_entropy": entropy,
+        "auxiliary_loss": auxiliary,
+    }
     assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -299,7 +314,7 @@ def test_dead_experts_are_named_on_the_console():
     assert text == ", tokens per expert 2 to 2, mean 2, entropy 0.10"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the model
 
 
@@ -367,7 +382,8 @@ def test_generation_with_a_cache(kind, prepared):
     if prepared:
         generation.prepare(model, prepared)
     prompts = ids(3, 5)
-    length = 24 if prepared != torch.bfloat16 else 8  # in bfloat16 a different order of sums changes a choice sooner
+    # in bfloat16 a different order of sums changes a choice sooner
+    length = 24 if prepared != torch.bfloat16 else 8
     cached = model.generate(prompts, length, 0.0)
     assert cached.shape == (3, 5 + length) and torch.equal(cached[:, :5], prompts)
     assert model.routing is None

@@ -1,4 +1,7 @@
-"""Tensor, pipeline and context parallelism: one curve, checkpoints for any layout, the same text. See test_split.py."""
+"""
+Tensor, pipeline and context parallelism: one curve, checkpoints for any layout, the same text. See
+test_split.py.
+"""
 
 import shutil
 
@@ -67,7 +70,9 @@ ONLY_RESUMED = ("ddp2", "zero1", "zero3", "hsdp")  # test_zero.py compares these
 
 @pytest.fixture(scope="module")
 def ran(zygote, shared_work):
-    """The folder of a run of 20 steps with checkpoints at steps 10 and 20, made when it is first asked for."""
+    """
+    The folder of a run of 20 steps with checkpoints at steps 10 and 20, made when it is first asked for.
+    """
 
     def run(model, way="one"):
         nproc, flags = (1, []) if way == "one" else WAYS[way]
@@ -98,9 +103,27 @@ MORE = [("gpt2-deep" if PP4 in WAYS[way][1] else "gpt2", way) for way in ALONE]
 MORE += [(arch, way) for arch in ("nanochat", "llama") for way in ("tp2", "pp2", "cp2", "fsdp-tp2-pp2")]
 MORE += [("nanochat", "fsdp-cp2-tp2"), ("nanochat", "fsdp-tp2")]
 MORE += [("gpt2-bias", "fsdp-tp2-pp2")]
-EXTRA = ("pp2-gpipe", "pp2-zero_bubble", "pp4-gpipe", "pp4-interleaved", "pp4-zero_bubble", "cp4", "ddp-tp2",
-         "zero2-pp2", "fsdp-pp2-zero_bubble", "hsdp-tp2", "fsdp-cp2-tp2", "tp2-full", "pp2-full",
-         "pp4", "tp2-pp2-zbv", "zero1-pp2", "fsdp-pp2-zbv", "cp2-selective", "pp2-cp2")  # fmt: skip
+EXTRA = (
+    "pp2-gpipe",
+    "pp2-zero_bubble",
+    "pp4-gpipe",
+    "pp4-interleaved",
+    "pp4-zero_bubble",
+    "cp4",
+    "ddp-tp2",
+    "zero2-pp2",
+    "fsdp-pp2-zero_bubble",
+    "hsdp-tp2",
+    "fsdp-cp2-tp2",
+    "tp2-full",
+    "pp2-full",
+    "pp4",
+    "tp2-pp2-zbv",
+    "zero1-pp2",
+    "fsdp-pp2-zbv",
+    "cp2-selective",
+    "pp2-cp2",
+)
 
 
 def mark_of(way):
@@ -108,11 +131,21 @@ def mark_of(way):
     return pytest.mark.extra if way in EXTRA else pytest.mark.slow
 
 
-EXTRA_PAIRS = (("nanochat", "fsdp-cp2-tp2"), ("nanochat", "fsdp-tp2-pp2"), ("gpt2-bias", "fsdp-tp2-pp2"),
-               ("llama", "fsdp-tp2-pp2"), ("nanochat", "cp2"), ("llama", "pp2"),
-               ("gpt2", "fsdp-tp2"), ("gpt2", "tp2-pp2-selective"))  # fmt: skip
-PAIRS = QUICK + [pytest.param(*pair, marks=pytest.mark.extra if pair in EXTRA_PAIRS else mark_of(pair[1]))
-                 for pair in MORE if pair not in QUICK]  # fmt: skip
+EXTRA_PAIRS = (
+    ("nanochat", "fsdp-cp2-tp2"),
+    ("nanochat", "fsdp-tp2-pp2"),
+    ("gpt2-bias", "fsdp-tp2-pp2"),
+    ("llama", "fsdp-tp2-pp2"),
+    ("nanochat", "cp2"),
+    ("llama", "pp2"),
+    ("gpt2", "fsdp-tp2"),
+    ("gpt2", "tp2-pp2-selective"),
+)
+PAIRS = QUICK + [
+    pytest.param(*pair, marks=pytest.mark.extra if pair in EXTRA_PAIRS else mark_of(pair[1]))
+    for pair in MORE
+    if pair not in QUICK
+]
 
 
 @pytest.mark.parametrize(("model", "way"), PAIRS)
@@ -120,9 +153,14 @@ def test_every_layout_has_the_curve_of_one_process(ran, model, way):
     compare(ran(model), ran(model, way))
 
 
-@pytest.mark.parametrize("way", [pytest.param("tp2", marks=pytest.mark.slow),
-                                 pytest.param("pp2-zbv", marks=pytest.mark.extra),
-                                 pytest.param("fsdp-cp2", marks=pytest.mark.extra)])  # fmt: skip
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("tp2", marks=pytest.mark.slow),
+        pytest.param("pp2-zbv", marks=pytest.mark.extra),
+        pytest.param("fsdp-cp2", marks=pytest.mark.extra),
+    ],
+)
 def test_bfloat16(ran, way):
     """bfloat16 has 8 bits: sums in another order differ by up to 2**-8 of a loss of 4."""
     compare(ran("bfloat16"), ran("bfloat16", way), loss=5e-3, norm=0.05)
@@ -143,7 +181,9 @@ def test_a_resume_on_the_same_layout_has_the_same_bits(zygote, shared_work, way)
 
 
 def resume_with_the_same_bits(zygote, cwd, name, args, nproc):
-    """A run of eight steps, and the same one resumed after step 4: losses, weights, and the optimizer's state."""
+    """
+    A run of eight steps, and the same one resumed after step 4: losses, weights, and the optimizer's state.
+    """
     args = [*args, "--dropout=0.1", "--max_iters=7"]
     straight, stopped = cwd / f"straight-{name}", cwd / f"stopped-{name}"
     zygote.train([*args, "--save_interval=4", f"--out_dir={straight}"], cwd, nproc)
@@ -156,14 +196,27 @@ def resume_with_the_same_bits(zygote, cwd, name, args, nproc):
 
 
 RESUMES = [
-    ("gpt2", "one", "tp2"), ("gpt2", "tp2-pp2-zbv", "one"), ("gpt2", "one", "fsdp-tp2-pp2"), ("gpt2", "ddp2", "tp2"),
-    ("gpt2", "zero1", "pp2-zbv"), ("gpt2", "hsdp", "cp2"), ("gpt2", "tp2", "one"),
-    ("gpt2", "pp2", "tp2"), ("gpt2", "pp2-zbv", "pp2"), ("gpt2", "cp2", "pp2-zbv"), ("gpt2", "tp2-pp2", "cp2"),
+    ("gpt2", "one", "tp2"),
+    ("gpt2", "tp2-pp2-zbv", "one"),
+    ("gpt2", "one", "fsdp-tp2-pp2"),
+    ("gpt2", "ddp2", "tp2"),
+    ("gpt2", "zero1", "pp2-zbv"),
+    ("gpt2", "hsdp", "cp2"),
+    ("gpt2", "tp2", "one"),
+    ("gpt2", "pp2", "tp2"),
+    ("gpt2", "pp2-zbv", "pp2"),
+    ("gpt2", "cp2", "pp2-zbv"),
+    ("gpt2", "tp2-pp2", "cp2"),
     ("gpt2", "tp4", "zero3"),
-    ("gpt2", "fsdp-tp2", "fsdp-pp2"), ("gpt2", "fsdp-pp2", "zero1-tp2"), ("gpt2", "zero1-tp2", "fsdp-tp2"),
-    ("gpt2", "fsdp-tp2-pp2", "one"), ("gpt2", "fsdp-cp2-tp2", "hsdp"), ("gpt2", "fsdp-tp2-pp2", "fsdp-cp2-tp2"),
-    ("nanochat", "fsdp-tp2-pp2", "one"), ("llama", "fsdp-cp2-tp2", "tp2"),
-]  # fmt: skip
+    ("gpt2", "fsdp-tp2", "fsdp-pp2"),
+    ("gpt2", "fsdp-pp2", "zero1-tp2"),
+    ("gpt2", "zero1-tp2", "fsdp-tp2"),
+    ("gpt2", "fsdp-tp2-pp2", "one"),
+    ("gpt2", "fsdp-cp2-tp2", "hsdp"),
+    ("gpt2", "fsdp-tp2-pp2", "fsdp-cp2-tp2"),
+    ("nanochat", "fsdp-tp2-pp2", "one"),
+    ("llama", "fsdp-cp2-tp2", "tp2"),
+]
 
 
 @pytest.mark.parametrize(
@@ -187,11 +240,16 @@ def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, ran, model,
 
 @pytest.mark.slow
 def test_export_puts_the_parts_together(zygote, shared_work, ran):
-    """Shards of tp x pp hold what export.py puts together: nanoGPT's ckpt.pt, near the weights of one process."""
+    """
+    Shards of tp x pp hold what export.py puts together: nanoGPT's ckpt.pt, near the weights of one process.
+    """
     out = shared_work / "exported"
     shutil.copytree(ran("gpt2", "tp2-pp2-zbv"), out, symlinks=True)
     zygote.start([out, "--to=ckpt.pt"], shared_work, script="export.py").wait()
-    weights, ours = torch.load(out / "ckpt.pt", weights_only=True)["model"], tensors_of(ran("gpt2", "tp2-pp2-zbv"))
+    weights, ours = (
+        torch.load(out / "ckpt.pt", weights_only=True)["model"],
+        tensors_of(ran("gpt2", "tp2-pp2-zbv")),
+    )
     one = torch.load(ran("gpt2") / "step_00000020/ckpt.pt", weights_only=True)["model"]
     assert weights.keys() == one.keys()
     for name, value in weights.items():
@@ -199,23 +257,38 @@ def test_export_puts_the_parts_together(zygote, shared_work, ran):
         torch.testing.assert_close(value, one[name], atol=1e-4, rtol=1e-3)
 
 
-SAMPLERS = {"tp2": (2, ["--tp=2"]), "pp2": (2, ["--pp=2"]), "tp2-pp2": (4, ["--tp=2", "--pp=2"]),
-            "ddp-pp2": (4, ["--pp=2"])}  # fmt: skip
+SAMPLERS = {
+    "tp2": (2, ["--tp=2"]),
+    "pp2": (2, ["--pp=2"]),
+    "tp2-pp2": (4, ["--tp=2", "--pp=2"]),
+    "ddp-pp2": (4, ["--pp=2"]),
+}
 SAMPLES = [("llama", "tp2-pp2"), *((arch, way) for arch in ("gpt2", "nanochat", "llama") for way in SAMPLERS)]
 
 
 @pytest.mark.parametrize(
-    ("model", "way"), [SAMPLES[0], *(pytest.param(*s, marks=pytest.mark.slow) for s in dict.fromkeys(SAMPLES[1:4]))]
+    ("model", "way"),
+    [SAMPLES[0], *(pytest.param(*s, marks=pytest.mark.slow) for s in dict.fromkeys(SAMPLES[1:4]))],
 )
 def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, way):
     compare_texts(zygote, shared_work, ran(model), *SAMPLERS[way])
 
 
 def compare_texts(zygote, cwd, out, nproc, flags):
-    """Beyond the context of 32 tokens; the most likely tokens, and random ones, which differ more from each other."""
+    """
+    Beyond the context of 32 tokens; the most likely tokens, and random ones, which differ more from each
+    other.
+    """
     for temperature in (0, 1):
-        args = [f"--out_dir={out}", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40",
-                "--num_samples=3", f"--temperature={temperature}"]  # fmt: skip
+        args = [
+            f"--out_dir={out}",
+            "--device=cpu",
+            "--dtype=float32",
+            "--start=A",
+            "--max_new_tokens=40",
+            "--num_samples=3",
+            f"--temperature={temperature}",
+        ]
         one = zygote.start(args, cwd, script="sample.py").wait().samples()
         run = zygote.start([*args, *flags], cwd, nproc, script="sample.py").wait()
         assert run.samples() == one and one.count("A") >= 3

@@ -35,8 +35,14 @@ def ran(zygote, shared_work):
     def run(name):
         (nproc, accumulation, batch), out = LAYOUTS[name], shared_work / f"out{name}"
         if not out.exists():
-            args = [f"--out_dir={out}", f"--gradient_accumulation_steps={accumulation}", f"--batch_size={batch}"]
-            zygote.train([*args, "--eval_interval=10", f"--eval_iters={24 // batch or 1}"], shared_work, nproc)
+            args = [
+                f"--out_dir={out}",
+                f"--gradient_accumulation_steps={accumulation}",
+                f"--batch_size={batch}",
+            ]
+            zygote.train(
+                [*args, "--eval_interval=10", f"--eval_iters={24 // batch or 1}"], shared_work, nproc
+            )
         return out
 
     return run

@@ -21,11 +21,27 @@ from model import GPTConfig
 
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
 GPT2 = {"bias": False}
-LLAMA_7B = dict(arch="llama", n_layer=32, n_head=32, n_embd=4096, n_hidden=11008, vocab_size=32000, block_size=4096)
-LLAMA_8B = dict(arch="llama", n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, n_hidden=14336, vocab_size=128256,
-                block_size=8192)  # fmt: skip
-SIMPLE = replace(HARDWARE["h100"], matmul=1e14, bytes_per_s=1e12, local=Link(1e-6, 1e11), network=Link(1e-5, 8e10),
-                 half=100)  # fmt: skip
+LLAMA_7B = dict(
+    arch="llama", n_layer=32, n_head=32, n_embd=4096, n_hidden=11008, vocab_size=32000, block_size=4096
+)
+LLAMA_8B = dict(
+    arch="llama",
+    n_layer=32,
+    n_head=32,
+    n_kv_head=8,
+    n_embd=4096,
+    n_hidden=14336,
+    vocab_size=128256,
+    block_size=8192,
+)
+SIMPLE = replace(
+    HARDWARE["h100"],
+    matmul=1e14,
+    bytes_per_s=1e12,
+    local=Link(1e-6, 1e11),
+    network=Link(1e-5, 8e10),
+    half=100,
+)
 
 
 def cost_of(model, devices, batch_size, accumulation, dtype="bfloat16", **settings):
@@ -35,7 +51,9 @@ def cost_of(model, devices, batch_size, accumulation, dtype="bfloat16", **settin
 
 def test_a_matmul_takes_its_flops_or_its_memory_traffic():
     assert prediction.matmul_s(SIMPLE, 1000, 2000, 4000, 2) == pytest.approx(2 * 8e9 / 1e14 * 1.1)
-    assert prediction.matmul_s(SIMPLE, 1, 4000, 4000, 2) == pytest.approx(2 * (2 * 4000 + 16e6) / 1e12, rel=0.01)
+    assert prediction.matmul_s(SIMPLE, 1, 4000, 4000, 2) == pytest.approx(
+        2 * (2 * 4000 + 16e6) / 1e12, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,12 +66,23 @@ def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
     if devices < 16 and settings.get("tp") == 8:
         return
     mesh, per_node = make_mesh(0, devices, config, config["zero"]), 8
-    for axes in (("tp",), ("cp",), ("pp",), ("dp_replicate",), ("dp_shard", "ep", "cp"), ("dp_replicate", "ep", "cp")):
+    for axes in (
+        ("tp",),
+        ("cp",),
+        ("pp",),
+        ("dp_replicate",),
+        ("dp_shard", "ep", "cp"),
+        ("dp_replicate", "ep", "cp"),
+    ):
         group = [r for r in range(devices) if all(mesh.index(a, r) == 0 for a in AXES if a not in axes)]
         n, found = len(group), prediction.ring_s(SIMPLE, mesh, per_node, axes, 8e9)
-        crossings = sum(a // per_node != b // per_node for a, b in zip(group, [*group[1:], group[0]], strict=True))
+        crossings = sum(
+            a // per_node != b // per_node for a, b in zip(group, [*group[1:], group[0]], strict=True)
+        )
         here = sum(r < per_node for r in group)
-        bandwidth = min(1e11 if here > 1 else 1e99, 8e10 * here / min(devices, per_node) if crossings else 1e99)
+        bandwidth = min(
+            1e11 if here > 1 else 1e99, 8e10 * here / min(devices, per_node) if crossings else 1e99
+        )
         expected = 8e9 * (n - 1) / n / bandwidth if n > 1 else 0
         latency = ceil(log2(max(1, crossings))) * 1e-5 + ceil(log2(here)) * 1e-6
         assert found == pytest.approx(expected + latency), (axes, group)
@@ -80,13 +109,17 @@ def test_plans_are_valid_and_have_the_same_global_batch():
     for plan in plans[:: len(plans) // 200]:
         s = plan.settings
         assert s["batch_size"] * s["gradient_accumulation_steps"] == 256
-        config = DEFAULTS | s | {"arch": "llama", "n_layer": 32, "n_head": 32, "n_embd": 4096, "block_size": 4096}
+        config = (
+            DEFAULTS | s | {"arch": "llama", "n_layer": 32, "n_head": 32, "n_embd": 4096, "block_size": 4096}
+        )
         check_training(config)
         data_size = make_mesh(0, 64, config, s["zero"]).data_size
         assert share_of(256, 0, data_size, s["batch_size"], s["pp"]).rows >= 1
         assert bool(plan.problem) == (plan.gb > 80)
     ddp = [plan for plan in plans if layouts.degrees(plan) == (0, 1, 1, 1, 1, 1)]
-    assert ddp and all("does not fit" in plan.problem for plan in ddp), "16 bytes per parameter are more than 80 GB"
+    assert ddp and all("does not fit" in plan.problem for plan in ddp), (
+        "16 bytes per parameter are more than 80 GB"
+    )
     table = layouts.table(plans, 256 * 4096, 64, 4e10)
     assert "communication +" in table and "bubble +" in table and "does not fit: " in table
     assert len(table.splitlines()) == 1 + 15 + 3
@@ -127,9 +160,11 @@ def test_the_fewest_devices_on_which_a_model_fits():
 def test_names_of_hardware():
     assert named_hardware("a100", 10).network.bytes_per_s == pytest.approx(1.25e9, rel=0.1)
     assert named_hardware("this", 0, SIMPLE) is SIMPLE
-    cells = [{"operation": name, "bytes": size, "us": us, "gb_per_s": gb, "ranks": 4} for size, us in
-             ((2**10, 80.0), (2**20, 1000.0)) for name, gb in
-             (("all-reduce", 2.0), ("all-gather", 1.0), ("reduce-scatter", 0.5))]  # fmt: skip
+    cells = [
+        {"operation": name, "bytes": size, "us": us, "gb_per_s": gb, "ranks": 4}
+        for size, us in ((2**10, 80.0), (2**20, 1000.0))
+        for name, gb in (("all-reduce", 2.0), ("all-gather", 1.0), ("reduce-scatter", 0.5))
+    ]
     found = links_of(cells, is_gpu=True)
     assert found["local"] == Link(pytest.approx(2e-5), 2e9) and (found["gather"], found["scatter"]) == (2, 4)
     assert links_of(cells, is_gpu=False)["local"] == Link(pytest.approx(4e-5), 2e9)
@@ -145,19 +180,24 @@ def test_the_calibration_makes_a_step_take_what_was_measured():
     assert seconds["compute"] + seconds["optimizer"] == pytest.approx(7.0, rel=0.02)
 
 
-# docs/scaling.md names the sources. The H100s of torchtitan's benchmarks have 500 W instead of 700 and slower memory.
+# docs/scaling.md names the sources. The H100s of torchtitan's benchmarks have 500 W instead of 700 and slower
+# memory.
 A100_40GB = replace(HARDWARE["a100"], memory_gb=40, bytes_per_s=0.85 * 1.555e12)
 COMPOSED = replace(A100_40GB, attention=0.55 / 7)  # FlashAttention-2 is 5 to 9 times as fast (Dao 2023)
 H100_500W = replace(HARDWARE["h100"], memory_gb=103, matmul=0.65 * 835e12, bytes_per_s=0.85 * 2.4e12)
 TITAN = dict(zero=3, activation_checkpointing="selective")
 
 
-@pytest.mark.parametrize("hw, model, devices, batch_size, accumulation, settings, published, gib", [
-    (COMPOSED, GPT2, 8, 12, 40, {}, 491520 / 0.562 / 8, None),
-    (HARDWARE["a100"], GPT2, 8, 64, 8, {}, 10e9 / (90 * 60) / 8, None),
-    (H100_500W, LLAMA_8B, 8, 2, 8, TITAN, 6667, 77.0),
-    (H100_500W, LLAMA_8B, 128, 2, 128, TITAN, 6514, 62.0),
-], ids=["nanoGPT", "llm.c", "torchtitan-8", "torchtitan-128"])  # fmt: skip
+@pytest.mark.parametrize(
+    "hw, model, devices, batch_size, accumulation, settings, published, gib",
+    [
+        (COMPOSED, GPT2, 8, 12, 40, {}, 491520 / 0.562 / 8, None),
+        (HARDWARE["a100"], GPT2, 8, 64, 8, {}, 10e9 / (90 * 60) / 8, None),
+        (H100_500W, LLAMA_8B, 8, 2, 8, TITAN, 6667, 77.0),
+        (H100_500W, LLAMA_8B, 128, 2, 128, TITAN, 6514, 62.0),
+    ],
+    ids=["nanoGPT", "llm.c", "torchtitan-8", "torchtitan-128"],
+)
 def test_published_runs(hw, model, devices, batch_size, accumulation, settings, published, gib):
     """Tokens/s of a device within 25%."""
     cost = cost_of(model, devices, batch_size, accumulation, **settings)
@@ -165,7 +205,8 @@ def test_published_runs(hw, model, devices, batch_size, accumulation, settings, 
     assert not plan.problem
     speed = batch_size * accumulation * cost["model_args"]["block_size"] / plan.total_s / devices
     print(
-        f"predicted {speed:,.0f}, published {published:,.0f} tokens/s: {speed / published - 1:+.1%}, {plan.gb:.1f} GB"
+        f"predicted {speed:,.0f}, published {published:,.0f} tokens/s: {speed / published - 1:+.1%}, "
+        f"{plan.gb:.1f} GB"
     )
     assert speed == pytest.approx(published, rel=0.25)
     if gib:
@@ -187,21 +228,29 @@ def test_a_mesh_of_one_communicates_nothing():
     assert alone.seconds["communication"] == 0 and alone.seconds["bubble"] == 0
 
 
-@pytest.mark.parametrize("settings, kept", [
-    ({"tp": 2, "pp": 4}, {"tp": 2, "pp": 4}),
-    ({"fsdp": True, "dp_replicate": 2}, {"zero": 3, "dp_replicate": 2}),
-    ({"activation_checkpointing": "every:2", "cp": 2}, {"activation_checkpointing": "every:2", "cp": 2}),
-    ({"pp": 2, "pp_schedule": "zbv", "zero": 1}, {"pp": 2, "pp_schedule": "zbv", "zero": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, kept",
+    [
+        ({"tp": 2, "pp": 4}, {"tp": 2, "pp": 4}),
+        ({"fsdp": True, "dp_replicate": 2}, {"zero": 3, "dp_replicate": 2}),
+        ({"activation_checkpointing": "every:2", "cp": 2}, {"activation_checkpointing": "every:2", "cp": 2}),
+        ({"pp": 2, "pp_schedule": "zbv", "zero": 1}, {"pp": 2, "pp_schedule": "zbv", "zero": 1}),
+    ],
+)
 def test_settings_that_are_not_at_their_defaults_are_kept(settings, kept):
     plans = layouts.ranked(cost_of(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
     assert len(plans) > 8 and all(plan.settings.items() >= kept.items() for plan in plans)
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"tp": 3}, "16 processes cannot be divided into tp 3"), ({"ep": 2}, "ep is 2, but the model has no experts"),
-    ({"fsdp": True, "zero": 1}, "fsdp is short for zero=3, but zero is 1"), ({"shares": "2,1,1"}, "exclude all"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"tp": 3}, "16 processes cannot be divided into tp 3"),
+        ({"ep": 2}, "ep is 2, but the model has no experts"),
+        ({"fsdp": True, "zero": 1}, "fsdp is short for zero=3, but zero is 1"),
+        ({"shares": "2,1,1"}, "exclude all"),
+    ],
+)
 def test_settings_that_no_layout_can_have(settings, message):
     with pytest.raises(ValueError, match=message):
         layouts.ranked(cost_of(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
@@ -219,7 +268,9 @@ def test_known_gpus_are_found_by_name(monkeypatch):
 
 
 def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
-    """Two processes plan, a restart keeps their layout, and another number of processes plans anew; one curve."""
+    """
+    Two processes plan, a restart keeps their layout, and another number of processes plans anew; one curve.
+    """
     zygote.train(["--out_dir=one", "--max_iters=19"], work)
     auto = ["--layout=auto", "--init_from=auto", "--save_interval=5"]
     text = zygote.train([*auto, "--max_iters=4"], work, 2).text()
@@ -227,7 +278,8 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     path = work / "out" / "layout.json"
     found = json.loads(path.read_text())
     assert found["job"]["world_size"] == 2 and found["layout"].keys() >= prediction.LAYOUT.keys() - {"fsdp"}
-    found["layout"] |= {"zero": 3, "batch_size": 1, "gradient_accumulation_steps": 8}  # not what it would choose
+    # not what it would choose
+    found["layout"] |= {"zero": 3, "batch_size": 1, "gradient_accumulation_steps": 8}
     path.write_text(json.dumps(found))
     text = zygote.train([*auto, "--max_iters=9"], work, 2).text()
     kept = "layout:  --zero=3 --batch_size=1 --gradient_accumulation_steps=8, recorded in out/layout.json\n"
@@ -237,7 +289,8 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
         text = zygote.train([*auto, "--max_iters=9"], work, 2).text()
         assert "by prediction" in text and "error" not in text
     path.write_text("[" * 100000)
-    other = [*auto, "--max_iters=9", "--n_layer=30", "--islands=0", "--local_steps=2"]  # the checkpoint's layers count
+    # the checkpoint's layers count
+    other = [*auto, "--max_iters=9", "--n_layer=30", "--islands=0", "--local_steps=2"]
     zygote.train(other, work, 2)
     assert json.loads(path.read_text())["job"]["model_args"]["n_layer"] == 2
     text = zygote.train([*auto, "--max_iters=14", "--tp=2"], work, 2).text()
@@ -255,4 +308,6 @@ def test_a_layout_that_cannot_be_chosen(zygote, work):
     text = zygote.train(huge, work, 2, ok=False).text()
     assert text.count("error: no layout fits on 2 devices: start with ") == 1 and "Traceback" not in text
     text = zygote.train(["--init_from=gpt2", "--layout=auto"], work, ok=False).text()
-    assert text.startswith("error: init_from is 'gpt2': a plan is for the model that n_layer, n_head and n_embd ")
+    assert text.startswith(
+        "error: init_from is 'gpt2': a plan is for the model that n_layer, n_head and n_embd "
+    )

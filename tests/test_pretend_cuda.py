@@ -1,4 +1,6 @@
-"""The scripts on a pretended GPU, and what torch.compile makes of the model on one; see pretend_cuda/README.md."""
+"""
+The scripts on a pretended GPU, and what torch.compile makes of the model on one; see pretend_cuda/README.md.
+"""
 
 import re
 
@@ -140,7 +142,13 @@ def test_bench_measures_the_pretended_gpu(pretended, work):
 @pytest.mark.slow
 def test_out_of_memory_on_any_rank_ends_all_with_a_message(pretended, work):
     """In the second step, by the error of the allocator, of CUDA, of cuBLAS and of NCCL."""
-    for kind, rank, processes in (("cuda", 0, 1), ("cublas", 0, 1), ("oom", 0, 2), ("oom", 1, 2), ("nccl", 1, 2)):
+    for kind, rank, processes in (
+        ("cuda", 0, 1),
+        ("cublas", 0, 1),
+        ("oom", 0, 2),
+        ("oom", 1, 2),
+        ("nccl", 1, 2),
+    ):
         out = f"{kind}{rank}"
         args = [*TINY, *ON_GPU, f"--out_dir={out}"]
         env = {"PRETEND_CUDA_FAIL": f"{rank}:1:{kind}"}

@@ -1,4 +1,6 @@
-"""Rules for the whole repository: imports, style, settings and the commands in the docs; the scripts' output."""
+"""
+Rules for the whole repository: imports, style, settings and the commands in the docs; the scripts' output.
+"""
 
 import ast
 import graphlib
@@ -25,7 +27,7 @@ def tracked_files(pattern="*"):
     return [path for name in listed if not name.startswith("tests/") and (path := REPO / name).exists()]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # imports
 
 
@@ -46,7 +48,10 @@ def import_statements(node, inside_functions=True):
 
 
 def imported(path, inside_functions=True):
-    """The dotted names that a file imports; `from a import b` gives a and a.b, which may be a module or a name in a."""
+    """
+    The dotted names that a file imports; `from a import b` gives a and a.b, which may be a module or a name
+    in a.
+    """
     names = set()
     for node in import_statements(ast.parse(path.read_text()), inside_functions):
         if isinstance(node, ast.Import):
@@ -103,13 +108,17 @@ def test_the_package_imports_no_top_level_file():
 
 
 def test_imports_go_downward_only():
-    """Each room imports rooms above it in docs/design.md, and there are no circles, not even inside functions."""
+    """
+    Each room imports rooms above it in docs/design.md, and there are no circles, not even inside functions.
+    """
     graph, rooms = package_graph(), list(rooms_in_the_docs())
     modules = [module for module in graph if module.count(".") == 2]
     assert rooms[0] == "common" and {room_of(module) for module in modules} == set(rooms)
     assert any(graph[module] for module in modules)
     for module in modules:
-        higher = {other for other in graph[module] if rooms.index(room_of(other)) > rooms.index(room_of(module))}
+        higher = {
+            other for other in graph[module] if rooms.index(room_of(other)) > rooms.index(room_of(module))
+        }
         assert not higher, f"{module} imports {higher}"
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -146,7 +155,7 @@ def test_heavy_packages_are_imported_where_they_are_used():
         assert not found, f"{path.relative_to(REPO)} imports {found} when it is imported"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # style
 
 
@@ -165,12 +174,13 @@ def test_nothing_refers_to_what_is_not_in_the_repository():
             assert not re.search(BANNED, line), f"{path.relative_to(REPO)}, line {number}: {line}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # settings
 
 
 def test_settings_that_scripts_share_have_one_default():
-    # two differ in nanoGPT too: sample.py resumes, and does not compile by default; its data set is that of the run
+    # two differ in nanoGPT too: sample.py resumes, and does not compile by default; its data set is that of
+    # the run
     known = {("sample", "init_from"), ("sample", "compile"), ("sample", "dataset")}
     train = settings_of(REPO / "train.py")
     for script in ("sample", "bench"):
@@ -218,11 +228,28 @@ def test_settings_and_defaults_of_nanogpt():
     train = settings_of(REPO / "train.py")
     assert len(wanted) == 33 and set(wanted) <= set(train)
     for name, value in dict(
-        eval_interval=2000, log_interval=1, eval_iters=200, dataset="openwebtext", gradient_accumulation_steps=40,
-        batch_size=12, block_size=1024, n_layer=12, n_head=12, n_embd=768, dropout=0.0, bias=False, learning_rate=6e-4,
-        max_iters=600000, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0, warmup_iters=2000,
-        lr_decay_iters=600000, min_lr=6e-5,
-    ).items():  # fmt: skip
+        eval_interval=2000,
+        log_interval=1,
+        eval_iters=200,
+        dataset="openwebtext",
+        gradient_accumulation_steps=40,
+        batch_size=12,
+        block_size=1024,
+        n_layer=12,
+        n_head=12,
+        n_embd=768,
+        dropout=0.0,
+        bias=False,
+        learning_rate=6e-4,
+        max_iters=600000,
+        weight_decay=0.1,
+        beta1=0.9,
+        beta2=0.95,
+        grad_clip=1.0,
+        warmup_iters=2000,
+        lr_decay_iters=600000,
+        min_lr=6e-5,
+    ).items():
         assert train[name].default == value, name
     sample = [
         "init_from",
@@ -242,7 +269,7 @@ def test_settings_and_defaults_of_nanogpt():
     assert set(bench) <= set(settings_of(REPO / "bench.py"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # docs
 
 
@@ -300,7 +327,7 @@ def test_each_of_the_32_complaints_about_nanogpt_is_answered():
         assert "`test_" in answer or len(answer) > 60, number
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the scripts
 
 
@@ -313,18 +340,34 @@ def test_torchrun_on_one_node_and_on_two_gives_one_curve(zygote, work):
     port = free_port()
     nodes = [
         subprocess.Popen(
-            [*run, "--nproc_per_node=1", "--nnodes=2", f"--node_rank={n}", "--master_addr=127.0.0.1",
-             f"--master_port={port}", str(REPO / "train.py"), *args, "--out_dir=two"],
-            cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        ) for n in range(2)
-    ]  # fmt: skip
+            [
+                *run,
+                "--nproc_per_node=1",
+                "--nnodes=2",
+                f"--node_rank={n}",
+                "--master_addr=127.0.0.1",
+                f"--master_port={port}",
+                str(REPO / "train.py"),
+                *args,
+                "--out_dir=two",
+            ],
+            cwd=work,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for n in range(2)
+    ]
     outputs = [n.communicate(timeout=120)[0] for n in nodes]
     assert [n.returncode for n in nodes] == [0, 0], outputs
     assert "iter 9:" in outputs[0] and "iter" not in outputs[1], "only rank 0 prints"
     standalone = subprocess.run(
         [*run, "--standalone", "--nproc_per_node=2", str(REPO / "train.py"), *args, "--out_dir=standalone"],
-        cwd=work, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=work,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert standalone.returncode == 0, standalone.stderr
     one = column(work / "one", "loss")
     for other in ("two", "standalone"):
@@ -362,18 +405,28 @@ def test_sample_from_a_run(zygote, work):
     ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
     zygote.train(["--out_dir=out", "--max_iters=22", "--eval_interval=10", *ruin], work)
     (work / "prompt.txt").write_text("AB:")
-    args = ["--out_dir=out", "--start=FILE:prompt.txt", "--num_samples=3", "--max_new_tokens=40", "--device=cpu"]
+    args = [
+        "--out_dir=out",
+        "--start=FILE:prompt.txt",
+        "--num_samples=3",
+        "--max_new_tokens=40",
+        "--device=cpu",
+    ]
     one, two = (zygote.start(args, work, script="sample.py").wait().samples() for _ in range(2))
     assert one == two and one.count("AB:") >= 3 and one.count("---------------\n") == 3
     newest = zygote.start([*args, "--best=False"], work, script="sample.py").wait().text()
-    assert "step_00000023" in newest and "step_00000021" in one, "the final state of the first run is the best"
+    assert "step_00000023" in newest and "step_00000021" in one, (
+        "the final state of the first run is the best"
+    )
 
 
 def test_works_from_any_folder_and_on_nanogpt_configs(zygote, work):
     """A config that is found beside train.py, and one that computes, imports and reads what it overrides."""
     (work / "mine.py").write_text(
-        "import time\nbatch_size = 4 * 2\nmax_iters = min(max_iters, 3)\nwandb_run_name = 'x' + str(time.time())\n"
-        "dataset = 'tiny'\nn_layer, n_head, n_embd, block_size = 1, 2, 16, 16\neval_iters = 1\ndevice = 'cpu'\n"
+        "import time\nbatch_size = 4 * 2\nmax_iters = min(max_iters, 3)\nwandb_run_name = 'x' + "
+        "str(time.time())\n"
+        "dataset = 'tiny'\nn_layer, n_head, n_embd, block_size = 1, 2, 16, 16\neval_iters = 1\ndevice = "
+        "'cpu'\n"
     )
     args = ["config/train_stdlib_char.py", "mine.py", "--out_dir=out", "--log_interval=1"]
     text = zygote.start(args, work).wait().text()
@@ -383,7 +436,9 @@ def test_works_from_any_folder_and_on_nanogpt_configs(zygote, work):
 
 def test_console_lines_that_tools_parse(zygote, work):
     text = zygote.train(["--out_dir=out", "--max_iters=4", "--eval_interval=2"], work, nproc=2).text()
-    iters = re.findall(r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d{2})ms, mfu (-?\d+\.\d{2})%", text, re.M)
+    iters = re.findall(
+        r"^iter (\d+): loss (\d+\.\d{4}), time (\d+\.\d{2})ms, mfu (-?\d+\.\d{2})%", text, re.M
+    )
     assert [int(i[0]) for i in iters] == [0, 1, 2, 3, 4]
     steps = re.findall(r"^step (\d+): train loss (\d+\.\d{4}), val loss (\d+\.\d{4})$", text, re.M)
     assert [int(s[0]) for s in steps] == [0, 2, 4, 5], "at each interval, and the final state"

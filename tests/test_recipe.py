@@ -41,7 +41,10 @@ def shakespeare(zygote, tmp_path):
 
 
 def trained_loss(zygote, folder, args, out):
-    """Train; returns the loss of the best checkpoint over the whole validation split, and its number of parameters."""
+    """
+    Train; returns the loss of the best checkpoint over the whole validation split, and its number of
+    parameters.
+    """
     run = zygote.start([*args, "--device=cpu", "--log_interval=1"], folder.parent.parent).wait(600)
     state = read_file(folder.parent.parent / out / "ckpt_best.pt")
     args = state["model_args"] | state["isogpt"]["model_args"]
@@ -53,8 +56,18 @@ def trained_loss(zygote, folder, args, out):
 
 @pytest.mark.slow
 def test_shakespeare_on_a_cpu_reaches_its_known_loss(zygote, shakespeare):
-    recipe = ["--compile=False", "--eval_iters=20", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4",
-              "--n_embd=128", "--max_iters=2000", "--lr_decay_iters=2000", "--dropout=0.0"]  # fmt: skip
+    recipe = [
+        "--compile=False",
+        "--eval_iters=20",
+        "--block_size=64",
+        "--batch_size=12",
+        "--n_layer=4",
+        "--n_head=4",
+        "--n_embd=128",
+        "--max_iters=2000",
+        "--lr_decay_iters=2000",
+        "--dropout=0.0",
+    ]
     args = ["config/train_shakespeare_char.py", *recipe]
     loss, _ = trained_loss(zygote, shakespeare, args, "out-shakespeare-char")
     assert loss <= 1.92

@@ -19,7 +19,13 @@ from isogpt.launch.process_group import Ranks
 from isogpt.monitor.log import Logger
 from isogpt.training import precision
 
-DROPOUT = ["--dropout=0.1", "--max_iters=39", "--save_interval=7", "--gradient_accumulation_steps=4", "--batch_size=3"]
+DROPOUT = [
+    "--dropout=0.1",
+    "--max_iters=39",
+    "--save_interval=7",
+    "--gradient_accumulation_steps=4",
+    "--batch_size=3",
+]
 
 
 def final(path):
@@ -52,7 +58,8 @@ def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
     args = [*TINY, *DROPOUT, "--out_dir=killed", "--init_from=auto"]
     for step in (rng.randint(7, 15), rng.randint(16, 36)):
         run = start_until_step(zygote, work, args, nproc, step)
-        run.until(lambda text: any((work / "killed").glob("step_*")))  # on a busy machine a checkpoint takes some steps
+        # on a busy machine a checkpoint takes some steps
+        run.until(lambda text: any((work / "killed").glob("step_*")))
         time.sleep(rng.random() * 0.01)  # during the next step: its micro-steps, its update or a checkpoint
         run.kill()
         run.wait(ok=False)
@@ -91,8 +98,13 @@ def test_a_resume_that_reads_other_sequences_says_so(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=3", "--data_order=shuffle"], work)
     more = ["--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=1", "--seed=7"]
     text = zygote.train(["--out_dir=out", "--data_order=shuffle", *more], work).text()
-    assert "note:    the checkpoint's steps had 8 sequences, this run's have 4: the loss curve changes\n" in text
-    assert "note:    the checkpoint was trained with seed 1337, this run has 7: of this epoch, some sequences" in text
+    assert (
+        "note:    the checkpoint's steps had 8 sequences, this run's have 4: the loss curve changes\n" in text
+    )
+    assert (
+        "note:    the checkpoint was trained with seed 1337, this run has 7: of this epoch, some sequences"
+        in text
+    )
     assert "note:    the best val loss so far," in text and "note:    the run ends at step 4" in text
     assert text.count("note:") == 4
     assert final(work / "out")["isogpt"]["position"] == (4 * 8 + 4) * 32
@@ -113,7 +125,9 @@ def test_the_last_and_the_best_checkpoints_are_kept(zygote, work):
 def test_keep_last_0_keeps_all_checkpoints(zygote, work):
     zygote.train(["--out_dir=out", "--save_interval=5", "--eval_interval=12", "--keep_last=0"], work)
     assert steps_saved(work / "out") == [5, 10, 12, 15, 20, 24, 25, 30]
-    zygote.train(["--out_dir=out", "--save_interval=5", "--keep_last=0", "--init_from=resume", "--max_iters=35"], work)
+    zygote.train(
+        ["--out_dir=out", "--save_interval=5", "--keep_last=0", "--init_from=resume", "--max_iters=35"], work
+    )
     assert steps_saved(work / "out") == [5, 10, 12, 15, 20, 24, 25, 30, 35, 36]
 
 
@@ -135,7 +149,9 @@ def steps_saved(out):
 
 
 def test_resume_from_a_chosen_step(zygote, work):
-    """Later checkpoints are renamed, the log is cut back, and the curve from there on is the same, bit for bit."""
+    """
+    Later checkpoints are renamed, the log is cut back, and the curve from there on is the same, bit for bit.
+    """
     args = ["--dropout=0.1", "--save_interval=5", "--keep_last=0"]
     zygote.train([*args, "--out_dir=straight", "--max_iters=19"], work)
     zygote.train([*args, "--out_dir=out", "--max_iters=19"], work)
@@ -145,14 +161,22 @@ def test_resume_from_a_chosen_step(zygote, work):
         run = zygote.train([*args, "--out_dir=out", *chosen], work)
         assert "step_00000005/ckpt.pt, step 5" in run.text() and "iter 5: loss" in run.text()
         steps = [r["iter"] for r in records(out) if "loss" in r and "event" not in r]
-        assert steps == list(range(last + 1)), "metrics.jsonl is cut back to the step, and each step appears once"
+        assert steps == list(range(last + 1)), (
+            "metrics.jsonl is cut back to the step, and each step appears once"
+        )
         names = {f"abandoned_step_{step:08d}" for step in (10, 15, 20)}
-        names |= {f"abandoned_step_{step:08d}" for step in (13,)} | {"abandoned_step_00000010_1"} if number else set()
+        names |= (
+            {f"abandoned_step_{step:08d}" for step in (13,)} | {"abandoned_step_00000010_1"}
+            if number
+            else set()
+        )
         assert {p.name for p in out.glob("*abandoned*")} == names
     assert steps_saved(out) == [5, 10, 15, 20]
     assert column(out, "loss") == column(work / "straight", "loss")
     assert_same_bits(final(work / "straight"), final(out))
-    assert_same_bits(final(work / "straight"), torch.load(out / "abandoned_step_00000020/ckpt.pt", weights_only=True))
+    assert_same_bits(
+        final(work / "straight"), torch.load(out / "abandoned_step_00000020/ckpt.pt", weights_only=True)
+    )
     for folder in ("step_00000005", "step_00000020"):
         assert not damage(out / folder)
     found, reports = newest_checkpoint(str(out))
@@ -160,7 +184,10 @@ def test_resume_from_a_chosen_step(zygote, work):
 
 
 def test_an_exported_file_of_abandoned_steps_is_not_resumed(zygote, work):
-    """The next resume does not use a ckpt.pt that export.py wrote from shards of a later step than the chosen one."""
+    """
+    The next resume does not use a ckpt.pt that export.py wrote from shards of a later step than the chosen
+    one.
+    """
     args, out = ["--out_dir=out", "--zero=3", "--save_interval=2", "--keep_last=0"], work / "out"
     zygote.train([*args, "--max_iters=5"], work)
     export.convert(str(out), "ckpt.pt")
@@ -181,7 +208,10 @@ def test_an_older_ckpt_pt_that_a_user_puts_back_is_named_and_kept(zygote, work):
     (out / "ckpt.pt").unlink()
     shutil.copyfile(out / "step_00000002/ckpt.pt", out / "ckpt.pt")
     text = zygote.train(["--out_dir=out", "--init_from=resume", "--max_iters=4"], work).text()
-    assert "warning: out/ckpt.pt, step 2, is not used, since step 4 is further on: to use the file, put it in" in text
+    assert (
+        "warning: out/ckpt.pt, step 2, is not used, since step 4 is further on: to use the file, put it in"
+        in text
+    )
     assert final(out / "abandoned_ckpt.pt")["iter_num"] == 2 and final(out)["iter_num"] == 5
 
 
@@ -210,7 +240,10 @@ def test_a_new_run_from_the_weights_of_another(zygote, work, nproc):
     run = zygote.train([*args, "--init_from=source", "--out_dir=new"], work, nproc)
     assert "from source/step_00000010/ckpt.pt, step 10" in run.text()
     assert column(work / "new", "loss") == column(work / "reference", "loss")
-    assert column(work / "new", "lr") == column(work / "reference", "lr") and len(column(work / "new", "loss")) == 7
+    assert (
+        column(work / "new", "lr") == column(work / "reference", "lr")
+        and len(column(work / "new", "loss")) == 7
+    )
     assert_same_bits(final(work / "reference"), final(work / "new"))
     assert {v["step"].item() for v in final(work / "new")["optimizer"]["state"].values()} == {7}
     assert next(r for r in records(work / "new") if "event" in r)["event"] == "start"
@@ -258,7 +291,9 @@ def test_nanogpts_best_checkpoint_stays_the_best_until_evaluations_measure_somet
     out, args = work / "out", ["--out_dir=out", "--eval_interval=5", "--keep_last=1"]
     zygote.train([*args, "--max_iters=12"], work)
     losses = column(out, "val_loss")
-    assert set(losses) == {0, 5, 10, 13} and losses[13] == min(losses.values()), "the final state is the best one"
+    assert set(losses) == {0, 5, 10, 13} and losses[13] == min(losses.values()), (
+        "the final state is the best one"
+    )
     assert best_checkpoint(str(out))[0].val_loss == losses[13] == final(out)["best_val_loss"]
     as_nanogpt(out, config=final(out)["config"] | {"eval_interval": 13})  # nanoGPT saves where it evaluates
 
@@ -270,18 +305,34 @@ def test_nanogpts_best_checkpoint_stays_the_best_until_evaluations_measure_somet
     assert (out / "ckpt_best.pt").resolve().parent.name == "step_00000013"
     assert best_checkpoint(str(out))[0].val_loss == pytest.approx(losses[13])
     sample = ["--out_dir=out", "--num_samples=1", "--max_new_tokens=2", "--device=cpu", "--dtype=float32"]
-    texts = [zygote.start([*sample, *more], work, script="sample.py").wait().text() for more in ([], ["--best=False"])]
+    texts = [
+        zygote.start([*sample, *more], work, script="sample.py").wait().text()
+        for more in ([], ["--best=False"])
+    ]
     assert f"step_00000013/ckpt.pt: step 13, val loss {losses[13]:.4f}\n" in texts[0]
     assert f"step_00000021/ckpt.pt: step 21, val loss {losses[21]:.4f}\n" in texts[1]
 
     # the micro-batch and the number of processes change nothing
-    run = zygote.train([*args, *ruin, "--max_iters=21", "--batch_size=2", "--eval_iters=4",
-                        "--gradient_accumulation_steps=4"], work, 2)  # fmt: skip
+    run = zygote.train(
+        [
+            *args,
+            *ruin,
+            "--max_iters=21",
+            "--batch_size=2",
+            "--eval_iters=4",
+            "--gradient_accumulation_steps=4",
+        ],
+        work,
+        2,
+    )
     assert "note:" not in run.text() and steps_saved(out) == [13, 22]
     # more sequences: a worse loss is the best of those that are comparable
     run = zygote.train([*args, *ruin, "--max_iters=22", "--eval_iters=3"], work)
-    assert (f"note:    the best val loss so far, {losses[13]:.4f}, does not count any more, since evaluations measure "
-            "something different: eval_iters * batch_size is 12, not 8\n") in run.text()  # fmt: skip
+    assert (
+        f"note:    the best val loss so far, {losses[13]:.4f}, does not count any more, since evaluations "
+        "measure "
+        "something different: eval_iters * batch_size is 12, not 8\n"
+    ) in run.text()
     assert "at step 23\n" in run.text() and steps_saved(out) == [23]
     assert best_checkpoint(str(out))[0].step == 23 > 13 and column(out, "val_loss")[23] > losses[13]
 
@@ -289,7 +340,13 @@ def test_nanogpts_best_checkpoint_stays_the_best_until_evaluations_measure_somet
 def test_tensorboard_has_each_step_once(zygote, work):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    args = ["--tensorboard_log=True", "--out_dir=out", "--save_interval=5", "--eval_interval=4", "--keep_last=0"]
+    args = [
+        "--tensorboard_log=True",
+        "--out_dir=out",
+        "--save_interval=5",
+        "--eval_interval=4",
+        "--keep_last=0",
+    ]
     zygote.train([*args, "--max_iters=12"], work, nproc=2)
     zygote.train([*args, "--init_from=resume", "--resume_step=5", "--max_iters=17"], work)
     events = EventAccumulator(str(work / "out" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
@@ -336,7 +393,9 @@ def test_damaged_checkpoints_are_reported_and_skipped(zygote, work):
         good = (step / name).read_bytes()
         places = {0, len(good) - 1, *(rng.randrange(len(good)) for _ in range(40))}
         for place in places:
-            (step / name).write_bytes(good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :])
+            (step / name).write_bytes(
+                good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :]
+            )
             problem = damage(step)
             assert problem, (name, place, good[max(0, place - 20) : place + 20])
         for cut in (0, 1, len(good) // 2, len(good) - 1):
@@ -357,16 +416,25 @@ def test_damaged_checkpoints_are_reported_and_skipped(zygote, work):
 def test_no_checkpoint_has_weights_that_are_not_finite(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=4"], work)
     before = final(work / "out")
-    args = ["--out_dir=out", "--init_from=resume", "--warmup_iters=0", "--save_interval=1", "--grad_clip=0",
-            "--max_iters=30", "--keep_last=100"]  # fmt: skip
+    args = [
+        "--out_dir=out",
+        "--init_from=resume",
+        "--warmup_iters=0",
+        "--save_interval=1",
+        "--grad_clip=0",
+        "--max_iters=30",
+        "--keep_last=100",
+    ]
     # with the first rate, weights are not finite after a finite step; with the second, a step is not finite
     for rate, said in (("1e39", "weights are not finite at step 6"), ("1e30", "not finite on rank")):
         run = zygote.train([*args, f"--learning_rate={rate}", f"--min_lr={rate}"], work, nproc=2, ok=False)
         assert set(run.codes) == {1} and run.text().count("error:") == 1 and said in run.text(), run.text()
     for path in (work / "out").glob("step_*/ckpt.pt"):
         assert all(w.isfinite().all() for w in torch.load(path, weights_only=True)["model"].values()), path
-    assert torch.equal(before["model"]["transformer.wte.weight"],
-                       torch.load(work / "out/step_00000005/ckpt.pt")["model"]["transformer.wte.weight"])  # fmt: skip
+    assert torch.equal(
+        before["model"]["transformer.wte.weight"],
+        torch.load(work / "out/step_00000005/ckpt.pt")["model"]["transformer.wte.weight"],
+    )
 
 
 @pytest.mark.slow
@@ -388,8 +456,17 @@ def test_float16_scaler_is_saved_and_restored(zygote, work):
 
 def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=5"], work)
-    zygote.train(["--out_dir=out", "--init_from=resume", "--block_size=16", "--max_iters=20", "--save_interval=3",
-                  "--keep_last=1"], work)  # fmt: skip
+    zygote.train(
+        [
+            "--out_dir=out",
+            "--init_from=resume",
+            "--block_size=16",
+            "--max_iters=20",
+            "--save_interval=3",
+            "--keep_last=1",
+        ],
+        work,
+    )
     assert final(work / "out")["model"]["transformer.wpe.weight"].shape == (16, 32)
     kept = torch.load(work / "out/step_00000006/ckpt.pt", weights_only=True)
     assert kept["model"]["transformer.wpe.weight"].shape == (32, 32)
@@ -399,7 +476,9 @@ def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(z
 def test_eval_only_and_a_finished_run(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=4"], work)
     before = (work / "out" / "metrics.jsonl").read_text()
-    run = zygote.train(["--out_dir=out", "--init_from=resume", "--eval_only=True", "--max_iters=4"], work, nproc=2)
+    run = zygote.train(
+        ["--out_dir=out", "--init_from=resume", "--eval_only=True", "--max_iters=4"], work, nproc=2
+    )
     assert "step 5: train loss" in run.text() and (work / "out" / "metrics.jsonl").read_text() == before
     run = zygote.train(["--out_dir=out", "--init_from=resume", "--max_iters=4"], work)
     assert "--max_iters=" in run.text()

@@ -1,4 +1,6 @@
-"""sample.py: the same text on any number of processes, the tokenizers of folders, its figures and mistakes."""
+"""
+sample.py: the same text on any number of processes, the tokenizers of folders, its figures and mistakes.
+"""
 
 import io
 import json
@@ -43,10 +45,14 @@ def test_the_text_is_the_same_on_any_number_of_ranks(zygote, trained, samples):
 
 
 def test_the_batch_does_not_change_a_sample(zygote, trained):
-    one, three = (zygote.start([*ARGS, f"--num_samples={n}"], trained, script="sample.py").wait().samples()
-                  for n in (1, 3))  # fmt: skip
+    one, three = (
+        zygote.start([*ARGS, f"--num_samples={n}"], trained, script="sample.py").wait().samples()
+        for n in (1, 3)
+    )
     assert three.startswith(one)
-    longer = zygote.start([*ARGS, "--num_samples=1", "--max_new_tokens=60"], trained, script="sample.py").wait()
+    longer = zygote.start(
+        [*ARGS, "--num_samples=1", "--max_new_tokens=60"], trained, script="sample.py"
+    ).wait()
     assert longer.samples().startswith(one.removesuffix("\n---------------\n"))
 
 
@@ -71,14 +77,17 @@ def test_a_prompt_from_a_pipe(zygote, trained):
 
 def test_the_speed(at, capsys):
     folder = folder_of(at.path, "gpt2")
-    script(at, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=a", "--num_samples=3",
-                             "--max_new_tokens=400"])  # fmt: skip
+    script(
+        at,
+        "sample.py",
+        ["--device=cpu", f"--init_from={folder}", "--start=a", "--num_samples=3", "--max_new_tokens=400"],
+    )
     tokens, seconds, speed, samples = re.fullmatch(SPEED, capsys.readouterr().err.splitlines()[-1]).groups()
     assert (tokens, samples) == ("1,200", "3")
     assert float(speed.replace(",", "")) * float(seconds) == pytest.approx(1200, rel=0.2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # folders of transformers
 
 
@@ -110,7 +119,8 @@ def test_a_folder_without_a_tokenizer(at, capsys):
     folder = folder_of(at.path, "llama", with_tokenizer=False)
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}"])
     assert output.err.splitlines()[-1] == (
-        f"error: the ids cannot be decoded: {folder}, without a tokenizer.json, does not say what they mean, and 8 ids "
+        f"error: the ids cannot be decoded: {folder}, without a tokenizer.json, does not say what they "
+        "mean, and 8 ids "
         f"are not those of GPT-2; set --dataset= to a data set with these ids"
     )
     assert vocabulary_of_weights(str(folder), 128256).kind == "unknown"
@@ -129,8 +139,12 @@ def test_a_tokenizer_of_another_model(at, capsys):
     folder = folder_of(at.path, "gpt2")
     model = GPT(GPTConfig(**SMALL | dict(vocab_size=4, gelu="tanh")), seed=1)
     huggingface.save(folder, model.describe(), dict(model.named_parameters()), NO_TOKENS)
-    output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=abf"])
-    assert output.err.splitlines()[-1].startswith("error: the tokenizer has 6 ids, but the model has 4: set --dataset=")
+    output = script_that_fails(
+        at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=abf"]
+    )
+    assert output.err.splitlines()[-1].startswith(
+        "error: the tokenizer has 6 ids, but the model has 4: set --dataset="
+    )
 
 
 RUNS = """from pathlib import Path
@@ -158,7 +172,10 @@ def change_json(path, **changes):
 
 
 def test_no_code_in_a_folder_runs(at, capsys):
-    """Not even if the answer at the terminal would be yes: for the model's types, its tokenizer, generate, weights."""
+    """
+    Not even if the answer at the terminal would be yes: for the model's types, its tokenizer, generate,
+    weights.
+    """
     ran, folder = at.path / "ran", folder_of(at.path, "llama")
     (folder / "custom_generate").mkdir()
     for file in ("own.py", "custom_generate/generate.py"):
@@ -181,12 +198,16 @@ def test_no_code_in_a_folder_runs(at, capsys):
     change_json(folder / "config.json", auto_map=model_code, attn_implementation="someone/kernel")
     sample(None)
     change_json(
-        folder / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "own.Words"]}, tokenizer_class="Words"
+        folder / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": [None, "own.Words"]},
+        tokenizer_class="Words",
     )
     sample(None)  # tokenizer.json alone is read
     change_json(folder / "config.json", model_type="own")
-    sample(f"cannot load {str(folder)!r} with transformers: it needs Python code of its own, which is not run; "
-           "possible are gpt2, nanochat, llama, mixtral")  # fmt: skip
+    sample(
+        f"cannot load {str(folder)!r} with transformers: it needs Python code of its own, which is not run; "
+        "possible are gpt2, nanochat, llama, mixtral"
+    )
     change_json(folder / "config.json", model_type="llama")
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Touch(ran)}, folder / "pytorch_model.bin")

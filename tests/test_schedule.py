@@ -31,18 +31,25 @@ def nanogpt_rate(c, it):
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 def test_without_scaling_the_rates_are_those_of_nanogpt_bit_for_bit(kind):
-    for warmup, decay, cooldown, decays in itertools.product((0, 1, 7, 40), (0, 7, 30), (1, 10, 50), (True, False)):
+    for warmup, decay, cooldown, decays in itertools.product(
+        (0, 1, 7, 40), (0, 7, 30), (1, 10, 50), (True, False)
+    ):
         changes = dict(lr_schedule=kind, warmup_iters=warmup, lr_decay_iters=decay, cooldown_iters=cooldown)
         c = DEFAULTS | changes | {"decay_lr": decays, "min_lr": 7e-5}
         schedule = make_schedule(c, 480)
         assert [schedule.lr(it) for it in range(60)] == [nanogpt_rate(c, it) for it in range(60)]
 
 
-@pytest.mark.parametrize("changes", [
-    dict(warmup_iters=0.1, lr_decay_iters=27.0), dict(warmup_iters=1e-1, lr_decay_iters=22.5),
-    dict(warmup_iters=2.5, lr_decay_iters=2.75), dict(warmup_iters=7.5, lr_decay_iters=3.5),
-    dict(warmup_iters=1.5, lr_decay_iters=40.3, lr_schedule="wsd", cooldown_iters=10.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(warmup_iters=0.1, lr_decay_iters=27.0),
+        dict(warmup_iters=1e-1, lr_decay_iters=22.5),
+        dict(warmup_iters=2.5, lr_decay_iters=2.75),
+        dict(warmup_iters=7.5, lr_decay_iters=3.5),
+        dict(warmup_iters=1.5, lr_decay_iters=40.3, lr_schedule="wsd", cooldown_iters=10.5),
+    ],
+)
 def test_fractional_steps_have_nanogpts_rates(changes):
     c = DEFAULTS | changes
     schedule = make_schedule(c, 480)
@@ -51,11 +58,17 @@ def test_fractional_steps_have_nanogpts_rates(changes):
 
 
 def test_a_run_with_fractional_steps(zygote, work):
-    """As in nanoGPT: the run ends after the last whole step, and an interval is due at the steps that it divides."""
+    """
+    As in nanoGPT: the run ends after the last whole step, and an interval is due at the steps that it
+    divides.
+    """
     steps = "max_iters = 7.5\neval_interval = max_iters * 0.2\nlog_interval = 0.5\nsave_interval = max_iters / 3\n"
     (work / "c.py").write_text(f"{steps}warmup_iters = 1e-1\nlr_decay_iters = max_iters * 0.9\n")
     run = zygote.train(["c.py", "--out_dir=out", "--keep_last=0"], work)
-    rates, c = column(work / "out", "lr"), DEFAULTS | dict(learning_rate=1e-3, warmup_iters=0.1, lr_decay_iters=6.75)
+    rates, c = (
+        column(work / "out", "lr"),
+        DEFAULTS | dict(learning_rate=1e-3, warmup_iters=0.1, lr_decay_iters=6.75),
+    )
     assert {step: rates[step] for step in range(8)} == {step: nanogpt_rate(c, step) for step in range(8)}
     assert list(column(work / "out", "val_loss")) == [0, 3, 6, 8] and max(rates) == 7
     assert [p.name for p in sorted((work / "out").glob("step_*"))] == [f"step_{s:08d}" for s in (3, 5, 6, 8)]
@@ -65,17 +78,23 @@ def test_a_run_with_fractional_steps(zygote, work):
 
 MUON_RISES = dict(min_lr=3e-3, optimizer="muon", lr_scaling="sqrt", base_batch=160)
 NOTES = {
-    "min_lr 6e-05 is above learning_rate 1e-05: after the warm-up, the learning rate rises: set --min_lr=1e-06, or "
+    "min_lr 6e-05 is above learning_rate 1e-05: after the warm-up, the learning rate rises: set "
+    "--min_lr=1e-06, or "
     "--decay_lr=False": dict(learning_rate=1e-5),
-    "min_lr 0.003 is above learning_rate 0.0006: after the warm-up, the learning rate, and Muon's in proportion, "
+    "min_lr 0.003 is above learning_rate 0.0006: after the warm-up, the learning rate, and Muon's in "
+    "proportion, "
     "rises: set --min_lr=6e-05, or --decay_lr=False": MUON_RISES,
-    "the run ends at step 999, during the 2000 steps of warm-up, with a learning rate of 0.0003: set a smaller "
+    "the run ends at step 999, during the 2000 steps of warm-up, with a learning rate of 0.0003: set a "
+    "smaller "
     "--warmup_iters": dict(max_iters=999),
-    "the run ends at step 3000, during the 4000 steps of warm-up, with a learning rate of 0.0009: set a smaller "
+    "the run ends at step 3000, during the 4000 steps of warm-up, with a learning rate of 0.0009: set a "
+    "smaller "
     "--warmup_iters": dict(max_iters=3000, lr_scaling="linear", base_batch=240),
-    "the warm-up of 2000 steps does not end before lr_decay_iters, 2000: the learning rate then drops to min_lr at "
+    "the warm-up of 2000 steps does not end before lr_decay_iters, 2000: the learning rate then drops to "
+    "min_lr at "
     "once: set --lr_decay_iters=600000, or a smaller --warmup_iters": dict(lr_decay_iters=2000),
-    "the warm-up of 5.5 steps does not end before lr_decay_iters, 4: the learning rate then drops to min_lr at once: "
+    "the warm-up of 5.5 steps does not end before lr_decay_iters, 4: the learning rate then drops to min_lr "
+    "at once: "
     "set a smaller --warmup_iters": dict(warmup_iters=5.5, lr_decay_iters=4, max_iters=5.5),
 }
 
@@ -96,24 +115,40 @@ def test_usual_rates_are_not_noted():
 
 def test_the_rates_that_advice_gives_are_accepted(zygote, work):
     """Each note once, from two processes too; after the advice, none."""
-    args = ["--max_iters=1", "--warmup_iters=5", "--lr_decay_iters=3", "--learning_rate=1e-6", "--keep_last=1"]
+    args = [
+        "--max_iters=1",
+        "--warmup_iters=5",
+        "--lr_decay_iters=3",
+        "--learning_rate=1e-6",
+        "--keep_last=1",
+    ]
     text = zygote.train(args, work, 2).text()
-    assert text.count("note:    min_lr 6e-05 is above ") == text.count("note:    the run ends at step 1, ") == 1
+    assert (
+        text.count("note:    min_lr 6e-05 is above ") == text.count("note:    the run ends at step 1, ") == 1
+    )
     assert text.count("note:") == 2
     text = zygote.train([*args, "--min_lr=1e-07", "--warmup_iters=1"], work).text()
     assert "note:" not in text
 
 
-# lr_scaling, sequences per step: factor of the rates, steps of warm-up; by hand, for base_batch 100 and 50 steps
-FACTORS = {("linear", 400): (4, 200), ("sqrt", 400): (2, 100), ("linear", 50): (0.5, 25), ("sqrt", 100): (1, 50),
-           ("linear", 101): (1.01, 50), ("sqrt", 6400): (8, 400)}  # fmt: skip
+# lr_scaling, sequences per step: factor of the rates, steps of warm-up; by hand, for base_batch 100 and 50
+# steps
+FACTORS = {
+    ("linear", 400): (4, 200),
+    ("sqrt", 400): (2, 100),
+    ("linear", 50): (0.5, 25),
+    ("sqrt", 100): (1, 50),
+    ("linear", 101): (1.01, 50),
+    ("sqrt", 6400): (8, 400),
+}
 
 
 @pytest.mark.parametrize(("kind", "sequences"), FACTORS)
 def test_the_rates_and_the_warm_up_follow_the_batch(kind, sequences):
     factor, warmup = FACTORS[kind, sequences]
-    c = DEFAULTS | dict(lr_scaling=kind, base_batch=100, warmup_iters=50, lr_decay_iters=1000, learning_rate=1e-3,
-                        min_lr=1e-4)  # fmt: skip
+    c = DEFAULTS | dict(
+        lr_scaling=kind, base_batch=100, warmup_iters=50, lr_decay_iters=1000, learning_rate=1e-3, min_lr=1e-4
+    )
     schedule = make_schedule(c, sequences)
     assert schedule.factor == pytest.approx(factor) and schedule.warmup_iters == warmup
     assert schedule.lr(0) == pytest.approx(factor * 1e-3 / (warmup + 1))
@@ -124,8 +159,12 @@ def test_the_rates_and_the_warm_up_follow_the_batch(kind, sequences):
 
 
 def test_a_warm_up_that_leaves_no_time_to_decay():
-    c = DEFAULTS | dict(lr_scaling="linear", base_batch=100, warmup_iters=50, lr_decay_iters=190, cooldown_iters=20)
-    said = "lr_scaling multiplies warmup_iters by 4, to 200 steps: more than {}: set --warmup_iters={} or less"
+    c = DEFAULTS | dict(
+        lr_scaling="linear", base_batch=100, warmup_iters=50, lr_decay_iters=190, cooldown_iters=20
+    )
+    said = (
+        "lr_scaling multiplies warmup_iters by 4, to 200 steps: more than {}: set --warmup_iters={} or less"
+    )
     with pytest.raises(ValueError, match=said.format("lr_decay_iters, 190", 47)):
         make_schedule(c, 400)
     with pytest.raises(ValueError, match=said.format("lr_decay_iters - cooldown_iters, 170", 42)):
@@ -138,13 +177,16 @@ def test_a_run_uses_and_prints_the_scaled_rate(zygote, work):
     """The log has it, and Muon's follows. 12 sequences, three times base_batch."""
     args = ["--gradient_accumulation_steps=3", "--max_iters=4", "--warmup_iters=1", "--lr_decay_iters=40"]
     run = zygote.train([*args, "--lr_scaling=linear", "--base_batch=4", "--out_dir=out"], work)
-    line = (
-        "rate:    0.003 = learning_rate 0.001 x 3 (linear in 12 sequences per step, base_batch 4), warm-up of 3 steps"
-    )
+    line = "rate:    0.003 = learning_rate 0.001 x 3 (linear in 12 sequences per step, base_batch 4), warm-up of 3 steps"
     assert run.text().count(line) == 1
     rates = column(work / "out", "lr")
     assert [rates[s] for s in range(4)] == pytest.approx([0.00075, 0.0015, 0.00225, 0.003])
-    by_hand = ["--learning_rate=0.003", f"--min_lr={3 * DEFAULTS['min_lr']}", "--warmup_iters=3", "--out_dir=by-hand"]
+    by_hand = [
+        "--learning_rate=0.003",
+        f"--min_lr={3 * DEFAULTS['min_lr']}",
+        "--warmup_iters=3",
+        "--out_dir=by-hand",
+    ]
     text = zygote.train([*args, *by_hand], work).text()
     assert "rate:" not in text and column(work / "by-hand", "loss") == column(work / "out", "loss")
 
@@ -165,12 +207,18 @@ def test_muon_follows(at):
 MISTAKES = {
     "lr_scaling is 'log'; possible are none, linear and sqrt": ["--lr_scaling=log"],
     "base_batch is -1: it must not be negative": ["--base_batch=-1"],
-    "lr_scaling 'sqrt' needs the batch for which learning_rate was chosen: set --base_batch=": ["--lr_scaling=sqrt"],
-    "base_batch is 8, but lr_scaling is 'none': set --lr_scaling=linear or sqrt, or --base_batch=0": ["--base_batch=8"],
-    "lr_scaling multiplies warmup_iters by 16, to 160 steps: more than lr_decay_iters, 100: set --warmup_iters=6": [
-        "--lr_scaling=linear", "--base_batch=1", "--batch_size=8",
+    "lr_scaling 'sqrt' needs the batch for which learning_rate was chosen: set --base_batch=": [
+        "--lr_scaling=sqrt"
     ],
-}  # fmt: skip
+    "base_batch is 8, but lr_scaling is 'none': set --lr_scaling=linear or sqrt, or --base_batch=0": [
+        "--base_batch=8"
+    ],
+    "lr_scaling multiplies warmup_iters by 16, to 160 steps: more than lr_decay_iters, 100: set --warmup_iters=6": [
+        "--lr_scaling=linear",
+        "--base_batch=1",
+        "--batch_size=8",
+    ],
+}
 
 
 @pytest.mark.parametrize("said", MISTAKES)

@@ -21,14 +21,27 @@ from isogpt.checkpoint.save import nanogpt_state
 from isogpt.training import optim
 from model import GPT, GPTConfig
 
-MISSING = [name for name in ("fastapi", "uvicorn", "openai", "accelerate") if not importlib.util.find_spec(name)]
+MISSING = [
+    name for name in ("fastapi", "uvicorn", "openai", "accelerate") if not importlib.util.find_spec(name)
+]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: pip install -r requirements-serve.txt"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"no {', '.join(MISSING)}: pip install -r requirements-serve.txt"
+    ),
 ]
 CHARACTERS = {chr(c): c - 32 for c in range(32, 127)} | {"\n": 95}
 BLOCK_SIZE, TOKENS = 256, 40
-PROMPTS = ["x", "def main(", " two  spaces ", "a line\n\n    and another", "{[(", "0123456789" * 10, "To be", "\n"]
+PROMPTS = [
+    "x",
+    "def main(",
+    " two  spaces ",
+    "a line\n\n    and another",
+    "{[(",
+    "0123456789" * 10,
+    "To be",
+    "\n",
+]
 BATCHING = ["--continuous-batching", "--cb-num-blocks=32", "--cb-max-batch-tokens=256"]
 
 
@@ -41,7 +54,10 @@ MODELS = {
 
 
 def make_folder(name, out):
-    """Export a run with random weights and a data set of characters; returns what sample.py writes after PROMPTS."""
+    """
+    Export a run with random weights and a data set of characters; returns what sample.py writes after
+    PROMPTS.
+    """
     config = GPTConfig(BLOCK_SIZE, len(CHARACTERS), 2, 4, 64, **MODELS[name])
     model = GPT(config, seed=0).eval()
     for name, p in model.named_parameters():  # so that the text depends on all of the prompt
@@ -52,8 +68,13 @@ def make_folder(name, out):
     meta = {"vocab_size": len(CHARACTERS), "stoi": CHARACTERS, "itos": {i: c for c, i in CHARACTERS.items()}}
     (data / "meta.pkl").write_bytes(pickle.dumps(meta))
     (data / "train.bin").write_bytes(bytes(2 * BLOCK_SIZE + 2))
-    run = {"model_args": model.describe(), "iter_num": 1, "best_val_loss": 9.0, "config": {"dataset": str(data)},
-           "isogpt": {}}  # fmt: skip
+    run = {
+        "model_args": model.describe(),
+        "iter_num": 1,
+        "best_val_loss": 9.0,
+        "config": {"dataset": str(data)},
+        "isogpt": {},
+    }
     optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95))
     torch.save(nanogpt_state(run, model, optimizers), out / "ckpt.pt")
     subprocess.run([sys.executable, REPO / "export.py", out, "--to=hf"], check=True)
@@ -62,7 +83,13 @@ def make_folder(name, out):
         ids = torch.tensor([[CHARACTERS[c] for c in prompt]])  # (1, T)
         new = model.generate(ids, TOKENS, temperature=0)[0, ids.shape[1] :]
         texts.append("".join(meta["itos"][i] for i in new.tolist()))
-    options = ["--device=cpu", "--dtype=float32", "--temperature=0", "--num_samples=1", f"--max_new_tokens={TOKENS}"]
+    options = [
+        "--device=cpu",
+        "--dtype=float32",
+        "--temperature=0",
+        "--num_samples=1",
+        f"--max_new_tokens={TOKENS}",
+    ]
     command = [sys.executable, REPO / "sample.py", f"--out_dir={out}", f"--start={PROMPTS[1]}", *options]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert printed.startswith(PROMPTS[1] + texts[1])
@@ -92,7 +119,9 @@ class Server:
         """The status of the answer to a request with these bytes."""
         header = {"Content-Type": "application/json"}
         try:
-            return urllib.request.urlopen(urllib.request.Request(f"{self.url}/v1/completions", data, header)).status
+            return urllib.request.urlopen(
+                urllib.request.Request(f"{self.url}/v1/completions", data, header)
+            ).status
         except urllib.error.HTTPError as e:
             return e.code
 
@@ -111,12 +140,23 @@ def answers(url):
 def serving(folder, options, log):
     """Run `transformers serve` until the end of the block; gives its address."""
     port = free_port()
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device=cpu", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        str(folder),
+        "--device=cpu",
+        *options,
+    ]
     with open(log, "w") as out:
         process = subprocess.Popen(
-            [*command, "--host=127.0.0.1", f"--port={port}"], stdout=out, stderr=out, start_new_session=True,
+            [*command, "--host=127.0.0.1", f"--port={port}"],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(lambda: answers(url) or process.poll() is not None, seconds=120)

@@ -1,4 +1,6 @@
-"""Ranks of different speed read different numbers of rows of the same steps: one curve, as with equal shares."""
+"""
+Ranks of different speed read different numbers of rows of the same steps: one curve, as with equal shares.
+"""
 
 import itertools
 import math
@@ -20,9 +22,15 @@ from isogpt.parallel.shares import PADDING, Share, divide_rows, share_of
 from isogpt.speed import rank_speeds
 from isogpt.speed.rank_speeds import measured_speeds
 
-ONE = ["--gradient_accumulation_steps=4", "--batch_size=6", "--max_iters=9", "--eval_interval=5", "--eval_iters=3"]
+ONE = [
+    "--gradient_accumulation_steps=4",
+    "--batch_size=6",
+    "--max_iters=9",
+    "--eval_interval=5",
+    "--eval_iters=3",
+]
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # how rows are divided
 
 # sequences, weights, batch_size: micro-steps, rows; by hand
@@ -48,13 +56,17 @@ def test_shares_add_up_to_the_batch(weights):
     for sequences in (1, 2, 7, 48, 97):
         starts = 1000 + 10 * np.random.default_rng(0).permutation(sequences)
         for batch_size in (1, 2, 12, 200):
-            shares = [share_of(sequences, r, len(weights), batch_size, weights=weights) for r in range(len(weights))]
+            shares = [
+                share_of(sequences, r, len(weights), batch_size, weights=weights) for r in range(len(weights))
+            ]
             assert len({(s.micro_steps, s.rows_of) for s in shares}) == 1  # all ranks have the same plan
             assert all(1 <= s.rows <= batch_size for s in shares)
             picked = [s.pick(starts, step) for step in range(shares[0].micro_steps) for s in shares]
             assert [len(p) for p in picked] == [s.rows for s in shares] * shares[0].micro_steps
             together = np.concatenate(picked)  # the order of the batch, padding last
-            assert together[:sequences].tolist() == starts.tolist() and (together[sequences:] == PADDING).all()
+            assert (
+                together[:sequences].tolist() == starts.tolist() and (together[sequences:] == PADDING).all()
+            )
             assert (together == PADDING).sum() == shares[0].padding()
 
 
@@ -74,16 +86,26 @@ def test_equal_weights_are_equal_shares():
 
 
 def test_the_sequences_of_an_island_depend_on_neither_micro_batch_nor_ranks():
-    for sequences, islands, ways in ((24, 2, [()]), (7, 3, [()]), (22, 2, [(2, 1), (4, 2)]), (9, 2, [(1, 3)])):
+    for sequences, islands, ways in (
+        (24, 2, [()]),
+        (7, 3, [()]),
+        (22, 2, [(2, 1), (4, 2)]),
+        (9, 2, [(1, 3)]),
+    ):
         read = set()
         for way, size, batch_size in itertools.product(ways, (1, 2, 3), (1, 2, 5, 24)):
             weights = tuple(w / size for w in way for _ in range(size))
             if len(set(weights)) > 1 and size > 1:  # they also differ within an island
                 weights = tuple(w + (0.1, -0.1, 0)[i % size] for i, w in enumerate(weights))
-            shares = [share_of(sequences, r, islands * size, batch_size, 1, weights, islands)
-                      for r in range(islands * size)]  # fmt: skip
+            shares = [
+                share_of(sequences, r, islands * size, batch_size, 1, weights, islands)
+                for r in range(islands * size)
+            ]
             assert len({(s.micro_steps, s.rows_of) for s in shares}) == 1 and shares[0].rows <= batch_size
-            own = [sum((s.pick(np.arange(sequences), m).tolist() for m in range(s.micro_steps)), []) for s in shares]
+            own = [
+                sum((s.pick(np.arange(sequences), m).tolist() for m in range(s.micro_steps)), [])
+                for s in shares
+            ]
             own = [set(itertools.chain(*own[i * size : (i + 1) * size])) - {PADDING} for i in range(islands)]
             assert sum(map(len, own)) == sequences and set.union(*own) == set(range(sequences))
             assert [len(rows) for rows in own] == [shares[i * size].island_sequences for i in range(islands)]
@@ -92,13 +114,15 @@ def test_the_sequences_of_an_island_depend_on_neither_micro_batch_nor_ranks():
 
 
 def test_with_one_island_a_share_is_what_it_was():
-    """The rows of one micro-step follow each other over all ranks: the same bits as before there were islands."""
+    """
+    The rows of one micro-step follow each other over all ranks: the same bits as before there were islands.
+    """
     share = share_of(48, 1, 3, 8)
     assert [share.pick(np.arange(48), m).tolist() for m in range(2)] == [[*range(8, 16)], [*range(32, 40)]]
     assert share.island_sequences == 48
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # one curve
 
 
@@ -153,7 +177,7 @@ def test_the_banner_and_the_padding(zygote, work):
     assert "on each rank 3 micro-steps x 4, 2 rows (2 rows are padding)" in text and "shares:" not in text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # measured shares
 
 # train.py with other measured seconds on each rank, and a file for each measurement
@@ -187,7 +211,9 @@ def measurements(cwd):
 
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_measured_shares_have_the_bits_of_the_list_that_is_printed(zygote, work, zero):
-    """The measurement leaves nothing behind, with dropout too. 0.52 s is 2.31 times the slowest one's speed."""
+    """
+    The measurement leaves nothing behind, with dropout too. 0.52 s is 2.31 times the slowest one's speed.
+    """
     args = ["--dropout=0.1", f"--zero={zero}"]
     text = auto(zygote, work, [*args, "--out_dir=auto"], [0.52, 1.2])
     assert text.count("shares:  in proportion to measured speeds, as --shares=2.25,1\n") == 1
@@ -219,7 +245,8 @@ def test_a_resume_keeps_the_measured_shares_and_has_the_same_bits(zygote, work):
 def test_a_slow_rank_gets_fewer_rows(zygote, work):
     """One whose model computes each block twenty times is measured as several times slower."""
     slow = "import os, sys; sys.path.insert(0, {repo!r}); from model import Block\n" + (
-        "def forward(self, *args):\n    for _ in range(19):\n        once(self, *args)\n    return once(self, *args)\n"
+        "def forward(self, *args):\n    for _ in range(19):\n        once(self, *args)\n    return "
+        "once(self, *args)\n"
         "once = Block.forward\nif os.environ['RANK'] == '0':\n    Block.forward = forward\n"
         "sys.argv[0] = path = {repo!r} + '/train.py'\n"
         "exec(compile(open(path).read(), path, 'exec'), {{'__name__': '__main__', '__file__': path}})\n"
@@ -243,21 +270,25 @@ def test_speeds_are_relative_to_the_slowest_in_eighths(monkeypatch):
     assert model.weight.grad is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # mistakes, memory, the docs
 
 NOT_A_LIST = "possible are equal, auto, and positive numbers, one for each data-parallel rank, such as 2,1,1"
 MISTAKES = {
-    **{value: f"shares is '{value}'; {NOT_A_LIST}"
-       for value in ("fast", "2,x", "2,,1", "2,0", "2,-1", "nan,1", "inf,1")},
+    **{
+        value: f"shares is '{value}'; {NOT_A_LIST}"
+        for value in ("fast", "2,x", "2,,1", "2,0", "2,-1", "nan,1", "inf,1")
+    },
     "": f"shares is ''; {NOT_A_LIST}",
     "2,1 --pp=2": "shares is '2,1', but the ranks of a pipeline (pp 2) need equal ones: set --shares=equal",
     "auto --pp=2": "shares is 'auto', but the ranks of a pipeline (pp 2) need equal ones: set --shares=equal",
-    **{f"auto {way}": "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the "
-       "rank by itself: set a list such as --shares=2,1, or --shares=equal"
-       for way in ("--zero=2", "--fsdp=True", "--tp=2", "--cp=2", "--ep=2 --n_expert=4")},
+    **{
+        f"auto {way}": "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the "
+        "rank by itself: set a list such as --shares=2,1, or --shares=equal"
+        for way in ("--zero=2", "--fsdp=True", "--tp=2", "--cp=2", "--ep=2 --n_expert=4")
+    },
     "2,1": "shares is '2,1', but there is only one data-parallel rank: set --shares=equal, or start more processes",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("given", MISTAKES)
@@ -288,8 +319,17 @@ def test_the_reader_knows_the_rows_of_every_rank():
 
 
 def test_the_estimate_of_memory_is_that_of_the_largest_share(zygote, work):
-    args = ["--estimate_world_size=2", "--device=cpu", "--dataset=tiny", "--n_layer=1", "--n_head=1", "--n_embd=8",
-            "--block_size=16", "--batch_size=12", "--gradient_accumulation_steps=1"]  # fmt: skip
+    args = [
+        "--estimate_world_size=2",
+        "--device=cpu",
+        "--dataset=tiny",
+        "--n_layer=1",
+        "--n_head=1",
+        "--n_embd=8",
+        "--block_size=16",
+        "--batch_size=12",
+        "--gradient_accumulation_steps=1",
+    ]
     text = zygote.start([*args, "--shares=2,1"], work, script="bench.py").wait().text()
     assert "micro-batches of 8:" in text
     run = zygote.start([*args, "--shares=2,1,1"], work, script="bench.py").wait(ok=False)
@@ -307,7 +347,9 @@ def documented():
 @pytest.mark.parametrize("line", documented())
 def test_the_commands_of_the_docs_train(zygote, work, line):
     words = shlex.split(line.split("#")[0])
-    args = [word for word in words[words.index("train.py") + 1 :] if not word.startswith(("config/", "--nproc"))]
+    args = [
+        word for word in words[words.index("train.py") + 1 :] if not word.startswith(("config/", "--nproc"))
+    ]
     shares = next((word for word in args if word.startswith("--shares=")), "")
     nproc = max(2, shares.count(",") + 1)
     run = zygote.start([*TINY, *args, "--max_iters=2", "--out_dir=out"], work, nproc)

@@ -35,8 +35,14 @@ MODES = {
 }
 QUICK = ("powersgd", "islands-stream")
 EXTRA = ("fp16", "bf16", "int8-hsdp", "islands-muon", "topk-zero1", "int8-ep", "islands-topk")
-MARKED = [*QUICK, *(pytest.param(name, marks=pytest.mark.extra if name in EXTRA else pytest.mark.slow)
-                    for name in MODES if name not in QUICK)]  # fmt: skip
+MARKED = [
+    *QUICK,
+    *(
+        pytest.param(name, marks=pytest.mark.extra if name in EXTRA else pytest.mark.slow)
+        for name in MODES
+        if name not in QUICK
+    ),
+]
 
 
 def tensors(folder):
@@ -45,8 +51,12 @@ def tensors(folder):
 
     state = {name: torch.empty(shape) for name, shape in sharded_files.shapes(folder).items()}
     parts = {name: LocalPart(t.shape, (((0,) * t.dim(), t),)) for name, t in state.items()}
-    sharded_files.dcp.load(parts, storage_reader=sharded_files.PlainReader(folder), planner=sharded_files.LoadPlanner(**sharded_files.FLAT),
-                    no_dist=True)  # fmt: skip
+    sharded_files.dcp.load(
+        parts,
+        storage_reader=sharded_files.PlainReader(folder),
+        planner=sharded_files.LoadPlanner(**sharded_files.FLAT),
+        no_dist=True,
+    )
     return state
 
 
@@ -77,7 +87,7 @@ def test_a_resume_with_another_rank_starts_powersgd_anew(zygote, work):
         assert fresh == pytest.approx(resumed, rel=0.01)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # curves
 
 
@@ -91,13 +101,19 @@ def one(zygote, shared_work):
 CURVES = {
     "fp16": (2, ["--grad_compression=fp16"], 2e-3),
     "bf16": (2, ["--grad_compression=bf16"], 2e-2),
-    "fp16-hsdp": (4, ["--grad_compression=fp16", *HSDP, "--gradient_accumulation_steps=4", "--batch_size=2"], 2e-3),
+    "fp16-hsdp": (
+        4,
+        ["--grad_compression=fp16", *HSDP, "--gradient_accumulation_steps=4", "--batch_size=2"],
+        2e-3,
+    ),
     "int8-tp": (4, ["--grad_compression=int8", "--tp=2"], 2e-2),
     "fp16-zero1": (2, ["--grad_compression=fp16", "--zero=1"], 2e-3),
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "fp16" else pytest.param(n, marks=pytest.mark.slow) for n in CURVES])
+@pytest.mark.parametrize(
+    "name", [n if n == "fp16" else pytest.param(n, marks=pytest.mark.slow) for n in CURVES]
+)
 def test_compression_is_near_the_exact_curve(zygote, shared_work, one, name):
     nproc, flags, distance = CURVES[name]
     out = shared_work / name
@@ -124,11 +140,20 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_local_sgd_of_one_step_is_ddp(zygote, shared_work):
     (shared_work / "sgd.py").write_text(SGD.format(repo=str(REPO)))
-    flags = [*TINY, "--learning_rate=0.03", "--grad_clip=0", "--weight_decay=0", "--gradient_accumulation_steps=4",
-             "--eval_interval=15", "--save_checkpoint=False"]  # fmt: skip
+    flags = [
+        *TINY,
+        "--learning_rate=0.03",
+        "--grad_clip=0",
+        "--weight_decay=0",
+        "--gradient_accumulation_steps=4",
+        "--eval_interval=15",
+        "--save_checkpoint=False",
+    ]
     islands = ["--islands=4", "--outer_lr=1", "--outer_momentum=0"]
     zygote.start([*flags, "--out_dir=sgd"], shared_work, 4, script="sgd.py", repo=shared_work).wait()
-    zygote.start([*flags, *islands, "--out_dir=local"], shared_work, 4, script="sgd.py", repo=shared_work).wait()
+    zygote.start(
+        [*flags, *islands, "--out_dir=local"], shared_work, 4, script="sgd.py", repo=shared_work
+    ).wait()
     same(column(shared_work / "sgd", "loss"), column(shared_work / "local", "loss"), absolute=1e-6)
     one, other = column(shared_work / "sgd", "val_loss"), column(shared_work / "local", "val_loss")
     assert one.pop(30) == pytest.approx(other.pop(30), abs=3e-6)  # the final state: rounding of 30 steps
@@ -154,8 +179,15 @@ def test_topk_without_feedback_is_worse(zygote, shared_work):
     script = SGD.format(repo=str(REPO))
     (shared_work / "sgd.py").write_text(script)
     (shared_work / "forgetful.py").write_text(script.replace("sys.argv[0] =", FORGETFUL + "sys.argv[0] ="))
-    flags = [*TINY, "--learning_rate=0.01", "--decay_lr=False", "--grad_clip=0", "--max_iters=400",
-             "--eval_interval=400", "--save_checkpoint=False"]  # fmt: skip
+    flags = [
+        *TINY,
+        "--learning_rate=0.01",
+        "--decay_lr=False",
+        "--grad_clip=0",
+        "--max_iters=400",
+        "--eval_interval=400",
+        "--save_checkpoint=False",
+    ]
     topk, found = ["--grad_compression=topk:0.01"], {}
     for name, script, mode in (("exact", "sgd", []), ("with", "sgd", topk), ("without", "forgetful", topk)):
         out = f"--out_dir=topk-{name}"
@@ -165,7 +197,7 @@ def test_topk_without_feedback_is_worse(zygote, shared_work):
     assert found["with"] - found["exact"] < 0.5 * (found["without"] - found["exact"]), found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # against their formulas, on three ranks
 
 FORMULAS = """
@@ -192,8 +224,8 @@ def noise(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# what is sent in 60 steps adds up to the mean gradients, but for the errors and what is dropped of them; without
-# feedback much is missing. With signs, also if all of the errors are kept.
+# what is sent in 60 steps adds up to the mean gradients, but for the errors and what is dropped of them;
+# without feedback much is missing. With signs, also if all of the errors are kept.
 part = KEPT["sign"]
 cases = (("int8", 0, 1), ("sign", 0, 1), ("sign", 0, part), ("topk", 0.05, 1), ("powersgd", 1, 1))
 for kind, amount, kept in cases:
@@ -312,13 +344,20 @@ def test_what_is_sent_is_what_the_formulas_say(zygote, shared_work):
     assert run.text().count("formulas hold") == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # islands
 
 
 def test_a_resume_after_a_skipped_step_at_which_an_average_was_due(zygote, work):
     """Once it is due at the first step after the resume; once it is computed in the background."""
-    flags = [*TINY, *ISLANDS, "--outer_parts=2", "--outer_compression=int8", "--on_nan=skip", "--dist_timeout_s=60"]
+    flags = [
+        *TINY,
+        *ISLANDS,
+        "--outer_parts=2",
+        "--outer_compression=int8",
+        "--on_nan=skip",
+        "--dist_timeout_s=60",
+    ]
     (work / "faulty.py").write_text(FAULTY)
     how = dict(script="faulty.py", repo=work, env={"REPO": str(REPO), "NAN": "[[9, 1]]"})
     for out, last in (("whole", 13), ("cut", 9), ("cut", 10), ("cut", 13)):
@@ -330,12 +369,25 @@ def test_a_resume_after_a_skipped_step_at_which_an_average_was_due(zygote, work)
 
 
 def test_the_curve_of_islands_depends_on_neither_micro_batch_nor_ranks(zygote, work):
-    """Seven sequences on two islands: one learns from four, the other from three. The loss is the mean of all seven."""
-    flags = ["--islands=2", "--local_steps=5", "--outer_lr=1", "--outer_momentum=0", "--max_iters=14",
-             "--dist_timeout_s=60"]  # fmt: skip
+    """
+    Seven sequences on two islands: one learns from four, the other from three. The loss is the mean of all
+    seven.
+    """
+    flags = [
+        "--islands=2",
+        "--local_steps=5",
+        "--outer_lr=1",
+        "--outer_momentum=0",
+        "--max_iters=14",
+        "--dist_timeout_s=60",
+    ]
     ways = {"whole": (2, 7), "small": (2, 1), "ranks": (4, 1)}
     for out, (nproc, batch_size) in ways.items():
-        more = [f"--batch_size={batch_size}", f"--gradient_accumulation_steps={7 // batch_size}", f"--out_dir={out}"]
+        more = [
+            f"--batch_size={batch_size}",
+            f"--gradient_accumulation_steps={7 // batch_size}",
+            f"--out_dir={out}",
+        ]
         zygote.train([*flags, *more], work, nproc)
     for out in ("small", "ranks"):
         same(column(work / "whole", "loss"), column(work / out, "loss"), absolute=1e-5)
@@ -348,8 +400,13 @@ def test_the_curve_of_islands_depends_on_neither_micro_batch_nor_ranks(zygote, w
 @pytest.mark.slow
 def test_an_evaluation_on_any_number_of_islands_has_the_same_loss(zygote, shared_work):
     """It is of the weights of the last average, also within a period and after a conversion to ckpt.pt."""
-    ours, flags = shared_work / "islands", ["--islands=2", "--local_steps=4", "--gradient_accumulation_steps=4"]
-    zygote.train([*SHORT, *flags, "--eval_interval=10", "--out_dir=islands", "--max_iters=10"], shared_work, 2)
+    ours, flags = (
+        shared_work / "islands",
+        ["--islands=2", "--local_steps=4", "--gradient_accumulation_steps=4"],
+    )
+    zygote.train(
+        [*SHORT, *flags, "--eval_interval=10", "--out_dir=islands", "--max_iters=10"], shared_work, 2
+    )
     found = {"while it trained": column(ours, "val_loss")[10]}
     look = ["--out_dir=islands", "--init_from=resume", "--resume_step=10", "--eval_only=True"]
     for count, on in ((1, []), (2, flags), (4, [*flags, "--islands=4"]), (2, ["--zero=3"])):
@@ -373,17 +430,23 @@ def test_a_run_continues_on_another_number_of_islands(zygote, shared_work):
         assert max(column(shared_work / "other", "loss")) == 11
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # messages
 
 MISTAKES = [
-    (["--grad_compression=zip"], "grad_compression is 'zip'; possible are none, fp16, bf16, int8, sign, powersgd:"),
+    (
+        ["--grad_compression=zip"],
+        "grad_compression is 'zip'; possible are none, fp16, bf16, int8, sign, powersgd:",
+    ),
     (["--grad_compression=topk:2"], "FRACTION of at most 1, such as topk:0.01"),
     (["--grad_compression=powersgd:0"], "powersgd:RANK such as powersgd:4"),
     (["--outer_momentum=1"], "outer_momentum is 1.0: it must be in [0, 1)"),
     (["--zero=3", "--grad_compression=int8"], "set --dp_replicate= to the number of replicas"),
     (["--grad_compression=int8", "--grad_sync=every"], "set --grad_sync=last"),
-    (["--grad_compression=sign", "--dtype=float16"], "set --dtype=bfloat16 or float32, or --grad_compression=fp16"),
+    (
+        ["--grad_compression=sign", "--dtype=float16"],
+        "set --dtype=bfloat16 or float32, or --grad_compression=fp16",
+    ),
     (["--local_steps=4"], "set --islands= to their number, or 0 for one on each machine"),
     (["--islands=2", "--outer_parts=3"], "outer_parts is 3: it must not be above local_steps, 1"),
     (["--islands=9"], "islands is 9, but a step has only 8 sequences: set --gradient_accumulation_steps=3"),

@@ -1,4 +1,6 @@
-"""Slurm (Debian's slurm-wlm and munge) with two nodes on this machine: srun, preemption, time limit, scancel."""
+"""
+Slurm (Debian's slurm-wlm and munge) with two nodes on this machine: srun, preemption, time limit, scancel.
+"""
 
 import os
 import shutil
@@ -13,7 +15,9 @@ PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 MISSING = [part for part in PARTS if not shutil.which(part)]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (apt-get install slurm-wlm munge)"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (apt-get install slurm-wlm munge)"
+    ),
     pytest.mark.skipif(sys.platform != "linux" or os.geteuid(), reason="needs Linux and root"),
 ]
 CONF = """
@@ -80,11 +84,22 @@ class Slurm:
     def submit(self, work, out, *args, steps=1500, **env):
         """Submit cluster/slurm.sh on both nodes with TINY; returns the job's number."""
         here = {"PYTHON": sys.executable, "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1", **env}
-        command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, str(REPO / "cluster" / "slurm.sh")]
+        command = [
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            "-p",
+            "low",
+            *args,
+            str(REPO / "cluster" / "slurm.sh"),
+        ]
         job = subprocess.run(
             [*command, *TINY, f"--max_iters={steps}", "--lr_decay_iters=1500", f"--out_dir={out}"],
-            env=self.env | here, cwd=work, capture_output=True, text=True,
-        )  # fmt: skip
+            env=self.env | here,
+            cwd=work,
+            capture_output=True,
+            text=True,
+        )
         assert job.returncode == 0, job.stderr
         return job.stdout.strip()
 
@@ -123,7 +138,9 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_losses_of_an_uninterrupte
     zygote.start([*TINY, "--max_iters=1500", "--lr_decay_iters=1500", "--out_dir=one"], work).wait(300)
     job, out = slurm.submit(work, "out"), work / "out"
     wait_for(lambda: steps_in(out) > 100, 120)
-    urgent = slurm.ask("sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent"), "--wrap=hostname")
+    urgent = slurm.ask(
+        "sbatch", "--parsable", "--nodes=2", "-p", "high", "-o", str(work / "urgent"), "--wrap=hostname"
+    )
     wait_for(lambda: slurm.state(urgent) in ("COMPLETED", "GONE"), 120)
     stopped = events(out)
     assert "preempted" in stopped and "end" not in stopped, log_of(work, job)

@@ -1,4 +1,7 @@
-"""Tensor, pipeline and context parallelism: gradients, memory, faults and messages. The curves: test_parallel.py."""
+"""
+Tensor, pipeline and context parallelism: gradients, memory, faults and messages. The curves:
+test_parallel.py.
+"""
 
 import json
 import re
@@ -22,7 +25,8 @@ from isogpt.data.windows import random_windows
 from isogpt.parallel.shares import share_of
 from isogpt.training.settings import check_degrees
 
-# train.py with what this process holds: gradients before clipping, sizes of parameters and of saved activations
+# train.py with what this process holds: gradients before clipping, sizes of parameters and of saved
+# activations
 PROBE = """
 import os, sys
 sys.path.insert(0, os.environ["REPO"])
@@ -74,7 +78,13 @@ def probe(zygote, tmp_path_factory, shared_work):
             at = shared_work / f"{model}-{way}"
             shutil.copytree(shared_work / "data", at / "data")
             shutil.copytree(shared_work / model, at / "out", symlinks=True)
-            args += [*flags, "--init_from=resume", "--max_iters=10", "--save_checkpoint=False", "--out_dir=out"]
+            args += [
+                *flags,
+                "--init_from=resume",
+                "--max_iters=10",
+                "--save_checkpoint=False",
+                "--out_dir=out",
+            ]
             zygote.start(args, at, nproc, script="probe.py", repo=shared_work, env={"REPO": str(REPO)}).wait()
             found[model, way] = torch.load(at / "probe.pt", weights_only=True)
         return found[model, way]
@@ -84,14 +94,33 @@ def probe(zygote, tmp_path_factory, shared_work):
 
 GRADIENTS = [("gpt2-bias", "tp2-pp2")]
 MORE = [("nanochat", "cp2")]
-MORE += [("gpt2-bias", way) for way in ("tp4", "pp2-interleaved", "pp2-zero_bubble", "pp2-zbv", "cp4", "tp2-cp2",
-                                       "zero1-tp2", "zero2-pp2", "fsdp-cp2-tp2", "hsdp-tp2", "3-pp2")]  # fmt: skip
+MORE += [
+    ("gpt2-bias", way)
+    for way in (
+        "tp4",
+        "pp2-interleaved",
+        "pp2-zero_bubble",
+        "pp2-zbv",
+        "cp4",
+        "tp2-cp2",
+        "zero1-tp2",
+        "zero2-pp2",
+        "fsdp-cp2-tp2",
+        "hsdp-tp2",
+        "3-pp2",
+    )
+]
 MORE += [("nanochat", "pp2-zbv"), ("nanochat", "tp2"), ("llama", "fsdp-tp2-pp2")]
 
 
-@pytest.mark.parametrize(("model", "way"), [*GRADIENTS, *(pytest.param(*p, marks=mark_of(p[1])) for p in MORE)])
+@pytest.mark.parametrize(
+    ("model", "way"), [*GRADIENTS, *(pytest.param(*p, marks=mark_of(p[1])) for p in MORE)]
+)
 def test_gradients_are_those_of_one_process(probe, model, way):
-    """Each part of each gradient: bit for bit the same on all ranks that hold it, near one process's. Norm: about 1."""
+    """
+    Each part of each gradient: bit for bit the same on all ranks that hold it, near one process's. Norm:
+    about 1.
+    """
     same_gradients(probe(model), probe(model, way))
 
 
@@ -115,16 +144,30 @@ def same_gradients(one, several):
 
 
 # the share of the parameters that a rank should hold
-SHARES = {"tp2": 1 / 2, "tp4": 1 / 4, "cp2": 1, "pp2": 1 / 2, "pp2-zbv": 1 / 2, "tp2-pp2": 1 / 4, "ddp-tp2": 1 / 2,
-          "zero1-tp2": 1 / 2, "fsdp-tp2": 1 / 4, "fsdp-cp2": 1 / 4, "fsdp-pp2": 1 / 4, "fsdp-tp2-pp2": 1 / 8,
-          "fsdp-cp2-tp2": 1 / 8, "hsdp-tp2": 1 / 4}  # fmt: skip
+SHARES = {
+    "tp2": 1 / 2,
+    "tp4": 1 / 4,
+    "cp2": 1,
+    "pp2": 1 / 2,
+    "pp2-zbv": 1 / 2,
+    "tp2-pp2": 1 / 4,
+    "ddp-tp2": 1 / 2,
+    "zero1-tp2": 1 / 2,
+    "fsdp-tp2": 1 / 4,
+    "fsdp-cp2": 1 / 4,
+    "fsdp-pp2": 1 / 4,
+    "fsdp-tp2-pp2": 1 / 8,
+    "fsdp-cp2-tp2": 1 / 8,
+    "hsdp-tp2": 1 / 4,
+}
 FIRST = ("tp2-pp2",)
 
 
 @pytest.mark.parametrize("way", [w if w in FIRST else pytest.param(w, marks=mark_of(w)) for w in SHARES])
 def test_parameters_per_rank(probe, way):
     """
-    Up to 4% of the model more than its share: norms, biases and position embeddings are on all tp ranks, embeddings on
+    Up to 4% of the model more than its share: norms, biases and position embeddings are on all tp ranks,
+    embeddings on
     the first and the last stage. The ranks of one copy together hold everything.
     """
     ((_, (whole, _)),) = probe("gpt2-bias")
@@ -137,10 +180,13 @@ def test_parameters_per_rank(probe, way):
 ACTIVATIONS = {"cp2": 1 / 2, "cp4": 1 / 4, "tp2": 1 / 2, "tp4": 1 / 4, "tp2-cp2": 1 / 4}
 
 
-@pytest.mark.parametrize("way", [w if w == "cp2" else pytest.param(w, marks=pytest.mark.slow) for w in ACTIVATIONS])
+@pytest.mark.parametrize(
+    "way", [w if w == "cp2" else pytest.param(w, marks=pytest.mark.slow) for w in ACTIVATIONS]
+)
 def test_activations_per_rank(probe, way):
     """
-    Divided by cp; the backward gathers keys and values again. With tp, about an eighth of what one process saves is on
+    Divided by cp; the backward gathers keys and values again. With tp, about an eighth of what one process
+    saves is on
     every rank: the gathered inputs of the matmuls (B, T, C).
     """
     ((_, (_, whole)),) = probe("gpt2-bias")
@@ -149,10 +195,11 @@ def test_activations_per_rank(probe, way):
     assert 0 < max(saved) <= (ACTIVATIONS[way] * (1 - undivided) + undivided) * whole
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # faults
 
-# train.py with a fault on one rank: NaN in its loss, its input or a gradient, a weight that differs, a float16 overflow
+# train.py with a fault on one rank: NaN in its loss, its input or a gradient, a weight that differs, a
+# float16 overflow
 FAULTY = """
 import json, os, sys
 sys.path.insert(0, os.environ["REPO"])
@@ -196,21 +243,38 @@ def faulty(zygote, shared_work):
 
     def start(args, nproc=1, **faults):
         env = {"REPO": str(REPO)} | {name: json.dumps(fault) for name, fault in faults.items()}
-        return zygote.start([*TINY, *ONE, *args], shared_work, nproc, script="faulty.py", repo=shared_work, env=env)
+        return zygote.start(
+            [*TINY, *ONE, *args], shared_work, nproc, script="faulty.py", repo=shared_work, env=env
+        )
 
     return start
 
 
 # layout: the rank whose loss is not finite; of a pipeline one with the last stage
 GUILTY = {"tp2-pp2": 2, "cp2": 1, "ddp-tp2": 3, "zero1-pp2": 3, "fsdp-tp2-pp2": 6}
-KINDS = [("tp2-pp2", "NAN"), ("cp2", "NAN"), ("ddp-tp2", "NAN"), ("fsdp-tp2-pp2", "NAN"), ("tp2-pp2", "NAN_GRADIENT"),
-         ("cp2", "NAN_GRADIENT"), ("zero1-pp2", "NAN_GRADIENT")]  # fmt: skip
+KINDS = [
+    ("tp2-pp2", "NAN"),
+    ("cp2", "NAN"),
+    ("ddp-tp2", "NAN"),
+    ("fsdp-tp2-pp2", "NAN"),
+    ("tp2-pp2", "NAN_GRADIENT"),
+    ("cp2", "NAN_GRADIENT"),
+    ("zero1-pp2", "NAN_GRADIENT"),
+]
 
 
 @pytest.mark.parametrize(("way", "kind"), [pytest.param(*k, marks=mark_of(k[0])) for k in KINDS])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, shared_work, way, kind):
-    """The losses of the other steps are those of one process without that step; the guilty rank's rows are named."""
-    (nproc, flags), rank, one, out = WAYS[way], GUILTY[way], shared_work / "skipped", shared_work / f"{kind}-{way}"
+    """
+    The losses of the other steps are those of one process without that step; the guilty rank's rows are
+    named.
+    """
+    (nproc, flags), rank, one, out = (
+        WAYS[way],
+        GUILTY[way],
+        shared_work / "skipped",
+        shared_work / f"{kind}-{way}",
+    )
     args = ["--on_nan=skip", "--max_iters=11", "--save_checkpoint=False"]
     if not one.exists():
         faulty([*args, f"--out_dir={one}"], NAN=[5, 0]).wait()
@@ -247,7 +311,9 @@ def test_float16_with_an_overflow_on_one_rank(faulty, shared_work, way):
     (nproc, flags), one, out = WAYS[way], shared_work / "float16", shared_work / f"float16-{way}"
     if not one.exists():
         faulty(["--dtype=float16", "--grad_clip=0", f"--out_dir={one}"], OVERFLOW=[0, 0]).wait()
-    faulty(["--dtype=float16", "--grad_clip=0", *flags, f"--out_dir={out}"], nproc, OVERFLOW=[0, nproc - 1]).wait()
+    faulty(
+        ["--dtype=float16", "--grad_clip=0", *flags, f"--out_dir={out}"], nproc, OVERFLOW=[0, nproc - 1]
+    ).wait()
     same(column(one, "loss"), column(out, "loss"), absolute=5e-3)
     run = open_checkpoint(newest_checkpoint(str(out))[0]).run
     assert run["isogpt"]["scaler"]["scale"] == 2**15
@@ -258,7 +324,10 @@ LOST = [("tp2-pp2", "SIGKILL"), ("cp2", "SIGKILL"), ("tp2-pp2", "SIGSTOP"), ("cp
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [LOST[0], *(pytest.param(*p, marks=pytest.mark.extra if p[0] == "cp2" else pytest.mark.slow) for p in LOST[1:])],
+    [
+        LOST[0],
+        *(pytest.param(*p, marks=pytest.mark.extra if p[0] == "cp2" else pytest.mark.slow) for p in LOST[1:]),
+    ],
 )
 def test_a_rank_that_is_lost_is_named_and_the_run_resumes(zygote, work, way, name):
     nproc, flags = WAYS[way]
@@ -286,32 +355,65 @@ def lose_a_rank(zygote, work, args, nproc, name):
     assert sorted(column(work / "out", "loss")) == [*range(last + 1)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # messages
 
 DEGREES = dict(islands=1, pp=1, ep=1, cp=1, tp=1, dp_replicate=1, pp_schedule="1f1b")
 SHAPE = dict(n_layer=2, n_head=4, n_kv_head=0, n_embd=32, block_size=32, vocab_size=65)
 MISTAKES = {
-    "4 processes cannot be divided into tp 3: start 3 or 6 processes, or set --tp=2":
-        (4, dict(tp=3), dict(n_head=12, block_size=96)),
-    "4 processes cannot be divided into pp 3 x tp 2 = 6: start 6 processes, or lower a degree":
-        (4, dict(tp=2, pp=3), dict(n_layer=4)),
-    "6 processes cannot be divided into cp 2 x tp 2 = 4: start 4 or 8 processes, or lower a degree":
-        (6, dict(tp=2, cp=2), {}),
-    "4 processes cannot be divided into dp_replicate 4 x tp 2 = 8: start 8 processes, or lower a degree":
-        (4, dict(tp=2, dp_replicate=4), {}),
-    "3 processes cannot be divided into islands 2: start 2 or 4 processes, or set --islands=1":
-        (3, dict(islands=2), {}),
+    "4 processes cannot be divided into tp 3: start 3 or 6 processes, or set --tp=2": (
+        4,
+        dict(tp=3),
+        dict(n_head=12, block_size=96),
+    ),
+    "4 processes cannot be divided into pp 3 x tp 2 = 6: start 6 processes, or lower a degree": (
+        4,
+        dict(tp=2, pp=3),
+        dict(n_layer=4),
+    ),
+    "6 processes cannot be divided into cp 2 x tp 2 = 4: start 4 or 8 processes, or lower a degree": (
+        6,
+        dict(tp=2, cp=2),
+        {},
+    ),
+    "4 processes cannot be divided into dp_replicate 4 x tp 2 = 8: start 8 processes, or lower a degree": (
+        4,
+        dict(tp=2, dp_replicate=4),
+        {},
+    ),
+    "3 processes cannot be divided into islands 2: start 2 or 4 processes, or set --islands=1": (
+        3,
+        dict(islands=2),
+        {},
+    ),
     "tp is 4: it must divide n_head, 6: set --tp=2": (4, dict(tp=4), dict(n_head=6)),
     "tp is 4: it must divide n_kv_head, 2: set --tp=2": (4, dict(tp=4), dict(n_kv_head=2)),
-    "pp_schedule '1f1b' makes 4 stages with pp 4, but there are only 2 layers: set --pp=2": (4, dict(pp=4), {}),
-    "pp_schedule 'zbv' makes 4 stages with pp 2, but there are only 2 layers: set --pp=1 or --pp_schedule=1f1b":
-        (2, dict(pp=2, pp_schedule="zbv"), {}),
-    "block_size is 33: it must be a multiple of tp, 2: set --block_size=32 or 34": (2, dict(tp=2), dict(block_size=33)),
-    "block_size is 36: it must be a multiple of 2 x cp x tp, 8: set --block_size=32 or 40":
-        (4, dict(cp=2, tp=2), dict(block_size=36)),
-    "cuda_graphs is for one process, but there are 2: set --cuda_graphs=False": (2, dict(cuda_graphs=True), {}),
-}  # fmt: skip
+    "pp_schedule '1f1b' makes 4 stages with pp 4, but there are only 2 layers: set --pp=2": (
+        4,
+        dict(pp=4),
+        {},
+    ),
+    "pp_schedule 'zbv' makes 4 stages with pp 2, but there are only 2 layers: set --pp=1 or --pp_schedule=1f1b": (
+        2,
+        dict(pp=2, pp_schedule="zbv"),
+        {},
+    ),
+    "block_size is 33: it must be a multiple of tp, 2: set --block_size=32 or 34": (
+        2,
+        dict(tp=2),
+        dict(block_size=33),
+    ),
+    "block_size is 36: it must be a multiple of 2 x cp x tp, 8: set --block_size=32 or 40": (
+        4,
+        dict(cp=2, tp=2),
+        dict(block_size=36),
+    ),
+    "cuda_graphs is for one process, but there are 2: set --cuda_graphs=False": (
+        2,
+        dict(cuda_graphs=True),
+        {},
+    ),
+}
 
 
 @pytest.mark.parametrize("said", MISTAKES)
@@ -329,16 +431,30 @@ def refuse_degrees(said, world_size, degrees, shape):
         check_degrees(world_size, DEGREES | degrees | changed, SHAPE | shape | changed)
     for counts in re.findall(r"start ([\d or]+) processes", said):
         for n in counts.split(" or "):
-            check_degrees(int(n), DEGREES | degrees, SHAPE | shape | dict(n_layer=4, n_head=12, block_size=96))
+            check_degrees(
+                int(n), DEGREES | degrees, SHAPE | shape | dict(n_layer=4, n_head=12, block_size=96)
+            )
 
 
 @pytest.mark.slow
 def test_all_mistakes_are_said_once_by_four_processes(work):
-    command = [sys.executable, str(REPO / "train.py"), *TINY, "--nproc=4", "--tp=4", "--pp=3", "--block_size=30"]
+    command = [
+        sys.executable,
+        str(REPO / "train.py"),
+        *TINY,
+        "--nproc=4",
+        "--tp=4",
+        "--pp=3",
+        "--block_size=30",
+    ]
     run = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
-    for said in ("4 processes cannot be divided into pp 3 x tp 4 = 12", "tp is 4: it must divide n_head, 2",
-                 "'1f1b' makes 3 stages with pp 3", "block_size is 30: it must be a multiple of tp, 4"):  # fmt: skip
+    for said in (
+        "4 processes cannot be divided into pp 3 x tp 4 = 12",
+        "tp is 4: it must divide n_head, 2",
+        "'1f1b' makes 3 stages with pp 3",
+        "block_size is 30: it must be a multiple of tp, 4",
+    ):
         assert run.stderr.count(said) == 1, run.stderr
     assert not (work / "out").exists()
 

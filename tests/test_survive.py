@@ -1,4 +1,6 @@
-"""Fault tolerance: signals, NaN, hangs, killed processes, restarts, and the messages if a run cannot continue."""
+"""
+Fault tolerance: signals, NaN, hangs, killed processes, restarts, and the messages if a run cannot continue.
+"""
 
 import copy
 import json
@@ -34,8 +36,8 @@ from isogpt.training import optim
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
-# train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that differ; a wait;
-# a SIGTERM; reports of steps that are not finite that seem to take some seconds
+# train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that
+# differ; a wait; a SIGTERM; reports of steps that are not finite that seem to take some seconds
 FAULTY = """
 import json, os, signal, sys, time
 sys.path.insert(0, os.environ["REPO"])
@@ -85,7 +87,9 @@ def faulty(zygote, work):
 
     def start(args, nproc=1, **env):
         env = {k: v if isinstance(v, str) else json.dumps(v) for k, v in env.items()}
-        return zygote.start([*TINY, *args], work, nproc, script="faulty.py", repo=work, env={"REPO": str(REPO), **env})
+        return zygote.start(
+            [*TINY, *args], work, nproc, script="faulty.py", repo=work, env={"REPO": str(REPO), **env}
+        )
 
     return start
 
@@ -105,7 +109,7 @@ def events(folder, name):
     return [r for r in records(folder) if r.get("event") == name]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # stopping on request
 
 
@@ -141,7 +145,8 @@ def test_a_signal_saves_the_current_step_and_the_resume_has_the_same_bits(zygote
 def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     long = [*TINY, "--out_dir=out", "--eval_iters=1000000", "--eval_interval=10", "--init_from=auto"]
     run = zygote.start([*long, "--eval_interval=1000", "--eval_iters=1", "--max_iters=14"], work, 2).wait()
-    run = zygote.start([*long, "--max_iters=25"], work, 2)  # resumes at 15; at 20 it evaluates, which would take hours
+    # resumes at 15; at 20 it evaluates, which would take hours
+    run = zygote.start([*long, "--max_iters=25"], work, 2)
     assert run.until(lambda text: "iter 19:" in text)
     run.kill([0], signal.SIGTERM)
     run.wait(timeout=20)
@@ -162,7 +167,8 @@ def test_a_second_sigint_exits_at_once_and_keeps_the_checkpoints(faulty, zygote,
     assert run.until(lambda text: "waiting" in text)
     wait_for((work / "out" / "step_00000010" / "manifest.json").exists)  # written in the background
     end = time.monotonic() + 20
-    while not run.poll() and time.monotonic() < end:  # one within a second of the first counts as the same Ctrl-C
+    # one within a second of the first counts as the same Ctrl-C
+    while not run.poll() and time.monotonic() < end:
         run.kill(sig=signal.SIGINT)
         time.sleep(0.1)
     assert run.codes == [130] and "stopping after this step" in run.text()
@@ -177,7 +183,7 @@ def test_time_limit(zygote, work):
     assert mark["reason"] == "time_limit_s" and (work / "out" / f"step_{mark['iter']:08d}").is_dir()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # not finite
 
 
@@ -187,7 +193,9 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
     for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
         out = work / f"out{nproc}{zero}"
         common = ["--max_iters=12", f"--zero={zero}"]
-        run = faulty([*common, f"--out_dir={out}", "--on_nan=skip"], nproc, **{kind: [[5, nproc - 1], [8, 0]]}).wait()
+        run = faulty(
+            [*common, f"--out_dir={out}", "--on_nan=skip"], nproc, **{kind: [[5, nproc - 1], [8, 0]]}
+        ).wait()
         assert run.text().count("the step is skipped") == 2
         found = events(out, "not_finite")
         assert [e["iter"] for e in found] == [5, 8]
@@ -214,7 +222,10 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
 
 
 def small_model_with_gradients(value: float):
-    """A model whose gradients are all `value`, and what `optim.step` decides by; reading it on the host is an error."""
+    """
+    A model whose gradients are all `value`, and what `optim.step` decides by; reading it on the host is an
+    error.
+    """
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32))
     for p in model.parameters():
         p.grad = torch.full_like(p, value)
@@ -256,7 +267,10 @@ def test_muon_clips(max_norm):
     torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
     for optimizer in others:
         optimizer.step()
-    actual_state, expected_state = optim.state_by_name(model, optimizers), optim.state_by_name(expected, others)
+    actual_state, expected_state = (
+        optim.state_by_name(model, optimizers),
+        optim.state_by_name(expected, others),
+    )
     torch.testing.assert_close(actual_state, expected_state, rtol=1e-5, atol=0)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
 
@@ -271,13 +285,16 @@ def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimize
     optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, 1.0)
     after = model.state_dict(), optim.state_by_name(model, optimizers)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert all(torch.equal(p.grad, torch.full_like(p, gradient)) for p in model.parameters())  # for the report
+    # for the report
+    assert all(torch.equal(p.grad, torch.full_like(p, gradient)) for p in model.parameters())
 
 
 def test_stopping_reports_rank_step_rows_and_layers(faulty, work):
     run = faulty(["--out_dir=out", "--save_interval=4"], 2, NAN=[[6, 1]]).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
-    assert re.search(r"step 6: not finite on rank 1: .*largest gradients transformer\..*\(rank 1\)", run.text())
+    assert re.search(
+        r"step 6: not finite on rank 1: .*largest gradients transformer\..*\(rank 1\)", run.text()
+    )
     found = events(work / "out", "not_finite")[0]
     starts = found["windows"]["1"]
     from isogpt.common.random_numbers import TRAIN
@@ -322,7 +339,8 @@ def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
     assert [e["to"] for e in events(work / "out", "rollback")] == [5]
     # the time that is left is not negative, and no step includes the time of a report
     assert not re.search(r", -\d", text) and max(column(work / "out", "step_ms").values()) < 1e9
-    # the step before the signal is saved, although the run began beyond it; what was restored is not saved again
+    # the step before the signal is saved, although the run began beyond it; what was restored is not saved
+    # again
     assert "saved out/step_00000005" not in text and "saved out/step_00000010" in text
     assert "done: 6 steps in" in text and "resume with --init_from=resume" in text  # 10, and 5 to 9
     assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 10
@@ -356,13 +374,18 @@ def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
     assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
     assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
     assert run.text().count("warning: 8 steps in succession were skipped") == 1, "of 16"
-    assert "in float16, although the loss scale is down to 512. If this goes on, set --dtype=float32" in run.text()
+    assert (
+        "in float16, although the loss scale is down to 512. If this goes on, set --dtype=float32"
+        in run.text()
+    )
     assert [(e["iter"], e["loss_scale"]) for e in events(work / "out", "overflows")] == [(7, 512)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
-    """torchrun is the parent process, here the one that started pytest; a restarted worker has begun later."""
+    """
+    torchrun is the parent process, here the one that started pytest; a restarted worker has begun later.
+    """
     own = running_s()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     age = float(subprocess.check_output(["ps", "-o", "etimes=", "-p", str(os.getppid())]))
@@ -371,7 +394,7 @@ def test_the_time_limit_is_counted_from_the_start_of_torchrun(monkeypatch):
     assert stop.code() == 0 and stop.code(step_s=50) == TIME_IS_UP
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # hangs, killed processes, ranks that differ
 
 
@@ -387,10 +410,13 @@ def test_a_hung_rank_is_named_by_all_others(zygote, work):
     took = time.monotonic() - stopped
     run.kill([1])
     run.wait(ok=False)
-    assert run.codes[0] == run.codes[2] == 1 and took < 3 + 10, f"{run.codes} after {took:.1f} s:\n{run.text()[-2000:]}"
+    assert run.codes[0] == run.codes[2] == 1 and took < 3 + 10, (
+        f"{run.codes} after {took:.1f} s:\n{run.text()[-2000:]}"
+    )
     for rank in (0, 2):
         assert re.search(
-            rf"error: rank {rank} at step \d+, .*rank 1 does not respond, its last position was step \d+", run.text()
+            rf"error: rank {rank} at step \d+, .*rank 1 does not respond, its last position was step \d+",
+            run.text(),
         )
     assert events(work / "out", "failed")
 
@@ -402,14 +428,22 @@ def test_a_killed_rank_is_named_by_all_others(zygote, work):
     run.wait(timeout=20, ok=False)
     assert run.codes[:2] == [1, 1]
     for rank in (0, 1):
-        assert re.search(rf"error: rank {rank} at step \d+, .*lost the connection.*rank 2 does not respond", run.text())
+        assert re.search(
+            rf"error: rank {rank} at step \d+, .*lost the connection.*rank 2 does not respond", run.text()
+        )
 
 
 @pytest.mark.slow
 def test_weights_that_differ_across_ranks_are_detected(faulty, work):
     hsdp = ["--zero=3", "--dp_replicate=2"]
     for nproc, args, guilty in ((3, [], 1), (4, hsdp, 3), (4, hsdp, None)):
-        args = [*args, f"--out_dir=out{nproc}", "--check_ranks_interval=5", "--batch_size=2", "--max_iters=12"]
+        args = [
+            *args,
+            f"--out_dir=out{nproc}",
+            "--check_ranks_interval=5",
+            "--batch_size=2",
+            "--max_iters=12",
+        ]
         fault = {} if guilty is None else {"DIFFER": [7, guilty]}
         run = faulty([*args, "--gradient_accumulation_steps=4"], nproc, **fault).wait(ok=guilty is None)
         if guilty is None:
@@ -417,7 +451,9 @@ def test_weights_that_differ_across_ranks_are_detected(faulty, work):
         assert set(run.codes) == {1} and run.text().count("error:") == 1, run.text()
         assert "step 10: weights differ across ranks: transformer." in run.text()
         suspects = [r for r in range(nproc) if f"differs on rank {r}" in run.text()]
-        assert suspects == [guilty] or (nproc == 4 and suspects == [1]), "of two ranks, either one may be right"
+        assert suspects == [guilty] or (nproc == 4 and suspects == [1]), (
+            "of two ranks, either one may be right"
+        )
 
 
 def test_ranks_must_start_with_the_same_settings_code_and_data():
@@ -474,7 +510,7 @@ def test_a_run_stops_when_another_run_has_claimed_its_folder(faulty, zygote, wor
     assert sorted(column(work / "out", "loss")) == list(range(21))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # torchrun
 
 
@@ -491,7 +527,9 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
         wait_for(lambda: steps_in(work / "out") > 15)
         os.kill(children(agent.pid)[0], signal.SIGKILL)
         assert agent.wait(90) == 0, (work / "log").read_text()[-3000:]
-    assert column(work / "out", "loss") == column(work / "straight", "loss"), "the same bits on the same layout"
+    assert column(work / "out", "loss") == column(work / "straight", "loss"), (
+        "the same bits on the same layout"
+    )
     assert events(work / "out", "recovered")[0]["seconds"] > 0
     # a killed agent leaves no orphans
     endless = [a for a in command if not a.startswith(("--max_iters", "--out_dir"))] + ["--max_iters=1000000"]
@@ -508,7 +546,8 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
 @pytest.mark.parametrize("kind", ["killed", "crashed"])
 def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     """
-    NCCL does not notice that another rank has failed. Here the survivors wait outside of any collective, so that gloo
+    NCCL does not notice that another rank has failed. Here the survivors wait outside of any collective, so
+    that gloo
     does not notice either, and dist_timeout_s is ten minutes.
     """
     env = {"WAIT": [[7, 0], [7, 2]]} | ({"CRASH": [7, 1]} if kind == "crashed" else {})
@@ -519,12 +558,18 @@ def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     assert run.gone(within=15 + 5), "15 s, and 5 for a busy machine"
     assert run.codes[0] == run.codes[2] == 1
     for rank in (0, 2):
-        assert re.search(rf"error: rank {rank} at step 7, .*another rank has failed; rank 1 does not", run.text())
+        assert re.search(
+            rf"error: rank {rank} at step 7, .*another rank has failed; rank 1 does not", run.text()
+        )
 
 
 def test_a_folder_that_is_gone_during_a_run_is_reported_and_replaced(zygote, work):
-    """As if its file system were unmounted: rank 0 would save to what is below, and no one would look there."""
-    run = zygote.start([*TINY, "--out_dir=out", "--save_interval=5", "--keep_last=0", "--max_iters=100000"], work)
+    """
+    As if its file system were unmounted: rank 0 would save to what is below, and no one would look there.
+    """
+    run = zygote.start(
+        [*TINY, "--out_dir=out", "--save_interval=5", "--keep_last=0", "--max_iters=100000"], work
+    )
     assert run.until(lambda text: "saved out/step_00000005" in text)
     owner = (work / "out/owner").read_text()
     os.rename(work / "out", work / "away")
@@ -540,7 +585,9 @@ def test_a_folder_that_is_gone_during_a_run_is_reported_and_replaced(zygote, wor
 
 
 def test_a_folder_that_is_not_shared_any_more(zygote, work):
-    """Rank 1's shards do not pile up in a different folder. If torchrun may restart, such a run does not start."""
+    """
+    Rank 1's shards do not pile up in a different folder. If torchrun may restart, such a run does not start.
+    """
     (work / "config.py").write_text('import os\nout_dir = "link" + os.environ["RANK"]\n')
     for folder in ("out", "other"):
         (work / folder).mkdir()
@@ -575,7 +622,9 @@ def test_a_slow_disk_is_named_and_one_that_hangs_keeps_no_rank_from_exiting(monk
     answers = iter([[True, False, False], [True, True, False], [True, True, True]])
     monkeypatch.setattr(together, "gather_objects", lambda value: next(answers))
     wait_together(None)
-    said = "until rank 1, 2 has read or written its files: if this does not end, check its disk or file system"
+    said = (
+        "until rank 1, 2 has read or written its files: if this does not end, check its disk or file system"
+    )
     assert said in capsys.readouterr().err
 
     limits, answer_of = [], network.answer_of

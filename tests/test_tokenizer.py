@@ -1,4 +1,7 @@
-"""isogpt/data/tokenizer.py: what AutoTokenizer reads gives tiktoken's ids and the data set's, and exactly the text."""
+"""
+isogpt/data/tokenizer.py: what AutoTokenizer reads gives tiktoken's ids and the data set's, and exactly the
+text.
+"""
 
 import json
 import os
@@ -15,16 +18,39 @@ from isogpt.data import tokenizer, vocabulary
 from isogpt.data.vocabulary import Vocabulary
 
 GPT2_FILE = Path(os.environ.get("TIKTOKEN_CACHE_DIR", "")) / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
-needs_gpt2 = pytest.mark.skipif(not GPT2_FILE.exists(), reason="GPT-2's tokenizer is not in TIKTOKEN_CACHE_DIR")
+needs_gpt2 = pytest.mark.skipif(
+    not GPT2_FILE.exists(), reason="GPT-2's tokenizer is not in TIKTOKEN_CACHE_DIR"
+)
 CHARACTERS = sorted({*map(chr, range(256)), *"東京🙂Ġ▁\u0301\u200d\u2028\ufeff\U0010ffff"})
 PIECES = [
-    "<|endoftext|>", "<|fim|>", "<|endoftext", "    def f(x):\n        return x\n", "\r\n\r\n", "   ", "\t\t", "It's",
-    "WE'LL", "1234567", "東京", "naïve", "🙂👩\u200d💻", "e\u0301", "\u00a0", "\u2028", "\x00", "a", "Z", ".",
-    ",,", "²", "ſ",
-]  # fmt: skip
+    "<|endoftext|>",
+    "<|fim|>",
+    "<|endoftext",
+    "    def f(x):\n        return x\n",
+    "\r\n\r\n",
+    "   ",
+    "\t\t",
+    "It's",
+    "WE'LL",
+    "1234567",
+    "東京",
+    "naïve",
+    "🙂👩\u200d💻",
+    "e\u0301",
+    "\u00a0",
+    "\u2028",
+    "\x00",
+    "a",
+    "Z",
+    ".",
+    ",,",
+    "²",
+    "ſ",
+]
 SPECIAL = {"<|endoftext|>": 2000, "<|fim|>": 2010}  # ids with a hole, as in cl100k_base
 CL100K = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| "
+    r"?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
     r"|\s+(?!\S)|\s"
 )
 WORDS = r"\p{L}+|\p{N}{1,3}|[^\p{L}\p{N}]+"
@@ -42,7 +68,10 @@ def random_texts(n):
 
 
 def small_encoding(pattern=CL100K, merges=600):
-    """A tiktoken encoding of PIECES. Its ranks are random, so that not all of its tokens can be reached by merges."""
+    """
+    A tiktoken encoding of PIECES. Its ranks are random, so that not all of its tokens can be reached by
+    merges.
+    """
     rng = random.Random(0)
     text = " ".join(PIECES)
     parts = {text[i : i + n].encode() for n in (1, 2, 3, 5, 8) for i in range(len(text))}
@@ -54,7 +83,9 @@ def small_encoding(pattern=CL100K, merges=600):
 
 
 def use_encoding(monkeypatch, encoding):
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding if name == "small" else pytest.fail(name))
+    monkeypatch.setattr(
+        tiktoken, "get_encoding", lambda name: encoding if name == "small" else pytest.fail(name)
+    )
     monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["small"])
     return Vocabulary("tiktoken", "small")
 
@@ -68,7 +99,8 @@ def assert_equal(saved, encoding, texts):
 
 @needs_gpt2
 def test_gpt2s_tokenizer(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # a model that has a tokenizer class of its own
+    # a model that has a tokenizer class of its own
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     ids = tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "gpt2"), 50304, 1024)
     assert ids == {"bos_token_id": None, "eos_token_id": 50256, "pad_token_id": 50256}
     saved = AutoTokenizer.from_pretrained(tmp_path)
@@ -103,7 +135,10 @@ def test_an_encoding_without_end_of_text(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [(r"\p{L}{1,2}+|(?s:.)", "cannot read the pattern of small"), (r"\p{L}{1,2}+|[\s\S]", "splits text otherwise")],
+    [
+        (r"\p{L}{1,2}+|(?s:.)", "cannot read the pattern of small"),
+        (r"\p{L}{1,2}+|[\s\S]", "splits text otherwise"),
+    ],
 )
 def test_a_pattern_that_means_something_else_is_an_error(tmp_path, monkeypatch, pattern, message):
     meta = use_encoding(monkeypatch, small_encoding(pattern))
@@ -168,7 +203,9 @@ def test_metadata_that_is_missing(tmp_path, monkeypatch):
         assert run_vocabulary.vocabulary_of_run(run, tmp_path) == Vocabulary("tiktoken", "gpt2")
         run["model_args"]["vocab_size"] = 65
         unknown = run_vocabulary.vocabulary_of_run(run, tmp_path)
-        with pytest.raises(ValueError, match="the ids cannot be decoded: .* does not say what they mean, and 65 ids"):
+        with pytest.raises(
+            ValueError, match="the ids cannot be decoded: .* does not say what they mean, and 65 ids"
+        ):
             tokenizer.load(unknown)
         with pytest.raises(ValueError, match="the ids cannot be decoded"):
             tokenizer.save_tokenizer(tmp_path, unknown, 65, 64)
@@ -183,8 +220,12 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tiktoken.load.read_file", offline)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    message = "tiktoken cannot load the encoding 'p50k_base' (no network): go online, or set TIKTOKEN_CACHE_DIR"
+    message = (
+        "tiktoken cannot load the encoding 'p50k_base' (no network): go online, or set TIKTOKEN_CACHE_DIR"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "p50k_base"), 50304, 64)
-    with pytest.raises(ValueError, match="'no-such' is not an encoding of tiktoken; possible are cl100k_base, gpt2"):
+    with pytest.raises(
+        ValueError, match="'no-such' is not an encoding of tiktoken; possible are cl100k_base, gpt2"
+    ):
         tokenizer.load(Vocabulary("tiktoken", "no-such"))

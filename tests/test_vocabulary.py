@@ -1,4 +1,6 @@
-"""What token ids mean: read from metadata, recorded by a run, and used by sample.py, export.py and prepare.py."""
+"""
+What token ids mean: read from metadata, recorded by a run, and used by sample.py, export.py and prepare.py.
+"""
 
 import collections
 import io
@@ -29,7 +31,14 @@ from isogpt.data.vocabulary import Vocabulary
 
 TEXT = "hello world\n" * 300
 ABC = {c: i for i, c in enumerate("abc")}
-SHORT = ["--n_layer=1", "--n_embd=16", "--block_size=16", "--eval_interval=4", "--max_iters=3", "--out_dir=out"]
+SHORT = [
+    "--n_layer=1",
+    "--n_embd=16",
+    "--block_size=16",
+    "--eval_interval=4",
+    "--max_iters=3",
+    "--out_dir=out",
+]
 
 
 def of_meta(meta, folder="nowhere"):
@@ -44,11 +53,13 @@ def dataset(folder, text=TEXT, **meta):
     for split in ("train", "val"):
         ids.tofile(folder / f"{split}.bin")
     itos = {i: c for c, i in stoi.items()}
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(stoi), "stoi": stoi, "itos": itos} | meta))
+    (folder / "meta.pkl").write_bytes(
+        pickle.dumps({"vocab_size": len(stoi), "stoi": stoi, "itos": itos} | meta)
+    )
     return folder
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # reading metadata
 
 
@@ -70,7 +81,11 @@ def dataset(folder, text=TEXT, **meta):
         ({"stoi": {"cat": 0, "the": 1, "sat": 2}}, "the cat sat", [1, 0, 2]),
         ({"stoi": {"in": 0, "ing": 1, " ": 2, "s": 3}}, "sing in", [3, 1, 2, 0]),
         ({"stoi": {"A": 0, "a": 0, "b": 1}, "itos": {0: "a", 1: "b"}}, "ab", [0, 1]),
-        ({"stoi": {b"a": 0, b"\xc3": 1, b"\xa9": 2, "the": 3, "\u6771": 4}}, "athe\u00e9\u6771", [0, 3, 1, 2, 4]),
+        (
+            {"stoi": {b"a": 0, b"\xc3": 1, b"\xa9": 2, "the": 3, "\u6771": 4}},
+            "athe\u00e9\u6771",
+            [0, 3, 1, 2, 4],
+        ),
         ({"stoi": {"\u2581": 1, "\u2581a": 2, "a": 3, "<s>": 0}}, "a a <s>", [3, 2, 1, 0]),
         ({"stoi": {"\u2581a": 0, "<0xC3>": 1, "<0xA9>": 2, "\u6771": 3}}, " a\u00e9\u6771", [0, 1, 2, 3]),
         (
@@ -106,13 +121,16 @@ def test_an_encoding_beside_a_table():
     part = {"itos": {11: ",", 16398: " drown"}}  # the tokens of a part of the text
     assert of_meta(meta | part) == Vocabulary("tiktoken", "gpt2")
     assert of_meta(meta | part | {"vocab_size": 2}).kind == "table"
-    assert of_meta(meta | {"itos": ["\ufffd"] * 50257}) == Vocabulary("tiktoken", "gpt2")  # parts of characters
+    # parts of characters
+    assert of_meta(meta | {"itos": ["\ufffd"] * 50257}) == Vocabulary("tiktoken", "gpt2")
 
 
 def test_metadata_that_does_not_say_what_the_ids_mean(tmp_path):
     assert of_meta({}) is of_meta({"vocab_size": 90}) is of_meta({"tokenizer": "tiktoken"}) is None
     assert of_meta({"tokenizer": "tiktoken", "tiktoken_encoding": "gpt2"}) == Vocabulary("tiktoken", "gpt2")
-    assert of_meta({"tokenizer": "cl100k_base", "tokenizer_size": 100277}) == Vocabulary("tiktoken", "cl100k_base")
+    assert of_meta({"tokenizer": "cl100k_base", "tokenizer_size": 100277}) == Vocabulary(
+        "tiktoken", "cl100k_base"
+    )
     for meta, reason in (
         ({"tokenizer": "char"}, "there is no meta.pkl"),
         ({"tokenizer": "my-bpe"}, "'my-bpe', which is not an encoding of tiktoken, and nowhere contains no"),
@@ -129,13 +147,18 @@ def test_metadata_that_does_not_say_what_the_ids_mean(tmp_path):
 
 
 def test_metadata_of_different_data_sets(tmp_path):
-    """A meta.pkl that does not belong to our meta.json is an error; a tokenizer.json that is missing is no encoding."""
+    """
+    A meta.pkl that does not belong to our meta.json is an error; a tokenizer.json that is missing is no
+    encoding.
+    """
     ours = {"dtype": "uint16", "vocab_size": 4, "tokenizer": "char", "tokenizer_size": 4, "source": {}}
     dataset(tmp_path, "abcd" * 100)
     (tmp_path / "meta.json").write_text(json.dumps(ours))
     assert open_dataset(str(tmp_path), 16).vocabulary.size == 4
     dataset(tmp_path, "abc" * 100)
-    with pytest.raises(ValueError, match=r"meta\.pkl contains 3 tokens, but meta\.json says 4: they come from diff"):
+    with pytest.raises(
+        ValueError, match=r"meta\.pkl contains 3 tokens, but meta\.json says 4: they come from diff"
+    ):
         open_dataset(str(tmp_path), 16)
     (tmp_path / "meta.json").write_text(json.dumps(ours | {"tokenizer": "tokenizer.json"}))
     found = open_dataset(str(tmp_path), 16).vocabulary
@@ -161,7 +184,10 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
 
 
 def test_no_tokens_beside_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
-    """A prepare.py that is killed between two renames leaves no data set; a file that is named twice is read once."""
+    """
+    A prepare.py that is killed between two renames leaves no data set; a file that is named twice is read
+    once.
+    """
     (tmp_path / "a.txt").write_text("ABC" * 100)
     texts = bins.read_documents(f"{tmp_path}/a.txt,{tmp_path}/./a.txt,{tmp_path}/*.txt")
     assert list(texts) == ["ABC" * 100]
@@ -190,12 +216,21 @@ def test_ids_with_the_same_text_are_kept_by_prepare():
     for kind in ("table", "bytes"):
         files = {name: io.BytesIO() for name in ("train.bin", "val.bin", "meta.pkl", "meta.json")}
         bins.write_meta(files, replace(words, kind=kind), 3, {})
-        found = of_meta(pickle.loads(files["meta.pkl"].getvalue()) | json.loads(files["meta.json"].getvalue()))
-        assert found.tokens == {0: "a", 1: "b", 2: "a"} and found.content == words.content and found.kind == kind
+        found = of_meta(
+            pickle.loads(files["meta.pkl"].getvalue()) | json.loads(files["meta.json"].getvalue())
+        )
+        assert (
+            found.tokens == {0: "a", 1: "b", 2: "a"} and found.content == words.content and found.kind == kind
+        )
 
 
 def test_plain_classes_in_a_pickle_are_read_and_others_are_not(tmp_path):
-    for value in (collections.Counter("abc"), np.array(["a"]), np.float64(1.5), collections.defaultdict(list, a=[1])):
+    for value in (
+        collections.Counter("abc"),
+        np.array(["a"]),
+        np.float64(1.5),
+        collections.defaultdict(list, a=[1]),
+    ):
         (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"x": value}))
         assert np.all(read_meta(tmp_path)["x"] == value)
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"x": collections.ChainMap()}))
@@ -213,7 +248,9 @@ def test_tokenizer_files_beside_the_data(tmp_path):
     # metadata of prepare.py says what counts
     assert of_meta({"tokenizer": "gpt2", "tokenizer_size": 50257}, tmp_path).content == "gpt2"
     (tmp_path / "tokenizer.json").write_text('{"class_name": "Tokenizer"}')  # of Keras
-    with pytest.raises(ValueError, match="cannot load the tokenizer of .*: it is not in the format of Hugging Face"):
+    with pytest.raises(
+        ValueError, match="cannot load the tokenizer of .*: it is not in the format of Hugging Face"
+    ):
         of_meta({}, tmp_path)
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match="a pointer of Git LFS, not the file itself: run git lfs pull in"):
@@ -230,7 +267,10 @@ def test_tokenizer_files_beside_the_data(tmp_path):
     (tmp_path / "vocab.json").unlink()
     (tmp_path / "merges.txt").touch()
     for found in (of_meta({}, tmp_path), vocabulary_of_weights(str(tmp_path), 50257)):  # not GPT-2's
-        assert found.kind == "unknown" and "contains merges.txt, but neither a tokenizer.json nor" in found.content
+        assert (
+            found.kind == "unknown"
+            and "contains merges.txt, but neither a tokenizer.json nor" in found.content
+        )
     assert of_meta({"stoi": {"a": 0}}, tmp_path).kind == "table"
     (tmp_path / "vocab.json").write_text(json.dumps(tokens))
     (tmp_path / "merges.txt").write_text("#version: 0.2\nh i\n")
@@ -247,7 +287,9 @@ def test_tokenizer_files_of_other_names(tmp_path):
             tokenizer.of_table(table).save(str(tmp_path / name), pretty=pretty)
             found = of_meta({"vocab_size": 8192}, tmp_path)
             assert tokenizer.load(found).encode("abb") == [2, 1]
-        assert of_meta({"tokenizer": "my own"}, tmp_path) == vocabulary_of_weights(str(tmp_path), 50257) == found
+        assert (
+            of_meta({"tokenizer": "my own"}, tmp_path) == vocabulary_of_weights(str(tmp_path), 50257) == found
+        )
         assert of_meta({"stoi": {"a": 0}}, tmp_path).kind == "table"
         assert of_meta({"tokenizer": "gpt2"}, tmp_path) == Vocabulary("tiktoken", "gpt2")
         (tmp_path / name).rename(tmp_path / f"{name}.old")
@@ -261,7 +303,9 @@ def test_tokenizer_files_of_other_names(tmp_path):
     for name in ("spm.model", "tokenizer.pkl", "my_vocab.txt", "vocab.bpe", "merges_8k.txt"):
         (tmp_path / name).touch()
         found = of_meta({}, tmp_path)
-        assert found.kind == "unknown" and f"contains {name}, but neither a tokenizer.json nor" in found.content
+        assert (
+            found.kind == "unknown" and f"contains {name}, but neither a tokenizer.json nor" in found.content
+        )
         assert '(if they are GPT-2\'s, write {"tokenizer": "gpt2"} to' in found.content
         (tmp_path / name).unlink()
 
@@ -271,19 +315,28 @@ def test_differences_between_vocabularies():
     assert tokenizer.difference(abc, Vocabulary("table", ABC | {"d": 3})) == ""
     assert tokenizer.difference(abc, Vocabulary("table", {"a": 0, "x": 2})) == "id 2 was 'c' and is 'x'"
     assert tokenizer.difference(abc, Vocabulary("unknown", "no metadata")) == ""
-    assert tokenizer.difference(abc, Vocabulary("tiktoken", "none")) == "the ids were those of a table and are none's"
+    assert (
+        tokenizer.difference(abc, Vocabulary("tiktoken", "none"))
+        == "the ids were those of a table and are none's"
+    )
     converted = Vocabulary("tokenizer.json", tokenizer.of_table(abc).to_str())
     assert tokenizer.difference(abc, converted) == ""
 
 
 def test_words_and_pieces_become_a_tokenizer_that_encodes_them():
-    for table, text in (({"cat": 0, "the": 1}, "the cat the"), ({"in": 0, "ing": 1, "s": 2, " ": 3}, "sing in s")):
-        words, converted = tokenizer.load(Vocabulary("table", table)), tokenizer.of_table(Vocabulary("table", table))
+    for table, text in (
+        ({"cat": 0, "the": 1}, "the cat the"),
+        ({"in": 0, "ing": 1, "s": 2, " ": 3}, "sing in s"),
+    ):
+        words, converted = (
+            tokenizer.load(Vocabulary("table", table)),
+            tokenizer.of_table(Vocabulary("table", table)),
+        )
         assert converted.encode(text).ids == words.encode(text)
         assert converted.decode(words.encode(text)) == text and words.note
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # a run keeps its vocabulary
 
 
@@ -298,7 +351,9 @@ def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(zygote, tmp_path,
     assert zygote.start(sample, tmp_path, script="sample.py").wait().samples() == before
     run = zygote.train([*args, "--init_from=resume", "--max_iters=5"], tmp_path, nproc=2, ok=False)
     assert run.codes == [1, 1] and "iter 4:" not in run.text()
-    assert "do not mean what they meant to the checkpoint: id" in run.text() and "--tokenizer=out" in run.text()
+    assert (
+        "do not mean what they meant to the checkpoint: id" in run.text() and "--tokenizer=out" in run.text()
+    )
     other = zygote.train([*args, "--init_from=out", "--out_dir=new"], tmp_path).text()
     assert "note:    the token ids of" in other and "iter 3:" in other
 
@@ -310,7 +365,9 @@ def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(zygote, tmp_path,
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained("out/hf").encode("hello") == [4, 3, 5, 5, 6]
-    shutil.copytree(REPO / "data/shakespeare_char", tmp_path / "data/mine", ignore=shutil.ignore_patterns("*.bin"))
+    shutil.copytree(
+        REPO / "data/shakespeare_char", tmp_path / "data/mine", ignore=shutil.ignore_patterns("*.bin")
+    )
     shutil.copy(REPO / "data/bins.py", tmp_path / "data")
     (tmp_path / "isogpt").symlink_to(REPO / "isogpt")
     (tmp_path / "own.txt").write_text("lower hold\n" * 300)
@@ -321,7 +378,10 @@ def test_a_run_keeps_its_vocabulary_wherever_the_data_has_gone(zygote, tmp_path,
 
 
 def test_a_checkpoint_of_nanogpt_uses_the_data_set_by_name(at, capsys, zygote, work):
-    """A data set that was prepared again with a different number of ids is not used; --dataset gives the right one."""
+    """
+    A data set that was prepared again with a different number of ids is not used; --dataset gives the right
+    one.
+    """
     zygote.train([*SHORT], work)
     state = torch.load(work / "out/ckpt.pt", weights_only=True)
     del state["isogpt"]
@@ -350,7 +410,9 @@ def test_a_checkpoint_of_nanogpt_uses_the_data_set_by_name(at, capsys, zygote, w
 
 
 def test_a_tokenizer_of_transformers_stays_with_the_weights(at, capsys, zygote, tmp_path):
-    """export.py --from=hf, prepare.py --tokenizer=FOLDER, training and sampling use the folder's tokenizer.json."""
+    """
+    export.py --from=hf, prepare.py --tokenizer=FOLDER, training and sampling use the folder's tokenizer.json.
+    """
     import os
 
     from test_sample import folder_of
@@ -374,7 +436,9 @@ def test_a_tokenizer_of_transformers_stays_with_the_weights(at, capsys, zygote, 
 
 
 def test_special_tokens_and_stop(at, capsys, zygote, work):
-    """One rule for prompts and data: the text of a special token is the token, unless special_tokens is False."""
+    """
+    One rule for prompts and data: the text of a special token is the token, unless special_tokens is False.
+    """
     words = tokenizer.load(Vocabulary("tokenizer.json", special_json()))
     plain = tokenizer.load(Vocabulary("tokenizer.json", special_json()), special_tokens=False)
     assert (words.encode("a<e>b"), plain.encode("a<e>b")) == ([0, 5, 1], [0, 2, 3, 4, 1])
@@ -389,17 +453,27 @@ def test_special_tokens_and_stop(at, capsys, zygote, work):
     assert (adding.encode(""), adding.begin(""), adding.begin("a<e>")) == ([5, 5], [5], [5, 0, 5])
     assert words.begin("a<e>b") == [0, 5, 1]
     assert tokenizer.cut_at("one STOP two STOP", "STOP", 0) == "one "
-    assert tokenizer.cut_at("STOP two STOP", "STOP", 4) == "STOP two " and tokenizer.cut_at("one", "", 0) == "one"
+    assert (
+        tokenizer.cut_at("STOP two STOP", "STOP", 4) == "STOP two "
+        and tokenizer.cut_at("one", "", 0) == "one"
+    )
     zygote.train(SHORT, work)
     args = ["--out_dir=out", "--start=A", "--device=cpu", "--num_samples=1", "--max_new_tokens=60"]
     whole = zygote.start(args, work, script="sample.py").wait().samples().partition("\n")[2]
     letter = whole[20]
-    cut = zygote.start([*args, f"--stop={letter}"], work, script="sample.py").wait().samples().partition("\n")[2]
+    cut = (
+        zygote.start([*args, f"--stop={letter}"], work, script="sample.py")
+        .wait()
+        .samples()
+        .partition("\n")[2]
+    )
     assert cut.partition("\n---")[0] == whole[0] + whole[1:].partition(letter)[0]
 
 
 def special_json(template="$A"):
-    """A tokenizer.json with the tokens a, b, <, e, > and the special token <e>, which it may add to a text."""
+    """
+    A tokenizer.json with the tokens a, b, <, e, > and the special token <e>, which it may add to a text.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     made = Tokenizer(models.WordLevel({c: i for i, c in enumerate("ab<e>")}, unk_token="?"))
@@ -410,7 +484,9 @@ def special_json(template="$A"):
 
 
 def test_a_model_with_too_few_ids(zygote, work, tmp_path):
-    """Training on more ids than the model has is an error, and so is a data set with more ids than vocab_size."""
+    """
+    Training on more ids than the model has is an error, and so is a data set with more ids than vocab_size.
+    """
     zygote.train(SHORT, work)
     dataset(work / "data/more", "".join(map(chr, range(32, 127))))
     run = zygote.train([*SHORT, "--dataset=more", "--init_from=out", "--out_dir=new"], work, ok=False)

@@ -10,7 +10,9 @@ import pytest
 from runs import REPO
 from wire import LAYOUTS
 
-HAS_NAMESPACES = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
+HAS_NAMESPACES = (
+    sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
+)
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Sharding and recomputation change memory, not the curve. A checkpoint of any layout resumes on any other."""
+"""
+Sharding and recomputation change memory, not the curve. A checkpoint of any layout resumes on any other.
+"""
 
 import os
 import pickle
@@ -112,11 +114,27 @@ LAYOUTS = {
     "offload": (2, ["--zero=3", "--cpu_offload=True"]),
 }
 PAIRS = [
-    ("one", "zero1"), ("one", "zero2"), ("one", "zero3"), ("one", "hsdp"), ("ddp2", "zero3-4"), ("zero1", "one"),
-    ("zero1", "zero1-3"), ("zero1-3", "zero3"), ("zero1-3", "ddp2"), ("zero2", "ddp3"), ("zero2", "zero1"),
-    ("zero3", "one"), ("zero3", "zero1"), ("zero3", "zero3-4"), ("zero3-4", "zero3"), ("zero3-4", "ddp2"),
-    ("hsdp", "zero2"), ("hsdp", "one"), ("offload", "zero3"), ("zero3", "offload"),
-]  # fmt: skip
+    ("one", "zero1"),
+    ("one", "zero2"),
+    ("one", "zero3"),
+    ("one", "hsdp"),
+    ("ddp2", "zero3-4"),
+    ("zero1", "one"),
+    ("zero1", "zero1-3"),
+    ("zero1-3", "zero3"),
+    ("zero1-3", "ddp2"),
+    ("zero2", "ddp3"),
+    ("zero2", "zero1"),
+    ("zero3", "one"),
+    ("zero3", "zero1"),
+    ("zero3", "zero3-4"),
+    ("zero3-4", "zero3"),
+    ("zero3-4", "ddp2"),
+    ("hsdp", "zero2"),
+    ("hsdp", "one"),
+    ("offload", "zero3"),
+    ("zero3", "offload"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +260,10 @@ def test_a_new_run_from_the_weights_of_a_sharded_run(zygote, saves, tmp_path):
 
 
 def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, saves, tmp_path):
-    """Each file in turn: a byte flipped, truncated, missing. It is reported, and the previous checkpoint is used."""
+    """
+    Each file in turn: a byte flipped, truncated, missing. It is reported, and the previous checkpoint is
+    used.
+    """
     shutil.copytree(saves / "from-zero3", tmp_path / "out", symlinks=True)
     shutil.copytree(saves / "data", tmp_path / "data")
     args = [*SHORT, "--zero=3", "--init_from=resume", "--out_dir=out"]
@@ -250,7 +271,13 @@ def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, saves, tmp_path):
     step = tmp_path / "out" / "step_00000013"
     for path in sorted(step.iterdir()):
         good = path.read_bytes()
-        for bad in (good[:100] + bytes([good[100] ^ 4]) + good[101:], good[:-1], good[: len(good) // 2], b"", None):
+        for bad in (
+            good[:100] + bytes([good[100] ^ 4]) + good[101:],
+            good[:-1],
+            good[: len(good) // 2],
+            b"",
+            None,
+        ):
             path.unlink() if bad is None else path.write_bytes(bad)
             found, reports = newest_checkpoint(str(tmp_path / "out"))
             assert found.step == 10 and len(reports) == 1 and "step_00000013" in reports[0], path
@@ -258,7 +285,9 @@ def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, saves, tmp_path):
     assert newest_checkpoint(str(tmp_path / "out"))[0].step == 13
     (step / "__0_0.distcp").write_bytes(b"x")
     run = zygote.train([*args, "--max_iters=14"], tmp_path, 2)
-    assert "step_00000013 is damaged" in run.text() and set(column(tmp_path / "out", "loss")) == set(range(15))
+    assert "step_00000013 is damaged" in run.text() and set(column(tmp_path / "out", "loss")) == set(
+        range(15)
+    )
     assert newest_checkpoint(str(tmp_path / "out"))[0].step == 15
 
 
@@ -299,7 +328,9 @@ def test_smaller_block_size_on_a_sharded_resume(zygote, saves, tmp_path):
 
 @pytest.mark.slow
 def test_scaler_agrees_under_sharding(zygote, saves):
-    """float16: an overflow in one rank's shard skips the step on all ranks; the curve is that of one process."""
+    """
+    float16: an overflow in one rank's shard skips the step on all ranks; the curve is that of one process.
+    """
     args = ["--dtype=float16", "--max_iters=12"]
     for name in ("one", "zero1", "zero2", "zero3"):
         zygote.train([*args, *LAYOUTS[name][1], f"--out_dir=fp16-{name}"], saves, LAYOUTS[name][0])
@@ -344,7 +375,10 @@ def test_the_optimizer_updates_plain_shards(zygote, work):
     (work / "steps.py").write_text(STEPS)
     args = [*TINY, "--zero=3", "--max_iters=2", "--save_checkpoint=False", "--out_dir=out"]
     run = zygote.start(args, work, 2, script="steps.py", repo=work, env={"REPO": str(REPO)}).wait()
-    assert run.text().count("operations on DTensors") == 6 and run.text().count("\n0 operations on DTensors") == 4
+    assert (
+        run.text().count("operations on DTensors") == 6
+        and run.text().count("\n0 operations on DTensors") == 4
+    )
 
 
 GROUPS = """

@@ -1,6 +1,7 @@
 """
-Time to nanoGPT's loss, and the figure of README.md: nanoGPT's recipe for Shakespeare on a CPU, run by nanoGPT itself,
-and config/train_shakespeare_char_fast.py, by turns. It needs an idle machine and data/shakespeare_char.
+Time to nanoGPT's loss, and the figure of README.md: nanoGPT's recipe for Shakespeare on a CPU, run by nanoGPT
+itself, and config/train_shakespeare_char_fast.py, by turns. It needs an idle machine and
+data/shakespeare_char.
 
     python tests/time_to_loss.py --nanogpt=FOLDER     FOLDER: a clone of github.com/karpathy/nanoGPT
 """
@@ -18,12 +19,33 @@ import numpy as np
 from matplotlib.figure import Figure
 from runs import REPO, column
 
-NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1",
-           "--eval_interval=2000", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128",
-           "--max_iters=2000", "--lr_decay_iters=2000", "--dropout=0.0", "--out_dir=out"]  # fmt: skip
+NANOGPT = [
+    "config/train_shakespeare_char.py",
+    "--device=cpu",
+    "--compile=False",
+    "--eval_iters=20",
+    "--log_interval=1",
+    "--eval_interval=2000",
+    "--block_size=64",
+    "--batch_size=12",
+    "--n_layer=4",
+    "--n_head=4",
+    "--n_embd=128",
+    "--max_iters=2000",
+    "--lr_decay_iters=2000",
+    "--dropout=0.0",
+    "--out_dir=out",
+]
 FAST = ["config/train_shakespeare_char_fast.py", "--log_interval=1", "--device=cpu"]
-WHOLE_SPLIT = ["--eval_only=True", "--eval_iters=145", "--batch_size=12", "--block_size=64", "--device=cpu",
-               "--dataset=shakespeare_char", "--dtype=float32"]  # fmt: skip
+WHOLE_SPLIT = [
+    "--eval_only=True",
+    "--eval_iters=145",
+    "--batch_size=12",
+    "--block_size=64",
+    "--device=cpu",
+    "--dataset=shakespeare_char",
+    "--dtype=float32",
+]
 
 
 def run(args: list[str], cwd: Path) -> str:
@@ -42,7 +64,8 @@ def val_loss(text: str) -> float:
 def train_nanogpt(folder: Path) -> tuple[np.ndarray, np.ndarray, float]:
     """(seconds of each step, losses, loss over the whole validation split)"""
     text = run(NANOGPT, folder)
-    found = re.findall(r"^iter \d+: loss ([\d.]+), time ([\d.]+)ms", text, re.M)[1:-1]  # not with an evaluation
+    # not with an evaluation
+    found = re.findall(r"^iter \d+: loss ([\d.]+), time ([\d.]+)ms", text, re.M)[1:-1]
     losses, ms = np.array(found, dtype=float).T
     return ms / 1e3, losses, val_loss(run([f"--init_from={folder / 'out'}", *WHOLE_SPLIT], REPO))
 
@@ -70,10 +93,14 @@ def plot(curves: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each, with seeds 1337, 1338, ...")
-    parser.add_argument("--out", type=Path, default=REPO / "docs" / "time_to_loss.png", help="the image to write")
+    parser.add_argument(
+        "--out", type=Path, default=REPO / "docs" / "time_to_loss.png", help="the image to write"
+    )
     options = parser.parse_args()
     ratios, curves = [], {}
     with tempfile.TemporaryDirectory(prefix="time_to_loss_") as work:
@@ -84,10 +111,16 @@ def main() -> None:
         for i in range(options.pairs):
             theirs, ours = train_nanogpt(nanogpt), train_fast(Path(work) / f"out{i}", 1337 + i)
             for name, (seconds, losses, loss) in {"nanoGPT": theirs, "fast": ours}.items():
-                print(f"{name}: {len(losses)} steps, {statistics.median(seconds) * 1e3:.1f} ms each, "
-                      f"{sum(seconds):.1f} s, val loss {loss:.4f}", flush=True)  # fmt: skip
+                print(
+                    f"{name}: {len(losses)} steps, {statistics.median(seconds) * 1e3:.1f} ms each, "
+                    f"{sum(seconds):.1f} s, val loss {loss:.4f}",
+                    flush=True,
+                )
             ratios.append(sum(theirs[0]) / sum(ours[0]))
-            curves = {"nanoGPT's recipe, by nanoGPT": theirs[:2], "config/train_shakespeare_char_fast.py": ours[:2]}
+            curves = {
+                "nanoGPT's recipe, by nanoGPT": theirs[:2],
+                "config/train_shakespeare_char_fast.py": ours[:2],
+            }
     print(f"{statistics.median(ratios):.1f} times as fast ({min(ratios):.1f} to {max(ratios):.1f})")
     plot(curves, options.out)
 

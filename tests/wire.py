@@ -1,6 +1,6 @@
 """
-The bytes that the ways of parallelism send per step and rank: by formula, and counted in a network namespace of its own
-(Linux, root), where all ranks communicate over the loopback interface and nothing else does.
+The bytes that the ways of parallelism send per step and rank: by formula, and counted in a network namespace
+of its own (Linux, root), where all ranks communicate over the loopback interface and nothing else does.
 
     python tests/wire.py                  all layouts
     python tests/wire.py "cp 2" "tp 4"    these
@@ -16,12 +16,26 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 from runs import REPO, Zygote, tiny_data
 
-# Everything is divisible by 4, so no part is padded. Two micro-steps: what is sent in each of them counts twice.
+# Everything is divisible by 4, so no part is padded. Two micro-steps: what is sent in each of them counts
+# twice.
 L, C, T, V, ROWS, MICRO_STEPS = 4, 128, 256, 256, 4, 2
-MODEL = [f"--n_layer={L}", f"--n_embd={C}", "--n_head=4", f"--block_size={T}", f"--vocab_size={V}",
-         f"--batch_size={ROWS}", "--dataset=tiny", "--device=cpu", "--dtype=float32", "--eval_interval=1000000",
-         "--eval_iters=1", "--save_checkpoint=False", "--log_interval=1"]  # fmt: skip
-BLOCK = 4 * (12 * C**2 + 2 * C)  # bytes of a block's parameters, and of the others: wte, wpe and the last norm
+MODEL = [
+    f"--n_layer={L}",
+    f"--n_embd={C}",
+    "--n_head=4",
+    f"--block_size={T}",
+    f"--vocab_size={V}",
+    f"--batch_size={ROWS}",
+    "--dataset=tiny",
+    "--device=cpu",
+    "--dtype=float32",
+    "--eval_interval=1000000",
+    "--eval_iters=1",
+    "--save_checkpoint=False",
+    "--log_interval=1",
+]
+# bytes of a block's parameters, and of the others: wte, wpe and the last norm
+BLOCK = 4 * (12 * C**2 + 2 * C)
 OTHERS = 4 * (V * C + T * C + C)
 STREAM = 4 * ROWS * T * C  # bytes of the residual stream of a micro-batch
 E, ACTIVE = 4, 2  # experts, with ep, and how many of them each token uses
@@ -40,7 +54,9 @@ def all_gather(n, size):
 
 
 def reduce_scatter(n, size):
-    """Bytes that each of n ranks sends for its part of the sum. NCCL sends (n - 1) / n; gloo runs an all-reduce."""
+    """
+    Bytes that each of n ranks sends for its part of the sum. NCCL sends (n - 1) / n; gloo runs an all-reduce.
+    """
     return all_reduce(n, size)
 
 
@@ -56,7 +72,8 @@ def ddp(n):
 
 def fsdp(n):
     """
-    In each micro-step the parameters are gathered, those of the blocks again in the backward, and the gradients are
+    In each micro-step the parameters are gathered, those of the blocks again in the backward, and the
+    gradients are
     reduced.
     """
     gathered = all_gather(n, 2 * L * BLOCK + OTHERS)
@@ -65,8 +82,10 @@ def fsdp(n):
 
 def tp(n):
     """
-    In each micro-step, attention, MLP and the loss gather the stream, attention, MLP and the embedding add up their
-    outputs, and the backward does the opposite of each. The loss reduces three numbers per token. Once per step, the
+    In each micro-step, attention, MLP and the loss gather the stream, attention, MLP and the embedding add up
+    their
+    outputs, and the backward does the opposite of each. The loss reduces three numbers per token. Once per
+    step, the
     gradients of norms and position embeddings are summed.
     """
     stream = (4 * L + 2) * (all_gather(n, STREAM) + reduce_scatter(n, STREAM))
@@ -77,7 +96,8 @@ def tp(n):
 
 def pp(n):
     """
-    At each of n - 1 boundaries each micro-batch's stream passes, and its gradient back. The first and the last rank
+    At each of n - 1 boundaries each micro-batch's stream passes, and its gradient back. The first and the
+    last rank
     exchange the gradient of the tied embedding. Mean over the ranks.
     """
     micro_steps = -(-MICRO_STEPS // n) * n
@@ -87,7 +107,8 @@ def pp(n):
 
 def cp(n):
     """
-    In each micro-step, each block gathers keys and values, gathers them again in the backward and reduces their
+    In each micro-step, each block gathers keys and values, gathers them again in the backward and reduces
+    their
     gradients. Once per step, the gradients are reduced as with DDP.
     """
     keys_values = 2 * STREAM
@@ -97,10 +118,14 @@ def cp(n):
 
 def ep(n, degree=None):
     """
-    In each micro-step, each block sends tokens to the ranks with their experts and the results back, and the backward
-    does the same with gradients; before, the ranks exchange how many tokens each expert gets. Once per step, the
-    gradients are reduced: those of experts over the ranks that hold the same ones, the others over all. Mean over the
-    ranks: it does not depend on how even the routing is, as long as it is alike on all ranks, since what popular
+    In each micro-step, each block sends tokens to the ranks with their experts and the results back, and the
+    backward
+    does the same with gradients; before, the ranks exchange how many tokens each expert gets. Once per step,
+    the
+    gradients are reduced: those of experts over the ranks that hold the same ones, the others over all. Mean
+    over the
+    ranks: it does not depend on how even the routing is, as long as it is alike on all ranks, since what
+    popular
     experts receive from n - 1 ranks the others do not.
     """
     degree = degree or n

@@ -1,6 +1,7 @@
 """
-Start runs without the seconds that `import torch` takes: import it once, then fork. runs.py starts this process, writes
-one JSON request per line and reads one JSON reply per line. At the end of the input all children are killed.
+Start runs without the seconds that `import torch` takes: import it once, then fork. runs.py starts this
+process, writes one JSON request per line and reads one JSON reply per line. At the end of the input all
+children are killed.
 
 No torch operation has run before a fork, so there is no thread pool that a fork would break.
 """

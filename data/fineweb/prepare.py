@@ -1,5 +1,7 @@
-"""FineWeb-Edu's 10-billion-token sample in GPT-2 tokens, streamed from the Hugging Face hub: only the .bin files take
-disk space. With --data_files=, tokenizes your own documents instead, without a network."""
+"""
+FineWeb-Edu's 10-billion-token sample in GPT-2 tokens, streamed from the Hugging Face hub: only the .bin files
+take disk space. With --data_files=, tokenizes your own documents instead, without a network.
+"""
 
 import os
 import sys
@@ -12,7 +14,9 @@ from bins import prepare_documents, run
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script, or to --out."""
-    prepare_documents(__file__, __doc__, argv, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"}, streaming=True)
+    prepare_documents(
+        __file__, __doc__, argv, "HuggingFaceFW/fineweb-edu", {"name": "sample-10BT"}, streaming=True
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""OpenWebText in GPT-2 tokens, from the Hugging Face hub: 8 million web pages, each followed by the end-of-text token.
-With --data_files=, tokenizes your own documents instead, without a network."""
+"""
+OpenWebText in GPT-2 tokens, from the Hugging Face hub: 8 million web pages, each followed by the end-of-text
+token. With --data_files=, tokenizes your own documents instead, without a network.
+"""
 
 import os
 import sys
@@ -15,7 +17,9 @@ REVISION = "refs/convert/parquet"
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script, or to --out."""
-    prepare_documents(__file__, __doc__, argv, "Skylion007/openwebtext", {"revision": REVISION}, rows=8_013_769)
+    prepare_documents(
+        __file__, __doc__, argv, "Skylion007/openwebtext", {"revision": REVISION}, rows=8_013_769
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Tiny Shakespeare at character level: 1.1 million characters, 65 different ones. Reads input.txt in the folder of this
-script, or downloads it if it does not exist."""
+"""
+Tiny Shakespeare at character level: 1.1 million characters, 65 different ones. Reads input.txt in the folder
+of this script, or downloads it if it does not exist.
+"""
 
 import os
 import sys

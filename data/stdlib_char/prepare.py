@@ -1,5 +1,7 @@
-"""The source code of Python's standard library at character level: a data set that needs no network. It is the library
-of the interpreter that runs this script; the same interpreter always produces the same files."""
+"""
+The source code of Python's standard library at character level: a data set that needs no network. It is the
+library of the interpreter that runs this script; the same interpreter always produces the same files.
+"""
 
 import os
 import platform
@@ -19,14 +21,22 @@ def is_library_source(relative: str) -> bool:
     """Whether a path relative to the library, separated by '/', is code that every build of a version has."""
     *folders, name = relative.split("/")
     is_skipped = any(folder in SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
-    return not is_skipped and not name.startswith(("test_", "_sysconfigdata", "sitecustomize.", "usercustomize."))
+    return not is_skipped and not name.startswith(
+        ("test_", "_sysconfigdata", "sitecustomize.", "usercustomize.")
+    )
 
 
 def read_library(library: Path) -> tuple[str, int]:
-    """Return the source files in `library`, sorted by path and separated by blank lines, and their number. Files with
-    other than ASCII characters are skipped: they would add many rare characters. ValueError if there are no files."""
+    """
+    Return the source files in `library`, sorted by path and separated by blank lines, and their number. Files
+    with
+    other than ASCII characters are skipped: they would add many rare characters. ValueError if there are no
+    files.
+    """
     found = {path.relative_to(library).as_posix(): path for path in library.rglob("*.py")}
-    found = {relative: path for relative, path in found.items() if is_library_source(relative) and path.is_file()}
+    found = {
+        relative: path for relative, path in found.items() if is_library_source(relative) and path.is_file()
+    }
     sources = [found[relative].read_bytes() for relative in sorted(found)]
     texts = [source.decode("ascii") for source in sources if source.isascii()]
     if not texts:

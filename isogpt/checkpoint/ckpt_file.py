@@ -62,7 +62,9 @@ def read_file(path: Path, verify: bool = False) -> dict:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # a damaged or hostile file raises nearly anything
         raise ValueError(f"{path} cannot be loaded: {why_not_loaded(e)}") from e
-    missing = [k for k in ("model", "model_args", "iter_num") if not isinstance(state, dict) or k not in state]
+    missing = [
+        k for k in ("model", "model_args", "iter_num") if not isinstance(state, dict) or k not in state
+    ]
     if missing:
         raise ValueError(f"{path} is not a nanoGPT or isoGPT checkpoint: it has no {', '.join(missing)}")
     step, best_loss, config = (state.get(name) for name in ("iter_num", "best_val_loss", "config"))

@@ -19,13 +19,15 @@ from isogpt.checkpoint.search import best_folder
 from isogpt.common.files import sync_folder, write_whole
 
 
-def commit_checkpoint(unfinished: Path, manifest: dict, keep_last: int, owner: str = "", replace: bool = False) -> Path:
+def commit_checkpoint(
+    unfinished: Path, manifest: dict, keep_last: int, owner: str = "", replace: bool = False
+) -> Path:
     """
-    Complete a checkpoint whose files are written: checksums, rename, links; then delete those that are not kept.
+    Complete a checkpoint whose files are written: checksums, rename, links; then delete those that are not
+    kept.
 
-    Args:
-        manifest: what make_manifest returned.
-        replace: whether to replace a valid checkpoint of the same step. Without it that one is kept, since a run's
+    Args: manifest: what make_manifest returned. replace: whether to replace a valid checkpoint of the same
+        step. Without it that one is kept, since a run's
             state at a step is always the same.
 
     Raises:
@@ -56,16 +58,22 @@ def commit_checkpoint(unfinished: Path, manifest: dict, keep_last: int, owner: s
 
 
 def link_checkpoints(out: Path, newest_folder: Path, best: Path | None) -> None:
-    """Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint (None: none is), unless it is in shards."""
+    """
+    Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint (None: none is), unless it is in
+    shards.
+    """
     for path, target in ((out / "ckpt.pt", newest_folder), (out / "ckpt_best.pt", best)):
         if target and (target / "ckpt.pt").exists():
             point_link(path, target / "ckpt.pt")
         elif path.is_symlink() and (not target or not path.exists()):
-            path.unlink()  # it pointed to a checkpoint that was deleted or renamed, or that is no longer the best
+            # it pointed to a checkpoint that was deleted or renamed, or that is no longer the best
+            path.unlink()
 
 
 def point_link(path: Path, target: Path) -> None:
-    """Make `path` a relative symbolic link to `target`, or a copy if the file system has no links; atomically."""
+    """
+    Make `path` a relative symbolic link to `target`, or a copy if the file system has no links; atomically.
+    """
     other = path.with_name(path.name + ".tmp")
     other.unlink(missing_ok=True)
     try:
@@ -75,9 +83,12 @@ def point_link(path: Path, target: Path) -> None:
     os.replace(other, path)
 
 
-def prune_checkpoints(out: Path, newest_folder: Path, best: Path | None, keep_last: int, block_size: int) -> None:
+def prune_checkpoints(
+    out: Path, newest_folder: Path, best: Path | None, keep_last: int, block_size: int
+) -> None:
     """
-    Delete all checkpoints but the last `keep_last` (0: keep all), the best, and those of another block_size, which are
+    Delete all checkpoints but the last `keep_last` (0: keep all), the best, and those of another block_size,
+    which are
     from before the context was shortened.
     """
     folders = [f for f in step_folders(out) if step_of(f) <= step_of(newest_folder)]

@@ -4,7 +4,9 @@ from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.training.settings import settings_of_model
 
 
-def differences(config: dict, model_args: dict, source: OpenCheckpoint | None, is_resume: bool = False) -> list[str]:
+def differences(
+    config: dict, model_args: dict, source: OpenCheckpoint | None, is_resume: bool = False
+) -> list[str]:
     """
     What a user should know about settings that differ from those of the model, a sentence each.
 
@@ -13,9 +15,14 @@ def differences(config: dict, model_args: dict, source: OpenCheckpoint | None, i
         source: the checkpoint that contains the model, if it is from one.
     """
     found, model = [], settings_of_model(model_args)
-    ignored = [name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]]
-    ignored += [name for name in ("n_kv_head", "n_hidden", "vocab_size", "head")
-                if config[name] not in (0, "auto", model.get(name, config[name]))]  # fmt: skip
+    ignored = [
+        name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]
+    ]
+    ignored += [
+        name
+        for name in ("n_kv_head", "n_hidden", "vocab_size", "head")
+        if config[name] not in (0, "auto", model.get(name, config[name]))
+    ]
     if model.get("n_expert") and config["n_expert_active"] != model["n_expert_active"]:
         ignored.append("n_expert_active")
     origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
@@ -37,13 +44,17 @@ def reading_differences(config: dict, source: OpenCheckpoint) -> list[str]:
     found, before = [], config | source.run["config"]
     was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (before, config))
     if was != now:
-        found.append(f"the checkpoint's steps had {was} sequences, this run's have {now}: the loss curve changes")
+        found.append(
+            f"the checkpoint's steps had {was} sequences, this run's have {now}: the loss curve changes"
+        )
     names, effect = ["seed", "data_order"], "it draws different sequences"
     if "shuffle" in (before["data_order"], config["data_order"]):
         names.append("block_size")
         effect = "of this epoch, some sequences are read twice and some not at all"
     for name in names:
         if before[name] != config[name]:
-            found.append(f"the checkpoint was trained with {name} {before[name]}, this run has {config[name]}: "
-                         f"{effect}")  # fmt: skip
+            found.append(
+                f"the checkpoint was trained with {name} {before[name]}, this run has {config[name]}: "
+                f"{effect}"
+            )
     return found

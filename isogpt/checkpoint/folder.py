@@ -1,13 +1,14 @@
 """
 A run's folder: find, verify, claim, link and prune its checkpoints.
 
-    <out_dir>/step_00001200/ckpt.pt              the state in nanoGPT's form, if one process holds all of it (zero 0)
+    <out_dir>/step_00001200/ckpt.pt              the state in nanoGPT's form, if one process holds all of it
+    (zero 0)
     <out_dir>/step_00001200/*.distcp, .metadata  or in shards, each rank's part, by parameter name
     <out_dir>/step_00001200/manifest.json        the layout and a checksum of each file
     <out_dir>/ckpt.pt, ckpt_best.pt              links to the newest and the best ckpt.pt
 
-A checkpoint is written in a folder of another name and renamed when it is complete and on the disk: a folder called
-step_* is complete. The checksums detect damage that happens later.
+A checkpoint is written in a folder of another name and renamed when it is complete and on the disk: a folder
+called step_* is complete. The checksums detect damage that happens later.
 """
 
 import json
@@ -41,14 +42,17 @@ from isogpt.nn.huggingface import GPT2
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
 
 
-def look_for_start(init_from: str, out_dir: str, resume_step: int,
-               launch: Launch) -> tuple[FoundCheckpoint | None, bool, list[str]]:  # fmt: skip
+def look_for_start(
+    init_from: str, out_dir: str, resume_step: int, launch: Launch
+) -> tuple[FoundCheckpoint | None, bool, list[str]]:
     """
-    What `init_from` means for a training run (rank 0). A restart of the launch that entered the folder continues with
-    what this launch has written, whatever the command says: the command was followed at the launch's first start.
+    What `init_from` means for a training run (rank 0). A restart of the launch that entered the folder
+    continues with
+    what this launch has written, whatever the command says: the command was followed at the launch's first
+    start.
 
-    Returns:
-        (the checkpoint to load or None, whether to resume from it rather than to load its weights alone, warnings)
+    Returns: (the checkpoint to load or None, whether to resume from it rather than to load its weights alone,
+        warnings)
 
     Raises:
         ValueError: there is nothing to resume from.
@@ -59,7 +63,10 @@ def look_for_start(init_from: str, out_dir: str, resume_step: int,
         found, reports = newest_checkpoint(out_dir, -1 if is_restart else resume_step)
         if found:
             if is_restart:
-                print(f"restart: continues what this launch has written to {out_dir}, step {found.step}", flush=True)
+                print(
+                    f"restart: continues what this launch has written to {out_dir}, step {found.step}",
+                    flush=True,
+                )
             return found, True, reports
         if reports or init_from == "resume":
             problem = f"no checkpoint to resume from in {out_dir}: set --out_dir= to the run's folder"
@@ -78,7 +85,8 @@ def look_for_start(init_from: str, out_dir: str, resume_step: int,
 
 def find_rollback(out_dir: str, owner: str) -> tuple[FoundCheckpoint | None, list[str]]:
     """
-    The checkpoint that the folder's owner rolls back to, as `newest` returns it (rank 0). Newer ones, which are
+    The checkpoint that the folder's owner rolls back to, as `newest` returns it (rank 0). Newer ones, which
+    are
     damaged, are renamed as on a resume.
 
     Raises:
@@ -98,12 +106,15 @@ def make_writable(out_dir: str) -> None:
         trial.mkdir(parents=True, exist_ok=True)
         trial.rmdir()
     except OSError as e:
-        raise ValueError(f"out_dir {out_dir} cannot be written to ({e.strerror}): set another --out_dir=") from e
+        raise ValueError(
+            f"out_dir {out_dir} cannot be written to ({e.strerror}): set another --out_dir="
+        ) from e
 
 
 def clean_up(out: Path) -> None:
     """
-    Remove what killed runs left of unfinished checkpoints and deletions (the owner, before its first checkpoint). A
+    Remove what killed runs left of unfinished checkpoints and deletions (the owner, before its first
+    checkpoint). A
     checkpoint that a killed conversion was about to replace gets its name back.
     """
     for path in out.glob("unfinished_*"):
@@ -116,8 +127,10 @@ def clean_up(out: Path) -> None:
 
 def enter_folder(out_dir: str, found: FoundCheckpoint | None, launch: Launch) -> str:
     """
-    Prepare the folder for this run, which resumes from `found` or starts from scratch, and make the run its owner;
-    returns the owner's identifier. Checkpoints that an earlier run, which is still alive, writes after this do not
+    Prepare the folder for this run, which resumes from `found` or starts from scratch, and make the run its
+    owner;
+    returns the owner's identifier. Checkpoints that an earlier run, which is still alive, writes after this
+    do not
     count.
     """
     make_writable(out_dir)
@@ -149,8 +162,10 @@ def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
 
 def continue_from(out_dir: str, found: FoundCheckpoint) -> None:
     """
-    Prepare the folder for a run that resumes from `found`: rename newer checkpoints, which are damaged or were not
-    chosen, since they must not count as kept; and turn a bare ckpt.pt into a step folder, so that the first checkpoint
+    Prepare the folder for a run that resumes from `found`: rename newer checkpoints, which are damaged or
+    were not
+    chosen, since they must not count as kept; and turn a bare ckpt.pt into a step folder, so that the first
+    checkpoint
     does not overwrite it.
     """
     out = Path(out_dir)
@@ -175,7 +190,8 @@ def continue_from(out_dir: str, found: FoundCheckpoint) -> None:
 
 def abandon_bare(out: Path, found: FoundCheckpoint) -> None:
     """
-    Rename a ckpt.pt that is not a link, such as export.py writes from shards, if `newest` would prefer it to the step
+    Rename a ckpt.pt that is not a link, such as export.py writes from shards, if `newest` would prefer it to
+    the step
     folder that a run resumes from, or if a link would replace it.
     """
     bare = out / "ckpt.pt"
@@ -196,7 +212,8 @@ def free_name(out: Path, name: str, first: int = 0) -> Path:
 
 def set_aside(out_dir: str) -> Path | None:
     """
-    Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ..., so that
+    Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ...,
+    so that
     nothing is overwritten or mistaken for the new run's. Returns where to, or None.
     """
     out = Path(out_dir)

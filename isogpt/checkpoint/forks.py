@@ -8,13 +8,18 @@ from pathlib import Path
 from isogpt.nn.architecture import GPTConfig
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
-# parts of parameters' names: of torch.compile, DataParallel and DDP, FSDP, activation checkpointing, DeepSpeed
+# parts of parameters' names: of torch.compile, DataParallel and DDP, FSDP, activation checkpointing,
+# DeepSpeed
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-# Fields of forks in model_args, by parts of their names. HARMLESS ones concern speed, memory, training or what
-# nanoGPT's model has anyway. CHANGING ones change what is computed, and the names and shapes of the weights do not show
-# it; for all others, which the weights show, see check_weights.
-HARMLESS = re.compile(r"flash|sdp|compile|checkpoint|fused|kernel|device|dtype|init|seed|batch|backend|drop|tie|tying")
-CHANGING = re.compile(r"rope|rotary|alibi|pos|norm|eps|window|cap|act|glu|gelu|relu|scale|residual|parallel|attn")
+# Fields of forks in model_args, by parts of their names. HARMLESS ones concern speed, memory, training or
+# what nanoGPT's model has anyway. CHANGING ones change what is computed, and the names and shapes of the
+# weights do not show it; for all others, which the weights show, see check_weights.
+HARMLESS = re.compile(
+    r"flash|sdp|compile|checkpoint|fused|kernel|device|dtype|init|seed|batch|backend|drop|tie|tying"
+)
+CHANGING = re.compile(
+    r"rope|rotary|alibi|pos|norm|eps|window|cap|act|glu|gelu|relu|scale|residual|parallel|attn"
+)
 NANOGPTS = ("none", "layernorm", "layer_norm", "gelu")  # values that say what nanoGPT's model computes
 
 
@@ -42,21 +47,31 @@ def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
         raise ValueError(f"{path}: its model_args have no {', '.join(absent)}")
     args["dropout"] = float(saved.get("dropout") or 0.0)
     default = GPTConfig(**args)
-    others = {name: v for name, v in saved.items() if name not in args and v and v != getattr(default, name, None)}
-    off = tuple(f"{name.removeprefix('use_')}_" for name, v in saved.items() if v is False)  # and what belongs to it
-    others = {name: v for name, v in others.items() if not name.startswith(off) and str(v).lower() not in NANOGPTS}
+    others = {
+        name: v for name, v in saved.items() if name not in args and v and v != getattr(default, name, None)
+    }
+    # and what belongs to it
+    off = tuple(f"{name.removeprefix('use_')}_" for name, v in saved.items() if v is False)
+    others = {
+        name: v for name, v in others.items() if not name.startswith(off) and str(v).lower() not in NANOGPTS
+    }
     harmless = [name for name in others if HARMLESS.search(name.lower())]
     changing = [name for name in others if name not in harmless and CHANGING.search(name.lower())]
     if changing:
         found = some_of([f"{name}={others[name]!r}" for name in changing])
-        raise ValueError(f"{path}: {found} in its model_args changes the model, which is not nanoGPT's: load it with "
-                         f"the program that saved it")  # fmt: skip
+        raise ValueError(
+            f"{path}: {found} in its model_args changes the model, which is not nanoGPT's: load it with "
+            f"the program that saved it"
+        )
     notes = []
     for name, value in others.items():
         reason = "it does not change the model"
         if name not in harmless:  # nanoGPT ignores it too
-            reason = "its weights are those of nanoGPT's model, but if it changes what that computes, as rope=True " \
-                     "would, losses and samples are wrong"  # fmt: skip
+            reason = (
+                "its weights are those of nanoGPT's model, but if it changes what that computes, as "
+                "rope=True "
+                "would, losses and samples are wrong"
+            )
         notes.append(f"{name}={value!r} in model_args of {path} is not used: {reason}")
     return args, tuple(notes)
 

@@ -13,7 +13,8 @@ from isogpt.launch.network import this_machine
 
 REPLACED = "unfinished_was_"  # a checkpoint that is being replaced by another form of it: see `commit`
 STEP = re.compile(rf"(?:{REPLACED})?step_(\d{{8,}})")
-UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")  # a checkpoint that a run was writing or deleting
+# a checkpoint that a run was writing or deleting
+UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")
 
 
 def step_folders(out: Path) -> list[Path]:
@@ -75,7 +76,10 @@ def read_manifest(folder: Path) -> dict:
 
 def hash_files(folder: Path) -> dict:
     """The manifest's entries for all files in a folder: size and SHA-256."""
-    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(folder.iterdir())
+    }
 
 
 def sha256_of(path: Path) -> str:
@@ -99,7 +103,11 @@ def damaged_file(path: Path, manifest: dict) -> str:
         actual = sha256_of(path)
     except OSError as e:
         return f"{path.name} cannot be read ({e.strerror})"
-    return "" if actual == manifest["files"][path.name]["sha256"] else f"the checksum of {path.name} does not match"
+    return (
+        ""
+        if actual == manifest["files"][path.name]["sha256"]
+        else f"the checksum of {path.name} does not match"
+    )
 
 
 def val_loss_of(manifest: dict) -> float | None:
@@ -111,7 +119,8 @@ def val_loss_of(manifest: dict) -> float | None:
 
 def identity(path: Path) -> tuple[str, int, int] | None:
     """
-    What two processes have in common if they see the same file or folder: the machine and its number. One that two
+    What two processes have in common if they see the same file or folder: the machine and its number. One
+    that two
     machines share counts as two. None if it is not there.
     """
     with suppress(OSError):

@@ -7,8 +7,10 @@ NONE = -1  # best_step if no checkpoint on disk has the best loss
 
 def best_step_of(run: dict) -> int:
     """
-    The step of the checkpoint that holds best_val_loss, as a checkpoint records it; NONE if none on disk does. In
-    nanoGPT's checkpoints it is the loss of the checkpoint itself, since nanoGPT saves where it evaluates; the step
+    The step of the checkpoint that holds best_val_loss, as a checkpoint records it; NONE if none on disk
+    does. In
+    nanoGPT's checkpoints it is the loss of the checkpoint itself, since nanoGPT saves where it evaluates; the
+    step
     shows that a fork saved at a different one.
     """
     ours = run.get("isogpt", {})
@@ -26,7 +28,8 @@ def measures_of(run: dict) -> dict:
 
 def what_is_measured(config: dict, digest: str | None = None) -> dict:
     """
-    What determines the value of a validation loss; None for what is not known. Losses are compared only if they
+    What determines the value of a validation loss; None for what is not known. Losses are compared only if
+    they
     measure the same. The number of processes and the micro-batch that they compute are not part of it.
     """
     found = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
@@ -36,7 +39,10 @@ def what_is_measured(config: dict, digest: str | None = None) -> dict:
 
 
 def changed_measures(before: dict, now: dict) -> list[str]:
-    """A phrase for each difference between two results of `what_is_measured`. What one of them lacks does not count."""
+    """
+    A phrase for each difference between two results of `what_is_measured`. What one of them lacks does not
+    count.
+    """
     both = {name for name in now if now[name] is not None and before.get(name) is not None}
     names = ["digest" if "digest" in both else "dataset", "block_size", "sequences", "seed"]
     changed = [name for name in names if name in both and before[name] != now[name]]

@@ -14,7 +14,10 @@ from isogpt.launch.launchers import Launch
 
 
 def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
-    """Make `owner` the folder's owner; `launch`: the launch that has entered the folder, if the folder is prepared."""
+    """
+    Make `owner` the folder's owner; `launch`: the launch that has entered the folder, if the folder is
+    prepared.
+    """
     write_whole(out / "owner", json.dumps({"owner": owner, "launch": asdict(launch) if launch else None}))
 
 
@@ -34,7 +37,9 @@ def was_entered_by(out: Path, launch: Launch) -> bool:
 
 
 def is_owned(out: Path, owner: str, patience_s: float) -> bool:
-    """Whether `out` is the folder that `owner` has just claimed; waits, since network file systems can be late."""
+    """
+    Whether `out` is the folder that `owner` has just claimed; waits, since network file systems can be late.
+    """
     end = time.monotonic() + patience_s
     while True:
         with suppress(OSError):
@@ -52,14 +57,19 @@ def unfinished_folder(out: Path, owner: str, step: int) -> Path:
 
 
 def try_to_write(out: Path, owner: str, rank: int) -> str:
-    """Write a file as a checkpoint in shards does (several ranks). Returns why that is not possible, or ''."""
+    """
+    Write a file as a checkpoint in shards does (several ranks). Returns why that is not possible, or ''.
+    """
     try:
         trial = unfinished_folder(out, owner, 0) / f"trial_{rank}"
         trial.parent.mkdir(parents=True, exist_ok=True)
         trial.write_bytes(b"\0")
     except OSError as e:
-        return (f"out_dir {out.absolute()} cannot be written to on {socket.gethostname()} ({e.strerror}), and all "
-                "ranks write checkpoints in shards: set another --out_dir=, or let this user write there")  # fmt: skip
+        return (
+            f"out_dir {out.absolute()} cannot be written to on {socket.gethostname()} ({e.strerror}), and "
+            "all "
+            "ranks write checkpoints in shards: set another --out_dir=, or let this user write there"
+        )
     return ""
 
 
@@ -72,7 +82,8 @@ def check_owner(out: Path, owner: str) -> None:
 
 def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
     """
-    If the file that enter_folder wrote is gone, write it again, so that a restart still finds what this launch writes
+    If the file that enter_folder wrote is gone, write it again, so that a restart still finds what this
+    launch writes
     from here on (the owner). Returns a sentence for the user, or ''.
     """
     if os.path.lexists(out / "owner"):
@@ -81,6 +92,10 @@ def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
         out.mkdir(parents=True, exist_ok=True)
         write_owner(out, owner, launch)
     kept = ", ".join(map(str, steps_in(str(out)))) or "none"
-    return (f"{out.absolute()} is not the folder in which this run began: it was deleted, or its file system is no "
-            "longer mounted. Checkpoints are written to the folder that has this name now, which contains the steps: "
-            f"{kept}")  # fmt: skip
+    return (
+        f"{out.absolute()} is not the folder in which this run began: it was deleted, or its file system is "
+        "no "
+        "longer mounted. Checkpoints are written to the folder that has this name now, which contains the "
+        "steps: "
+        f"{kept}"
+    )

@@ -10,9 +10,11 @@ from isogpt.checkpoint.source import OpenCheckpoint
 @dataclass
 class Progress:
     """
-    How far a run has come. `step` is the next step; `skipped` are steps excluded because they were not finite.
+    How far a run has come. `step` is the next step; `skipped` are steps excluded because they were not
+    finite.
 
-    `best_val_loss` is the lowest loss of those that `measures` the same, see measures.what_is_measured. `best_step`
+    `best_val_loss` is the lowest loss of those that `measures` the same, see measures.what_is_measured.
+    `best_step`
     is the step of its checkpoint; NONE: there is none.
     """
 
@@ -39,13 +41,18 @@ class Progress:
             self.best_val_loss = run["best_val_loss"]
             self.best_step = best_step_of(run)
         elif math.isfinite(run["best_val_loss"]):
-            notes.append(f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
-                         f"evaluations measure something different: {', '.join(changed)}")  # fmt: skip
+            notes.append(
+                f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
+                f"evaluations measure something different: {', '.join(changed)}"
+            )
         if source.optimizer == {}:
             notes.append(f"{source.found.path} contains no state of AdamW: the moments start at zero")
         if unused := source.unused_state:
-            notes.append(f"{source.found.path} contains {', '.join(unused)} of an optimizer that is not used here: the "
-                         "run continues with AdamW, whose steps are different")  # fmt: skip
+            notes.append(
+                f"{source.found.path} contains {', '.join(unused)} of an optimizer that is not used here: "
+                "the "
+                "run continues with AdamW, whose steps are different"
+            )
         return notes
 
     def rewind(self, run: dict) -> None:
@@ -69,4 +76,8 @@ class Progress:
         """What a checkpoint stores of it besides iter_num and best_val_loss."""
         facts = {"best_step": self.best_step, "measures": self.measures}
         facts |= {"tokens": self.tokens, "position": self.position}
-        return facts | {"left_out": sorted(self.skipped), "wandb_id": self.wandb_id, "shares": list(self.shares)}
+        return facts | {
+            "left_out": sorted(self.skipped),
+            "wandb_id": self.wandb_id,
+            "shares": list(self.shares),
+        }

@@ -18,12 +18,20 @@ from isogpt.training import optim
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
 
 
-def restore_checkpoint(source: OpenCheckpoint, model: nn.Module, optimizers: list[torch.optim.Optimizer] | None = None,
-            scaler: torch.amp.GradScaler | None = None, progress: Progress | None = None, seed: int = 0,
-            island: tuple[int, int] = (0, 1)) -> None:  # fmt: skip
+def restore_checkpoint(
+    source: OpenCheckpoint,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    progress: Progress | None = None,
+    seed: int = 0,
+    island: tuple[int, int] = (0, 1),
+) -> None:
     """
-    Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout: each rank
-    reads what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer of them, and
+    Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout: each
+    rank
+    reads what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer of
+    them, and
     MLPs are copied to the experts that the model has instead; `seed` is of the routers' weights then.
 
     Args:
@@ -62,9 +70,11 @@ def restore_moments(source: OpenCheckpoint, state: dict[str, dict[str, LocalPart
                 target.put(adapt(whole, target, name))
     except (KeyError, RuntimeError) as e:
         problem = " ".join(str(e).split())[:200]
-        raise ValueError(f"the optimizer's state in {source.found.path} does not fit the weights ({problem}), which "
-                         "nanoGPT numbered differently before May 2023: start a new run from the weights, with "
-                         "--init_from=FOLDER and a different --out_dir") from e  # fmt: skip
+        raise ValueError(
+            f"the optimizer's state in {source.found.path} does not fit the weights ({problem}), which "
+            "nanoGPT numbered differently before May 2023: start a new run from the weights, with "
+            "--init_from=FOLDER and a different --out_dir"
+        ) from e
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], seed: int = 0) -> None:
@@ -78,14 +88,19 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], seed: int = 0) ->
 
 
 def init_routers(model: nn.Module, targets: dict[str, LocalPart], seed: int) -> None:
-    """Initialize the routers of a model whose other weights come from a dense one; they are removed from `targets`."""
+    """
+    Initialize the routers of a model whose other weights come from a dense one; they are removed from
+    `targets`.
+    """
     for name in [name for name in targets if ".router." in name]:
         target = targets.pop(name)
         target.put(model.initial_weight(name, target.shape, seed))
 
 
 def adapt(saved: Tensor, target: LocalPart, name: str) -> Tensor:
-    """The saved tensor in the target's shape: fewer position embeddings, or copies of an MLP for each expert."""
+    """
+    The saved tensor in the target's shape: fewer position embeddings, or copies of an MLP for each expert.
+    """
     if name == WPE and target.shape:
         return saved[: target.shape[0]]
     if ".experts." in name and target.shape:
@@ -93,21 +108,27 @@ def adapt(saved: Tensor, target: LocalPart, name: str) -> Tensor:
     return saved
 
 
-def state_parts(model: nn.Module, optimizers: list[torch.optim.Optimizer],
-                island: tuple[int, int] = (0, 1)) -> dict[str, dict[str, LocalPart]]:  # fmt: skip
+def state_parts(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], island: tuple[int, int] = (0, 1)
+) -> dict[str, dict[str, LocalPart]]:
     """
-    The parts of the optimizers' tensors that this rank holds, by parameter name (see optim.state_by_name). With several
+    The parts of the optimizers' tensors that this rank holds, by parameter name (see optim.state_by_name).
+    With several
     islands they are rows of a stack.
     """
     splits = {name: splits_of(p) for name, p in model.named_parameters()}
-    return {name: {key: local_part_of(value, splits[name]).in_row(*island) for key, value in tensors.items()}
-            for name, tensors in optim.state_by_name(model, optimizers).items()}  # fmt: skip
+    return {
+        name: {key: local_part_of(value, splits[name]).in_row(*island) for key, value in tensors.items()}
+        for name, tensors in optim.state_by_name(model, optimizers).items()
+    }
 
 
 def restore_slow_network(source: OpenCheckpoint, slow_network: SlowNetwork, step: int) -> None:
     """
-    Continue with a checkpoint's errors of compression and state of the islands, after `restore` (all ranks). What it
-    lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file cannot be read.
+    Continue with a checkpoint's errors of compression and state of the islands, after `restore` (all ranks).
+    What it
+    lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file cannot be
+    read.
     """
     do_together(partial(read_slow_network, source, slow_network, step))
     slow_network.resume()
@@ -120,14 +141,21 @@ def read_slow_network(source: OpenCheckpoint, slow_network: SlowNetwork, step: i
         return
     from isogpt.checkpoint import sharded_files
 
-    slow_network.restart(step, sharded_files.shapes(source.found.path), source.run["isogpt"].get("averaged_at"))
+    slow_network.restart(
+        step, sharded_files.shapes(source.found.path), source.run["isogpt"].get("averaged_at")
+    )
     read_shards(source, {}, slow_network.saved_parts(), is_optional=True)
 
 
-def restore_shards(source: OpenCheckpoint, model: nn.Module, state: dict[str, dict[str, LocalPart]], seed: int) -> None:
+def restore_shards(
+    source: OpenCheckpoint, model: nn.Module, state: dict[str, dict[str, LocalPart]], seed: int
+) -> None:
     """`restore` for shards: torch.distributed.checkpoint reads the parts that overlap with this rank's."""
     args, weights = source.run["model_args"], local_parts_by_name(model)
-    length, adapted = args["block_size"], []  # (name, this rank's part, a whole tensor of another shape to read into)
+    length, adapted = (
+        args["block_size"],
+        [],
+    )  # (name, this rank's part, a whole tensor of another shape to read into)
     state = {name: dict(parts) for name, parts in state.items()}
     moments = state.get(WPE, {})  # with zero 1 another rank may hold them
     for parts, key in ((weights, WPE), (moments, "exp_avg"), (moments, "exp_avg_sq")):
@@ -139,7 +167,9 @@ def restore_shards(source: OpenCheckpoint, model: nn.Module, state: dict[str, di
         init_routers(model, weights, seed)
         for name in [name for name in weights if ".experts." in name]:
             target = weights.pop(name)
-            adapted.append((name, target, torch.empty(target.shape[0] // model.config.n_expert, *target.shape[1:])))
+            adapted.append(
+                (name, target, torch.empty(target.shape[0] // model.config.n_expert, *target.shape[1:]))
+            )
             weights[name.replace(".experts.", ".")] = local_part_of(adapted[-1][2])
     read_shards(source, weights, state)
     for name, target, whole in adapted:
@@ -152,6 +182,8 @@ def read_shards(source: OpenCheckpoint, *arguments: object, **options: object) -
 
     found = source.found
     try:
-        sharded_files.read(found.path, *arguments, manifest=None if found.is_verified else found.manifest, **options)
+        sharded_files.read(
+            found.path, *arguments, manifest=None if found.is_verified else found.manifest, **options
+        )
     except sharded_files.ERRORS as e:  # damaged files raise nearly anything
         raise ValueError(f"{source.found.path} cannot be loaded: {reason_of(e)[:300]}") from e

@@ -14,7 +14,8 @@ FEW_IDS = 1000  # a page of text has larger ids in GPT-2's vocabulary, and small
 
 def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
     """
-    What the ids of a run mean: what its checkpoint records; else, as in nanoGPT's runs, what the files of a tokenizer
+    What the ids of a run mean: what its checkpoint records; else, as in nanoGPT's runs, what the files of a
+    tokenizer
     beside its checkpoints or its data set say. GPT-2's ids where nothing does, if the model can be for these.
 
     Args:
@@ -44,8 +45,11 @@ def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
     found = vocabulary.of_data(meta, place)
     is_table = found is not None and found.kind in ("table", "bytes")
     if is_table and size not in (found.size, vocabulary.vocab_size_of(meta)):
-        return Vocabulary("unknown", f"data set {name} has {found.size} ids, but the run's model has {size}: it was "
-                          "prepared again since")  # fmt: skip
+        return Vocabulary(
+            "unknown",
+            f"data set {name} has {found.size} ids, but the run's model has {size}: it was "
+            "prepared again since",
+        )
     return vocabulary.resolve(found, size, str(place))
 
 
@@ -66,7 +70,8 @@ def vocabulary_for_run(
     data: Dataset, source: OpenCheckpoint | None, weights: str, vocab_size: int, is_resume: bool
 ) -> tuple[Vocabulary, list[str]]:
     """
-    What the ids of a training run mean, which its checkpoints record: what the data set says, else what the weights
+    What the ids of a training run mean, which its checkpoints record: what the data set says, else what the
+    weights
     that the run starts from were trained with.
 
     Args:
@@ -77,8 +82,8 @@ def vocabulary_for_run(
     Returns:
         (the vocabulary, notes for the user)
 
-    Raises:
-        ValueError: the run is resumed, but the ids of the data now mean something different; or the data set has more
+    Raises: ValueError: the run is resumed, but the ids of the data now mean something different; or the data
+        set has more
             ids than the model.
     """
     if data.vocabulary:
@@ -94,7 +99,9 @@ def vocabulary_for_run(
         changed = before.content
     notes = []
     if changed:
-        notes.append(f"the token ids of {data.folder} do not mean what they meant to the checkpoint: {changed}")
+        notes.append(
+            f"the token ids of {data.folder} do not mean what they meant to the checkpoint: {changed}"
+        )
     if changed and is_resume:
         again = f"prepare the data set with the vocabulary of the run, --tokenizer={weights}"
         new = f"start a new run from its weights, with --init_from={weights} and a new --out_dir"
@@ -103,9 +110,11 @@ def vocabulary_for_run(
         now = before  # text that was prepared again may contain only the first of the run's tokens
     is_taken_for_gpt2 = not data.vocabulary and now.kind == "tiktoken" and not is_resume
     if is_taken_for_gpt2 and data.highest < FEW_IDS:
-        notes.append(f"{data.folder} does not say what its token ids mean: they are taken for GPT-2's, although the "
-                     f"highest one is {data.highest}. If they are not, copy the meta.pkl of its prepare.py there, or "
-                     f"set --vocab_size={data.highest + 1}")  # fmt: skip
+        notes.append(
+            f"{data.folder} does not say what its token ids mean: they are taken for GPT-2's, although the "
+            f"highest one is {data.highest}. If they are not, copy the meta.pkl of its prepare.py there, or "
+            f"set --vocab_size={data.highest + 1}"
+        )
     if is_resume and measures_of(source.run).get("digest") not in (None, data.digest):
         notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
     return now, notes

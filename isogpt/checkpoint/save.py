@@ -36,9 +36,11 @@ from isogpt.training import optim
 @dataclass
 class Saver:
     """
-    Writes one checkpoint at a time, in the background. Older ones are deleted only when a new one is complete.
+    Writes one checkpoint at a time, in the background. Older ones are deleted only when a new one is
+    complete.
 
-    All ranks create it together. `owner` is what folder.enter_folder returned, known before the first checkpoint.
+    All ranks create it together. `owner` is what folder.enter_folder returned, known before the first
+    checkpoint.
     """
 
     out_dir: str
@@ -52,7 +54,8 @@ class Saver:
     owner: str = ""
     launch: Launch | None = None  # known like owner
     pending: Future | None = None
-    step: int = 0  # of the last checkpoint that was written or restored: the state of this step need not be saved
+    # of the last checkpoint that was written or restored: the state of this step need not be saved
+    step: int = 0
     began: float = 0.0  # when the last copy was started
     # of the last checkpoint that was written:
     folder: Path | None = None
@@ -66,14 +69,18 @@ class Saver:
         self.world_size = self.mesh.size(*AXES)
         has_errors = keeps_errors(self.config.get("grad_compression", "none")) and self.world_size > 1
         self.is_sharded = self.zero > 0 or self.mesh.splits_model or self.mesh.islands > 1 or has_errors
-        if self.is_sharded:  # shards are written from a thread, which needs a group of its own with a CPU backend
+        # shards are written from a thread, which needs a group of its own with a CPU backend
+        if self.is_sharded:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.mesh.timeout_s))
-            self.group = self.mesh.limit(group, timeout_s=7 * 24 * 3600)  # now that it is connected: disks may be slow
+            # now that it is connected: disks may be slow
+            self.group = self.mesh.limit(group, timeout_s=7 * 24 * 3600)
 
     def check_folder(self, hosts: tuple[str, ...]) -> None:
         """
-        Check that every rank's out_dir is the folder that `owner`, which is known now, has claimed, and that every rank
-        that writes checkpoints can write there (all ranks). Exits with a message if a checkpoint would be incomplete.
+        Check that every rank's out_dir is the folder that `owner`, which is known now, has claimed, and that
+        every rank
+        that writes checkpoints can write there (all ranks). Exits with a message if a checkpoint would be
+        incomplete.
 
         If rank 0 writes everything, a folder of its own is good enough until a checkpoint is read.
         """
@@ -88,15 +95,22 @@ class Saver:
         advice = "set --out_dir= to one folder on a file system that all machines share"
         with exit_together():
             if blind and restarts_left():
-                raise ValueError(f"{where}. torchrun restarts this run after a failure, and then all ranks read its "
-                                 f"checkpoints, and any of them may be rank 0: {advice}, or type --max-restarts=0"
-                                 )  # fmt: skip
+                raise ValueError(
+                    f"{where}. torchrun restarts this run after a failure, and then all ranks read its "
+                    f"checkpoints, and any of them may be rank 0: {advice}, or type --max-restarts=0"
+                )
             if blind and self.is_sharded:
-                raise ValueError(f"{where}. All ranks write checkpoints, in shards, into one folder: {advice}, or "
-                                 "--save_checkpoint=False")  # fmt: skip
+                raise ValueError(
+                    f"{where}. All ranks write checkpoints, in shards, into one folder: {advice}, or "
+                    "--save_checkpoint=False"
+                )
         if blind and is_main():
-            print(f"warning: {where}. Rank 0 writes the checkpoints, but all ranks read them on a resume or rollback: "
-                  f"{advice}, or copy them before a resume", flush=True)  # fmt: skip
+            print(
+                f"warning: {where}. Rank 0 writes the checkpoints, but all ranks read them on a resume or "
+                "rollback: "
+                f"{advice}, or copy them before a resume",
+                flush=True,
+            )
         if not self.is_sharded:
             return
         problems = gather_objects(try_to_write(out, self.owner, self.mesh.rank))
@@ -108,7 +122,8 @@ class Saver:
 
     def copy(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
         """
-        Start to copy this rank's part of the state to the CPU; without shards, ranks other than 0 have none. It is
+        Start to copy this rank's part of the state to the CPU; without shards, ranks other than 0 have none.
+        It is
         complete after `check`, which waits for a GPU, and is what `start` writes.
         """
         self.began = time.perf_counter()
@@ -116,31 +131,55 @@ class Saver:
             return copied_state(model, optimizers) if is_main() else {}
         from isogpt.checkpoint import sharded_files
 
-        state, own = state_parts(model, optimizers, self.mesh.place("islands")), self.slow_network.saved_parts()
+        state, own = (
+            state_parts(model, optimizers, self.mesh.place("islands")),
+            self.slow_network.saved_parts(),
+        )
         state = {name: state.get(name, {}) | own.get(name, {}) for name in state | own}
         return sharded_files.copies(self.slow_network.saved_weights(), state)
 
     def check(self, model: nn.Module, step: int) -> str:
         """
-        Wait for the device, and raise ValueError if weights are not finite, or another run owns the folder: no
+        Wait for the device, and raise ValueError if weights are not finite, or another run owns the folder:
+        no
         checkpoint must be written. Returns a sentence if the folder was lost, else ''.
         """
         if bad := names_of_not_finite(model):
-            raise ValueError(f"weights are not finite at step {step} ({some_of(bad)}): no checkpoint was written")
+            raise ValueError(
+                f"weights are not finite at step {step} ({some_of(bad)}): no checkpoint was written"
+            )
         if not is_main():
             return ""
         check_owner(Path(self.out_dir), self.owner)
         return claim_again(Path(self.out_dir), self.owner, self.launch)
 
-    def start(self, copied: dict, progress: Progress, scaler: torch.amp.GradScaler, dtype: str,
-              val_loss: float | None) -> None:  # fmt: skip
-        """Start to write the state that `copy` returned (all ranks; without shards, others than 0 have none)."""
-        # shards of this rank that rank 0 did not see when it discarded a checkpoint: in a folder that is not shared
+    def start(
+        self,
+        copied: dict,
+        progress: Progress,
+        scaler: torch.amp.GradScaler,
+        dtype: str,
+        val_loss: float | None,
+    ) -> None:
+        """
+        Start to write the state that `copy` returned (all ranks; without shards, others than 0 have none).
+        """
+        # shards of this rank that rank 0 did not see when it discarded a checkpoint: in a folder that is not
+        # shared
         shutil.rmtree(unfinished_folder(Path(self.out_dir), self.owner, self.step), ignore_errors=True)
         self.step, self.problem = progress.step, ""
-        extra = {"dtype": dtype, "scaler": scaler.state_dict(), **progress.describe(), "world_size": self.world_size}
+        extra = {
+            "dtype": dtype,
+            "scaler": scaler.state_dict(),
+            **progress.describe(),
+            "world_size": self.world_size,
+        }
         extra["vocabulary"] = self.vocabulary.describe() if self.vocabulary else None
-        run = {"model_args": self.model_args, "iter_num": progress.step, "best_val_loss": progress.best_val_loss}
+        run = {
+            "model_args": self.model_args,
+            "iter_num": progress.step,
+            "best_val_loss": progress.best_val_loss,
+        }
         run |= {"config": self.config, "isogpt": extra}
         self.folder = step_folder(Path(self.out_dir), self.step)
         unfinished = unfinished_folder(Path(self.out_dir), self.owner, self.step)
@@ -184,7 +223,8 @@ class Saver:
 
     def wait(self) -> "Saver | None":
         """
-        Wait for the checkpoint under way, on ranks other than 0 for their part of it. Returns None if there is none,
+        Wait for the checkpoint under way, on ranks other than 0 for their part of it. Returns None if there
+        is none,
         else this Saver with the outcome: folder and seconds (rank 0), or problem.
         """
         if not self.pending:
@@ -201,14 +241,19 @@ class Saver:
 
 
 def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
-    """A copy of the state on the CPU in nanoGPT's form, which its train.py and sample.py load if it is a GPT-2."""
+    """
+    A copy of the state on the CPU in nanoGPT's form, which its train.py and sample.py load if it is a GPT-2.
+    """
     copied = copied_state(model, optimizers)
     synchronize(next(model.parameters()).device)
     return in_nanogpts_form(run, copied)
 
 
 def copied_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
-    """Copies on the CPU of the weights and of the optimizer's state: complete when the device has been waited for."""
+    """
+    Copies on the CPU of the weights and of the optimizer's state: complete when the device has been waited
+    for.
+    """
     weights = {name: copy_to_cpu(p.detach()) for name, p in model.named_parameters()}
     state = optim.saved_state(model, optimizers)
     state["state"] = {i: {k: copy_to_cpu(v) for k, v in old.items()} for i, old in state["state"].items()}

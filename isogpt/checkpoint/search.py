@@ -23,7 +23,8 @@ from isogpt.launch.together import broadcast
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """
-    A checkpoint on disk: its ckpt.pt or its folder of shards, its step, its manifest (empty for a bare ckpt.pt), and
+    A checkpoint on disk: its ckpt.pt or its folder of shards, its step, its manifest (empty for a bare
+    ckpt.pt), and
     the validation loss of its weights (None if that is not known).
 
     `records` is the digest_of_records of a bare ckpt.pt. `is_verified` is whether this is the file or folder
@@ -54,13 +55,14 @@ def open_bare(path: Path, state: dict) -> FoundCheckpoint:
 
 def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | None, list[str]]:
     """
-    The checkpoint to resume from: the newest that verifies, a step folder or a bare ckpt.pt that nanoGPT wrote.
+    The checkpoint to resume from: the newest that verifies, a step folder or a bare ckpt.pt that nanoGPT
+    wrote.
 
     Args:
         step: only this step's checkpoint; -1: the newest.
 
-    Returns:
-        (the checkpoint or None, a sentence for each newer one that is damaged, and for a bare one that is older)
+    Returns: (the checkpoint or None, a sentence for each newer one that is damaged, and for a bare one that
+        is older)
     """
     out, reports, found = Path(out_dir), [], None
     for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
@@ -71,9 +73,9 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | N
     bare = out / "ckpt.pt"
     if not bare.exists() or step != -1:
         return found, reports
-    # ckpt.pt is normally our link to a checkpoint that was verified above. A file that nanoGPT wrote, perhaps through
-    # the link, is newer than all of ours, since each of our checkpoints restores the link; a copy of one of ours is
-    # used if it is further on than what was found.
+    # ckpt.pt is normally our link to a checkpoint that was verified above. A file that nanoGPT wrote, perhaps
+    # through the link, is newer than all of ours, since each of our checkpoints restores the link; a copy of
+    # one of ours is used if it is further on than what was found.
     linked = STEP.fullmatch(bare.resolve().parent.name)
     if linked and found and int(linked[1]) <= found.step and not any(linked[0] in r for r in reports):
         return found, reports
@@ -85,13 +87,18 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | N
     if "isogpt" not in state or (not linked and state["iter_num"] > step):
         return open_bare(bare, state), reports
     if not linked and state["iter_num"] < step:
-        reports.append(f"{bare}, step {state['iter_num']}, is not used, since step {step} is further on: to use the "
-                       "file, put it in an empty folder, and set --out_dir= to the folder")  # fmt: skip
+        reports.append(
+            f"{bare}, step {state['iter_num']}, is not used, since step {step} is further on: to use the "
+            "file, put it in an empty folder, and set --out_dir= to the folder"
+        )
     return found, reports
 
 
 def best_checkpoint(out_dir: str) -> tuple[FoundCheckpoint | None, list[str]]:
-    """The checkpoint with the best validation loss, or the newest if that one is damaged; as `newest` returns it."""
+    """
+    The checkpoint with the best validation loss, or the newest if that one is damaged; as `newest` returns
+    it.
+    """
     found, reports = newest_checkpoint(out_dir)
     alone = Path(out_dir) / "ckpt_best.pt"
     if not found and alone.exists() and not alone.is_symlink():  # the file was copied without its folder
@@ -109,8 +116,10 @@ def best_checkpoint(out_dir: str) -> tuple[FoundCheckpoint | None, list[str]]:
 
 def best_folder(out: Path, manifest: dict) -> Path | None:
     """
-    The checkpoint with the best validation loss, by the manifest of the newest one. If the step that it names was not
-    saved, because the disk was full for instance, it is the checkpoint with the lowest loss that measures the same.
+    The checkpoint with the best validation loss, by the manifest of the newest one. If the step that it names
+    was not
+    saved, because the disk was full for instance, it is the checkpoint with the lowest loss that measures the
+    same.
     None if no checkpoint was evaluated.
     """
     named = step_folder(out, manifest["best_step"])
@@ -128,7 +137,8 @@ def best_folder(out: Path, manifest: dict) -> Path | None:
 
 def share_found(found: FoundCheckpoint | None, folder: str) -> FoundCheckpoint | None:
     """
-    Rank 0's `found`, which is in `folder`, with the path under which this rank sees it (all ranks): machines may mount
+    Rank 0's `found`, which is in `folder`, with the path under which this rank sees it (all ranks): machines
+    may mount
     the same folder under different paths, or have copies of it. `check_same` compares what is there.
     """
     # only a name below the folder is sent: rank 0's path need not exist on other machines
@@ -142,7 +152,8 @@ def share_found(found: FoundCheckpoint | None, folder: str) -> FoundCheckpoint |
 
 def check_same(found: FoundCheckpoint) -> None:
     """
-    Raise ValueError if `found`, which may come from rank 0, is not what is on the disk of this machine, or if a
+    Raise ValueError if `found`, which may come from rank 0, is not what is on the disk of this machine, or if
+    a
     ckpt.pt, which rank 0 may not have read here, is damaged. Shards are verified by the ranks that read them.
     """
     folder = found.path if found.path.is_dir() else found.path.parent
@@ -152,9 +163,11 @@ def check_same(found: FoundCheckpoint) -> None:
     else:
         is_there = found.path.exists() and found.records in ("", digest_of_records(found.path))
     if not is_there:
-        raise ValueError(f"{where} is not the checkpoint that rank 0 found, and all ranks read it: use a folder on a "
-                         "file system that all machines share, or copy the checkpoint from rank 0's machine to the "
-                         "others")  # fmt: skip
+        raise ValueError(
+            f"{where} is not the checkpoint that rank 0 found, and all ranks read it: use a folder on a "
+            "file system that all machines share, or copy the checkpoint from rank 0's machine to the "
+            "others"
+        )
     if not found.is_verified and found.path.is_file():
         problem = damaged_zip(found.path) if not found.manifest else damaged_file(found.path, found.manifest)
         if problem:

@@ -1,6 +1,6 @@
 """
-Checkpoints in shards: each rank writes the parts that it holds with torch.distributed.checkpoint (DCP), by parameter
-name, and reads the parts that it holds from shards of any layout.
+Checkpoints in shards: each rank writes the parts that it holds with torch.distributed.checkpoint (DCP), by
+parameter name, and reads the parts that it holds from shards of any layout.
 """
 
 import pickle
@@ -28,13 +28,21 @@ FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # it has
 PATHS = {"PosixPath", "Path", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 # the classes in the pickle of DCP's metadata
 METADATA = {
-    "torch.distributed.checkpoint.metadata": {"Metadata", "MetadataIndex", "TensorStorageMetadata", "StorageMeta",
-                                              "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "StorageMeta",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.serialization": {"_get_layout"},
-    "pathlib": PATHS, "pathlib._local": PATHS,
-}  # fmt: skip
+    "pathlib": PATHS,
+    "pathlib._local": PATHS,
+}
 
 
 def copies(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> dict[str, LocalPart]:
@@ -45,45 +53,66 @@ def copies(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]
 def start_write(folder: Path, content: dict[str, LocalPart], group: dist.ProcessGroup | None) -> Future:
     """Start to write `copies` of this rank's parts into folder (all ranks of group)."""
     background = ThreadPoolExecutor(1, thread_name_prefix="shards")
-    return background.submit(dcp.save, content, storage_writer=Writer(folder), planner=SavePlanner(**FLAT),
-                             process_group=group)  # fmt: skip
+    return background.submit(
+        dcp.save, content, storage_writer=Writer(folder), planner=SavePlanner(**FLAT), process_group=group
+    )
 
 
 def flat(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> dict[str, LocalPart]:
-    """The parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for the optimizer's state."""
+    """
+    The parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for the optimizer's
+    state.
+    """
     found = {f"model.{name}": part for name, part in weights.items()}
-    return found | {f"optim.{name}.{key}": part for name, parts in state.items() for key, part in parts.items()}
+    return found | {
+        f"optim.{name}.{key}": part for name, parts in state.items() for key, part in parts.items()
+    }
 
 
 def write(folder: Path, weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> None:
     """Write everything from one process. Raises OSError."""
     try:
-        dcp.save(flat(weights, state), storage_writer=Writer(folder), planner=SavePlanner(**FLAT), no_dist=True)
+        dcp.save(
+            flat(weights, state), storage_writer=Writer(folder), planner=SavePlanner(**FLAT), no_dist=True
+        )
     except CheckpointException as e:
         raise OSError(reason_of(e)) from e
 
 
 def check_complete(folder: Path) -> None:
-    """Raise OSError if a file that the metadata names is missing or too short, as if ranks wrote to other folders."""
+    """
+    Raise OSError if a file that the metadata names is missing or too short, as if ranks wrote to other
+    folders.
+    """
     ends = {}  # by file, where the last tensor in it ends
     for saved in PlainReader(folder).read_metadata().storage_data.values():
         ends[saved.relative_path] = max(saved.offset + saved.length, ends.get(saved.relative_path, 0))
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     if incomplete := sorted(name for name, end in ends.items() if sizes.get(name, 0) < end):
         names = ", ".join(incomplete[:3])
-        raise OSError(f"{len(incomplete)} of {len(ends)} files of the checkpoint are missing or too short in "
-                      f"{folder.absolute()} ({names}): do all ranks write to this folder?")  # fmt: skip
+        raise OSError(
+            f"{len(incomplete)} of {len(ends)} files of the checkpoint are missing or too short in "
+            f"{folder.absolute()} ({names}): do all ranks write to this folder?"
+        )
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:
     """The shape of each saved tensor, by name."""
-    return {name: saved.size for name, saved in PlainReader(folder).read_metadata().state_dict_metadata.items()}
+    return {
+        name: saved.size for name, saved in PlainReader(folder).read_metadata().state_dict_metadata.items()
+    }
 
 
-def read(folder: Path, weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]],
-         is_optional: bool = False, manifest: dict | None = None) -> None:  # fmt: skip
+def read(
+    folder: Path,
+    weights: dict[str, LocalPart],
+    state: dict[str, dict[str, LocalPart]],
+    is_optional: bool = False,
+    manifest: dict | None = None,
+) -> None:
     """
-    Fill parts from the saved parts that overlap with them: rows of a stack with as many rows from their own, any others
+    Fill parts from the saved parts that overlap with them: rows of a stack with as many rows from their own,
+    any others
     from the mean of the rows.
 
     Args:
@@ -117,7 +146,8 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, *args: object) -> object:
         try:
             return super().write_data(*args)
-        except Exception as e:  # torch.save's, whose context, a full disk, is lost on the way to the other ranks
+        # torch.save's, whose context, a full disk, is lost on the way to the other ranks
+        except Exception as e:
             raise OSError(reason_of(e)) from e
 
 
@@ -128,8 +158,12 @@ class SavePlanner(dcp.DefaultSavePlanner):
         items = []
         for name, part in self.state_dict.items():
             for offsets, piece in part.pieces:
-                data = TensorWriteData(chunk_of(offsets, piece), TensorProperties.create_from_tensor(piece), part.shape)
-                items.append(WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data))
+                data = TensorWriteData(
+                    chunk_of(offsets, piece), TensorProperties.create_from_tensor(piece), part.shape
+                )
+                items.append(
+                    WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)
+                )
         self.plan = dcp.SavePlan(items)
         return self.plan
 
@@ -163,7 +197,10 @@ def chunk_of(offsets: tuple[int, ...], piece: Tensor) -> dcp.ChunkStorageMetadat
 
 
 class PlainReader(dcp.FileSystemReader):
-    """DCP's reader, restricted: the pickled metadata may contain only DCP's own classes, and only tensors are read."""
+    """
+    DCP's reader, restricted: the pickled metadata may contain only DCP's own classes, and only tensors are
+    read.
+    """
 
     def __init__(self, folder: Path, manifest: dict | None = None) -> None:
         """`manifest`: to verify the files that are read; None: they have been verified."""
@@ -185,5 +222,6 @@ class PlainReader(dcp.FileSystemReader):
         self.verify({".metadata"})
         metadata = load_pickle(Path(self.path) / ".metadata", METADATA)
         if not all(isinstance(m, dcp.TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
-            raise pickle.UnpicklingError("it holds objects other than tensors")  # DCP would unpickle them unchecked
+            # DCP would unpickle them unchecked
+            raise pickle.UnpicklingError("it holds objects other than tensors")
         return metadata

@@ -15,7 +15,14 @@ from isogpt.checkpoint.manifest import steps_in
 from isogpt.checkpoint.search import FoundCheckpoint, check_same, share_found
 from isogpt.launch.device import synchronize
 from isogpt.launch.process_group import Ranks, rank_names
-from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects, is_main, wait_together
+from isogpt.launch.together import (
+    broadcast,
+    do_together,
+    exit_together,
+    gather_objects,
+    is_main,
+    wait_together,
+)
 from isogpt.parallel.local_parts import copy_to_cpu, local
 from isogpt.training import optim
 
@@ -25,8 +32,10 @@ ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 @dataclass(frozen=True)
 class OpenCheckpoint:
     """
-    An open checkpoint. `run` is everything that is not a tensor: model_args, iter_num, best_val_loss, config, isogpt.
-    `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if they are in shards. `notes` are
+    An open checkpoint. `run` is everything that is not a tensor: model_args, iter_num, best_val_loss, config,
+    isogpt.
+    `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if they are in shards.
+    `notes` are
     sentences about what is not used of a fork's checkpoint.
     """
 
@@ -49,9 +58,12 @@ class OpenCheckpoint:
         return sorted({key for moments in self.optimizer.values() for key in moments} - ADAMW_STATE)
 
 
-def find_start(init_from: str, out_dir: str, resume_step: int, ranks: Ranks) -> tuple[OpenCheckpoint | None, bool]:
+def find_start(
+    init_from: str, out_dir: str, resume_step: int, ranks: Ranks
+) -> tuple[OpenCheckpoint | None, bool]:
     """
-    Find and open the checkpoint that `init_from` asks for (all ranks; rank 0 looks). Exits with a message if there is
+    Find and open the checkpoint that `init_from` asks for (all ranks; rank 0 looks). Exits with a message if
+    there is
     none but one is needed.
 
     Returns:
@@ -91,8 +103,10 @@ def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: lis
     if found:
         own = f"step {step} is the newest one" if step >= 0 else "there is none"
         raise ValueError(
-            f"{'; '.join(found)} in out_dir {out_dir}, but on {names[0]} {own}: the ranks' out_dir is not the same "
-            "folder. Set --out_dir= to a folder on a file system that all machines share, or copy the checkpoint "
+            f"{'; '.join(found)} in out_dir {out_dir}, but on {names[0]} {own}: the ranks' out_dir is not "
+            "the same "
+            "folder. Set --out_dir= to a folder on a file system that all machines share, or copy the "
+            "checkpoint "
             f"to the machine of {names[0]}"
         )
 
@@ -101,8 +115,8 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
     """
     Read everything but the tensors.
 
-    Raises:
-        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, is not what rank 0 found, or is
+    Raises: ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, is not what rank 0
+        found, or is
             a damaged copy of it.
     """
     check_same(found)
@@ -124,7 +138,8 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
 
 def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     """
-    Check that a model, which is not divided yet, uses all weights of a ckpt.pt and lacks none, as nanoGPT does.
+    Check that a model, which is not divided yet, uses all weights of a ckpt.pt and lacks none, as nanoGPT
+    does.
 
     Raises:
         ValueError: it does not.
@@ -138,12 +153,20 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     lacking = sorted(wanted - source.weights.keys())
     if lacking:
         raise ValueError(f"{path} does not fit the model: it has no {some_of(lacking)}")
-    if model.config.tied and head in source.weights and not same_values(source.weights[head], source.weights[wte]):
-        raise ValueError(f"{path} does not fit the model: {head} and {wte} should be the same weights, but differ")
+    if (
+        model.config.tied
+        and head in source.weights
+        and not same_values(source.weights[head], source.weights[wte])
+    ):
+        raise ValueError(
+            f"{path} does not fit the model: {head} and {wte} should be the same weights, but differ"
+        )
     unused = sorted(source.weights.keys() - wanted - ({head} if model.config.tied else set()))
     if unused:
-        raise ValueError(f"{path} does not fit the model: it also contains {some_of(unused)}, which nanoGPT's model "
-                         f"does not have")  # fmt: skip
+        raise ValueError(
+            f"{path} does not fit the model: it also contains {some_of(unused)}, which nanoGPT's model "
+            f"does not have"
+        )
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
@@ -153,7 +176,10 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def names_of_not_finite(model: nn.Module) -> list[str]:
-    """The names of the parameters of which this rank holds values that are not finite. Waits for the device once."""
+    """
+    The names of the parameters of which this rank holds values that are not finite. Waits for the device
+    once.
+    """
     flags = {name: local(p).isfinite().all() for name, p in model.named_parameters()}
     is_finite = copy_to_cpu(torch.stack(list(flags.values())))
     synchronize(next(model.parameters()).device)

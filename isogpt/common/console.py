@@ -1,4 +1,6 @@
-"""What the scripts write to the terminal. Printing must never end a training run or lose what was generated."""
+"""
+What the scripts write to the terminal. Printing must never end a training run or lose what was generated.
+"""
 
 import atexit
 import os
@@ -7,8 +9,10 @@ import sys
 
 def prepare() -> None:
     """
-    Let stdout and stderr escape what the console's encoding lacks, such as U+00E9 in ASCII, or a lone surrogate from a
-    file name that is not UTF-8: printing it would raise UnicodeEncodeError. Also let the process end quietly if nobody
+    Let stdout and stderr escape what the console's encoding lacks, such as U+00E9 in ASCII, or a lone
+    surrogate from a
+    file name that is not UTF-8: printing it would raise UnicodeEncodeError. Also let the process end quietly
+    if nobody
     reads stdout, for example after `| head`. Every script calls this first.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -20,7 +24,8 @@ def prepare() -> None:
 
 def print_error(message: str, source: str = "") -> None:
     """
-    Print the message that ends a run to stderr. Each line, which is a problem of its own, begins with 'error: ' and the
+    Print the message that ends a run to stderr. Each line, which is a problem of its own, begins with 'error:
+    ' and the
     source, such as 'rank 1: '.
     """
     message = message.partition("\nException raised from ")[0]  # torch.distributed appends C++ frames
@@ -30,7 +35,8 @@ def print_error(message: str, source: str = "") -> None:
 
 def is_worker_of_nproc() -> bool:
     """
-    Whether this process is a worker of the torchrun that launchers.start_workers has started. The variable contains the
+    Whether this process is a worker of the torchrun that launchers.start_workers has started. The variable
+    contains the
     process id of that torchrun: it may also be left over in a shell.
     """
     return os.environ.get("ISOGPT_STARTED") == str(os.getppid())
@@ -38,7 +44,8 @@ def is_worker_of_nproc() -> bool:
 
 def flush() -> bool:
     """
-    Flush stdout. If nobody reads it, this and all later output is discarded. Returns whether the output was written.
+    Flush stdout. If nobody reads it, this and all later output is discarded. Returns whether the output was
+    written.
     """
     try:
         if sys.stdout:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a small file: after a kill or a power failure `path` holds either its old content or all of the new."""
+    """
+    Write a small file: after a kill or a power failure `path` holds either its old content or all of the new.
+    """
     other = path.with_name(path.name + ".tmp")
     try:
         with open(other, "wb") as f:
@@ -27,8 +29,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def reason_of(error: BaseException) -> str:
     """
-    Why writing or reading files failed, in one line: the OSError behind an error if there is one, since libraries
-    replace a full disk by an error of their own, else the error itself. Of a CheckpointException, whose text is a
+    Why writing or reading files failed, in one line: the OSError behind an error if there is one, since
+    libraries
+    replace a full disk by an error of their own, else the error itself. Of a CheckpointException, whose text
+    is a
     traceback, each reason with the ranks that failed for it.
     """
     if failures := getattr(error, "failures", None):  # rank -> (the rank's error, traceback)
@@ -36,8 +40,10 @@ def reason_of(error: BaseException) -> str:
         for rank, (failure, _) in sorted(failures.items()):
             ranks_of.setdefault(reason_of(failure), []).append(str(rank))
         is_alone = list(failures) == [0]  # rank 0, which reports, or a process without others
-        return "; ".join(reason if is_alone else f"{reason} (rank {', '.join(ranks)})"
-                         for reason, ranks in ranks_of.items())  # fmt: skip
+        return "; ".join(
+            reason if is_alone else f"{reason} (rank {', '.join(ranks)})"
+            for reason, ranks in ranks_of.items()
+        )
     chain = [error]
     while (behind := chain[-1].__cause__ or chain[-1].__context__) and behind not in chain:
         chain.append(behind)
@@ -75,7 +81,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_records(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl, without lines that are not records, such as one torn by a kill; [] if missing."""
+    """
+    The records of a metrics.jsonl, without lines that are not records, such as one torn by a kill; [] if
+    missing.
+    """
     records = []
     with suppress(FileNotFoundError), open(path, errors="replace") as f:
         for line in f:
@@ -101,7 +110,8 @@ def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
 
     class PlainUnpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> object:
-            if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 pickles an enum's members
+            # how Python 3.11.0 to 3.11.3 pickles an enum's members
+            if (module, name) == ("builtins", "getattr"):
                 return enum_member
             if name in allowed.get(module, ()):
                 return super().find_class(module, name)

@@ -20,15 +20,22 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 # plain values that a meta.pkl may contain besides builtin ones
 ARRAYS = {"scalar", "_reconstruct"}
-PICKLED = {"numpy": {"dtype", "ndarray", *DTYPES}, "numpy._core.multiarray": ARRAYS, "numpy.core.multiarray": ARRAYS,
-           "collections": {"OrderedDict", "defaultdict", "Counter"},
-           "builtins": {"int", "float", "str", "list", "dict", "set", "tuple"}}  # fmt: skip
-OUR_KEYS = {"dtype", "vocab_size", "tokenizer", "tokenizer_size", "source"}  # of a meta.json that prepare.py wrote
+PICKLED = {
+    "numpy": {"dtype", "ndarray", *DTYPES},
+    "numpy._core.multiarray": ARRAYS,
+    "numpy.core.multiarray": ARRAYS,
+    "collections": {"OrderedDict", "defaultdict", "Counter"},
+    "builtins": {"int", "float", "str", "list", "dict", "set", "tuple"},
+}
+# of a meta.json that prepare.py wrote
+OUR_KEYS = {"dtype", "vocab_size", "tokenizer", "tokenizer_size", "source"}
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The two token files of `folder`, memory-mapped, and its vocabulary size, from its metadata or GPT-2's."""
+    """
+    The two token files of `folder`, memory-mapped, and its vocabulary size, from its metadata or GPT-2's.
+    """
 
     folder: Path
     train: np.ndarray  # (tokens,) of one of token_files.DTYPES
@@ -41,7 +48,8 @@ class Dataset:
 
 def find_dataset(name: str) -> Path:
     """
-    The folder of data set `name`: data/<name> in the working folder or in the repository, or a path to the folder or
+    The folder of data set `name`: data/<name> in the working folder or in the repository, or a path to the
+    folder or
     to its train.bin.
 
     Raises:
@@ -74,7 +82,9 @@ def how_to_prepare(places: list[Path]) -> str:
 
 def prepared_datasets() -> list[str]:
     """Names of the data sets that have a train.bin."""
-    return sorted({p.parent.name for root in (Path("data"), REPOSITORY / "data") for p in root.glob("*/train.bin")})
+    return sorted(
+        {p.parent.name for root in (Path("data"), REPOSITORY / "data") for p in root.glob("*/train.bin")}
+    )
 
 
 def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
@@ -85,8 +95,8 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
         block_size: each split must have at least block_size + 1 tokens.
         vocab_size: ids must be below it; 0: the size in the metadata.
 
-    Raises:
-        ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or the metadata
+    Raises: ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or
+        the metadata
             cannot be read.
     """
     folder = find_dataset(name)
@@ -115,7 +125,8 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
 
 def known_vocab_size(meta: dict, words: Vocabulary | None, folder: Path) -> int:
     """
-    The size of the vocabulary according to the metadata, else of the ids that have a meaning; 0 if both are unknown.
+    The size of the vocabulary according to the metadata, else of the ids that have a meaning; 0 if both are
+    unknown.
     Raises ValueError if the metadata contains something that is not a number.
     """
     found = vocabulary.vocab_size_of(meta)
@@ -136,7 +147,8 @@ def samples(tokens: np.ndarray, n: int) -> list[np.ndarray]:
 
 def range_of_ids(tokens: np.ndarray) -> tuple[int, int]:
     """
-    The lowest and the highest id in a file: of all of it if it is small, else of a thousand samples (each batch is
+    The lowest and the highest id in a file: of all of it if it is small, else of a thousand samples (each
+    batch is
     checked again when it is read).
     """
     parts = np.array_split(tokens, 64) if len(tokens) <= 2**26 else samples(tokens, 1000)
@@ -151,7 +163,8 @@ def range_of_ids(tokens: np.ndarray) -> tuple[int, int]:
 
 def release_pages(tokens: np.ndarray) -> None:
     """
-    Take the pages of a mapped file that were read out of this process's resident set, which would otherwise grow up to
+    Take the pages of a mapped file that were read out of this process's resident set, which would otherwise
+    grow up to
     the size of the file. They stay in the system's page cache.
     """
     if isinstance(tokens.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
@@ -163,9 +176,14 @@ class DataError(ValueError):
 
 
 def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> None:
-    """Raise DataError if an id is outside the vocabulary: on a GPU the embedding would fail with an opaque error."""
+    """
+    Raise DataError if an id is outside the vocabulary: on a GPU the embedding would fail with an opaque
+    error.
+    """
     if lowest < 0:
-        raise DataError(f"{path} holds token id {lowest}: remove the ids below 0, such as padding, and write it again")
+        raise DataError(
+            f"{path} holds token id {lowest}: remove the ids below 0, such as padding, and write it again"
+        )
     if highest >= vocab_size:
         advice = f"set --vocab_size={highest + 1} or more, or run prepare.py again (meta.json may be wrong)"
         raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
@@ -180,7 +198,8 @@ def how_to_repair(folder: Path) -> str:
 
 def map_splits(folder: Path, meta: dict, vocab_size: int, block_size: int) -> dict[str, np.ndarray]:
     """
-    train.bin and val.bin as memory-mapped arrays, by split; prints what was concluded about their format (rank 0).
+    train.bin and val.bin as memory-mapped arrays, by split; prints what was concluded about their format
+    (rank 0).
 
     Args:
         vocab_size: of the metadata or the settings; 0: unknown.
@@ -201,13 +220,17 @@ def map_splits(folder: Path, meta: dict, vocab_size: int, block_size: int) -> di
     formats, notes = formats_of(list(paths.values()), declared, vocab_size)
     for note in notes if is_main() else []:
         print(f"note: {note}", flush=True)
-    return {split: map_tokens(path, format, block_size)
-            for (split, path), format in zip(paths.items(), formats, strict=True)}  # fmt: skip
+    return {
+        split: map_tokens(path, format, block_size)
+        for (split, path), format in zip(paths.items(), formats, strict=True)
+    }
 
 
 def how_to_get_val(folder: Path) -> str:
     """What a user can do about a missing val.bin."""
-    others = [name for name in ("validation.bin", "valid.bin", "dev.bin", "test.bin") if (folder / name).exists()]
+    others = [
+        name for name in ("validation.bin", "valid.bin", "dev.bin", "test.bin") if (folder / name).exists()
+    ]
     if others:
         return f"rename {folder / others[0]} to val.bin"
     if (folder / "prepare.py").exists():
@@ -236,8 +259,10 @@ def map_tokens(path: Path, format: Format, block_size: int) -> np.ndarray:
 
 def read_meta(folder: Path) -> dict:
     """
-    A data set's metadata: meta.json (ours) merged over meta.pkl (nanoGPT's, with stoi and itos); empty if there is
-    neither. From a meta.json that prepare.py did not write, only the dtype and the vocabulary are taken. The pickle may
+    A data set's metadata: meta.json (ours) merged over meta.pkl (nanoGPT's, with stoi and itos); empty if
+    there is
+    neither. From a meta.json that prepare.py did not write, only the dtype and the vocabulary are taken. The
+    pickle may
     hold plain values only: nothing in it runs.
 
     Raises:
@@ -256,6 +281,8 @@ def read_meta(folder: Path) -> dict:
         except Exception as e:  # a damaged pickle raises nearly anything
             raise ValueError(f"{path} cannot be read: {e}") from e
         if path.suffix == ".json" and not found.keys() >= OUR_KEYS:
-            found = {key: value for key, value in found.items() if key == "dtype" or vocabulary.is_about_ids(key)}
+            found = {
+                key: value for key, value in found.items() if key == "dtype" or vocabulary.is_about_ids(key)
+            }
         meta |= found
     return meta

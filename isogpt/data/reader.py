@@ -21,10 +21,12 @@ from isogpt.parallel.shares import PADDING, Share, share_of
 Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size)
 
 
-def read_rows(tokens: np.ndarray, starts: np.ndarray, block_size: int,
-              positions: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def read_rows(
+    tokens: np.ndarray, starts: np.ndarray, block_size: int, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """
-    Inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions of them; a padding row is
+    Inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions of them; a
+    padding row is
     zeros with targets of -1.
     """
     padding = starts == PADDING
@@ -59,8 +61,15 @@ class Reader:
     def share_of_rank(self, rank: int) -> Share:
         """A rank's share of a step."""
         data_rank = self.mesh.data_rank_of(rank)
-        return share_of(self.sequences, data_rank, self.mesh.data_size, self.micro_batch, self.mesh.pp, self.weights,
-                        self.mesh.islands)  # fmt: skip
+        return share_of(
+            self.sequences,
+            data_rank,
+            self.mesh.data_size,
+            self.micro_batch,
+            self.mesh.pp,
+            self.weights,
+            self.mesh.islands,
+        )
 
     def starts(self, step: int) -> np.ndarray:
         """The windows (sequences,) of a training step, for the global batch."""
@@ -83,15 +92,19 @@ class Reader:
 
     def evaluation(self, split: str, sequences: int) -> Batches:
         """
-        This rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks that compute a
-        model together need the same number of them: if data cannot be read, padding follows, and then the error.
+        This rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks that
+        compute a
+        model together need the same number of them: if data cannot be read, padding follows, and then the
+        error.
 
-        Raises:
-            DataError: after the last micro-batch, if the file was truncated or an id is outside the vocabulary.
+        Raises: DataError: after the last micro-batch, if the file was truncated or an id is outside the
+            vocabulary.
         """
         tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
         starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
-        share = share_of(sequences, self.mesh.data_rank, self.mesh.data_size, self.micro_batch, weights=self.weights)
+        share = share_of(
+            sequences, self.mesh.data_rank, self.mesh.data_size, self.micro_batch, weights=self.weights
+        )
         count_read = 0
         try:
             for batch in self.read(tokens, lambda _: starts, [0], share):
@@ -103,11 +116,14 @@ class Reader:
             yield from islice(padding, share.micro_steps - count_read)
             raise
 
-    def read(self, tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int],
-             share: Share) -> Batches:  # fmt: skip
+    def read(
+        self, tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share
+    ) -> Batches:
         """
-        The micro-batches (x, y), each (rows, block_size) on the device, of the given steps in order. A thread reads two
-        ahead, so that a slow disk does not delay a step, and the next one is copied to the device while this one is
+        The micro-batches (x, y), each (rows, block_size) on the device, of the given steps in order. A thread
+        reads two
+        ahead, so that a slow disk does not delay a step, and the next one is copied to the device while this
+        one is
         used.
 
         Args:
@@ -120,10 +136,12 @@ class Reader:
         end_of_file = getattr(tokens, "offset", 0) + tokens.nbytes
         positions = self.mesh.own_positions(self.block_size)
 
-        is_pinned = self.device.type == "cuda"  # a copy that nobody waits for needs memory that stays: not on MPS
+        # a copy that nobody waits for needs memory that stays: not on MPS
+        is_pinned = self.device.type == "cuda"
 
         def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-            if path.exists() and path.stat().st_size < end_of_file:  # reading beyond the end of the file is a SIGBUS
+            # reading beyond the end of the file is a SIGBUS
+            if path.exists() and path.stat().st_size < end_of_file:
                 raise DataError(f"{path} has been truncated since the start of the run")
             x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
             check_ids(max(int(x.max()), int(y.max())), self.vocab_size, path, int(x.min()))
@@ -133,7 +151,10 @@ class Reader:
 
         starts_of = lru_cache(maxsize=1)(starts_of)  # draw once for all micro-steps of a step
         jobs = ((step, micro_step) for step in steps for micro_step in range(share.micro_steps))
-        copied = (tuple(t.to(self.device, non_blocking=is_pinned) for t in rows) for rows in in_thread(read_one, jobs))
+        copied = (
+            tuple(t.to(self.device, non_blocking=is_pinned) for t in rows)
+            for rows in in_thread(read_one, jobs)
+        )
         for current, _ in pairwise(chain(copied, [None])):
             yield current
 

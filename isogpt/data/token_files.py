@@ -1,6 +1,7 @@
 """
-The format of files of token ids. Ours and nanoGPT's hold uint16 and nothing else. Files of others hold integers of 8,
-32 or 64 bits, begin with llm.c's header, or are no token files at all: read as uint16, they are other tokens.
+The format of files of token ids. Ours and nanoGPT's hold uint16 and nothing else. Files of others hold
+integers of 8, 32 or 64 bits, begin with llm.c's header, or are no token files at all: read as uint16, they
+are other tokens.
 """
 
 import codecs
@@ -23,7 +24,8 @@ EVALUATION_HEADER = 20240522  # llm.c's multiple-choice questions
 HEADER_BYTES = 1024
 LARGEST_ID = 2**20  # more than any tokenizer has
 ENOUGH = 64  # ids other than 0 from which a width is concluded
-# more different ids than this are certainly wide: a text in which a space of id 0 follows each letter has fewer
+# more different ids than this are certainly wide: a text in which a space of id 0 follows each letter has
+# fewer
 CERTAIN = {"int32": 256, "int64": 2}
 
 
@@ -52,7 +54,9 @@ def parse_dtype(value: object, where: Path) -> str:
     raise ValueError(f"{where}: dtype is {value!r}, possible are {', '.join(DTYPES[:-1])} and {DTYPES[-1]}")
 
 
-def formats_of(paths: Sequence[Path], declared: str | None, vocab_size: int) -> tuple[list[Format], list[str]]:
+def formats_of(
+    paths: Sequence[Path], declared: str | None, vocab_size: int
+) -> tuple[list[Format], list[str]]:
     """
     The format of each of a data set's files, and notes for the user: what was concluded from their content.
 
@@ -67,8 +71,11 @@ def formats_of(paths: Sequence[Path], declared: str | None, vocab_size: int) -> 
     for path, header in zip(paths, headers, strict=True):
         if not header and (kind := other_kind(path, may_be_text=declared == "uint8")):
             raise ValueError(f"{path} is {kind}")
-    notes = [f"{path} has llm.c's header, which is skipped: {header.dtype} ids"
-             for path, header in zip(paths, headers, strict=True) if header]  # fmt: skip
+    notes = [
+        f"{path} has llm.c's header, which is skipped: {header.dtype} ids"
+        for path, header in zip(paths, headers, strict=True)
+        if header
+    ]
     bare = [path for path, header in zip(paths, headers, strict=True) if not header]
     dtype = declared
     if bare and not declared:
@@ -78,24 +85,32 @@ def formats_of(paths: Sequence[Path], declared: str | None, vocab_size: int) -> 
 
 
 def read_header(path: Path) -> Format | None:
-    """llm.c's header; None if there is none. Raises ValueError if its version is unknown or tokens are missing."""
+    """
+    llm.c's header; None if there is none. Raises ValueError if its version is unknown or tokens are missing.
+    """
     with open(path, "rb") as f:
         start = f.read(HEADER_BYTES)
     if len(start) < HEADER_BYTES:
         return None
     magic, version, tokens = np.frombuffer(start, np.int32)[:3].tolist()
     if magic == EVALUATION_HEADER and version == 1:
-        raise ValueError(f"{path} holds llm.c's multiple-choice questions, not a text: use files of another data set")
+        raise ValueError(
+            f"{path} holds llm.c's multiple-choice questions, not a text: use files of another data set"
+        )
     if magic not in HEADERS:
         return None
     known, dtype = HEADERS[magic]
     if version != known:
-        raise ValueError(f"{path} has llm.c's header {magic} of version {version}, but only version {known} is known: "
-                         f"write the file again, without a header")  # fmt: skip
+        raise ValueError(
+            f"{path} has llm.c's header {magic} of version {version}, but only version {known} is known: "
+            f"write the file again, without a header"
+        )
     expected = HEADER_BYTES + tokens * np.dtype(dtype).itemsize
     if path.stat().st_size != expected:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, but its header announces {tokens} tokens, that is "
-                         f"{expected} bytes: it is truncated or damaged; copy or prepare it again")  # fmt: skip
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes, but its header announces {tokens} tokens, that is "
+            f"{expected} bytes: it is truncated or damaged; copy or prepare it again"
+        )
     return Format(dtype, HEADER_BYTES)
 
 
@@ -116,8 +131,10 @@ def other_kind(path: Path, may_be_text: bool) -> str:
     if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "a web page (HTML), not token ids: a download has failed, download it again"
     text = path.with_suffix(".txt")
-    return (f"text, not token ids: rename it to {text.name}, then run: python data/shakespeare/prepare.py "
-            f"--data_files={text} --out={path.parent}")  # fmt: skip
+    return (
+        f"text, not token ids: rename it to {text.name}, then run: python data/shakespeare/prepare.py "
+        f"--data_files={text} --out={path.parent}"
+    )
 
 
 def is_gzip(path: Path) -> bool:
@@ -129,7 +146,10 @@ def is_gzip(path: Path) -> bool:
 
 
 def is_text(start: bytes) -> bool:
-    """Whether the beginning of a file is UTF-8 without control characters, which are half of most ids below 8192."""
+    """
+    Whether the beginning of a file is UTF-8 without control characters, which are half of most ids below
+    8192.
+    """
     if len(start) < ENOUGH:
         return False
     try:
@@ -140,7 +160,9 @@ def is_text(start: bytes) -> bool:
 
 
 def sample_bytes(path: Path) -> np.ndarray:
-    """A small file, or evenly spaced samples that begin at multiples of 8 bytes: (n,) uint8, n a multiple of 8."""
+    """
+    A small file, or evenly spaced samples that begin at multiples of 8 bytes: (n,) uint8, n a multiple of 8.
+    """
     content = np.memmap(path, np.uint8, "r")
     if len(content) <= 2**19:
         return content[: len(content) // 8 * 8]
@@ -150,7 +172,8 @@ def sample_bytes(path: Path) -> np.ndarray:
 
 def conclude_dtype(paths: list[Path], vocab_size: int) -> tuple[str, str]:
     """
-    The dtype of the ids in these files, and a note for the user, or ''. It is uint16 unless the content contradicts.
+    The dtype of the ids in these files, and a note for the user, or ''. It is uint16 unless the content
+    contradicts.
 
     Raises:
         ValueError: the content is as likely in two dtypes, or the files differ.
@@ -158,8 +181,11 @@ def conclude_dtype(paths: list[Path], vocab_size: int) -> tuple[str, str]:
     found = {path: sample_bytes(path) for path in paths if path.stat().st_size >= 8}
     both, here = " and ".join(path.name for path in paths), paths[0].parent
     for dtype in ("int64", "int32"):
-        wide = {path: wide_ids(content, dtype) for path, content in found.items()
-                if path.stat().st_size % np.dtype(dtype).itemsize == 0}  # fmt: skip
+        wide = {
+            path: wide_ids(content, dtype)
+            for path, content in found.items()
+            if path.stat().st_size % np.dtype(dtype).itemsize == 0
+        }
         wide = {path: ids for path, ids in wide.items() if ids is not None}
         ids = np.concatenate([*wide.values(), np.empty(0, dtype)])
         ids = ids[ids != 0]
@@ -170,18 +196,29 @@ def conclude_dtype(paths: list[Path], vocab_size: int) -> tuple[str, str]:
         bits = 8 * np.dtype(dtype).itemsize
         if len(wide) < len(found):
             if is_certain:
-                names = [" and ".join(path.name for path in found if (path in wide) == is_wide) for is_wide in (1, 0)]
-                raise ValueError(f"{here}: {names[0]} holds ids of {bits} bits, but {names[1]} of 16 bits: write both "
-                                 f"with the same dtype")  # fmt: skip
+                names = [
+                    " and ".join(path.name for path in found if (path in wide) == is_wide)
+                    for is_wide in (1, 0)
+                ]
+                raise ValueError(
+                    f"{here}: {names[0]} holds ids of {bits} bits, but {names[1]} of 16 bits: write both "
+                    f"with the same dtype"
+                )
         elif is_certain:
-            return dtype, (f"{both} in {here}: ids of {bits} bits, read as {dtype}; if they are uint16, "
-                           f"{declaration(here, 'uint16')}")  # fmt: skip
+            return dtype, (
+                f"{both} in {here}: ids of {bits} bits, read as {dtype}; if they are uint16, "
+                f"{declaration(here, 'uint16')}"
+            )
         elif different > 2:
-            raise ValueError(f"{both} in {here}: ids of {bits} bits, or ids of 16 bits of which every second is 0: "
-                             f"{declaration(here, dtype)}, or with uint16")  # fmt: skip
+            raise ValueError(
+                f"{both} in {here}: ids of {bits} bits, or ids of 16 bits of which every second is 0: "
+                f"{declaration(here, dtype)}, or with uint16"
+            )
         else:
-            return "uint16", (f"{both} in {here}: every second id is 0; if the ids are of {bits} bits, "
-                              f"{declaration(here, dtype)}")  # fmt: skip
+            return "uint16", (
+                f"{both} in {here}: every second id is 0; if the ids are of {bits} bits, "
+                f"{declaration(here, dtype)}"
+            )
     return conclude_narrow(found, vocab_size, both, here)
 
 
@@ -189,13 +226,19 @@ def conclude_narrow(found: dict[Path, np.ndarray], vocab_size: int, both: str, h
     """`conclude_dtype` for files that do not hold ids of 32 or 64 bits."""
     content = np.concatenate([*found.values(), np.empty(0, np.uint8)])
     if 0 < vocab_size <= 256 and len(content) and content.max() < vocab_size <= content.view(np.uint16).max():
-        return "uint8", (f"{both} in {here}: ids of 8 bits, read as uint8: with 16 bits they would exceed the "
-                         f"vocabulary size, {vocab_size}")  # fmt: skip
+        return "uint8", (
+            f"{both} in {here}: ids of 8 bits, read as uint8: with 16 bits they would exceed the "
+            f"vocabulary size, {vocab_size}"
+        )
     if not vocab_size and is_of_bytes(content):
-        raise ValueError(f"{both} in {here}: probably ids of 8 bits: {declaration(here, 'uint8')}, or with uint16")
+        raise ValueError(
+            f"{both} in {here}: probably ids of 8 bits: {declaration(here, 'uint8')}, or with uint16"
+        )
     if vocab_size > 2**16:
-        return "uint16", (f"{both} in {here}: read as uint16, whose ids end at 65535, but the vocabulary size is "
-                          f"{vocab_size}: larger ids were lost when the files were written")  # fmt: skip
+        return "uint16", (
+            f"{both} in {here}: read as uint16, whose ids end at 65535, but the vocabulary size is "
+            f"{vocab_size}: larger ids were lost when the files were written"
+        )
     return "uint16", ""
 
 

@@ -1,4 +1,6 @@
-"""Encoding and decoding text with a vocabulary, and the conversion of a vocabulary to Hugging Face's format."""
+"""
+Encoding and decoding text with a vocabulary, and the conversion of a vocabulary to Hugging Face's format.
+"""
 
 import re
 from collections.abc import Callable
@@ -26,8 +28,8 @@ class Tokenizer:
     """
     encode(text) gives the ids of a text, decode(ids) the text of ids.
 
-    Args:
-        begin: as encode, for a text that is to be continued: without the tokens that a tokenizer.json is configured to
+    Args: begin: as encode, for a text that is to be continued: without the tokens that a tokenizer.json is
+        configured to
             add at the end, after which a model begins a new document.
         n_ids: the highest id + 1.
         end_of_text: the id that ends a document; None if there is no such token.
@@ -44,15 +46,16 @@ class Tokenizer:
 
 def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
     """
-    Make the tokenizer of a vocabulary. encode adds what the tokenizer of a tokenizer.json is configured to add, for
+    Make the tokenizer of a vocabulary. encode adds what the tokenizer of a tokenizer.json is configured to
+    add, for
     instance a token at the start.
 
-    Args:
-        special_tokens: whether the text of a special token, such as <|endoftext|>, is encoded as this token; otherwise
+    Args: special_tokens: whether the text of a special token, such as <|endoftext|>, is encoded as this
+        token; otherwise
             it is encoded as any other text.
 
-    Raises:
-        ValueError: the ids cannot be decoded, or the tokenizer cannot be loaded. encode raises ValueError for a text
+    Raises: ValueError: the ids cannot be decoded, or the tokenizer cannot be loaded. encode raises ValueError
+        for a text
             that it cannot encode.
     """
     if vocabulary.kind == "unknown":
@@ -109,7 +112,8 @@ def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
 
 def parse_json(text: str) -> "tokenizers.Tokenizer":
     """
-    The tokenizer in the text of a tokenizer.json, without the file's padding and truncation, which transformers ignores
+    The tokenizer in the text of a tokenizer.json, without the file's padding and truncation, which
+    transformers ignores
     too. Raises ValueError if it is damaged.
     """
     from tokenizers import Tokenizer as JsonTokenizer
@@ -154,7 +158,10 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def contains_words(vocabulary: Vocabulary) -> bool:
-    """Whether a table's tokens are words: most are longer than a character, and none contains a space or its mark."""
+    """
+    Whether a table's tokens are words: most are longer than a character, and none contains a space or its
+    mark.
+    """
     if vocabulary.kind == "bytes":
         return False
     short = sum(len(token) == 1 for token in vocabulary.content)
@@ -172,17 +179,21 @@ def pattern_of(vocabulary: Vocabulary) -> str:
 
 
 def cut_at(text: str, stop: str, start: int) -> str:
-    """The text without what follows the first occurrence of `stop` at `start` or after it; '': the whole text."""
+    """
+    The text without what follows the first occurrence of `stop` at `start` or after it; '': the whole text.
+    """
     end = text.find(stop, start) if stop else -1
     return text if end < 0 else text[:end]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # comparing
 
 
 def difference(before: Vocabulary, now: Vocabulary) -> str:
-    """What the same id means in two vocabularies, for the first id that differs; '' if none is known to differ."""
+    """
+    What the same id means in two vocabularies, for the first id that differs; '' if none is known to differ.
+    """
     if "unknown" in (before.kind, now.kind) or before == now:
         return ""
     if "tiktoken" in (before.kind, now.kind):
@@ -204,29 +215,38 @@ def tokens_of(vocabulary: Vocabulary) -> dict[int, str]:
 
 def name_of(vocabulary: Vocabulary) -> str:
     """The kind of tokens, for a message."""
-    names = {"table": "those of a table", "bytes": "those of a table of bytes", "tokenizer.json": "a tokenizer.json's"}
+    names = {
+        "table": "those of a table",
+        "bytes": "those of a table of bytes",
+        "tokenizer.json": "a tokenizer.json's",
+    }
     return names.get(vocabulary.kind) or f"{vocabulary.content}'s"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Hugging Face's format
 
 
-def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_size: int) -> dict[str, int | None]:
+def save_tokenizer(
+    folder: Path, vocabulary: Vocabulary, vocab_size: int, block_size: int
+) -> dict[str, int | None]:
     """
-    Write tokenizer.json, tokenizer_config.json and chat_template.jinja, which transformers.AutoTokenizer reads.
+    Write tokenizer.json, tokenizer_config.json and chat_template.jinja, which transformers.AutoTokenizer
+    reads.
 
-    encode gives the ids of `load`, and decode gives the text exactly. The chat template joins the messages and adds
-    nothing. A character that the vocabulary does not contain raises an exception in encode: an unknown token would need
+    encode gives the ids of `load`, and decode gives the text exactly. The chat template joins the messages
+    and adds
+    nothing. A character that the vocabulary does not contain raises an exception in encode: an unknown token
+    would need
     an id that the model was not trained on.
 
     Args:
         vocab_size: of the model. Ids beyond the tokenizer's exist in the model only.
         block_size: of the model; the tokenizer warns about longer texts.
 
-    Returns:
-        bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no such token.
-        The defaults of LlamaConfig and GPT2Config would end the text at any character that has the id of their token.
+    Returns: bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no
+        such token. The defaults of LlamaConfig and GPT2Config would end the text at any character that has
+        the id of their token.
 
     Raises:
         ValueError: the tokenizer has more ids than the model, or cannot be loaded or converted.
@@ -237,9 +257,13 @@ def save_tokenizer(folder: Path, vocabulary: Vocabulary, vocab_size: int, block_
     check_size(max(tokenizer.get_vocab().values()) + 1, vocab_size)
     end = vocabulary.end_of_text if vocabulary.end_of_text in tokenizer.get_vocab() else None
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=end, pad_token=end, chat_template=CHAT_TEMPLATE,
-        model_max_length=block_size, clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)  # fmt: skip
+        tokenizer_object=tokenizer,
+        eos_token=end,
+        pad_token=end,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=block_size,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
     end_id = None if end is None else tokenizer.token_to_id(end)
     return {"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": end_id}
 
@@ -260,7 +284,8 @@ def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
 
 def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     """
-    A tokenizer with the tokens of a table. Without an unknown token in its vocabulary, it raises an exception for what
+    A tokenizer with the tokens of a table. Without an unknown token in its vocabulary, it raises an exception
+    for what
     is no token.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -268,7 +293,9 @@ def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
 
     # no text in UTF-8 contains a lone surrogate
     vocab = {token: i for token, i in vocabulary.content.items() if not re.search("[\ud800-\udfff]", token)}
-    tokenizer = JsonTokenizer(models.WordLevel(vocab, unk_token="<unk>" if "<unk>" not in vocab else "<none>"))
+    tokenizer = JsonTokenizer(
+        models.WordLevel(vocab, unk_token="<unk>" if "<unk>" not in vocab else "<none>")
+    )
     if contains_words(vocabulary):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern_of(vocabulary)), "removed", invert=True)
         return tokenizer  # without a decoder, tokens are joined with spaces
@@ -282,17 +309,19 @@ def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
     """
     A byte-level BPE with the ids of a tiktoken encoding.
 
-    Raises:
-        ValueError: a sample text gets other ids, as the two libraries differ in the regular expressions that they know.
+    Raises: ValueError: a sample text gets other ids, as the two libraries differ in the regular expressions
+        that they know.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as JsonTokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
     letters = bytes_to_unicode()
-    ranks = {"".join(letters[byte] for byte in token): rank for token, rank in encoding._mergeable_ranks.items()}
-    # like tiktoken: two tokens whose concatenation is a token are merged, and (ignore_merges) a word that is a token is
-    # taken as it is, even if no merges lead to it
+    ranks = {
+        "".join(letters[byte] for byte in token): rank for token, rank in encoding._mergeable_ranks.items()
+    }
+    # like tiktoken: two tokens whose concatenation is a token are merged, and (ignore_merges) a word that is
+    # a token is taken as it is, even if no merges lead to it
     merges = generate_merges(ranks, None)
     tokenizer = JsonTokenizer(models.BPE(ranks | encoding._special_tokens, merges, ignore_merges=True))
     tokenizer.add_special_tokens(sorted(encoding._special_tokens))
@@ -306,5 +335,7 @@ def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     if tokenizer.encode(SAMPLE).ids != encoding.encode(SAMPLE, allowed_special="all"):
-        raise ValueError(f"the tokenizers library splits text otherwise than tiktoken's encoding {encoding.name}")
+        raise ValueError(
+            f"the tokenizers library splits text otherwise than tiktoken's encoding {encoding.name}"
+        )
     return tokenizer

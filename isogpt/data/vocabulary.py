@@ -1,6 +1,6 @@
 """
-What the token ids of a data set or a model mean, as plain values that a checkpoint records. tokenizer.py makes encoders
-and decoders from them.
+What the token ids of a data set or a model mean, as plain values that a checkpoint records. tokenizer.py
+makes encoders and decoders from them.
 """
 
 import json
@@ -15,22 +15,60 @@ from isogpt.common.files import about_pointer
 GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
 END_OF_TEXT = "<|endoftext|>"
-ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")  # tiktoken's
-# names of tables of tokens in the metadata that various prepare.py scripts write, in lower case without underscores
+# tiktoken's
+ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
+# names of tables of tokens in the metadata that various prepare.py scripts write, in lower case without
+# underscores
 TO_TOKENS = (
-    "itos", "indextochar", "idxtochar", "idx2char", "inttochar", "int2char", "ixtochar", "idtotoken", "id2token",
-    "idxtotoken", "idx2token", "indextoword", "idxtoword", "idx2word", "id2word", "i2c", "i2s", "chars", "alphabet",
-)  # fmt: skip
+    "itos",
+    "indextochar",
+    "idxtochar",
+    "idx2char",
+    "inttochar",
+    "int2char",
+    "ixtochar",
+    "idtotoken",
+    "id2token",
+    "idxtotoken",
+    "idx2token",
+    "indextoword",
+    "idxtoword",
+    "idx2word",
+    "id2word",
+    "i2c",
+    "i2s",
+    "chars",
+    "alphabet",
+)
 TO_IDS = (
-    "stoi", "chartoindex", "chartoidx", "char2idx", "chartoint", "char2int", "chartoix", "tokentoid", "token2id",
-    "tokentoidx", "token2idx", "wordtoindex", "wordtoidx", "word2idx", "word2id", "c2i", "s2i", "vocab", "vocabulary",
-)  # fmt: skip
+    "stoi",
+    "chartoindex",
+    "chartoidx",
+    "char2idx",
+    "chartoint",
+    "char2int",
+    "chartoix",
+    "tokentoid",
+    "token2id",
+    "tokentoidx",
+    "token2idx",
+    "wordtoindex",
+    "wordtoidx",
+    "word2idx",
+    "word2id",
+    "c2i",
+    "s2i",
+    "vocab",
+    "vocabulary",
+)
 SIZES = ("vocabsize", "vocabularysize", "nvocab", "numtokens")
 BYTE_LEVEL_SPACE = "\u0120"  # of GPT-2's vocab.json
 PIECE_SPACE = "\u2581"  # of SentencePiece
 PIECE_OF_BYTE = re.compile("<0x([0-9A-F]{2})>")
 # files of tokenizers that are not read, or are not read alone
-UNREAD = re.compile(r"(merges.*\.(txt|bpe)|.*(tokenizer|vocab).*\.(txt|bpe|pkl|pickle|vocab|tiktoken)|.*\.model)", re.I)
+UNREAD = re.compile(
+    r"(merges.*\.(txt|bpe)|.*(tokenizer|vocab).*\.(txt|bpe|pkl|pickle|vocab|tiktoken)|.*\.model)", re.I
+)
 # how the files begin that Hugging Face's tokenizers write, whatever spaces and lines they contain
 TOKENIZERS_FILE = re.compile(rb'\s*\{\s*"version"\s*:\s*"[^"]*"\s*,\s*"truncation"')
 ENCODING_KEYS = ("tokenizer", "tiktokenencoding", "encoding", "encodingname", "tokenizername")
@@ -53,7 +91,8 @@ class Vocabulary:
             'tokenizer.json': the text of such a file, in the format of Hugging Face's tokenizers.
             'unknown': why the ids cannot be decoded.
         end_of_text: the token that ends a document, if the vocabulary contains the token.
-        aliases: of a table, the further ids of tokens that have several. They are decoded, and text never becomes them.
+        aliases: of a table, the further ids of tokens that have several. They are decoded, and text never
+            becomes them.
     """
 
     kind: str
@@ -90,14 +129,17 @@ def recorded(run: dict) -> Vocabulary | None:
 
 def resolve(found: Vocabulary | None, vocab_size: int, where: str) -> Vocabulary:
     """
-    The vocabulary that was found, or, as in nanoGPT, GPT-2's where nothing says what the ids mean, if a model with
+    The vocabulary that was found, or, as in nanoGPT, GPT-2's where nothing says what the ids mean, if a model
+    with
     vocab_size ids can be for GPT-2's tokens. `where` names the place that says nothing.
     """
     if found:
         return found
     if GPT2_IDS <= vocab_size <= GPT2_PADDED:
         return Vocabulary("tiktoken", "gpt2")
-    return Vocabulary("unknown", f"{where} does not say what they mean, and {vocab_size} ids are not those of GPT-2")
+    return Vocabulary(
+        "unknown", f"{where} does not say what they mean, and {vocab_size} ids are not those of GPT-2"
+    )
 
 
 def check_size(n_ids: int | None, vocab_size: int) -> None:
@@ -107,14 +149,16 @@ def check_size(n_ids: int | None, vocab_size: int) -> None:
         raise ValueError(f"the tokenizer has {n_ids} ids, but the model has {vocab_size}: {advice}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # reading
 
 
 def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     """
-    The vocabulary of the data set in `folder` with this metadata: of a tokenizer.json beside train.bin, of a table in
-    the metadata, or of the encoding or the file that the metadata names. None if nothing says what the ids mean.
+    The vocabulary of the data set in `folder` with this metadata: of a tokenizer.json beside train.bin, of a
+    table in
+    the metadata, or of the encoding or the file that the metadata names. None if nothing says what the ids
+    mean.
 
     Raises:
         ValueError: a file cannot be read, or meta.json and meta.pkl do not belong together.
@@ -127,7 +171,9 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
         return Vocabulary("unknown", f"they are those of a tokenizer.json, but {folder} contains none")
     if is_ours and meta["tokenizer"] != "char":
         return Vocabulary("tiktoken", meta["tokenizer"])
-    tables = [values[name] for name in (*TO_TOKENS, *TO_IDS) if isinstance(values.get(name), dict | list | tuple)]
+    tables = [
+        values[name] for name in (*TO_TOKENS, *TO_IDS) if isinstance(values.get(name), dict | list | tuple)
+    ]
     tables += [values[name].tolist() for name in (*TO_TOKENS, *TO_IDS) if hasattr(values.get(name), "tolist")]
     names = [values[name] for name in ENCODING_KEYS if isinstance(values.get(name), str)]
     known = [name.lower() for name in names if name.lower() in ENCODINGS]
@@ -142,7 +188,9 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
         return Vocabulary("tiktoken", known[0])
     if not names or names == ["tiktoken"]:
         return of_other_files(folder)
-    if path := next(filter(Path.is_file, (folder / sub / Path(names[0]).name for sub in ("", "tokenizer"))), None):
+    if path := next(
+        filter(Path.is_file, (folder / sub / Path(names[0]).name for sub in ("", "tokenizer"))), None
+    ):
         return of_file(path)
     if names[0].lower().startswith("char"):
         return Vocabulary("unknown", "they are characters, but there is no meta.pkl with a table of them")
@@ -153,7 +201,9 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
 
 
 def plain(key: object) -> str:
-    """A key of metadata in lower case and without underscores, since prepare.py scripts spell it differently."""
+    """
+    A key of metadata in lower case and without underscores, since prepare.py scripts spell it differently.
+    """
     return str(key).lower().replace("_", "")
 
 
@@ -169,15 +219,19 @@ def vocab_size_of(meta: dict) -> object:
 
 
 def lacks_tokens(tables: list[dict | list | tuple], vocab_size: object) -> bool:
-    """Whether tables lack tokens of a vocabulary with vocab_size ids, or have the same text for several of them."""
+    """
+    Whether tables lack tokens of a vocabulary with vocab_size ids, or have the same text for several of them.
+    """
     tokens = {token for table in tables for token, _ in pairs_of(table) if isinstance(token, str | bytes)}
     return is_id(vocab_size) and len(tokens) < vocab_size
 
 
 def of_tables(tables: list[dict | list | tuple]) -> Vocabulary:
     """
-    The vocabulary of tables from tokens to ids, or from ids to tokens; earlier ones decide how an id is decoded. Text
-    beside bytes becomes the bytes of its UTF-8, and the marks of spaces in the tables of tokenizers become spaces.
+    The vocabulary of tables from tokens to ids, or from ids to tokens; earlier ones decide how an id is
+    decoded. Text
+    beside bytes becomes the bytes of its UTF-8, and the marks of spaces in the tables of tokenizers become
+    spaces.
     """
     pairs = [pair for table in tables for pair in pairs_of(table)]
     others = sorted({type(token).__name__ for token, _ in pairs if not isinstance(token, str | bytes)})
@@ -190,7 +244,10 @@ def of_tables(tables: list[dict | list | tuple]) -> Vocabulary:
     elif marks_spaces(PIECE_SPACE, texts):
         pairs = [(text_of_piece(token), i) for token, i in pairs]
     if any(isinstance(token, bytes) for token, _ in pairs):
-        pairs = [(token.encode("utf-8", "surrogatepass") if isinstance(token, str) else token, i) for token, i in pairs]
+        pairs = [
+            (token.encode("utf-8", "surrogatepass") if isinstance(token, str) else token, i)
+            for token, i in pairs
+        ]
         return table_of("bytes", [(token.decode("latin-1"), i) for token, i in pairs])
     return table_of("table", [(str(token), i) for token, i in pairs])
 
@@ -205,13 +262,19 @@ def table_of(kind: str, pairs: list[tuple[str, int]]) -> Vocabulary:
 
 
 def marks_spaces(mark: str, texts: set[str]) -> bool:
-    """Whether a character stands for a space in these tokens: it also begins longer ones, and no space begins any."""
+    """
+    Whether a character stands for a space in these tokens: it also begins longer ones, and no space begins
+    any.
+    """
     first = {text[0] for text in texts if len(text) > 1}
     return mark in first and " " not in first
 
 
 def bytes_of_letters(token: str | bytes) -> str | bytes:
-    """A token of a byte-level BPE such as GPT-2's, in whose table each byte is a letter; others are returned as is."""
+    """
+    A token of a byte-level BPE such as GPT-2's, in whose table each byte is a letter; others are returned as
+    is.
+    """
     if isinstance(token, bytes) or not BYTE_OF_LETTER.keys() >= set(token):
         return token
     return bytes(BYTE_OF_LETTER[letter] for letter in token)
@@ -225,7 +288,9 @@ def text_of_piece(token: str | bytes) -> str | bytes:
 
 
 def pairs_of(table: dict | list | tuple) -> list[tuple[object, int]]:
-    """(token, id) of each entry of a table in either direction; a list contains the tokens in the order of ids."""
+    """
+    (token, id) of each entry of a table in either direction; a list contains the tokens in the order of ids.
+    """
     if not isinstance(table, dict):
         return [(token, i) for i, token in enumerate(table)]
     if all(is_id(value) for value in table.values()):
@@ -246,7 +311,8 @@ def is_id(value: object) -> bool:
 
 def of_folder(folder: Path | str) -> Vocabulary | None:
     """
-    The vocabulary of a folder's tokenizer files: tokenizer.json; vocab.json with merges.txt, a BPE of bytes as GPT-2's;
+    The vocabulary of a folder's tokenizer files: tokenizer.json; vocab.json with merges.txt, a BPE of bytes
+    as GPT-2's;
     or vocab.json alone, a table. None if there is none of them.
 
     Raises:
@@ -260,8 +326,10 @@ def of_folder(folder: Path | str) -> Vocabulary | None:
 
 def of_other_files(folder: Path | str) -> Vocabulary | None:
     """
-    The vocabulary of the only tokenizer in a folder, if the name of the file is different from those of `of_folder`;
-    'unknown' if there are several, or only files that are not read: then the ids are not GPT-2's. None if there are
+    The vocabulary of the only tokenizer in a folder, if the name of the file is different from those of
+    `of_folder`;
+    'unknown' if there are several, or only files that are not read: then the ids are not GPT-2's. None if
+    there are
     none.
 
     Raises:
@@ -273,7 +341,9 @@ def of_other_files(folder: Path | str) -> Vocabulary | None:
         return of_file(found[0])
     if found:
         names = ", ".join(path.name for path in found)
-        return Vocabulary("unknown", f"{folder} contains several tokenizers, {names}: rename theirs to tokenizer.json")
+        return Vocabulary(
+            "unknown", f"{folder} contains several tokenizers, {names}: rename theirs to tokenizer.json"
+        )
     unread = sorted(path.name for path in folder.glob("*") if UNREAD.fullmatch(path.name))
     if not unread:
         return None
@@ -284,7 +354,9 @@ def of_other_files(folder: Path | str) -> Vocabulary | None:
 
 
 def is_tokenizers_file(path: Path) -> bool:
-    """Whether a file begins as those that Hugging Face's tokenizers write; a large file of data costs no more."""
+    """
+    Whether a file begins as those that Hugging Face's tokenizers write; a large file of data costs no more.
+    """
     with suppress(OSError), open(path, "rb") as f:
         return bool(TOKENIZERS_FILE.match(f.read(256)))
     return False
@@ -292,7 +364,8 @@ def is_tokenizers_file(path: Path) -> bool:
 
 def of_file(path: Path) -> Vocabulary:
     """
-    The vocabulary of a tokenizer.json, under any name, or of a vocab.json, with the merges.txt beside it if there is
+    The vocabulary of a tokenizer.json, under any name, or of a vocab.json, with the merges.txt beside it if
+    there is
     one. Raises ValueError if it cannot be read.
     """
     folder, merges = path.parent, path.with_name("merges.txt")

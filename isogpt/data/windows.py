@@ -12,9 +12,12 @@ def random_windows(n_tokens: int, block_size: int, seed: int, stream: int, step:
     return (random_bits(seed, stream, step, n) % np.uint64(n_tokens - block_size)).astype(np.int64)
 
 
-def shuffled_windows(n_tokens: int, block_size: int, seed: int, step: int, n: int, shift: int = 0) -> np.ndarray:
+def shuffled_windows(
+    n_tokens: int, block_size: int, seed: int, step: int, n: int, shift: int = 0
+) -> np.ndarray:
     """
-    Starts (n,) of the step's windows if every window is read once per epoch, in a new order each time. `shift`: by how
+    Starts (n,) of the step's windows if every window is read once per epoch, in a new order each time.
+    `shift`: by how
     many windows more than step * n the run has read before, because the batch had a different size.
     """
     windows = (n_tokens - 1) // block_size

@@ -12,14 +12,18 @@ from isogpt.launch import network
 
 
 def collectives_timeout(timeout_s: float, backend: str) -> timedelta:
-    """How long collectives wait with a backend: NCCL ends the process, so the watchdog has to report before."""
+    """
+    How long collectives wait with a backend: NCCL ends the process, so the watchdog has to report before.
+    """
     return timedelta(seconds=timeout_s + 30 if "nccl" in backend else timeout_s)
 
 
 def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     """
-    The device called `name`: 'auto' is cuda, else mps (a single process only: it has no collectives), else cpu; 'cuda'
-    is the GPU with the number of the local rank. Schedulers may let each process see a GPU of its own only, which has
+    The device called `name`: 'auto' is cuda, else mps (a single process only: it has no collectives), else
+    cpu; 'cuda'
+    is the GPU with the number of the local rank. Schedulers may let each process see a GPU of its own only,
+    which has
     number 0 in every process: the numbers start again at 0. check_gpus finds processes that share a GPU.
 
     Raises:
@@ -44,13 +48,16 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     if kind == "mps" and not has_mps:
         raise ValueError("device is 'mps', but torch does not find one: set --device=cpu or --device=auto")
     if kind == "mps" and world_size > 1:
-        raise ValueError("several processes cannot share device 'mps': set --device=cpu, or start one process")
+        raise ValueError(
+            "several processes cannot share device 'mps': set --device=cpu, or start one process"
+        )
     return torch.device(kind)
 
 
 def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     """
-    The argument `backend` of init_process_group. With NCCL there is gloo too, for tensors on the CPU: checkpoints and
+    The argument `backend` of init_process_group. With NCCL there is gloo too, for tensors on the CPU:
+    checkpoints and
     offloaded state. Where PyTorch has no NCCL, as on Windows, gloo communicates for GPUs too.
 
     Raises:
@@ -62,7 +69,9 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
         raise ValueError(f"backend 'nccl' needs GPUs, the device is {device.type}: set --backend=gloo")
     has_nccl = dist.is_nccl_available()
     if name == "nccl" and not has_nccl and world_size > 1:
-        raise ValueError("backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto")
+        raise ValueError(
+            "backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto"
+        )
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and has_nccl and name != "gloo" else "gloo"
 
 
@@ -86,11 +95,16 @@ def about_unusable_gpu(device: torch.device, error: str) -> str:
     if "no kernel image" in error or "invalid device function" in error:  # CUDA's words, and HIP's
         found = torch.cuda.get_device_properties(device)
         kind = found.gcnArchName if torch.version.hip else f"compute capability {found.major}.{found.minor}"
-        return (f"{device} ({found.name}) has {kind}, but this PyTorch, {torch.__version__}, has kernels for "
-                f"{', '.join(torch.cuda.get_arch_list())} only: install a PyTorch that supports this GPU "
-                "(https://pytorch.org/get-started/previous-versions), or set --device=cpu")  # fmt: skip
-    return (f"{device} cannot be used ({error.splitlines()[0]}): look at nvidia-smi for other programs on this GPU, or "
-            "set --device=cpu")  # fmt: skip
+        return (
+            f"{device} ({found.name}) has {kind}, but this PyTorch, {torch.__version__}, has kernels for "
+            f"{', '.join(torch.cuda.get_arch_list())} only: install a PyTorch that supports this GPU "
+            "(https://pytorch.org/get-started/previous-versions), or set --device=cpu"
+        )
+    return (
+        f"{device} cannot be used ({error.splitlines()[0]}): look at nvidia-smi for other programs on this "
+        "GPU, or "
+        "set --device=cpu"
+    )
 
 
 def gpu_identity(device: torch.device) -> list[str]:
@@ -105,7 +119,8 @@ def gpu_identity(device: torch.device) -> list[str]:
 
 def keep_freed_memory() -> None:
     """
-    Make the C library keep freed memory for the next step (glibc). By default it returns large pieces to the kernel
+    Make the C library keep freed memory for the next step (glibc). By default it returns large pieces to the
+    kernel
     and pays for page faults to get them back: a tenth of a step with 10M parameters on a CPU.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None

@@ -13,25 +13,50 @@ from pathlib import Path
 from isogpt.common import console
 from isogpt.launch import network
 
-# The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes before
-# Slurm, since mpirun inside a Slurm job starts its daemons with srun. DeepSpeed, accelerate and
+# The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes
+# before Slurm, since mpirun inside a Slurm job starts its daemons with srun. DeepSpeed, accelerate and
 # torch.distributed.launch use torchrun's names.
-MPI = {"Open MPI's mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
-       "MPICH's mpirun": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]}  # fmt: skip
-# What launchers set for each process. A variable that ends in _ stands for all that begin with it. A Slurm job's own
-# variables are none of them, such as SLURM_JOB_ID.
-OF_A_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
-                "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ISOGPT_STARTED",
-                "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "TORCHELASTIC_", "SLURM_STEP_", "OMPI_", "PMI_",
-                "PMIX_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # fmt: skip
+MPI = {
+    "Open MPI's mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "MPICH's mpirun": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+}
+# What launchers set for each process. A variable that ends in _ stands for all that begin with it. A Slurm
+# job's own variables are none of them, such as SLURM_JOB_ID.
+OF_A_PROCESS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ISOGPT_STARTED",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "TORCHELASTIC_",
+    "SLURM_STEP_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+)
 
 
 @dataclass(frozen=True)
 class Launch:
     """
-    What distinguishes a launch from a later one of the same command. All restarts of a launch have it in common.
+    What distinguishes a launch from a later one of the same command. All restarts of a launch have it in
+    common.
 
-    torchrun's variables do not: its restart count is that of one agent, which does not count the failures that other
+    torchrun's variables do not: its restart count is that of one agent, which does not count the failures
+    that other
     agents see, and its run id is whatever the user passed as --rdzv-id.
     """
 
@@ -47,7 +72,8 @@ class Launch:
 
 def adopt_launcher_variables() -> None:
     """
-    If srun or mpirun started this process, set the environment variables that torchrun would have set; the rest of the
+    If srun or mpirun started this process, set the environment variables that torchrun would have set; the
+    rest of the
     code reads only those. Changes nothing if RANK is set or this process was started alone.
 
     Raises:
@@ -66,7 +92,9 @@ def adopt_launcher_variables() -> None:
 
 
 def mpi_variables() -> tuple[list[str], str, str] | None:
-    """([rank, world size, local rank, local world size], rank 0's address, job) from mpirun; None without it."""
+    """
+    ([rank, world size, local rank, local world size], rank 0's address, job) from mpirun; None without it.
+    """
     env = os.environ
     launcher = next((name for name in MPI if set(MPI[name]) <= env.keys()), None)
     if not launcher:
@@ -75,8 +103,10 @@ def mpi_variables() -> tuple[list[str], str, str] | None:
     is_one_machine = found[1] == found[3]
     if not is_one_machine and "MASTER_ADDR" not in env:
         flag = "-x MASTER_ADDR=HOST" if "Open" in launcher else "-genv MASTER_ADDR HOST"
-        raise ValueError(f"{launcher} started {found[1]} processes, {found[3]} of them on {socket.gethostname()}, but "
-                         f"rank 0's address is not known: start with mpirun {flag} (HOST: first machine)")  # fmt: skip
+        raise ValueError(
+            f"{launcher} started {found[1]} processes, {found[3]} of them on {socket.gethostname()}, but "
+            f"rank 0's address is not known: start with mpirun {flag} (HOST: first machine)"
+        )
     parent = str(os.getppid()) if is_one_machine else "0"  # mpirun itself, the same for all its processes
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("SLURM_JOB_ID") or parent
     return found, "127.0.0.1", job
@@ -85,9 +115,14 @@ def mpi_variables() -> tuple[list[str], str, str] | None:
 def slurm_variables() -> tuple[list[str], str, str] | None:
     """The same from srun; None without it, and in the shell of `srun --pty` or salloc."""
     env = os.environ
-    if is_in_a_shell_of_slurm() or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys():
+    if (
+        is_in_a_shell_of_slurm()
+        or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys()
+    ):
         return None
-    address, tasks = slurm_nodes(env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    address, tasks = slurm_nodes(
+        env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    )
     here = str(tasks[min(int(env.get("SLURM_NODEID", 0)), len(tasks) - 1)])
     found = [env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env.get("SLURM_LOCALID", "0"), here]
     return found, address, f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
@@ -95,8 +130,10 @@ def slurm_variables() -> tuple[list[str], str, str] | None:
 
 def is_in_a_shell_of_slurm() -> bool:
     """
-    Whether a person started this process in the shell of `srun --pty` or salloc. The variable does not tell: an `srun`
-    that is typed there passes it on to its tasks. But Slurm gives a terminal only to the first task of `srun --pty`,
+    Whether a person started this process in the shell of `srun --pty` or salloc. The variable does not tell:
+    an `srun`
+    that is typed there passes it on to its tasks. But Slurm gives a terminal only to the first task of `srun
+    --pty`,
     here the shell, and slurmstepd is the parent of each task.
     """
     if "SLURM_PTY_PORT" not in os.environ or not has_terminal():
@@ -121,7 +158,9 @@ def environment_without_launcher() -> dict[str, str]:
 
 
 def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
-    """The first name in Slurm's list of nodes, 'gpu[03-05,9],login', and the tasks of each node, '2(x3),1'."""
+    """
+    The first name in Slurm's list of nodes, 'gpu[03-05,9],login', and the tasks of each node, '2(x3),1'.
+    """
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)[0])
     counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in tasks.split(",")]
     return first, [int(c[1]) for c in counts if c for _ in range(int(c[2] or 1))] or [1]
@@ -129,7 +168,8 @@ def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
 
 def start_workers(nproc: int, script: str) -> None:
     """
-    Replace this process by torchrun with `nproc` workers of `script` on this machine and the same arguments. Returns
+    Replace this process by torchrun with `nproc` workers of `script` on this machine and the same arguments.
+    Returns
     if nproc is 0 or a launcher has started this process.
 
     Raises:
@@ -143,14 +183,18 @@ def start_workers(nproc: int, script: str) -> None:
         return
     os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun's, since it replaces this process
     sys.stdout.flush()
-    # torchrun would take --nproc as an abbreviation of its own option; configure has normalized it to --nproc=N
+    # torchrun would take --nproc as an abbreviation of its own option; configure has normalized it to
+    # --nproc=N
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    os.execv(torchrun[0], [*torchrun, script, *(word for word in sys.argv[1:] if not word.startswith("--nproc="))])
+    os.execv(
+        torchrun[0], [*torchrun, script, *(word for word in sys.argv[1:] if not word.startswith("--nproc="))]
+    )
 
 
 def rank_variables() -> tuple[int, int, int, int]:
     """
-    (rank, world size, local rank, local world size) from torchrun's variables; (0, 1, 0, 1) without a launcher.
+    (rank, world size, local rank, local world size) from torchrun's variables; (0, 1, 0, 1) without a
+    launcher.
 
     Raises:
         ValueError: some of the variables are missing or contradict each other.
@@ -158,9 +202,10 @@ def rank_variables() -> tuple[int, int, int, int]:
     if "RANK" not in os.environ:
         return 0, 1, 0, 1
     if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise ValueError(f"RANK is set but {', '.join(missing)} is not: no launcher started this process, and "
-                         f"RANK={os.environ['RANK']} is left over in the shell. Type unset RANK, or start with torchrun"
-                         )  # fmt: skip
+        raise ValueError(
+            f"RANK is set but {', '.join(missing)} is not: no launcher started this process, and "
+            f"RANK={os.environ['RANK']} is left over in the shell. Type unset RANK, or start with torchrun"
+        )
     local_size = os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])  # DeepSpeed's name for it
     values = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": local_size, **os.environ}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -176,7 +221,10 @@ def rank_variables() -> tuple[int, int, int, int]:
 
 
 def agent_start() -> int | None:
-    """When torchrun's agent, the parent of this process, was started, in clock ticks since boot; None: not known."""
+    """
+    When torchrun's agent, the parent of this process, was started, in clock ticks since boot; None: not
+    known.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with suppress(OSError, ValueError, IndexError):  # there is no /proc
             return int(Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19])
@@ -184,7 +232,10 @@ def agent_start() -> int | None:
 
 
 def own_agent() -> str:
-    """A name of this process's torchrun agent that no other process has, not even on another day; '' without one."""
+    """
+    A name of this process's torchrun agent that no other process has, not even on another day; '' without
+    one.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     host, unique, _ = network.this_machine()

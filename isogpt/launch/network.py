@@ -1,4 +1,7 @@
-"""How processes find each other: rendezvous, numbering by machine, network interfaces, and their share of the cores."""
+"""
+How processes find each other: rendezvous, numbering by machine, network interfaces, and their share of the
+cores.
+"""
 
 import json
 import os
@@ -17,10 +20,13 @@ import torch
 import torch.distributed as dist
 
 Answer = TypeVar("Answer")
-ANSWER_S = 10  # how much longer than its own timeout a request to the store may take until the store counts as dead
+# how much longer than its own timeout a request to the store may take until the store counts as dead
+ANSWER_S = 10
 PCI = Path("/sys/bus/pci/devices")
 # the end of messages about variables of a launcher that has exited; configurator.fail says which rank it is
-UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
+UNSET = (
+    "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
+)
 LEFT_OVER = f". If no launcher started this process, RANK is left over in the shell: type {UNSET}"
 
 
@@ -28,9 +34,12 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
     """
     Rendezvous with the other ranks of this start (all ranks); returns a unique name for it.
 
-    After a restart torchrun (2.4 to 2.13) gives its workers the store of the previous attempt, which holds addresses of
-    processes that have exited, and its restart count differs across nodes (pytorch#135712). So each process registers
-    under a unique name, rank 0 answers each name with the name of this start, and the start is complete when every
+    After a restart torchrun (2.4 to 2.13) gives its workers the store of the previous attempt, which holds
+    addresses of
+    processes that have exited, and its restart count differs across nodes (pytorch#135712). So each process
+    registers
+    under a unique name, rank 0 answers each name with the name of this start, and the start is complete when
+    every
     rank has confirmed it.
 
     Raises:
@@ -41,10 +50,14 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
     while time.monotonic() < deadline:
         if rank == 0:
             for r in range(1, world_size):
-                if store.check([f"hello/{r}"]) and (name := store.get(f"hello/{r}").decode()) != welcomed.get(r):
+                if store.check([f"hello/{r}"]) and (name := store.get(f"hello/{r}").decode()) != welcomed.get(
+                    r
+                ):
                     store.set(f"welcome/{name}", mine)
                     welcomed[r] = name
-            if len(welcomed) == world_size - 1 and all(store.check([f"{mine}/here/{n}"]) for n in welcomed.values()):
+            if len(welcomed) == world_size - 1 and all(
+                store.check([f"{mine}/here/{n}"]) for n in welcomed.values()
+            ):
                 store.set(f"{mine}/go", "")
                 return mine
         else:
@@ -59,20 +72,26 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
     if rank > 0:
         raise ValueError(f"did not find rank 0 within {timeout_s:g} s{LEFT_OVER}")
     missing = [str(r) for r in range(1, world_size) if not store.check([f"{mine}/here/{welcomed.get(r)}"])]
-    raise ValueError(f"rank {', '.join(missing)} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}")
+    raise ValueError(
+        f"rank {', '.join(missing)} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}"
+    )
 
 
 def gather_through_store(store: dist.Store, rank: int, world_size: int, key: str, value: object) -> list:
-    """`value` of every rank, by rank, through the store (all ranks): for use before there is a process group."""
+    """
+    `value` of every rank, by rank, through the store (all ranks): for use before there is a process group.
+    """
     store.set(f"{key}/{rank}", json.dumps(value))
-    if rank == 0:  # collects them once: with every rank reading every other's, requests grow with world_size squared
+    # collects them once: with every rank reading every other's, requests grow with world_size squared
+    if rank == 0:
         store.set(key, json.dumps([json.loads(store.get(f"{key}/{r}")) for r in range(world_size)]))
     return json.loads(store.get(key))
 
 
 def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
     """
-    What a request to the store returns. It runs in a thread: if the machine with the store was cut off or suspended, a
+    What a request to the store returns. It runs in a thread: if the machine with the store was cut off or
+    suspended, a
     request may never return, whatever its own timeout is.
 
     Raises:
@@ -90,34 +109,46 @@ def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
     return answer.result(limit_s)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # machines and cores
 
 
 def this_machine() -> tuple[str, str, list[int]]:
-    """(host name, identifier that differs between machines of the same name, cores available to this process)."""
+    """
+    (host name, identifier that differs between machines of the same name, cores available to this process).
+    """
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     # containers can share a kernel and a host name; a network of its own makes one a machine of its own
-    unique = f"{boot.read_text().strip()} {os.readlink(network)}" if boot.exists() and network.is_symlink() else ""
+    unique = (
+        f"{boot.read_text().strip()} {os.readlink(network)}" if boot.exists() and network.is_symlink() else ""
+    )
     return socket.gethostname(), unique, own_cores()
 
 
 def order_by_machine(machines: list[tuple[str, str]]) -> list[int]:
     """
-    The ranks in their new order: those of one machine next to each other, as torchrun numbers them but `mpirun
+    The ranks in their new order: those of one machine next to each other, as torchrun numbers them but
+    `mpirun
     --map-by node` does not. Neighbours in a mesh, which shard a model together, are then on one machine.
     """
     return sorted(range(len(machines)), key=lambda r: (machines.index(machines[r]), r))
 
 
 def own_cores() -> list[int]:
-    """The cores that this process may run on; a container or a scheduler often allows fewer than there are."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    """
+    The cores that this process may run on; a container or a scheduler often allows fewer than there are.
+    """
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None:
     """
-    Limit torch's threads to this rank's share of the cores that the ranks of its machine have in common: thread pools
+    Limit torch's threads to this rank's share of the cores that the ranks of its machine have in common:
+    thread pools
     on the same cores slow each other down, and torchrun's default is one thread.
     """
     *here, cores = machines[rank]
@@ -128,7 +159,8 @@ def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None
 
 def bind_to_gpu(gpu: object) -> None:
     """
-    Run on the cores of the GPU's NUMA node (Linux), unless the launcher has bound this process: memory of another
+    Run on the cores of the GPU's NUMA node (Linux), unless the launcher has bound this process: memory of
+    another
     socket is slower to access. `gpu` is what torch.cuda.get_device_properties returns.
     """
     with suppress(OSError, AttributeError, ValueError):
@@ -140,18 +172,20 @@ def bind_to_gpu(gpu: object) -> None:
             os.sched_setaffinity(0, near)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # network interfaces
 
 
 def choose_interface(several_machines: bool, addresses_of_rank_0: list[str]) -> str:
     """
-    Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0's machine, or to loopback on a single machine. By
-    default gloo takes the interface of the host name's address, which on many systems is a loopback address. If the
+    Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0's machine, or to loopback on a single
+    machine. By
+    default gloo takes the interface of the host name's address, which on many systems is a loopback address.
+    If the
     variable is set already, it is used. NCCL chooses by itself (NCCL_SOCKET_IFNAME).
 
-    Args:
-        addresses_of_rank_0: MASTER_ADDR as each rank resolves it; rank 0's own machine may resolve it differently.
+    Args: addresses_of_rank_0: MASTER_ADDR as each rank resolves it; rank 0's own machine may resolve it
+        differently.
 
     Returns:
         the interface with its address, as 'eth0 (10.0.0.1)'; '' if it is not known.
@@ -163,16 +197,22 @@ def choose_interface(several_machines: bool, addresses_of_rank_0: list[str]) -> 
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     listed = ", ".join(f"{name} ({address})" for name, address in addresses.items())
     if addresses and any(name not in addresses for name in chosen.split(",") if name):
-        raise ValueError(f"GLOO_SOCKET_IFNAME is {chosen!r}, but {host} has {listed}: set one of these, or unset it")
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME is {chosen!r}, but {host} has {listed}: set one of these, or unset it"
+        )
     if not chosen and addresses:
-        names = [name for name, address in addresses.items() if address.startswith("127.") != several_machines]
+        names = [
+            name for name, address in addresses.items() if address.startswith("127.") != several_machines
+        ]
         if several_machines and len(names) > 1:
             targets = dict.fromkeys([os.environ["MASTER_ADDR"], *addresses_of_rank_0, host])
             ways = [address_towards(target) for target in targets]
             names = [name for way in ways for name in names if addresses[name] == way][:1] or names
             if len(names) > 1:
-                raise ValueError(f"{host} has several network interfaces, {listed}, and the route to rank 0 does not "
-                                 f"determine one: set GLOO_SOCKET_IFNAME={names[0]} or another")  # fmt: skip
+                raise ValueError(
+                    f"{host} has several network interfaces, {listed}, and the route to rank 0 does not "
+                    f"determine one: set GLOO_SOCKET_IFNAME={names[0]} or another"
+                )
         if names:
             os.environ["GLOO_SOCKET_IFNAME"] = chosen = names[0]
     return f"{chosen} ({addresses[chosen]})" if chosen in addresses else chosen
@@ -187,7 +227,8 @@ def interfaces() -> dict[str, str]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             for _, name in socket.if_nameindex():
                 with suppress(OSError):  # the interface has no address
-                    reply = fcntl.ioctl(s.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))  # SIOCGIFADDR
+                    # SIOCGIFADDR
+                    reply = fcntl.ioctl(s.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
                     found[name] = socket.inet_ntoa(reply[20:24])
     return found
 

@@ -44,7 +44,8 @@ class Ranks:
     hosts: tuple[str, ...] = ("this host",)  # host name, by rank
     network: str = "no process group"  # the backend and gloo's network interface: 'gloo over eth0 (10.0.0.1)'
     launch: Launch = Launch()
-    local_sizes: tuple[int, ...] = (1,)  # by rank, the number of processes on its machine, as the launcher says
+    # by rank, the number of processes on its machine, as the launcher says
+    local_sizes: tuple[int, ...] = (1,)
 
     @property
     def is_main(self) -> bool:
@@ -60,14 +61,23 @@ class Ranks:
         return f"{self.world_size} = {nodes} x {counts[0] if len(set(counts)) == 1 else '+'.join(map(str, counts))}"
 
     def group_options(self, timeout_s: float) -> dict:
-        """The arguments of init_process_group besides the backend; without a launcher, for a group of one process."""
-        return dict(rank=self.rank, world_size=self.world_size, store=self.store or dist.HashStore(),
-                    timeout=collectives_timeout(timeout_s, self.backend),
-                    device_id=self.device if "nccl" in self.backend else None)  # fmt: skip
+        """
+        The arguments of init_process_group besides the backend; without a launcher, for a group of one
+        process.
+        """
+        return dict(
+            rank=self.rank,
+            world_size=self.world_size,
+            store=self.store or dist.HashStore(),
+            timeout=collectives_timeout(timeout_s, self.backend),
+            device_id=self.device if "nccl" in self.backend else None,
+        )
 
 
 def rank_names(hosts: Sequence[str]) -> list[str]:
-    """The ranks' names in messages, from their hosts: 'rank 3', with the host name if there are several hosts."""
+    """
+    The ranks' names in messages, from their hosts: 'rank 3', with the host name if there are several hosts.
+    """
     return [f"rank {r} ({host})" if len(set(hosts)) > 1 else f"rank {r}" for r, host in enumerate(hosts)]
 
 
@@ -87,9 +97,11 @@ def island_count(ranks: Ranks) -> int:
     if len(set(ranks.local_sizes)) > 1:
         sizes = {host: n for host, n in zip(ranks.hosts, ranks.local_sizes, strict=True)}
         counts = ", ".join(f"{n} on {host}" for host, n in list(sizes.items())[:8])
-        raise ValueError(f"islands is 0, one on each machine, but the numbers of processes differ: {counts}. Start "
-                         "equally many on each machine, or set --islands= to a number that divides "
-                         f"{ranks.world_size}")  # fmt: skip
+        raise ValueError(
+            f"islands is 0, one on each machine, but the numbers of processes differ: {counts}. Start "
+            "equally many on each machine, or set --islands= to a number that divides "
+            f"{ranks.world_size}"
+        )
     return max(1, ranks.world_size // ranks.local_sizes[0])
 
 
@@ -114,23 +126,26 @@ def check_gpus(machines: Sequence[tuple[str, str]], gpus: Sequence[list[str]]) -
             continue
         count = sum(key[:2] == (host, unique) for key in ranks_of)
         processes = f"{count} processes" if count > 1 else "one process"
-        raise ValueError(f"{', '.join(names[r] for r in ranks)} use the same GPU, {gpu} ({uuid}): start at most "
-                         f"{processes} on {host}, or let the processes see different GPUs (CUDA_VISIBLE_DEVICES, "
-                         "srun --gpus-per-task=1), or set --device=cpu")  # fmt: skip
+        raise ValueError(
+            f"{', '.join(names[r] for r in ranks)} use the same GPU, {gpu} ({uuid}): start at most "
+            f"{processes} on {host}, or let the processes see different GPUs (CUDA_VISIBLE_DEVICES, "
+            "srun --gpus-per-task=1), or set --device=cpu"
+        )
 
 
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     """
-    Set up this process's device and connect to the other ranks' store, if a launcher started several. Waits for all
+    Set up this process's device and connect to the other ranks' store, if a launcher started several. Waits
+    for all
     ranks and numbers them by machine. The caller calls init_process_group next.
 
-    Raises:
-        ValueError: the device or the backend is not available here, or other ranks are missing after timeout_s.
+    Raises: ValueError: the device or the backend is not available here, or other ranks are missing after
+        timeout_s.
     """
     rank, world_size, local_rank, local_world_size = rank_variables()
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # exit when torchrun's agent is killed: a worker would otherwise keep writing where the workers of the next
-        # attempt write. On other systems folder.enter_folder makes its checkpoints not count.
+        # exit when torchrun's agent is killed: a worker would otherwise keep writing where the workers of the
+        # next attempt write. On other systems folder.enter_folder makes its checkpoints not count.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     chosen = pick_device(device, local_rank, world_size)
     group_backend = pick_backend(backend, chosen, world_size)
@@ -144,11 +159,15 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     limit_s = timeout_s + network.ANSWER_S
 
     def exchange(key: str, value: object) -> list:
-        return network.answer_of(partial(network.gather_through_store, store, rank, world_size, key, value), limit_s)
+        return network.answer_of(
+            partial(network.gather_through_store, store, rank, world_size, key, value), limit_s
+        )
 
     try:
         with saying_that_it_waits(rank, world_size):
-            store = connect_store(timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+            store = connect_store(
+                timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            )
             start = network.answer_of(partial(network.meet, store, rank, world_size, timeout_s), limit_s)
         store = dist.PrefixStore(start, store)
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -163,13 +182,17 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         addresses = exchange("address", network.address_of(os.environ["MASTER_ADDR"]))
         interface, problem = "", ""
         try:
-            interface = network.choose_interface(len({(name, unique) for name, unique, _ in machines}) > 1, addresses)
+            interface = network.choose_interface(
+                len({(name, unique) for name, unique, _ in machines}) > 1, addresses
+            )
         except ValueError as e:
             problem = str(e)
         if problems := [p for p in exchange("problem", problem) if p]:
             raise ValueError(problems[0])
     except dist.DistError as e:
-        raise ValueError(f"cannot reach the other ranks at {store_address()}: {str(e).splitlines()[0]}") from e
+        raise ValueError(
+            f"cannot reach the other ranks at {store_address()}: {str(e).splitlines()[0]}"
+        ) from e
     except TimeoutError as e:
         raise ValueError(no_answer(limit_s)) from e
     if chosen.type != "mps":  # GPUs too: with cpu_offload the optimizer runs on the CPU
@@ -201,9 +224,13 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
 
 def no_answer(limit_s: float) -> str:
     """What to print if requests to the store do not return."""
-    return (f"no answer from {store_address()} within {limit_s:g} s, although something listens there: rank 0 or its "
-            "agent is suspended, its machine was cut off, or the port is that of a different program. Check rank 0's "
-            f"machine, or choose a different port{network.LEFT_OVER}")  # fmt: skip
+    return (
+        f"no answer from {store_address()} within {limit_s:g} s, although something listens there: rank 0 "
+        "or its "
+        "agent is suspended, its machine was cut off, or the port is that of a different program. Check "
+        "rank 0's "
+        f"machine, or choose a different port{network.LEFT_OVER}"
+    )
 
 
 def store_address() -> str:
@@ -213,17 +240,21 @@ def store_address() -> str:
 
 def check_debug_level() -> None:
     """
-    Raise ValueError if DistributedDataParallel cannot be used: torch 2.13 ends with a segmentation fault in its
+    Raise ValueError if DistributedDataParallel cannot be used: torch 2.13 ends with a segmentation fault in
+    its
     constructor, since with DETAIL it wraps process groups. The other layouts work.
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        raise ValueError("TORCH_DISTRIBUTED_DEBUG is DETAIL, with which PyTorch crashes in DistributedDataParallel: "
-                         "type export TORCH_DISTRIBUTED_DEBUG=INFO, or set --zero=2")  # fmt: skip
+        raise ValueError(
+            "TORCH_DISTRIBUTED_DEBUG is DETAIL, with which PyTorch crashes in DistributedDataParallel: "
+            "type export TORCH_DISTRIBUTED_DEBUG=INFO, or set --zero=2"
+        )
 
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
     """
-    Wait until a process listens at this address. TCPStore waits too, but prints a page of C++ frames at each attempt.
+    Wait until a process listens at this address. TCPStore waits too, but prints a page of C++ frames at each
+    attempt.
 
     Raises:
         ValueError: there is none within timeout_s.
@@ -245,8 +276,10 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
 @contextmanager
 def saying_that_it_waits(rank: int, world_size: int) -> Iterator[None]:
     """Rank 0 prints a note if the block takes long: the other ranks may not exist."""
-    text = (f"note: rank 0 of {world_size} waits for the other ranks at {store_address()}, as the environment "
-            f"says{network.LEFT_OVER}")  # fmt: skip
+    text = (
+        f"note: rank 0 of {world_size} waits for the other ranks at {store_address()}, as the environment "
+        f"says{network.LEFT_OVER}"
+    )
     timer = threading.Timer(WAITING_S, print, [text], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     if rank == 0:
@@ -258,7 +291,9 @@ def saying_that_it_waits(rank: int, world_size: int) -> Iterator[None]:
 
 
 def leave_process_group() -> None:
-    """Destroy the process group, if there is one. The caller has deleted its references to a wrapped model."""
+    """
+    Destroy the process group, if there is one. The caller has deleted its references to a wrapped model.
+    """
     gc.collect()  # objects of the model that reference the group can make its destruction hang
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -12,7 +12,9 @@ from isogpt.launch.together import exit_together, gather_objects
 
 
 def check_start(ranks: Ranks, config: dict) -> None:
-    """Exit with a message if the ranks were started differently or an all-reduce gives a wrong sum (all ranks)."""
+    """
+    Exit with a message if the ranks were started differently or an all-reduce gives a wrong sum (all ranks).
+    """
     facts, n = gather_objects(start_facts(config)), ranks.world_size
     with exit_together():
         check_alike(facts)
@@ -26,7 +28,10 @@ def check_start(ranks: Ranks, config: dict) -> None:
 
 
 def start_facts(config: dict) -> dict:
-    """What should be the same on all ranks besides the data: settings, code, torch; and this machine's host name."""
+    """
+    What should be the same on all ranks besides the data: settings, code, torch; and this machine's host
+    name.
+    """
     repository = Path(__file__).resolve().parent.parent
     sources = sorted([*repository.glob("*.py"), *repository.glob("isogpt/**/*.py")])
     code = zlib.crc32(b"".join(path.read_bytes() for path in sources))
@@ -34,13 +39,16 @@ def start_facts(config: dict) -> dict:
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
     if (weights / "config.json").exists():  # a model of transformers; checkpoints of a run: search.check_same
         sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
-        facts |= {"the weights' digest": zlib.crc32(f"{sizes}{(weights / 'config.json').read_text()}".encode())}
+        facts |= {
+            "the weights' digest": zlib.crc32(f"{sizes}{(weights / 'config.json').read_text()}".encode())
+        }
     return facts | {"has_weights": weights.is_dir()}
 
 
 def check_alike(facts: list[dict]) -> None:
     """
-    Compare the start_facts of all ranks: with different ones they would train weights that drift apart. Paths may
+    Compare the start_facts of all ranks: with different ones they would train weights that drift apart. Paths
+    may
     differ between machines, that of a folder in init_from too, and a run name for wandb may contain the time.
 
     Raises:
@@ -52,5 +60,7 @@ def check_alike(facts: list[dict]) -> None:
     compared = [k for k in facts[0] if k not in may_differ and not k.startswith("wandb")]
     if differ := [k for k in compared if any(f.get(k) != facts[0][k] for f in facts)]:
         names = rank_names([f["host"] for f in facts])
-        values = [f"{k} is " + ", ".join(f"{f.get(k)!r} on {names[r]}" for r, f in enumerate(facts)) for k in differ]
+        values = [
+            f"{k} is " + ", ".join(f"{f.get(k)!r} on {names[r]}" for r, f in enumerate(facts)) for k in differ
+        ]
         raise ValueError(f"the ranks were started with different settings: {'; '.join(values)}")

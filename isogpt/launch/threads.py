@@ -1,9 +1,10 @@
 """
 Imported before torch: how OpenMP's threads wait.
 
-libgomp's threads spin while they wait for work. On cores that other processes keep busy that slows everyone down: two
-CPU runs at once took 125 ms a step instead of 19, and 30 with the passive policy. An idle machine gains nothing from
-it (25 instead of 19), so it is set only if others are busy. libgomp reads the variable when torch is imported.
+libgomp's threads spin while they wait for work. On cores that other processes keep busy that slows everyone
+down: two CPU runs at once took 125 ms a step instead of 19, and 30 with the passive policy. An idle machine
+gains nothing from it (25 instead of 19), so it is set only if others are busy. libgomp reads the variable
+when torch is imported.
 """
 
 import os
@@ -12,7 +13,10 @@ from contextlib import suppress
 
 
 def busy_cores(seconds: float = 0.03) -> float:
-    """How many cores other processes keep busy (Linux; 0 elsewhere): the fewest runnable threads seen, less our own."""
+    """
+    How many cores other processes keep busy (Linux; 0 elsewhere): the fewest runnable threads seen, less our
+    own.
+    """
     with suppress(OSError, ValueError, IndexError):
         end, fewest = time.monotonic() + seconds, float("inf")
         while fewest > 0 and time.monotonic() < end:
@@ -24,7 +28,10 @@ def busy_cores(seconds: float = 0.03) -> float:
 
 
 def use_passive_waiting() -> str:
-    """Set OMP_WAIT_POLICY=passive if other processes keep half of the machine's cores busy; returns what was done."""
+    """
+    Set OMP_WAIT_POLICY=passive if other processes keep half of the machine's cores busy; returns what was
+    done.
+    """
     if "OMP_WAIT_POLICY" in os.environ or busy_cores() < (os.cpu_count() or 1) / 2:
         return ""
     os.environ["OMP_WAIT_POLICY"] = "passive"

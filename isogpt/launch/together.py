@@ -47,7 +47,8 @@ def broadcast(value: object) -> object:
 
 def wait_together(future: Future | None) -> None:
     """
-    Wait until every rank's future is done; None counts as done (all ranks). The ranks meet once a second, so that a
+    Wait until every rank's future is done; None counts as done (all ranks). The ranks meet once a second, so
+    that a
     disk slower than the collectives' timeout ends no run. Rank 0 says from time to time whose disk it is.
     """
     began, note_s, waiting = time.monotonic(), NOTE_S, [None]
@@ -59,9 +60,13 @@ def wait_together(future: Future | None) -> None:
         waited_s = time.monotonic() - began
         if waiting and waited_s >= note_s and is_main():
             note_s *= 2
-            print(f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} has read or "
-                  "written its files: if this does not end, check its disk or file system",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} has read "
+                "or "
+                "written its files: if this does not end, check its disk or file system",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def number_dtype(device: torch.device) -> torch.dtype:
@@ -79,11 +84,17 @@ class Gathered(Generic[Numbers]):
     arrived: torch.cuda.Event | None  # None: it is there
 
     def on(self, device: torch.device) -> Numbers:
-        """The same NamedTuple with tensors (world_size,) for computations on a device, which need not wait for them."""
+        """
+        The same NamedTuple with tensors (world_size,) for computations on a device, which need not wait for
+        them.
+        """
         return self.kind(*self.columns) if device == self.columns.device else self.read()
 
     def read(self) -> Numbers:
-        """The same NamedTuple with float64 CPU tensors (world_size,). The first call waits for what precedes them."""
+        """
+        The same NamedTuple with float64 CPU tensors (world_size,). The first call waits for what precedes
+        them.
+        """
         if self.arrived:
             self.arrived.synchronize()
             self.arrived = None
@@ -92,10 +103,14 @@ class Gathered(Generic[Numbers]):
 
 def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
     """Gather a NamedTuple of scalars from every rank (all ranks): the one small collective of a step."""
-    # numbers of the CPU go to the device in one copy from pinned memory: each other copy would wait for the device
+    # numbers of the CPU go to the device in one copy from pinned memory: each other copy would wait for the
+    # device
     is_there = [torch.is_tensor(v) and v.device.type == device.type for v in numbers]
-    mine = torch.tensor([0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)],
-                        dtype=number_dtype(device), pin_memory=device.type == "cuda")  # fmt: skip
+    mine = torch.tensor(
+        [0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)],
+        dtype=number_dtype(device),
+        pin_memory=device.type == "cuda",
+    )
     mine = mine.to(device, non_blocking=device.type == "cuda")  # (fields,); MPS cannot pin memory
     for i, v in enumerate(numbers):
         if is_there[i]:
@@ -130,25 +145,35 @@ def restarts_left() -> int:
 
 
 def about_restarts() -> str:
-    """A line to print after an error message under torchrun, which repeats a user's mistake at each restart; or ''."""
+    """
+    A line to print after an error message under torchrun, which repeats a user's mistake at each restart; or
+    ''.
+    """
     left = restarts_left()
     if not left:
         return ""
-    return (f"torchrun restarts the command, up to {left} more times: if this message comes back, stop torchrun with "
-            "Ctrl-C and correct the command. With --nnodes=MIN:MAX, the settings must also fit MIN x nproc_per_node "
-            "processes")  # fmt: skip
+    return (
+        f"torchrun restarts the command, up to {left} more times: if this message comes back, stop torchrun "
+        "with "
+        "Ctrl-C and correct the command. With --nnodes=MIN:MAX, the settings must also fit MIN x "
+        "nproc_per_node "
+        "processes"
+    )
 
 
 @contextmanager
 def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[None]:
     """
-    Run a block that can fail on any rank (all ranks; no collectives inside). If it raised ValueError or OSError on any
-    of them, rank 0 prints each distinct message once and all ranks exit with status 1. Any other exception, such as a
-    bug or running out of memory, is raised again on the first rank that has it. Rank 0 names this rank, and the other
+    Run a block that can fail on any rank (all ranks; no collectives inside). If it raised ValueError or
+    OSError on any
+    of them, rank 0 prints each distinct message once and all ranks exit with status 1. Any other exception,
+    such as a
+    bug or running out of memory, is raised again on the first rank that has it. Rank 0 names this rank, and
+    the other
     ranks exit.
 
-    Args:
-        on_error: called with the messages before the exit, for instance to log them. The crash hook of a rank that
+    Args: on_error: called with the messages before the exit, for instance to log them. The crash hook of a
+        rank that
             raises again logs by itself.
     """
     problem = unexpected = None
@@ -160,7 +185,8 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
         problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}".removesuffix(": ")
         unexpected = e
     gathered = []
-    with suppress(RuntimeError) if unexpected else nullcontext():  # after Ctrl-C, the other ranks may have left already
+    # after Ctrl-C, the other ranks may have left already
+    with suppress(RuntimeError) if unexpected else nullcontext():
         gathered = gather_objects((problem, unexpected is not None))
     problems = [p for p, _ in gathered]
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -182,8 +208,8 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     if not dist.is_initialized():
         sys.exit(1)
     with suppress(RuntimeError):  # other ranks may have left already
-        # a rank that leaves early makes the launcher kill those that have not printed yet. A number on the CPU, since
-        # a barrier would use the GPU, which may be what has failed
+        # a rank that leaves early makes the launcher kill those that have not printed yet. A number on the
+        # CPU, since a barrier would use the GPU, which may be what has failed
         dist.all_reduce(torch.zeros(1), async_op=True).wait(LEAVE_TIMEOUT)
     # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
     sys.stdout.flush()
@@ -192,8 +218,10 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
 
 def do_together(work: Callable[[], Result], on_error: Callable[[str], object] | None = None) -> Result:
     """
-    What `work` returns on this rank (all ranks; no collectives inside). It may take longer than the collectives'
-    timeout, on some ranks only, such as reading files: it runs in a thread, and the ranks meet meanwhile. Exits like
+    What `work` returns on this rank (all ranks; no collectives inside). It may take longer than the
+    collectives'
+    timeout, on some ranks only, such as reading files: it runs in a thread, and the ranks meet meanwhile.
+    Exits like
     exit_together.
     """
     thread = {}

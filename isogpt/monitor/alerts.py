@@ -9,12 +9,17 @@ from isogpt.launch.launchers import environment_without_launcher
 
 
 def alert(command: str, record: dict, wait_s: float = 0) -> None:
-    """Run the user's command with a line of JSON on its standard input (rank 0). Its failure does not stop the run."""
+    """
+    Run the user's command with a line of JSON on its standard input (rank 0). Its failure does not stop the
+    run.
+    """
     if not command:
         return
     stderr, env = None if wait_s else subprocess.DEVNULL, environment_without_launcher()
     try:
-        process = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stderr=stderr, text=True, env=env)
+        process = subprocess.Popen(
+            command, shell=True, stdin=subprocess.PIPE, stderr=stderr, text=True, env=env
+        )
     except OSError as e:
         print(f"warning: alert_command: {e}", file=sys.stderr, flush=True)
         return

@@ -22,7 +22,9 @@ class LossSpikes:
 
 @dataclass
 class Overflows:
-    """Detects float16 steps that are skipped in succession: the gradient overflows whatever the loss scale is."""
+    """
+    Detects float16 steps that are skipped in succession: the gradient overflows whatever the loss scale is.
+    """
 
     patience: int = 8  # the first steps of a run often overflow; by then the scale has fallen to 1/256
     count: int = 0

@@ -22,10 +22,18 @@ class SplitSums(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, reader: Reader, sequences: int, autocast: AbstractContextManager, stop: Stop,
-             clock: Clock, checkpoint_s: float) -> tuple[float, float] | None:  # fmt: skip
+def evaluate(
+    model: nn.Module,
+    reader: Reader,
+    sequences: int,
+    autocast: AbstractContextManager,
+    stop: Stop,
+    clock: Clock,
+    checkpoint_s: float,
+) -> tuple[float, float] | None:
     """
-    Mean losses over the fixed sequences of the training and the validation data (all ranks); None if a stop was
+    Mean losses over the fixed sequences of the training and the validation data (all ranks); None if a stop
+    was
     requested. The host waits for a GPU once, at the end.
 
     Args:
@@ -45,7 +53,8 @@ def evaluate(model: nn.Module, reader: Reader, sequences: int, autocast: Abstrac
                     sums[split] += model(x, y, 1.0)[1].to(number_dtype(device))  # the sum over the targets
                 if stop.in_evaluation(i, device, checkpoint_s):
                     break
-        except DataError as e:  # raised after the last micro-batch: this rank has computed as many as the others
+        # raised after the last micro-batch: this rank has computed as many as the others
+        except DataError as e:
             problems.append(str(e))
         if stop.agreed:
             break
@@ -53,7 +62,9 @@ def evaluate(model: nn.Module, reader: Reader, sequences: int, autocast: Abstrac
     reshard(model)
     raise_together("; ".join(problems))
     copies = reader.mesh.data_size * reader.mesh.cp  # ranks with different tokens
-    totals = [over_ranks.mean().item() * copies for over_ranks in gather_numbers(SplitSums(**sums), device).read()]
+    totals = [
+        over_ranks.mean().item() * copies for over_ranks in gather_numbers(SplitSums(**sums), device).read()
+    ]
     train_loss, val_loss = (total / (sequences * reader.block_size) for total in totals)
     return None if stop.agreed else (train_loss, val_loss)
 
@@ -61,7 +72,9 @@ def evaluate(model: nn.Module, reader: Reader, sequences: int, autocast: Abstrac
 def raise_together(problem: str) -> None:
     """Raise DataError on all ranks if any of them found a problem; '' is none (all ranks)."""
     found = gather_objects(problem)
-    ranks = {text: ", ".join(str(r) for r, other in enumerate(found) if other == text) for text in found if text}
+    ranks = {
+        text: ", ".join(str(r) for r, other in enumerate(found) if other == text) for text in found if text
+    }
     if len(found) == 1 and problem:
         raise DataError(problem)
     if ranks:

@@ -1,4 +1,7 @@
-"""Logging: the console, metrics.jsonl, wandb, TensorBoard, the user's alert command, and the plot of the loss curve."""
+"""
+Logging: the console, metrics.jsonl, wandb, TensorBoard, the user's alert command, and the plot of the loss
+curve.
+"""
 
 import json
 import math
@@ -46,7 +49,8 @@ class Logger:
     """
     Everything that a run reports. On ranks other than 0 its methods only count the traffic and the steps.
 
-    metrics.jsonl gets a line for each logged step, evaluation and event. wandb and TensorBoard get the steps and the
+    metrics.jsonl gets a line for each logged step, evaluation and event. wandb and TensorBoard get the steps
+    and the
     evaluations, the alert command the events.
     """
 
@@ -65,7 +69,8 @@ class Logger:
     tensorboard: Any = None
     owner: str = ""  # of the run's folder, like Saver's: known before the file is opened
     is_full: bool = False  # whether a line of metrics.jsonl could not be written
-    interrupted_at: float | None = None  # when the run before a resume wrote its last line, in seconds since the epoch
+    # when the run before a resume wrote its last line, in seconds since the epoch
+    interrupted_at: float | None = None
     began: float = 0.0
     steps_taken: int = 0  # since then; after a rollback more than the difference of the steps' numbers
     spikes: LossSpikes = field(default_factory=LossSpikes)
@@ -76,10 +81,17 @@ class Logger:
     def print(self, text: str) -> None:
         """Print a line. A closed pipe, such as `| head`, costs lines, not the run."""
         if self.ranks.is_main and not console.print_line(text):
-            print("warning: stdout was closed; training continues, see metrics.jsonl", file=sys.stderr, flush=True)
+            print(
+                "warning: stdout was closed; training continues, see metrics.jsonl",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def open(self) -> None:
-        """Open metrics.jsonl and TensorBoard's event files (rank 0), and note when the resumed run was interrupted."""
+        """
+        Open metrics.jsonl and TensorBoard's event files (rank 0), and note when the resumed run was
+        interrupted.
+        """
         records = self.cut_back()
         with suppress(LookupError, TypeError, ValueError):  # no records, or someone else's
             if self.progress.step:
@@ -87,8 +99,10 @@ class Logger:
 
     def cut_back(self) -> list[dict]:
         """
-        Open the logs at progress.step (rank 0): without lines of this step and later ones, which are going to be
-        repeated, and without torn lines. Events stay. So does the evaluation of this step's state if it is not going to
+        Open the logs at progress.step (rank 0): without lines of this step and later ones, which are going to
+        be
+        repeated, and without torn lines. Events stay. So does the evaluation of this step's state if it is
+        not going to
         be repeated, because it was made at the end of a run. Returns the records that were in metrics.jsonl.
         """
         if not self.ranks.is_main:
@@ -108,7 +122,9 @@ class Logger:
         if self.summary_writer:
             if self.tensorboard:
                 self.tensorboard.close()
-            self.tensorboard = self.summary_writer(Path(self.out_dir, "tensorboard"), purge_step=self.progress.step)
+            self.tensorboard = self.summary_writer(
+                Path(self.out_dir, "tensorboard"), purge_step=self.progress.step
+            )
             for r in evaluation:  # purged too
                 for name in ("train", "val"):
                     self.tensorboard.add_scalar(f"{name}/loss", r[f"{name}_loss"], step)
@@ -116,7 +132,8 @@ class Logger:
 
     def start_services(self, config: dict) -> None:
         """
-        Start a wandb run, or continue the one in progress.wandb_id, and check that TensorBoard is installed (rank 0),
+        Start a wandb run, or continue the one in progress.wandb_id, and check that TensorBoard is installed
+        (rank 0),
         before anything on disk is changed.
 
         Raises:
@@ -138,7 +155,9 @@ class Logger:
             self.wandb = wandb.init(project=project, name=name, id=run_id, resume=resume, config=config)
         except Exception as e:  # wandb's errors have no common base class but Exception
             reason = " ".join(str(e).split())
-            raise ValueError(f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False") from e
+            raise ValueError(
+                f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False"
+            ) from e
         self.progress.wandb_id = self.wandb.id
 
     def describe_speed(self, flops_per_token: float, peak_flops: float | None, peak_source: str) -> None:
@@ -147,9 +166,18 @@ class Logger:
         self.peak_flops, self.peak_source = peak_flops, peak_source
 
     def banner(
-        self, config: dict, data: Dataset, model_args: dict, parameter_count: int, source: OpenCheckpoint | None, dtype: str,
-        zero: int, compile_note: str, reader: Reader, schedule: Schedule,
-    ) -> None:  # fmt: skip
+        self,
+        config: dict,
+        data: Dataset,
+        model_args: dict,
+        parameter_count: int,
+        source: OpenCheckpoint | None,
+        dtype: str,
+        zero: int,
+        compile_note: str,
+        reader: Reader,
+        schedule: Schedule,
+    ) -> None:
         """Print what the run is about to do."""
         r, tokens, share, mesh = self.ranks, self.progress.tokens_per_step, reader.share, reader.mesh
         length, vocab_size = model_args["block_size"], model_args["vocab_size"]
@@ -157,38 +185,57 @@ class Logger:
         sharding = f", zero {zero}" if zero else ""
         padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
         rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else share.rows_of[:1]))
-        peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})" if self.peak_flops else "unknown, no mfu"
-        self.print(f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {vocab_size}")
+        peak = (
+            f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})"
+            if self.peak_flops
+            else "unknown, no mfu"
+        )
+        self.print(
+            f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {vocab_size}"
+        )
         unused = GPTConfig(**model_args).unused_count
         active = f", {(parameter_count - unused) / 1e6:.2f}M for each token" if unused else ""
         self.print(f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}")
-        self.print(f"ranks:   {r.topology()} on {r.device.type}, {r.network}, {dtype}{sharding}; {compile_note}")
+        self.print(
+            f"ranks:   {r.topology()} on {r.device.type}, {r.network}, {dtype}{sharding}; {compile_note}"
+        )
         if mesh.splits_model or mesh.cp > 1:
             named = {"pp": mesh.pp, "dp": mesh.data_size, "cp": mesh.cp, "tp": mesh.tp}
             degrees = " x ".join(f"{name} {n}" for name, n in named.items() if n > 1)
             experts = f", in dp: ep {mesh.ep}" if mesh.ep > 1 else ""
             self.print(f"mesh:    {r.world_size} processes = {degrees}{experts}")
         if mesh.islands > 1:
-            self.print(f"islands: {mesh.islands} of {r.world_size // mesh.islands} processes each, which average their "
-                       f"weights every {config['local_steps']} steps")  # fmt: skip
+            self.print(
+                f"islands: {mesh.islands} of {r.world_size // mesh.islands} processes each, which average "
+                "their "
+                f"weights every {config['local_steps']} steps"
+            )
         if config["islands"] == 0 and mesh.islands == 1:
             self.print("islands: none, since all processes are on one machine")
         if (kind := config["grad_compression"]) != "none":
             use = f"sent as {kind}" if mesh.replicas(zero) > 1 else "not sent, there is only one replica"
             self.print(f"network: gradients are {use}")
-        self.print(f"step:    {share.sequences} sequences x {length} = {tokens:,} tokens, on each rank "
-                   f"{share.micro_steps} micro-steps x {rows} rows{padding}")  # fmt: skip
+        self.print(
+            f"step:    {share.sequences} sequences x {length} = {tokens:,} tokens, on each rank "
+            f"{share.micro_steps} micro-steps x {rows} rows{padding}"
+        )
         if config["shares"] == "auto":
-            self.print(f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.weights)}")
+            self.print(
+                f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.weights)}"
+            )
         if config["lr_scaling"] != "none":
             warmup = f"warm-up of {schedule.warmup_iters} steps" if config["decay_lr"] else "no warm-up"
-            self.print(f"rate:    {schedule.learning_rate:.4g} = learning_rate {config['learning_rate']:.4g} x "
-                       f"{schedule.factor:.4g} ({config['lr_scaling']} in {share.sequences} sequences per step, "
-                       f"base_batch {config['base_batch']}), {warmup}")  # fmt: skip
+            self.print(
+                f"rate:    {schedule.learning_rate:.4g} = learning_rate {config['learning_rate']:.4g} x "
+                f"{schedule.factor:.4g} ({config['lr_scaling']} in {share.sequences} sequences per step, "
+                f"base_batch {config['base_batch']}), {warmup}"
+            )
         self.print(f"peak:    {peak}")
         if reader.micro_batch < config["batch_size"]:
-            self.print(f"memory:  micro-batches of {reader.micro_batch} instead of {config['batch_size']}, "
-                       "since a previous attempt ran out of memory")  # fmt: skip
+            self.print(
+                f"memory:  micro-batches of {reader.micro_batch} instead of {config['batch_size']}, "
+                "since a previous attempt ran out of memory"
+            )
         if threads.NOTE:
             self.print(f"threads: {threads.NOTE}")
 
@@ -198,7 +245,9 @@ class Logger:
             self.print(f"note:    {note}")
 
     def start(self, eval_only: bool) -> None:
-        """The first step is about to begin: the remaining time is estimated, and traffic counted, from here."""
+        """
+        The first step is about to begin: the remaining time is estimated, and traffic counted, from here.
+        """
         self.began, step = time.perf_counter(), self.progress.step
         if step > self.max_iters and not eval_only:
             hint = f"to continue, set --max_iters={2 * step} or so"
@@ -233,7 +282,8 @@ class Logger:
 
     def reopen(self) -> bool:
         """
-        Open metrics.jsonl again after it was deleted or replaced (rank 0). Returns whether it is still this run's: a
+        Open metrics.jsonl again after it was deleted or replaced (rank 0). Returns whether it is still this
+        run's: a
         run that resumes in the same folder has replaced it, and two runs must not write to one file.
         """
         name = self.file.name
@@ -242,7 +292,9 @@ class Logger:
         try:
             check_owner(Path(self.out_dir), self.owner)
         except ValueError:
-            self.print(f"warning: another run was started in {self.out_dir}: this one no longer writes to {name}")
+            self.print(
+                f"warning: another run was started in {self.out_dir}: this one no longer writes to {name}"
+            )
             return False
         self.print(f"warning: {name} was deleted: it is written anew from here on")
         self.file = open(name, "ab", buffering=0)
@@ -272,7 +324,10 @@ class Logger:
             self.plot()
 
     def step(self, numbers: StepNumbers, lr: float, log_interval: int, routing: Tensor | None) -> None:
-        """Report a step, and a loss spike or a slow rank if there is one. `routing`: see parallelize.take_routing."""
+        """
+        Report a step, and a loss spike or a slow rank if there is one. `routing`: see
+        parallelize.take_routing.
+        """
         self.steps_taken += 1
         if not self.ranks.is_main:
             return
@@ -283,9 +338,11 @@ class Logger:
             self.print(report)
         if self.overflows.seen(bool(numbers.is_finite)):
             scale = numbers.loss_scale.max().item()
-            self.print(f"warning: {self.overflows.count} steps in succession were skipped: their gradients overflow in "
-                       f"float16, although the loss scale is down to {scale:g}. If this goes on, set --dtype=float32"
-                       )  # fmt: skip
+            self.print(
+                f"warning: {self.overflows.count} steps in succession were skipped: their gradients "
+                "overflow in "
+                f"float16, although the loss scale is down to {scale:g}. If this goes on, set --dtype=float32"
+            )
             self.event("overflows", loss_scale=scale)
         if self.progress.step % log_interval:
             return
@@ -300,7 +357,11 @@ class Logger:
         self.send(record | {"mfu": mfu})
         if self.spikes.seen(record["loss"]):
             self.event("spike", loss=record["loss"])
-        columns = {"forward ms": numbers.forward_ms, "data wait ms": numbers.data_ms, "memory GB": numbers.memory_gb}
+        columns = {
+            "forward ms": numbers.forward_ms,
+            "data wait ms": numbers.data_ms,
+            "memory GB": numbers.memory_gb,
+        }
         for slow in self.slow_ranks.seen({name: values.tolist() for name, values in columns.items()}):
             self.print(f"warning: a slow rank: {slow}")
             self.event("slow_rank", what=slow)
@@ -308,15 +369,26 @@ class Logger:
     def saved(self, saver: Saver | None) -> None:
         """Report the checkpoint that a Saver has just completed, or its failure; None: nothing happened."""
         if saver and saver.problem:
-            self.print(f"warning: {self.out_dir}: a checkpoint failed ({saver.problem}); older checkpoints are kept")
+            self.print(
+                f"warning: {self.out_dir}: a checkpoint failed ({saver.problem}); older checkpoints are kept"
+            )
             self.event("save_failed", reason=saver.problem)
         elif saver:
             self.print(f"saved {saver.folder}")
-            self.write({"event": "save", "iter": saver.step, "folder": saver.folder.name, "seconds": saver.seconds,
-                        "stall": saver.stall})  # fmt: skip
+            self.write(
+                {
+                    "event": "save",
+                    "iter": saver.step,
+                    "folder": saver.folder.name,
+                    "seconds": saver.seconds,
+                    "stall": saver.stall,
+                }
+            )
 
     def plot(self) -> str:
-        """Plot the loss curve; returns a sentence about it. No error while drawing is a reason to stop a run."""
+        """
+        Plot the loss curve; returns a sentence about it. No error while drawing is a reason to stop a run.
+        """
         try:
             return f"the loss curve: {plot_loss(Path(self.out_dir))}" if self.ranks.is_main else ""
         except ImportError:
@@ -338,7 +410,11 @@ class Logger:
         """Record the end of the run, or the reason why it stopped before, and close the files."""
         if stop:
             has_checkpoint = is_run(str(self.out_dir))
-            hint = "resume with --init_from=resume or auto" if has_checkpoint else "there is no checkpoint to resume"
+            hint = (
+                "resume with --init_from=resume or auto"
+                if has_checkpoint
+                else "there is no checkpoint to resume"
+            )
             self.print(f"stopped on request before step {self.progress.step}: {hint}")
             self.event("preempted", spans_ms=spans_ms, signal=stop.agreed)
         else:

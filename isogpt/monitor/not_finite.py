@@ -40,7 +40,8 @@ class NanPolicy:
 
     def accepts(self, numbers: StepNumbers) -> bool:
         """
-        Whether the step needs no report (the same on all ranks): it is finite, or it is a float16 step whose gradient
+        Whether the step needs no report (the same on all ranks): it is finite, or it is a float16 step whose
+        gradient
         overflowed because of the loss scale, which is then halved. A scale of 1 cannot be the cause.
         """
         accepted = bool(numbers.is_finite or (numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1))
@@ -48,8 +49,15 @@ class NanPolicy:
             self.consecutive.clear()
         return accepted
 
-    def handle(self, numbers: StepNumbers, progress: Progress, model: nn.Module, reader: Reader, saver: Saver,
-               logger: Logger) -> FoundCheckpoint | None:  # fmt: skip
+    def handle(
+        self,
+        numbers: StepNumbers,
+        progress: Progress,
+        model: nn.Module,
+        reader: Reader,
+        saver: Saver,
+        logger: Logger,
+    ) -> FoundCheckpoint | None:
         """
         Report a step that is not finite and move past it (all ranks).
 
@@ -72,7 +80,8 @@ class NanPolicy:
 
     def find_rollback(self, text: str, saver: Saver, logger: Logger) -> FoundCheckpoint:
         """
-        The checkpoint to roll back to (all ranks; rank 0 looks). Damaged ones are reported. Exits with a message that
+        The checkpoint to roll back to (all ranks; rank 0 looks). Damaged ones are reported. Exits with a
+        message that
         begins with `text` if there is none.
         """
         found, reports = do_together(partial(look_for_rollback, saver), logger.failed)
@@ -90,7 +99,9 @@ class NanPolicy:
         self.rollbacks += 1
         progress.skipped.update(excluded)
         logger.event("rollback", to=step, left_out=sorted(progress.skipped), rollback=self.rollbacks)
-        logger.print(f"warning: {len(excluded)} steps not finite: rolled back to step {step}, excluding {excluded}")
+        logger.print(
+            f"warning: {len(excluded)} steps not finite: rolled back to step {step}, excluding {excluded}"
+        )
         logger.cut_back()
 
     def advice(self, can_resume: bool) -> str:
@@ -105,7 +116,9 @@ def look_for_rollback(saver: Saver) -> tuple[FoundCheckpoint | None, list[str]]:
     return folder.find_rollback(saver.out_dir, saver.owner) if is_main() else (None, [])
 
 
-def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reader: Reader) -> tuple[str, dict]:
+def describe_not_finite(
+    step: int, numbers: StepNumbers, model: nn.Module, reader: Reader
+) -> tuple[str, dict]:
     """
     Which ranks had a loss that is not finite, what they read and the largest gradients (all ranks).
 
@@ -119,12 +132,23 @@ def describe_not_finite(step: int, numbers: StepNumbers, model: nn.Module, reade
         share = reader.share_of_rank(r)
         picked = [share.pick(starts, m) for m in range(share.micro_steps)]
         rows_read[r] = np.concatenate(picked)[:64].tolist()
-    ranked = sorted(gradient_norms(model).items(), reverse=True,
-                    key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)  # fmt: skip
-    facts = {"loss": numbers.loss.tolist(), "grad_norm": numbers.grad_norm.item(), "ranks": guilty,
-             "windows": rows_read, "largest_gradients": dict(ranked[:5])}  # fmt: skip
+    ranked = sorted(
+        gradient_norms(model).items(),
+        reverse=True,
+        key=lambda item: item[1] if math.isfinite(item[1]) else math.inf,
+    )
+    facts = {
+        "loss": numbers.loss.tolist(),
+        "grad_norm": numbers.grad_norm.item(),
+        "ranks": guilty,
+        "windows": rows_read,
+        "largest_gradients": dict(ranked[:5]),
+    }
     gradients = ", ".join(f"{name} {norm:.3g}" for name, norm in ranked[:5])
     rows = "; ".join(f"{first[:8]} (rank {r})" for r, first in list(rows_read.items())[:4])
-    text = (f"step {step}: not finite on rank {', '.join(map(str, guilty))}: loss by rank {facts['loss']}, gradient "
-            f"norm {facts['grad_norm']:.3g}; largest gradients {gradients}; rows start at token {rows}")  # fmt: skip
+    text = (
+        f"step {step}: not finite on rank {', '.join(map(str, guilty))}: loss by rank {facts['loss']}, "
+        "gradient "
+        f"norm {facts['grad_norm']:.3g}; largest gradients {gradients}; rows start at token {rows}"
+    )
     return text, facts

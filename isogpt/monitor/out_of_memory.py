@@ -15,19 +15,26 @@ from isogpt.speed.memory import OUT_OF_MEMORY, memory_report
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device or the CPU ran out of memory. Libraries such as cuBLAS and NCCL raise a plain RuntimeError."""
+    """
+    Whether the device or the CPU ran out of memory. Libraries such as cuBLAS and NCCL raise a plain
+    RuntimeError.
+    """
     has_said_so = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(has_said_so)
 
 
 def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader, cost: dict) -> None:
     """
-    Install an excepthook that prints a message instead of a traceback if it can explain the exception, from when it is
+    Install an excepthook that prints a message instead of a traceback if it can explain the exception, from
+    when it is
     known what takes memory; until then Watchdog.start has installed one for lost ranks.
 
-    Out of memory: the first rank with this problem prints what the memory consists of and what would reduce it. Often
-    all ranks run out alike, but the last stage of a pipeline computes the loss, and other programs may use a GPU. In
-    the first steps the rank also records half of the rows as the micro-batch size, so that the same command, repeated
+    Out of memory: the first rank with this problem prints what the memory consists of and what would reduce
+    it. Often
+    all ranks run out alike, but the last stage of a pipeline computes the loss, and other programs may use a
+    GPU. In
+    the first steps the rank also records half of the rows as the micro-batch size, so that the same command,
+    repeated
     or restarted by torchrun --max-restarts, continues.
 
     Args:
@@ -56,8 +63,11 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
         problem, hint = f"error: {source}out of memory {cause}: {line_of(error)}", ""
         if watchdog.progress.step < first_step + 3 and most > 1 and not is_allocating:
             record(Path(out_dir) / MICRO_BATCH, job, most // 2)
-            hint = (f"\nthe next start in {out_dir} uses micro-batches of {most // 2} (same global batch, same curve): "
-                    "torchrun --max-restarts does so by itself, otherwise repeat the command")  # fmt: skip
+            hint = (
+                f"\nthe next start in {out_dir} uses micro-batches of {most // 2} (same global batch, same "
+                "curve): "
+                "torchrun --max-restarts does so by itself, otherwise repeat the command"
+            )
         print(f"{problem}\n{memory_report(cost | {'rows': rows})}{hint}", file=sys.stderr, flush=True)
         watchdog.logger.failed(problem)
 
@@ -70,8 +80,10 @@ MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running ou
 def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:
     """
     The micro-batch size to use: batch_size, or the smaller one that a previous attempt at the same job, see
-    memory.job_of, recorded when it ran out of memory. The global batch and thus the loss curve stay the same. The rank
-    that ran out of memory may be on another machine: all ranks look, and the smallest size of all ranks is used.
+    memory.job_of, recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
+    The rank
+    that ran out of memory may be on another machine: all ranks look, and the smallest size of all ranks is
+    used.
     """
     rows = recorded(Path(out_dir) / MICRO_BATCH, job)
     return min(batch_size, rows) if isinstance(rows, int) else batch_size

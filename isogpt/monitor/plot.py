@@ -8,7 +8,9 @@ from isogpt.common.files import read_records, write_whole
 
 
 def plot_loss(out_dir: Path) -> Path:
-    """Plot metrics.jsonl to loss.png: the loss of each logged step, and the evaluations. Raises nearly anything."""
+    """
+    Plot metrics.jsonl to loss.png: the loss of each logged step, and the evaluations. Raises nearly anything.
+    """
     from matplotlib.figure import Figure
 
     records = [r for r in read_records(out_dir / "metrics.jsonl") if "event" not in r]
@@ -22,7 +24,8 @@ def plot_loss(out_dir: Path) -> Path:
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.set_title(os.fsencode(out_dir.resolve().name).decode(errors="replace"), parse_math=False)  # $ is no formula
+    # $ is no formula
+    axes.set_title(os.fsencode(out_dir.resolve().name).decode(errors="replace"), parse_math=False)
     if axes.lines:
         axes.legend()
     axes.grid(alpha=0.3)

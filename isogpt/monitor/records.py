@@ -18,7 +18,8 @@ def step_record(
     progress: Progress, numbers: StepNumbers, lr: float, flops_per_step: float, peak_flops: float | None
 ) -> dict:
     """
-    A step's record. The loss is the mean over the ranks, which is the mean over the global batch. Since a mean hides a
+    A step's record. The loss is the mean over the ranks, which is the mean over the global batch. Since a
+    mean hides a
     slow rank, times and memory have the maximum over the ranks too.
 
     Args:
@@ -28,20 +29,28 @@ def step_record(
     most = StepNumbers(*(values.max().item() for values in numbers))
     step_s, is_counted = mean.step_ms / 1e3, math.isfinite(mean.bytes_sent)
     return {
-        "iter": progress.step, "loss": mean.loss, "grad_norm": numbers.grad_norm.item(), "lr": lr,
-        "step_ms": mean.step_ms, "step_ms_max": most.step_ms, "data_ms": mean.data_ms, "data_ms_max": most.data_ms,
-        "memory_gb": mean.memory_gb, "memory_gb_max": most.memory_gb,
+        "iter": progress.step,
+        "loss": mean.loss,
+        "grad_norm": numbers.grad_norm.item(),
+        "lr": lr,
+        "step_ms": mean.step_ms,
+        "step_ms_max": most.step_ms,
+        "data_ms": mean.data_ms,
+        "data_ms_max": most.data_ms,
+        "memory_gb": mean.memory_gb,
+        "memory_gb_max": most.memory_gb,
         "bytes_sent": round(mean.bytes_sent) if is_counted else None,
         "bytes_sent_max": round(most.bytes_sent) if is_counted else None,
         "tokens_per_s": progress.tokens_per_step / step_s,
         "mfu": flops_per_step / step_s / peak_flops if peak_flops else None,
         "tokens": progress.tokens + progress.tokens_per_step,
-    }  # fmt: skip
+    }
 
 
 def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
     """
-    What the routers have done: tokens of an expert in a step, least, mean and most over all layers; mean entropy of the
+    What the routers have done: tokens of an expert in a step, least, mean and most over all layers; mean
+    entropy of the
     routers' probabilities in nats; the auxiliary loss; and experts without a token, as layer.expert.
 
     Args:
@@ -49,18 +58,27 @@ def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
     """
     counts = routing[:, 2:] * tokens_per_step  # (L, E)
     dead = [f"{layer}.{expert}" for layer, expert in (counts == 0).nonzero().tolist()]
-    return {"expert_tokens_min": counts.min().item(), "expert_tokens_mean": counts.mean().item(),
-            "expert_tokens_max": counts.max().item(), "router_entropy": routing[:, 1].mean().item(),
-            "auxiliary_loss": routing[:, 0].sum().item(), "dropped_tokens": 0, "dead_experts": dead}  # fmt: skip
+    return {
+        "expert_tokens_min": counts.min().item(),
+        "expert_tokens_mean": counts.mean().item(),
+        "expert_tokens_max": counts.max().item(),
+        "router_entropy": routing[:, 1].mean().item(),
+        "auxiliary_loss": routing[:, 0].sum().item(),
+        "dropped_tokens": 0,
+        "dead_experts": dead,
+    }
 
 
 def step_line(record: dict, left_s: float) -> str:
     """A step's line on the console; nanoGPT's tools parse it up to the mfu."""
     mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
-    return (f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
-            f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, lr {record['lr']:.1e}, data "
-            f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left"
-            f"{routing_text(record) if 'dead_experts' in record else ''}")  # fmt: skip
+    return (
+        f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
+        f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, lr "
+        f"{record['lr']:.1e}, data "
+        f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left"
+        f"{routing_text(record) if 'dead_experts' in record else ''}"
+    )
 
 
 def routing_text(record: dict) -> str:

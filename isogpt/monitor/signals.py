@@ -18,7 +18,9 @@ EXIT_S = 1.0  # reserved for leaving the process group and exiting
 
 
 def running_s() -> float:
-    """Seconds since the start of this process, or of torchrun's agent, which may have restarted it (Linux)."""
+    """
+    Seconds since the start of this process, or of torchrun's agent, which may have restarted it (Linux).
+    """
     started = agent_start()
     if started is not None:
         return float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
@@ -27,7 +29,10 @@ def running_s() -> float:
 
 @dataclass
 class Stop:
-    """Whether this rank was asked to stop: by a signal, or because time_limit_s (0: none) is about to be exceeded."""
+    """
+    Whether this rank was asked to stop: by a signal, or because time_limit_s (0: none) is about to be
+    exceeded.
+    """
 
     time_limit_s: float = 0
     signal: int = 0
@@ -36,7 +41,8 @@ class Stop:
 
     def code(self, step_s: float = 0.0, checkpoint_s: float = 0.0) -> int:
         """
-        0: continue; a signal's number; or TIME_IS_UP if the time left is not enough for another step, which may take
+        0: continue; a signal's number; or TIME_IS_UP if the time left is not enough for another step, which
+        may take
         twice as long as the last one, and two checkpoints: one that may be under way, and the final one.
         """
         needed = EXIT_S + 2 * step_s + 2 * checkpoint_s
@@ -44,13 +50,17 @@ class Stop:
         return self.signal or (TIME_IS_UP if is_late else 0)
 
     def decide(self, codes: torch.Tensor) -> int:
-        """What all ranks stop by, from every rank's code: a signal takes precedence over TIME_IS_UP; 0: continue."""
+        """
+        What all ranks stop by, from every rank's code: a signal takes precedence over TIME_IS_UP; 0:
+        continue.
+        """
         self.agreed = int(codes.max() or codes.min())
         return self.agreed
 
     def in_evaluation(self, micro_batch: int, device: torch.device, checkpoint_s: float) -> bool:
         """
-        Whether to stop, asked after each micro-batch of an evaluation (all ranks). With a GPU, the ranks ask each other
+        Whether to stop, asked after each micro-batch of an evaluation (all ranks). With a GPU, the ranks ask
+        each other
         at every fourth one and read the answer four later: reading it at once would wait for all queued work.
         """
         if device.type == "cpu":
@@ -68,8 +78,10 @@ class Stop:
 
 def watch_signals(time_limit_s: float = 0) -> Stop:
     """
-    From now on SIGTERM, SIGUSR1 and SIGINT are recorded in the returned Stop, which all ranks check together. A second
-    SIGINT, more than a second later, ends the process at once: a single Ctrl-C often arrives twice, from the terminal
+    From now on SIGTERM, SIGUSR1 and SIGINT are recorded in the returned Stop, which all ranks check together.
+    A second
+    SIGINT, more than a second later, ends the process at once: a single Ctrl-C often arrives twice, from the
+    terminal
     and from the launcher.
     """
     stop = Stop(time_limit_s)
@@ -82,8 +94,8 @@ def watch_signals(time_limit_s: float = 0) -> Stop:
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), record)
-    # Python runs `record` between two bytecodes of the main thread. If that waits in C++ for a failed rank, the thread
-    # below, which reads the numbers of arriving signals, can still end the process.
+    # Python runs `record` between two bytecodes of the main thread. If that waits in C++ for a failed rank,
+    # the thread below, which reads the numbers of arriving signals, can still end the process.
     if os.name != "posix":  # Windows cannot make a pipe non-blocking before Python 3.12
         return stop
     read, write = os.pipe()

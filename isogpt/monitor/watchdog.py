@@ -1,5 +1,6 @@
 """
-The watchdog names the rank that failed or hung, and the crash hook turns exceptions into messages that say what to do.
+The watchdog names the rank that failed or hung, and the crash hook turns exceptions into messages that say
+what to do.
 """
 
 import json
@@ -26,10 +27,18 @@ from isogpt.speed.memory import OUT_OF_MEMORY
 
 # parts of the error messages of gloo and NCCL, in lower case, when another rank is gone
 CONNECTION_LOST = (
-    "closed by peer", "reset by peer", "remote peer", "timed out waiting", "connection was likely closed",
-    "remote process exit", "ncclremoteerror", "ncclsystemerror", "broken pipe", "socket closed",
+    "closed by peer",
+    "reset by peer",
+    "remote peer",
+    "timed out waiting",
+    "connection was likely closed",
+    "remote process exit",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "broken pipe",
+    "socket closed",
     "communicator was aborted",
-)  # fmt: skip
+)
 STORE_TIMEOUT_S = 5
 SILENT_S = 8  # how long a rank is silent before it counts as failed, if others also wait for something
 
@@ -37,9 +46,12 @@ SILENT_S = 8  # how long a rank is silent before it counts as failed, if others 
 @dataclass
 class Watchdog:
     """
-    One thread of each rank writes its position to the store four times a second and looks whether the next rank does.
-    Another ends the process if the main thread makes no progress: for timeout_s while `armed`, for instance in a hung
-    collective, or for a moment after another rank has failed. Gloo notices a lost connection by itself, NCCL does not.
+    One thread of each rank writes its position to the store four times a second and looks whether the next
+    rank does.
+    Another ends the process if the main thread makes no progress: for timeout_s while `armed`, for instance
+    in a hung
+    collective, or for a moment after another rank has failed. Gloo notices a lost connection by itself, NCCL
+    does not.
 
     With a single process there is nothing to watch, but the crash hook uses the same report.
     """
@@ -51,7 +63,8 @@ class Watchdog:
     logger: Logger
     saver: Saver | None = None  # known before the first checkpoint
     default_hook: Callable | None = None  # the excepthook that was there before ours
-    armed: bool = False  # disarmed while a step may take long: compilation at the first, a slow disk at a checkpoint
+    # disarmed while a step may take long: compilation at the first, a slow disk at a checkpoint
+    armed: bool = False
     store: dist.Store | None = None
     has_failed: bool = False  # whether another rank has
     silent: list[int] = field(default_factory=list)
@@ -60,7 +73,10 @@ class Watchdog:
     reported: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """Install an excepthook that names lost ranks; connect to the store if there are others; start the threads."""
+        """
+        Install an excepthook that names lost ranks; connect to the store if there are others; start the
+        threads.
+        """
         install(self, partial(explain_failure, self))
         if self.ranks.world_size == 1 or not self.ranks.store:
             return
@@ -85,7 +101,9 @@ class Watchdog:
                 last, since = now, time.monotonic()
             patience = 3.0 if self.has_failed else self.timeout_s
             if (self.armed or self.has_failed) and time.monotonic() - since > patience:
-                self.report("another rank has failed" if self.has_failed else f"no progress for {self.timeout_s:g} s")
+                self.report(
+                    "another rank has failed" if self.has_failed else f"no progress for {self.timeout_s:g} s"
+                )
                 self.finish_checkpoint()
                 os._exit(1)
 
@@ -97,7 +115,11 @@ class Watchdog:
             with suppress(Exception):  # the store ends with rank 0 or its agent
                 self.store.set(f"beat/{self.ranks.rank}", json.dumps([number, self.position()[1]]))
                 if number % 4 == 0:
-                    now = self.store.get(f"beat/{next_rank}") if self.store.check([f"beat/{next_rank}"]) else None
+                    now = (
+                        self.store.get(f"beat/{next_rank}")
+                        if self.store.check([f"beat/{next_rank}"])
+                        else None
+                    )
                     # counted, not timed: a job that was suspended as a whole has missed no beat
                     before, unchanged = now, unchanged + 1 if now and now == before else 0
                     if unchanged >= SILENT_S and not self.store.check([f"left/{next_rank}"]):
@@ -129,15 +151,22 @@ class Watchdog:
         after = self.beats()
         has_left = [self.store.check([f"left/{r}"]) for r in range(len(names))]
         positions = [beat[1] if beat else "the start" for beat in after]
-        fates = {r: "does not respond" for r in range(len(names)) if before[r] == after[r] and not has_left[r]}
+        fates = {
+            r: "does not respond" for r in range(len(names)) if before[r] == after[r] and not has_left[r]
+        }
         fates |= {r: f"has failed ({error})" for r, error in self.errors().items() if not has_left[r]}
         self.silent = sorted(fates)
         if self.silent:
-            return "; ".join(f"{names[r]} {fates[r]}, its last position was {positions[r]}" for r in self.silent)
+            return "; ".join(
+                f"{names[r]} {fates[r]}, its last position was {positions[r]}" for r in self.silent
+            )
         return "all ranks respond: " + ", ".join(f"{names[r]} at {positions[r]}" for r in range(len(names)))
 
     def ask(self, question: Callable[[], str], wait_s: float) -> str:
-        """The answer to a question that needs the store, which may be unreachable: then a request may never return."""
+        """
+        The answer to a question that needs the store, which may be unreachable: then a request may never
+        return.
+        """
         try:
             return network.answer_of(question, wait_s)
         except Exception:  # the store's, or TimeoutError
@@ -169,7 +198,8 @@ class Watchdog:
 
     def is_first(self, problem: str) -> bool:
         """
-        Whether no other rank has asked this about a problem before: many ranks may have the same one, and one of them
+        Whether no other rank has asked this about a problem before: many ranks may have the same one, and one
+        of them
         explains it. Also True if the store does not respond.
         """
         if not self.store:
@@ -184,7 +214,8 @@ class Watchdog:
 
     def announce(self, key: str, value: str = "") -> None:
         """
-        Tell the other ranks that the run has failed here (key "failed"), why ("error/N"), or that rank N has left
+        Tell the other ranks that the run has failed here (key "failed"), why ("error/N"), or that rank N has
+        left
         ("left/N").
         """
         if self.store:
@@ -200,7 +231,9 @@ class Watchdog:
 
 def is_connection_lost(error: BaseException) -> bool:
     """Whether a collective or the store failed because another rank exited or did not respond in time."""
-    has_failed = isinstance(error, RuntimeError) and any(text in str(error).lower() for text in CONNECTION_LOST)
+    has_failed = isinstance(error, RuntimeError) and any(
+        text in str(error).lower() for text in CONNECTION_LOST
+    )
     return has_failed or isinstance(error, dist.DistStoreError | dist.DistNetworkError)
 
 
@@ -216,14 +249,18 @@ def explain_failure(watchdog: Watchdog, kind: type, raised: BaseException, trace
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The first error of a chain: torch.distributed.pipelining raises a RuntimeError from what a stage raised."""
+    """
+    The first error of a chain: torch.distributed.pipelining raises a RuntimeError from what a stage raised.
+    """
     while error.__cause__:
         error = error.__cause__
     return error
 
 
 def line_of(error: BaseException) -> str:
-    """The line of an error's message that says that memory is missing, if there is one; else the first line."""
+    """
+    The line of an error's message that says that memory is missing, if there is one; else the first line.
+    """
     lines = str(error).splitlines() or [""]
     return next((line for line in lines if OUT_OF_MEMORY.search(line)), lines[0])
 
@@ -245,8 +282,8 @@ def install(watchdog: Watchdog, explain: Callable[[type, BaseException, object],
         watchdog.announce("failed")
         watchdog.finish_checkpoint()
         sys.stdout.flush()
-        # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo), and a rank
-        # that hangs instead of exiting keeps its launcher from restarting it
+        # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo),
+        # and a rank that hangs instead of exiting keeps its launcher from restarting it
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     watchdog.default_hook = watchdog.default_hook or sys.excepthook

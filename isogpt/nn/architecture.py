@@ -11,20 +11,31 @@ class Arch:
     rms_norm: bool = False  # RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) instead of LayerNorm
     norm_weights: bool = True  # norms have weights
     norm_eps: float = 1e-5
-    rotation: int = 0  # direction of the rotary positions (Su et al. 2021, arXiv:2104.09864); 0: position embeddings
+    # direction of the rotary positions (Su et al. 2021, arXiv:2104.09864); 0: position embeddings
+    rotation: int = 0
     qk_norm: bool = False  # RMSNorm of the rotated queries and keys (Henry et al. 2020, arXiv:2010.04245)
     norm_embeddings: bool = False  # a norm between the embeddings and the first block
-    activation: str = "gelu"  # or relu2 (So et al. 2021, arXiv:2109.08668), swiglu (Shazeer 2020, arXiv:2002.05202)
+    # or relu2 (So et al. 2021, arXiv:2109.08668), swiglu (Shazeer 2020, arXiv:2002.05202)
+    activation: str = "gelu"
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118)
     tied: bool = True  # whether wte and lm_head share their weights, if the config does not say
 
 
 ARCHS = {
     "gpt2": Arch(),
-    "nanochat": Arch(rms_norm=True, norm_weights=False, norm_eps=1e-6, rotation=-1, qk_norm=True, norm_embeddings=True,
-                     activation="relu2", softcap=15.0, tied=False),
+    "nanochat": Arch(
+        rms_norm=True,
+        norm_weights=False,
+        norm_eps=1e-6,
+        rotation=-1,
+        qk_norm=True,
+        norm_embeddings=True,
+        activation="relu2",
+        softcap=15.0,
+        tied=False,
+    ),
     "llama": Arch(rms_norm=True, rotation=1, activation="swiglu", tied=False),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -32,18 +43,21 @@ class GPTConfig:
     """
     A model's shape. Fields that are 0 or None take the architecture's default.
 
-    Args:
-        bias: use biases in Linear and LayerNorm, as GPT-2 does; False is slightly faster. The other architectures have
+    Args: bias: use biases in Linear and LayerNorm, as GPT-2 does; False is slightly faster. The other
+        architectures have
             none.
-        gelu: 'none' (the exact GELU, as in nanoGPT) or 'tanh' (the approximation that GPT-2 was trained with).
+        gelu: 'none' (the exact GELU, as in nanoGPT) or 'tanh' (the approximation that GPT-2 was trained
+            with).
         arch: a key of ARCHS.
-        n_kv_head: heads of keys and values, each for n_head / n_kv_head heads of queries (Ainslie et al. 2023,
-            arXiv:2305.13245). Default: n_head.
-        n_hidden: width of the MLP's hidden layer. Default: 4 n_embd; llama: 8/3 n_embd, rounded up to a multiple of 64.
+        n_kv_head: heads of keys and values, each for n_head / n_kv_head heads of queries (Ainslie et al.
+            2023, arXiv:2305.13245). Default: n_head.
+        n_hidden: width of the MLP's hidden layer. Default: 4 n_embd; llama: 8/3 n_embd, rounded up to a
+            multiple of 64.
         tied: whether wte and lm_head share their weights.
         norm_eps: added to the variance in norms.
         rope_theta: base of the rotary positions' frequencies.
-        n_expert: MLPs in each block, of which each token uses n_expert_active, see experts.py. 0: one, for all tokens.
+        n_expert: MLPs in each block, of which each token uses n_expert_active, see experts.py. 0: one, for
+            all tokens.
         balance_loss, router_z_loss: coefficients of the router's auxiliary losses.
     """
 
@@ -88,9 +102,13 @@ class GPTConfig:
         if self.n_expert < 0:
             raise ValueError(f"n_expert is {self.n_expert}: it must not be negative")
         if self.n_expert and not 1 <= self.n_expert_active <= self.n_expert:
-            raise ValueError(f"n_expert_active is {self.n_expert_active}: it must be in 1 to n_expert, {self.n_expert}")
+            raise ValueError(
+                f"n_expert_active is {self.n_expert_active}: it must be in 1 to n_expert, {self.n_expert}"
+            )
         if arch.rotation and self.n_embd // self.n_head % 2:
-            raise ValueError(f"n_embd / n_head is {self.n_embd // self.n_head}: rotary positions need an even number")
+            raise ValueError(
+                f"n_embd / n_head is {self.n_embd // self.n_head}: rotary positions need an even number"
+            )
 
     @property
     def mlp_count(self) -> int:

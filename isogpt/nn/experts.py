@@ -1,6 +1,7 @@
 """
-Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses a few of a block's MLPs, the experts, for
-each token. No expert has a capacity, so no token is dropped, and the result does not depend on the other tokens.
+Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses a few of a block's MLPs, the
+experts, for each token. No expert has a capacity, so no token is dropped, and the result does not depend on
+the other tokens.
 """
 
 import torch
@@ -45,9 +46,12 @@ class MoE(nn.Module):
         counts = is_chosen.sum((1, 2))  # (B, E)
 
         order = chosen.flatten().argsort(stable=True)  # (B T k,), by expert
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))  # of each in it
+        # of each in it
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         rows = Reorder.apply(x.to(compute_dtype(x)).flatten(0, 1), order, place, k)  # (B T k, C)
-        rows = Reorder.apply(self.experts(rows, counts.sum(0)), place, order).view(*chosen.shape, -1)  # (B, T, k, C)
+        rows = Reorder.apply(self.experts(rows, counts.sum(0)), place, order).view(
+            *chosen.shape, -1
+        )  # (B, T, k, C)
         y = (rows * weights[..., None]).sum(2).to(rows.dtype)  # (B, T, C)
         return self.dropout(self.add_up(y)), self.routing_of(scores, probs, counts) if self.training else None
 
@@ -56,9 +60,11 @@ class MoE(nn.Module):
         For each sequence (B, E + 2): the auxiliary loss, summed over the tokens; the entropy of the router's
         probabilities, likewise; and the tokens of each expert.
 
-        The balance loss is E times the sum over experts of (share of the sequence's tokens) x (mean probability), 1 if
+        The balance loss is E times the sum over experts of (share of the sequence's tokens) x (mean
+        probability), 1 if
         tokens are distributed evenly (Fedus et al. 2022, arXiv:2101.03961, eq. 4, for each sequence as in
-        arXiv:2412.19437, eq. 17, so that it does not depend on the layout). The z-loss is the mean squared logsumexp of
+        arXiv:2412.19437, eq. 17, so that it does not depend on the layout). The z-loss is the mean squared
+        logsumexp of
         the scores (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
         """
         c, totals = self.config, self.count_sequences(counts)
@@ -72,7 +78,8 @@ class MoE(nn.Module):
 
 class Reorder(torch.autograd.Function):
     """
-    Row `order[i]` of `copies` copies of each row (N, C) -> (N copies, C); `place` is the inverse of `order`. PyTorch's
+    Row `order[i]` of `copies` copies of each row (N, C) -> (N copies, C); `place` is the inverse of `order`.
+    PyTorch's
     index_select has the same forward, but its backward adds up rows one by one.
     """
 
@@ -90,7 +97,9 @@ class Reorder(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Scores of the experts for each token, in float32 whatever the model computes in: (B, T, C) -> (B, T, E)."""
+    """
+    Scores of the experts for each token, in float32 whatever the model computes in: (B, T, C) -> (B, T, E).
+    """
 
     def __init__(self, n_embd: int, n_expert: int) -> None:
         super().__init__()
@@ -103,7 +112,8 @@ class Router(nn.Module):
 
 class ExpertLinear(nn.Module):
     """
-    Linear layers of several experts. Their weights (out, in) are stacked in one parameter, and so are their biases; a
+    Linear layers of several experts. Their weights (out, in) are stacked in one parameter, and so are their
+    biases; a
     process may hold only some of the experts.
     """
 
@@ -126,37 +136,43 @@ class ExpertLinear(nn.Module):
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
-    Each expert's rows of x (N, in) times its weight (E, out, in), transposed: (N, out). The host does not wait for a
+    Each expert's rows of x (N, in) times its weight (E, out, in), transposed: (N, out). The host does not
+    wait for a
     GPU to know the `counts`.
     """
-    # torch 2.13: a GPU has a kernel for bfloat16 only, which is also the only dtype that torch.compile accepts
+    # torch 2.13: a GPU has a kernel for bfloat16 only, which is also the only dtype that torch.compile
+    # accepts
     on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
     is_aligned = all(n * x.itemsize % 16 == 0 for n in weight.shape[1:])
     has_kernel = x.dtype == torch.bfloat16 and has_grouped_kernel(x.device.type)
     if is_aligned and (on_cpu or has_kernel):
         return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
     if on_cpu:  # less arithmetic than in blocks
-        return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(counts.tolist()), weight, strict=True)])
+        return torch.cat(
+            [F.linear(rows, w) for rows, w in zip(x.split(counts.tolist()), weight, strict=True)]
+        )
     return BlockMatmul.apply(x, weight, *blocks_of_rows(len(x), counts))
 
 
 @torch.compiler.assume_constant_result
 def has_grouped_kernel(device_type: str) -> bool:
     """
-    Whether PyTorch's grouped_mm is a kernel in bfloat16. On GPUs other than Hopper, Blackwell and AMD's counterparts it
+    Whether PyTorch's grouped_mm is a kernel in bfloat16. On GPUs other than Hopper, Blackwell and AMD's
+    counterparts it
     is a loop, for which the host waits in each matmul (torch 2.13).
     """
     return device_type != "cuda" or torch.cuda.get_device_capability()[0] in (9, 10)
 
 
-# Half of the mean number of rows of an expert. Smaller blocks have fewer rows of zeros, at most one block of each
-# expert, but need more copies of weights.
+# Half of the mean number of rows of an expert. Smaller blocks have fewer rows of zeros, at most one block of
+# each expert, but need more copies of weights.
 BLOCKS_PER_EXPERT = 2
 
 
 def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
     """
-    Divide N rows, sorted by expert, into blocks of equal size which each belong to one expert, padded with zeros. There
+    Divide N rows, sorted by expert, into blocks of equal size which each belong to one expert, padded with
+    zeros. There
     are as many as the `counts` (E,) can need at most: no shape depends on them.
 
     Returns:
@@ -168,19 +184,24 @@ def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
     row_ends, block_ends = counts.cumsum(0), block_counts.cumsum(0)  # (E,) each
     rows, blocks = torch.arange(N, device=device), torch.arange(min(N, N // size + E), device=device)
     expert_of_row = torch.searchsorted(row_ends, rows, right=True)  # (N,)
-    shift = (block_ends - block_counts) * size - (row_ends - counts)  # from an expert's first row to its place (E,)
-    expert_of_block = torch.searchsorted(block_ends, blocks, right=True).clamp(max=E - 1)  # blocks without rows: any
+    # from an expert's first row to its place (E,)
+    shift = (block_ends - block_counts) * size - (row_ends - counts)
+    # blocks without rows: any
+    expert_of_block = torch.searchsorted(block_ends, blocks, right=True).clamp(max=E - 1)
     return rows + shift[expert_of_row], expert_of_block, size
 
 
 class BlockMatmul(torch.autograd.Function):
     """
-    grouped_matmul as one batched matmul of blocks, see `blocks_of_rows`, with at most half as much arithmetic again:
+    grouped_matmul as one batched matmul of blocks, see `blocks_of_rows`, with at most half as much arithmetic
+    again:
     x (N, in), weight (E, out, in) -> (N, out).
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, place: Tensor, expert: Tensor, size: int) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, place: Tensor, expert: Tensor, size: int
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, place, expert)
         ctx.size = size
         y = torch.bmm(in_blocks(x, place, expert, size), weight[expert].mT)  # (blocks, size, out)

@@ -14,7 +14,8 @@ class InferenceLinear(nn.Module):
     """
     A Linear layer whose weights are stored in `dtype`, to which it casts its input. It cannot be trained.
 
-    On a CPU the weights can be packed: stored in oneDNN's blocked layout. F.linear with 10 rows took 2.2 times as long
+    On a CPU the weights can be packed: stored in oneDNN's blocked layout. F.linear with 10 rows took 2.2
+    times as long
     in float32 and 1.3 times as long in bfloat16 (GPT-2's shapes, torch 2.13).
     """
 
@@ -37,13 +38,17 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether this build and this CPU have oneDNN's matmul with a packed weight in this dtype."""
     if not torch.backends.mkldnn.is_available():
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def prepare(model: nn.Module, dtype: torch.dtype, pack: bool = True) -> None:
     """
-    Replace the Linear layers of a model by InferenceLinear and convert its experts to `dtype`, in place. The residual
-    stream, the norms and the routers stay in float32, as under autocast, which would cast the weights again for each
+    Replace the Linear layers of a model by InferenceLinear and convert its experts to `dtype`, in place. The
+    residual
+    stream, the norms and the routers stay in float32, as under autocast, which would cast the weights again
+    for each
     token.
 
     Args:
@@ -58,9 +63,18 @@ def prepare(model: nn.Module, dtype: torch.dtype, pack: bool = True) -> None:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, idx: Tensor, max_new_tokens: int, temperature: float, top_k: int | None,
-             top_p: float | None, vocab_size: int | None, use_cache: bool, seed: int | None,
-             first_sample: int) -> Tensor:  # fmt: skip
+def generate(
+    model: nn.Module,
+    idx: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    vocab_size: int | None,
+    use_cache: bool,
+    seed: int | None,
+    first_sample: int,
+) -> Tensor:
     """See GPT.generate."""
     (B, T), block_size = idx.shape, model.config.block_size
     seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
@@ -78,7 +92,9 @@ def generate(model: nn.Module, idx: Tensor, max_new_tokens: int, temperature: fl
                 cache.length = 0
         while (cached := caches[0].length) < end - start:
             new = tokens[:, start + cached : min(end, start + max(block_size, cached + 1))]
-            logits, _ = model(new[:1] if end == T and has_one_prompt else new, caches=caches)  # (B or 1, 1, V)
+            logits, _ = model(
+                new[:1] if end == T and has_one_prompt else new, caches=caches
+            )  # (B or 1, 1, V)
         logits = logits[:, -1, :vocab_size].float().expand(B, -1)  # (B, V)
         tokens[:, end : end + 1] = next_token(logits, numbers[end - T], temperature, top_k, top_p)
     return tokens
@@ -86,18 +102,22 @@ def generate(model: nn.Module, idx: Tensor, max_new_tokens: int, temperature: fl
 
 def uniform_numbers(seed: int, samples: range, n: int) -> Tensor:
     """
-    Random numbers in [0, 1) for n tokens of these samples, (n, B, 1). Those of a sample depend on (seed, sample) alone,
-    and the first ones do not depend on n. They are multiples of 2^-23: the product of one and a float32 is smaller than
+    Random numbers in [0, 1) for n tokens of these samples, (n, B, 1). Those of a sample depend on (seed,
+    sample) alone,
+    and the first ones do not depend on n. They are multiples of 2^-23: the product of one and a float32 is
+    smaller than
     the float32.
     """
     bits = np.array([random_bits(seed, SAMPLING, sample, n) for sample in samples]).T  # (n, B)
     return torch.from_numpy((bits >> np.uint64(41)).astype(np.float32) / 2**23)[:, :, None]
 
 
-def next_token(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None = None,
-               top_p: float | None = None) -> Tensor:  # fmt: skip
+def next_token(
+    logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
     """
-    Sample one token id per row by inverting the cumulative distribution. top_k is applied before top_p, which is
+    Sample one token id per row by inverting the cumulative distribution. top_k is applied before top_p, which
+    is
     nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751).
 
     Args:

@@ -1,6 +1,7 @@
 """
-Weights and configurations from and for transformers: GPT2LMHeadModel, NanoChatForCausalLM, LlamaForCausalLM and, for a
-llama with experts, MixtralForCausalLM. Our names are nanoGPT's; the tables below say what they are there.
+Weights and configurations from and for transformers: GPT2LMHeadModel, NanoChatForCausalLM, LlamaForCausalLM
+and, for a llama with experts, MixtralForCausalLM. Our names are nanoGPT's; the tables below say what they are
+there.
 """
 
 from collections.abc import Iterator
@@ -19,39 +20,73 @@ if TYPE_CHECKING:
 
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
 # by transformers' model_type
-CLASSES = {"gpt2": "GPT2LMHeadModel", "nanochat": "NanoChatForCausalLM", "llama": "LlamaForCausalLM",
-           "mixtral": "MixtralForCausalLM"}  # fmt: skip
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "nanochat": "NanoChatForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
 # our GELU for each of transformers' names of it
 GELUS = {"gelu": "none", "gelu_python": "none"}
 GELUS |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"), "tanh")
 # the values of settings that have an equivalent here
 SUPPORTED = {
-    "gpt2": {"activation_function": GELUS, "scale_attn_weights": [True], "scale_attn_by_inverse_layer_idx": [False],
-             "tie_word_embeddings": [True], "add_cross_attention": [False]},
+    "gpt2": {
+        "activation_function": GELUS,
+        "scale_attn_weights": [True],
+        "scale_attn_by_inverse_layer_idx": [False],
+        "tie_word_embeddings": [True],
+        "add_cross_attention": [False],
+    },
     "nanochat": {"hidden_act": ["relu2"], "attention_bias": [False], "final_logit_softcapping": [15.0]},
     "llama": {"hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False]},
     "mixtral": {"hidden_act": ["silu"], "sliding_window": [None], "router_jitter_noise": [0.0]},
-}  # fmt: skip
+}
 # our names of a config's fields for theirs
-GPT2_FIELDS = {"n_positions": "block_size", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
-               "n_embd": "n_embd", "n_inner": "n_hidden", "layer_norm_epsilon": "norm_eps"}  # fmt: skip
-FIELDS = {"max_position_embeddings": "block_size", "vocab_size": "vocab_size", "num_hidden_layers": "n_layer",
-          "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head", "hidden_size": "n_embd",
-          "intermediate_size": "n_hidden", "tie_word_embeddings": "tied", "rms_norm_eps": "norm_eps"}  # fmt: skip
-EXPERT_FIELDS = {"num_local_experts": "n_expert", "num_experts_per_tok": "n_expert_active",
-                 "router_aux_loss_coef": "balance_loss"}  # fmt: skip
+GPT2_FIELDS = {
+    "n_positions": "block_size",
+    "vocab_size": "vocab_size",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "n_inner": "n_hidden",
+    "layer_norm_epsilon": "norm_eps",
+}
+FIELDS = {
+    "max_position_embeddings": "block_size",
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_kv_head",
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_hidden",
+    "tie_word_embeddings": "tied",
+    "rms_norm_eps": "norm_eps",
+}
+EXPERT_FIELDS = {
+    "num_local_experts": "n_expert",
+    "num_experts_per_tok": "n_expert_active",
+    "router_aux_loss_coef": "balance_loss",
+}
 FIELDS_OF = {"gpt2": GPT2_FIELDS, "nanochat": FIELDS, "llama": FIELDS, "mixtral": FIELDS | EXPERT_FIELDS}
 # our names of parameters for theirs; c_attn is stacked from several
 NAMES = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
 BLOCK = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj"}
-MLPS = {"nanochat": {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
-        "llama": {"mlp.c_gate": "mlp.gate_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"},
-        "mixtral": {"mlp.router": "mlp.gate", "mlp.experts.c_gate": "mlp.experts.gate_proj", "mlp.experts.c_fc":
-                    "mlp.experts.up_proj", "mlp.experts.c_proj": "mlp.experts.down_proj"}}  # fmt: skip
+MLPS = {
+    "nanochat": {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
+    "llama": {"mlp.c_gate": "mlp.gate_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"},
+    "mixtral": {
+        "mlp.router": "mlp.gate",
+        "mlp.experts.c_gate": "mlp.experts.gate_proj",
+        "mlp.experts.c_fc": "mlp.experts.up_proj",
+        "mlp.experts.c_proj": "mlp.experts.down_proj",
+    },
+}
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # transformers implements GPT-2's attention and MLP with Conv1D, whose weights are (in, out)
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# for every call of from_pretrained: without it transformers asks at the terminal whether to run a folder's Python files
+# for every call of from_pretrained: without it transformers asks at the terminal whether to run a folder's
+# Python files
 RUN_NO_CODE = {"trust_remote_code": False}
 
 
@@ -59,8 +94,8 @@ def load(name: str) -> "PreTrainedModel":
     """
     Load a model with transformers, from a folder or by its name on the Hub. No code in the folder runs.
 
-    Raises:
-        ValueError: it cannot be loaded, lacks weights, needs Python code of its folder, or is of another architecture.
+    Raises: ValueError: it cannot be loaded, lacks weights, needs Python code of its folder, or is of another
+        architecture.
     """
     import transformers
 
@@ -70,8 +105,14 @@ def load(name: str) -> "PreTrainedModel":
             raise ValueError(f"its model_type is {kind!r}; possible are {', '.join(CLASSES)}")
         cls = getattr(transformers, CLASSES[kind])
         # eager: config.json may name an attention kernel on the Hub, which is code too
-        hf, report = cls.from_pretrained(name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True,
-                                         attn_implementation="eager", **RUN_NO_CODE)  # fmt: skip
+        hf, report = cls.from_pretrained(
+            name,
+            dtype="auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            attn_implementation="eager",
+            **RUN_NO_CODE,
+        )
     except Exception as e:  # transformers, safetensors and the network raise many types
         reason = " ".join(str(e).split())[:250]
         if needs_code(e):
@@ -80,16 +121,23 @@ def load(name: str) -> "PreTrainedModel":
             reason = f"{pointer.name} is {about_pointer(pointer)}"
         raise ValueError(f"cannot load {name!r} with transformers: {reason}") from e
     if report["missing_keys"]:  # transformers initializes them randomly
-        raise ValueError(f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing")
+        raise ValueError(
+            f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing"
+        )
     if report["mismatched_keys"]:  # and initializes these
         key, found, expected = min(report["mismatched_keys"])
-        raise ValueError(f"the weights and the config.json of {name!r} do not belong together: {key} is "
-                         f"{tuple(found)}, but config.json says {tuple(expected)}")  # fmt: skip
+        raise ValueError(
+            f"the weights and the config.json of {name!r} do not belong together: {key} is "
+            f"{tuple(found)}, but config.json says {tuple(expected)}"
+        )
     return hf
 
 
 def is_weights_pointer(path: Path) -> bool:
-    """Whether a file should contain weights and is a pointer of Git LFS, for which transformers gives wrong advice."""
+    """
+    Whether a file should contain weights and is a pointer of Git LFS, for which transformers gives wrong
+    advice.
+    """
     return path.suffix in (".safetensors", ".bin") and bool(about_pointer(path))
 
 
@@ -129,8 +177,11 @@ def our_weights(hf: nn.Module) -> dict[str, Tensor]:
     kind, n_layer, theirs = hf.config.model_type, hf.config.num_hidden_layers, hf.state_dict()
     if kind == "gpt2":
         has_bias = getattr(hf.config, "bias", True)
-        return {name: w.t() if name.endswith(CONV1D) else w for name, w in theirs.items()
-                if has_bias or not name.endswith(".bias")}  # fmt: skip
+        return {
+            name: w.t() if name.endswith(CONV1D) else w
+            for name, w in theirs.items()
+            if has_bias or not name.endswith(".bias")
+        }
     if kind == "mixtral":
         split_experts(theirs, n_layer)
     ours = {}
@@ -181,20 +232,27 @@ def save(folder: Path, args: dict, weights: dict[str, Tensor], token_ids: dict[s
         hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     theirs = their_weights(kind, args, weights)
     # GPT-2 without biases gets biases of 0
-    zeros = {name: torch.zeros(w.shape) for name, w in hf.state_dict().items()
-             if name not in theirs and name.endswith(".bias")}  # fmt: skip
+    zeros = {
+        name: torch.zeros(w.shape)
+        for name, w in hf.state_dict().items()
+        if name not in theirs and name.endswith(".bias")
+    }
     hf.load_state_dict(theirs | zeros, assign=True)
     hf.tie_weights()
     hf.save_pretrained(folder)
 
 
 def kind_of(args: dict) -> str:
-    """The model_type of a model with these fields of GPTConfig. Raises ValueError if transformers has none."""
+    """
+    The model_type of a model with these fields of GPTConfig. Raises ValueError if transformers has none.
+    """
     arch, n_expert = args["arch"], args["n_expert"]
     if n_expert and arch != "llama":
-        raise ValueError(f"transformers has no class for arch {arch!r} with n_expert {n_expert}; possible are 'llama' "
-                         f"with experts, as MixtralForCausalLM, and every arch without them: set --to=ckpt.pt or "
-                         f"--to=shards")  # fmt: skip
+        raise ValueError(
+            f"transformers has no class for arch {arch!r} with n_expert {n_expert}; possible are 'llama' "
+            f"with experts, as MixtralForCausalLM, and every arch without them: set --to=ckpt.pt or "
+            f"--to=shards"
+        )
     return "mixtral" if n_expert else arch
 
 
@@ -216,7 +274,9 @@ def their_weights(kind: str, args: dict, weights: dict[str, Tensor]) -> dict[str
 
 
 def split_experts(theirs: dict[str, Tensor], n_layer: int) -> None:
-    """Replace the weights of Mixtral's experts, which have three dimensions, by matrices with the experts' rows."""
+    """
+    Replace the weights of Mixtral's experts, which have three dimensions, by matrices with the experts' rows.
+    """
     for i in range(n_layer):
         experts = f"model.layers.{i}.mlp.experts."
         gate, up = theirs.pop(f"{experts}gate_up_proj").chunk(2, dim=1)  # (E, H, C) each
@@ -229,7 +289,9 @@ def join_experts(theirs: dict[str, Tensor], config: GPTConfig) -> None:
     """The inverse of `split_experts`."""
     for i in range(config.n_layer):
         experts = f"model.layers.{i}.mlp.experts."
-        gate, up, down = (theirs.pop(f"{experts}{name}.weight").unflatten(0, (config.n_expert, -1))
-                          for name in ("gate_proj", "up_proj", "down_proj"))  # fmt: skip
+        gate, up, down = (
+            theirs.pop(f"{experts}{name}.weight").unflatten(0, (config.n_expert, -1))
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
         theirs[f"{experts}gate_up_proj"] = torch.cat((gate, up), dim=1)  # (E, 2 H, C)
         theirs[f"{experts}down_proj"] = down  # (E, C, H)

@@ -1,6 +1,6 @@
 """
-Operators that model.py uses: dropout and half-precision attention that are fast on a CPU, causal attention with a
-key/value cache, and a cross-entropy that never holds all the logits of a large vocabulary.
+Operators that model.py uses: dropout and half-precision attention that are fast on a CPU, causal attention
+with a key/value cache, and a cross-entropy that never holds all the logits of a large vocabulary.
 """
 
 import math
@@ -17,14 +17,16 @@ from torch.autograd.function import FunctionCtx
 IGNORE = -1  # targets with this value do not contribute to the loss
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # dropout
 
 
 def dropout_factors(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> Tensor:
     """
-    The factors by which dropout multiplies on a CPU: 0 with probability p (rounded to a multiple of 1 / 65,536), else
-    1 / (1 - p). Ten times as fast as one draw per element: four elements share one 64-bit draw of NumPy's SFC64, which
+    The factors by which dropout multiplies on a CPU: 0 with probability p (rounded to a multiple of 1 /
+    65,536), else
+    1 / (1 - p). Ten times as fast as one draw per element: four elements share one 64-bit draw of NumPy's
+    SFC64, which
     is twice as fast as PyTorch's generator and is seeded from it, and the rest is integer arithmetic.
     """
     n, scale = math.prod(shape), 1 / (1 - p)
@@ -45,9 +47,9 @@ class Dropout(nn.Dropout):
         return x * dropout_factors(x.shape, self.p, x.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# norm, rotary positions, activation, cap. On a CPU each is an autograd.Function with half as many passes over memory as
-# PyTorch's composition of operators; on a GPU torch.compile fuses the composition.
+# ------------------------------------------------------------------------------------------------------------
+# norm, rotary positions, activation, cap. On a CPU each is an autograd.Function with half as many passes over
+# memory as PyTorch's composition of operators; on a GPU torch.compile fuses the composition.
 
 
 class RMSNorm(nn.RMSNorm):
@@ -79,7 +81,9 @@ class CPUNormalize(torch.autograd.Function):
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension, at least in float32: (..., N) -> (..., 1)."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(
+        x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
+    )
     return norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
 
 
@@ -104,7 +108,8 @@ class CPURotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, rope: Tensor, eps: float | None) -> Tensor:
-        cos, sin = rope.expand(2, *x.shape[1:]).contiguous()  # (T, H, D): much faster than broadcasting over the heads
+        # (T, H, D): much faster than broadcasting over the heads
+        cos, sin = rope.expand(2, *x.shape[1:]).contiguous()
         x = x.contiguous()
         y = torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
         scale = None if eps is None else inverse_rms(x, eps)
@@ -149,20 +154,24 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # attention
 
-# These are module constants because reading an attribute of an autograd.Function breaks torch.compile's graph.
+# These are module constants because reading an attribute of an autograd.Function breaks torch.compile's
+# graph.
 HALF_ATTENTION_UP_TO = 2048  # tokens; at 4096 PyTorch's own kernel is faster than CPUHalfAttention
-HALF_ATTENTION_CHUNK = 128  # queries per matmul; larger chunks compute more scores that the causal mask discards
-# tokens up to which the probabilities are kept for the backward: at 1024, recomputing them costs a tenth of attention
-# and saves a third of a block's activation memory
+# queries per matmul; larger chunks compute more scores that the causal mask discards
+HALF_ATTENTION_CHUNK = 128
+# tokens up to which the probabilities are kept for the backward: at 1024, recomputing them costs a tenth of
+# attention and saves a third of a block's activation memory
 HALF_ATTENTION_KEEPS_UP_TO = 512
 
 
 @dataclass
 class KVCache:
-    """Keys and values of one block at the last `size` positions. It is a ring: position p is stored at p % size."""
+    """
+    Keys and values of one block at the last `size` positions. It is a ring: position p is stored at p % size.
+    """
 
     rows: int  # of the batch
     size: int
@@ -172,7 +181,8 @@ class KVCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """
-        Store k and v of T more positions, (B, K, T, D); a batch of one is stored in all rows. Returns all that are
+        Store k and v of T more positions, (B, K, T, D); a batch of one is stored in all rows. Returns all
+        that are
         stored, (B, K, S, D). Several positions at once must not go past the end of the ring.
         """
         if self.k is None:
@@ -186,12 +196,14 @@ class KVCache:
         return self.k[:, :, :stored], self.v[:, :, :stored]
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cache: KVCache | None = None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cache: KVCache | None = None
+) -> Tensor:
     """
     Causal self-attention: softmax(q k^T / sqrt(D)) v, where a position attends to itself and to earlier ones.
 
-    Args:
-        q, k, v: queries (B, T, H, D), keys and values (B, T, K, D); they may be views of one tensor. Each head of keys
+    Args: q, k, v: queries (B, T, H, D), keys and values (B, T, K, D); they may be views of one tensor. Each
+        head of keys
             serves H / K heads of queries.
         dropout: probability of dropping an attention weight.
         cache: keys and values of the previous positions; k and v are appended to it.
@@ -205,7 +217,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cach
         cached_k, cached_v = cache.append(k.transpose(1, 2), v.transpose(1, 2))  # (B, K, S, D) each
     if groups > 1 and not has_previous:
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO  # dropout's factors are kept in memory too
+    # dropout's factors are kept in memory too
+    longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO
     if not has_previous and q.device.type == "cpu" and q.itemsize == 2 and longest >= T:
         return CPUHalfAttention.apply(q, k, v, dropout)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D) each
@@ -214,9 +227,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cach
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    # On Hopper and Blackwell PyTorch tries cuDNN first, unless its version has a known bug: do not force an order here
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=not has_previous,
-                                       enable_gqa=k.size(1) < q.size(1))  # fmt: skip
+    # On Hopper and Blackwell PyTorch tries cuDNN first, unless its version has a known bug: do not force an
+    # order here
+    y = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=not has_previous,
+        enable_gqa=k.size(1) < q.size(1),
+    )
     return y.transpose(1, 2).flatten(2)
 
 
@@ -224,9 +245,12 @@ class CPUHalfAttention(torch.autograd.Function):
     """
     Causal self-attention on a CPU in bfloat16 or float16: q, k, v (B, T, H, D) -> (B, T, H * D).
 
-    PyTorch's kernel multiplies small blocks one at a time, but processors with bfloat16 instructions need large ones:
-    its forward and backward took 2 to 4 times as long. Here, each chunk of queries attends to all keys up to its last
-    position in one batched matmul. The probabilities, (T + HALF_ATTENTION_CHUNK) / 2 * H numbers per token, are kept
+    PyTorch's kernel multiplies small blocks one at a time, but processors with bfloat16 instructions need
+    large ones:
+    its forward and backward took 2 to 4 times as long. Here, each chunk of queries attends to all keys up to
+    its last
+    position in one batched matmul. The probabilities, (T + HALF_ATTENTION_CHUNK) / 2 * H numbers per token,
+    are kept
     for the backward if the sequence is short or dropout needs them; otherwise they are recomputed.
     """
 
@@ -281,21 +305,27 @@ def attention_probs(q: Tensor, k: Tensor, i: int, j: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def causal_bias(i: int, j: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of queries i to j over keys 0 to j, (j - i, j): -inf for later keys, else 0."""
+    """
+    What is added to the scores of queries i to j over keys 0 to j, (j - i, j): -inf for later keys, else 0.
+    """
     return torch.full((j - i, j), -math.inf, dtype=dtype).triu(1 + i)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # loss
 
 
 def logits_at_once(on_cpu: bool, itemsize: int, vocab_size: int) -> tuple[int, int, int]:
     """
-    The maximum number of logits held at once: (in float32 without chunks, per chunk of `itemsize`-byte logits, in
-    float32 per chunk). On a CPU that is 64, 64 and 8 MiB. The 8 MiB fit its cache: a third less time than with 64.
+    The maximum number of logits held at once: (in float32 without chunks, per chunk of `itemsize`-byte
+    logits, in
+    float32 per chunk). On a CPU that is 64, 64 and 8 MiB. The 8 MiB fit its cache: a third less time than
+    with 64.
 
-    On a GPU it is an eighth of the memory without chunks, at the 12 bytes per logit of memory.loss_activations, because
-    torch.compile fuses cross-entropy best if it is whole. A chunk has 8,192 rows, so that its matmuls fill the GPU, or
+    On a GPU it is an eighth of the memory without chunks, at the 12 bytes per logit of
+    memory.loss_activations, because
+    torch.compile fuses cross-entropy best if it is whole. A chunk has 8,192 rows, so that its matmuls fill
+    the GPU, or
     fewer if these logits would take more than that eighth.
     """
     if on_cpu:
@@ -318,8 +348,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 @dataclass(frozen=True)
 class VocabularyPart:
     """
-    Which rows of the output embeddings this process holds, if they are divided over several: those from `first` on, and
-    no process has more than `longest`. `reduce(values, "max" or "sum")` combines values of all processes, in place.
+    Which rows of the output embeddings this process holds, if they are divided over several: those from
+    `first` on, and
+    no process has more than `longest`. `reduce(values, "max" or "sum")` combines values of all processes, in
+    place.
     """
 
     first: int
@@ -327,28 +359,31 @@ class VocabularyPart:
     reduce: Callable[[Tensor, str], None]
 
 
-def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0,
-                vocabulary: VocabularyPart | None = None) -> Tensor:  # fmt: skip
+def summed_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0, vocabulary: VocabularyPart | None = None
+) -> Tensor:
     """
     Cross-entropy of the logits `x @ weight.T`, summed over the targets that are not -1: a float32 scalar.
 
-    Args:
-        x: final hidden states (B, T, C).
-        weight: output embeddings (V, C).
-        targets: token ids (B, T).
-        cap: of the logits, see `soft_cap`.
-        vocabulary: if each process has only some rows of `weight`. The gradient of x is then this process's share.
+    Args: x: final hidden states (B, T, C). weight: output embeddings (V, C). targets: token ids (B, T). cap:
+        of the logits, see `soft_cap`. vocabulary: if each process has only some rows of `weight`. The
+        gradient of x is then this process's share.
     """
     x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
     on_cpu, V = x.device.type == "cpu", vocabulary.longest if vocabulary else weight.size(0)
     unchunked, _, _ = logits_at_once(on_cpu, x.itemsize, V)
     rows, has_gradients = max(1, unchunked // V), torch.is_grad_enabled()
     if torch.compiler.is_compiling() and not has_gradients:
-        # each part is compiled again; fused cross-entropy reads logits as they are: less than the 12 bytes per logit
+        # each part is compiled again; fused cross-entropy reads logits as they are: less than the 12 bytes
+        # per logit
         rows *= 12 // compute_dtype(x).itemsize
     if not vocabulary and (x.size(0) <= rows or not has_gradients):
-        losses = [F.cross_entropy(soft_cap(F.linear(xs, weight), cap).float(), ts, reduction="sum", ignore_index=IGNORE)
-                  for xs, ts in zip(x.split(rows), targets.split(rows), strict=True)]  # fmt: skip
+        losses = [
+            F.cross_entropy(
+                soft_cap(F.linear(xs, weight), cap).float(), ts, reduction="sum", ignore_index=IGNORE
+            )
+            for xs, ts in zip(x.split(rows), targets.split(rows), strict=True)
+        ]
         return torch.stack(losses).sum()
     if torch.is_autocast_enabled(x.device.type):  # autocast does not apply inside an autograd.Function
         dtype = compute_dtype(x)
@@ -357,15 +392,17 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0,
     return ChunkedLoss.apply(x, weight, targets, cap, per_chunk, per_chunk_float, vocabulary)
 
 
-# Softmax gradients in float16 are stored times this factor. Without it, numbers below 6e-8 become 0, and GradScaler's
-# factor is only known in the backward pass. As a power of two it adds no rounding. The gradient of x stays within
-# float16's range for weights up to 31: the absolute values of a row's softmax gradient add up to 2 at most.
+# Softmax gradients in float16 are stored times this factor. Without it, numbers below 6e-8 become 0, and
+# GradScaler's factor is only known in the backward pass. As a power of two it adds no rounding. The gradient
+# of x stays within float16's range for weights up to 31: the absolute values of a row's softmax gradient add
+# up to 2 at most.
 FLOAT16_SCALE = 1024.0
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """
-    Add the matrix product a @ b to `total`, in place. The product of float16 matrices is computed in float32, because a
+    Add the matrix product a @ b to `total`, in place. The product of float16 matrices is computed in float32,
+    because a
     sum over many rows can exceed float16's range.
     """
     if a.device.type == "cuda":  # not addmm, which torch.compile cannot lower with an out_dtype (torch 2.13)
@@ -378,9 +415,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 class ChunkedLoss(torch.autograd.Function):
     """
-    summed_loss for a large vocabulary, one chunk of rows at a time. The logits of a whole micro-batch would be the
-    step's largest tensor, several times over. The gradient of a chunk does not depend on the other chunks, so it is
-    computed immediately and overwrites the chunk's logits. F.linear_cross_entropy has the same purpose, but was 4 to 8
+    summed_loss for a large vocabulary, one chunk of rows at a time. The logits of a whole micro-batch would
+    be the
+    step's largest tensor, several times over. The gradient of a chunk does not depend on the other chunks, so
+    it is
+    computed immediately and overwrites the chunk's logits. F.linear_cross_entropy has the same purpose, but
+    was 4 to 8
     times slower on a CPU and rounded the sum to bfloat16 (torch 2.13).
 
     Args:
@@ -392,8 +432,16 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, cap: float, per_chunk: int,
-                per_chunk_float: int, vocabulary: VocabularyPart | None = None) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        cap: float,
+        per_chunk: int,
+        per_chunk_float: int,
+        vocabulary: VocabularyPart | None = None,
+    ) -> Tensor:
         V, C = weight.shape
         longest = vocabulary.longest if vocabulary else V  # chunks have the same rows in every process
         rows, float_rows = max(1, per_chunk // longest), max(1, per_chunk_float // longest)
@@ -447,5 +495,14 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         grad = grad / ctx.scale
-        # in float32: 1 / target_count rounded to bfloat16 would scale all gradients but lm_head's by up to 0.4 %
-        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None, None, None, None
+        # in float32: 1 / target_count rounded to bfloat16 would scale all gradients but lm_head's by up to
+        # 0.4 %
+        return (
+            (dx.float() * grad).to(dx.dtype),
+            (dw * grad).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

@@ -11,7 +11,9 @@ from isogpt.parallel.local_parts import local_parts_by_name
 
 
 def check_equal_weights(model: nn.Module, step: int, on_error: Callable, island: int = 0) -> None:
-    """Compare the weights of ranks that hold the same ones, and exit with a message if they differ (all ranks)."""
+    """
+    Compare the weights of ranks that hold the same ones, and exit with a message if they differ (all ranks).
+    """
     differences = weight_differences(model, island)
     with exit_together(on_error):
         if differences:
@@ -21,7 +23,8 @@ def check_equal_weights(model: nn.Module, step: int, on_error: Callable, island:
 @torch.no_grad()
 def weight_differences(model: nn.Module, island: int = 0) -> str:
     """
-    Compare a checksum of the weights between ranks of an island that hold the same ones (all ranks). Returns which
+    Compare a checksum of the weights between ranks of an island that hold the same ones (all ranks). Returns
+    which
     parameter differs on which rank; '' if none.
     """
     pieces = [(name, *piece) for name, part in local_parts_by_name(model).items() for piece in part.pieces]
@@ -36,7 +39,11 @@ def weight_differences(model: nn.Module, island: int = 0) -> str:
     for (name, *_), values in found.items():
         usual = most_common([value for _, value in values])
         wrong[name] |= {rank for rank, value in values if value != usual}
-    texts = [f"{name} differs on rank {', '.join(map(str, sorted(ranks)))}" for name, ranks in wrong.items() if ranks]
+    texts = [
+        f"{name} differs on rank {', '.join(map(str, sorted(ranks)))}"
+        for name, ranks in wrong.items()
+        if ranks
+    ]
     return "; ".join(texts if len(texts) <= 3 else [*texts[:3], f"and {len(texts) - 3} more"])
 
 

@@ -14,12 +14,13 @@ EXCHANGE = "expert parallelism: a step's token counts decide how many rows a ran
 
 def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_graphs: bool = False) -> str:
     """
-    Compile the model in place (all ranks); its parameters keep their names. Not on a CPU, where compilation takes 10 s
-    and gains nothing, and not if a trial compilation fails on any rank, for instance because there is no C compiler.
+    Compile the model in place (all ranks); its parameters keep their names. Not on a CPU, where compilation
+    takes 10 s
+    and gains nothing, and not if a trial compilation fails on any rank, for instance because there is no C
+    compiler.
 
-    Args:
-        by_block: compile each block and the loss by themselves, as FSDP needs it.
-        cuda_graphs: record the kernels of a forward or backward in a CUDA graph and launch them together. Gradients
+    Args: by_block: compile each block and the loss by themselves, as FSDP needs it. cuda_graphs: record the
+        kernels of a forward or backward in a CUDA graph and launch them together. Gradients
             must be allocated before, see `settle_gradients`.
 
     Returns:
@@ -35,14 +36,16 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_g
         problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     if problems := [p for p in gather_objects(problem) if p]:
         return f"compile: does not work on this machine, training without it (slower): {problems[0]}"
-    torch._dynamo.config.suppress_errors = True  # functions that fail to compile later run uncompiled, with a warning
+    # functions that fail to compile later run uncompiled, with a warning
+    torch._dynamo.config.suppress_errors = True
     compile_parts(model, by_block, mode="reduce-overhead" if cuda_graphs else None)
     return "compile: the first step takes about a minute longer"
 
 
 def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
     """
-    Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation has its own graphs. Experts
+    Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation has its own
+    graphs. Experts
     on several ranks run uncompiled, because the number of rows that they receive is different each time.
     """
     for block in model.transformer.h:
@@ -69,4 +72,8 @@ def compile_report() -> str:
     if skips := counters["inductor"]["cudagraph_skips"]:
         text += f", {skips} without CUDA graphs: TORCH_LOGS=cudagraphs shows why"
     failed = frames["total"] - frames["ok"]
-    return f"{text}, {failed} functions failed and run uncompiled: TORCH_LOGS=dynamo shows why" if failed else text
+    return (
+        f"{text}, {failed} functions failed and run uncompiled: TORCH_LOGS=dynamo shows why"
+        if failed
+        else text
+    )

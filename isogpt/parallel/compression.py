@@ -1,11 +1,12 @@
 """
-Gradient compression: data-parallel ranks on a slow network send each other fewer bytes for the mean of their gradients.
+Gradient compression: data-parallel ranks on a slow network send each other fewer bytes for the mean of their
+gradients.
 
-The lossy kinds have error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): what a rank's
-gradient has lost is added to its next one; with signs, only a part of it (Wu et al. 2018, arXiv:1806.08054), which
-trains better with AdamW. There is no momentum correction (Lin et al. 2018, arXiv:1712.01887): that is for SGD, whose
-momentum is linear in the gradients. AdamW divides by their second moment, which a rank cannot compute from its own
-gradients before the exchange.
+The lossy kinds have error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): what a
+rank's gradient has lost is added to its next one; with signs, only a part of it (Wu et al. 2018,
+arXiv:1806.08054), which trains better with AdamW. There is no momentum correction (Lin et al. 2018,
+arXiv:1712.01887): that is for SGD, whose momentum is linear in the gradients. AdamW divides by their second
+moment, which a rank cannot compute from its own gradients before the exchange.
 """
 
 from collections.abc import Iterator
@@ -29,13 +30,15 @@ BLOCKS = {"int8": 256, "sign": 64}  # elements with one scale
 KEPT = {"sign": 0.3}  # the part of the errors that is added to the next gradient, where it is not all of them
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWERSGD_START = 2  # torch's hook reduces whole gradients before this step
-POWERSGD_GAIN = 12  # matrices that would not shrink to 1/12 are sent whole: small embeddings train badly at low rank
+# matrices that would not shrink to 1/12 are sent whole: small embeddings train badly at low rank
+POWERSGD_GAIN = 12
 
 
 @dataclass
 class Compression:
     """
-    How data-parallel ranks exchange gradients, and what this rank's gradients have lost. For each parameter, the mean
+    How data-parallel ranks exchange gradients, and what this rank's gradients have lost. For each parameter,
+    the mean
     of the ranks' `errors` is what the mean gradient lacks so far.
     """
 
@@ -46,18 +49,29 @@ class Compression:
     uses_feedback: bool = True
     errors: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     powersgd: PowerSGDState | None = None
-    factors: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # from a checkpoint, by PowerSGD's bucket
+    # from a checkpoint, by PowerSGD's bucket
+    factors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind == "powersgd":
-            self.powersgd = PowerSGDState(None, int(self.amount), POWERSGD_START, POWERSGD_GAIN,
-                                          use_error_feedback=False, orthogonalization_epsilon=1e-8)  # fmt: skip
+            self.powersgd = PowerSGDState(
+                None,
+                int(self.amount),
+                POWERSGD_START,
+                POWERSGD_GAIN,
+                use_error_feedback=False,
+                orthogonalization_epsilon=1e-8,
+            )
 
     def attach(self, model: nn.Module) -> None:
-        """Let DistributedDataParallel exchange its buckets by this compression; does nothing to another model."""
+        """
+        Let DistributedDataParallel exchange its buckets by this compression; does nothing to another model.
+        """
         if not isinstance(model, DistributedDataParallel):
             return
-        half_hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}.get(self.kind)
+        half_hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}.get(
+            self.kind
+        )
         if half_hook and not is_sent_as_bytes(self.kind, model.process_group):
             model.register_comm_hook(model.process_group, half_hook)
         else:
@@ -65,7 +79,9 @@ class Compression:
 
     @torch.no_grad()
     def average(self, bucket: "Bucket", group: ProcessGroup) -> Tensor:
-        """Replace a bucket of gradients by their mean over the group, as far as it was sent (all ranks of it)."""
+        """
+        Replace a bucket of gradients by their mean over the group, as far as it was sent (all ranks of it).
+        """
         flat = bucket.flat
         if self.kind in HALF:
             return flat.copy_(half_mean(flat, self.kind, group))
@@ -78,13 +94,17 @@ class Compression:
             lost -= flat
         else:
             is_sparse = self.kind == "topk"
-            mean, lost = topk_mean(flat, self.amount, group) if is_sparse else coded_mean(flat, self.kind, group)
+            mean, lost = (
+                topk_mean(flat, self.amount, group) if is_sparse else coded_mean(flat, self.kind, group)
+            )
             flat.copy_(mean)
         torch._foreach_copy_(errors, views_of(lost.mul_(KEPT.get(self.kind, 1.0)), errors))
         return flat
 
     def average_all(self, params: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
-        """`average` for gradients that are not in buckets of DistributedDataParallel; `name` is a unique prefix."""
+        """
+        `average` for gradients that are not in buckets of DistributedDataParallel; `name` is a unique prefix.
+        """
         buckets = list(in_buckets(params))
         for i, bucket in enumerate(buckets):
             grads = [local(p.grad) for p in bucket]
@@ -99,13 +119,16 @@ class Compression:
         return self.errors[p]
 
     def low_rank_mean(self, bucket: "Bucket", group: ProcessGroup) -> None:
-        """torch's PowerSGD (Vogels et al. 2019, arXiv:1905.13727), without its own error feedback, in place."""
+        """
+        torch's PowerSGD (Vogels et al. 2019, arXiv:1905.13727), without its own error feedback, in place.
+        """
         state, columns = self.powersgd, sum(matrix.size(-1) for matrix in bucket.gradients())
         key = f"{bucket.name}:{len(bucket.flat)}:{columns}"  # another version may have cut them differently
         if key in self.factors:
             state.p_memory_dict[bucket.name], state.q_memory_dict[bucket.name] = self.factors[key].values()
         state.process_group = group
-        powerSGD_hook(state, bucket).wait()  # gloo's threads would start collectives of several buckets in any order
+        # gloo's threads would start collectives of several buckets in any order
+        powerSGD_hook(state, bucket).wait()
         if bucket.name in state.q_memory_dict:
             self.factors[key] = {"p": state.p_memory_dict[bucket.name], "q": state.q_memory_dict[bucket.name]}
 
@@ -122,8 +145,8 @@ class Compression:
         """
         Start without errors before a step.
 
-        Args:
-            saved: the names (see sharded_files.flat) and shapes in a checkpoint; makes room for PowerSGD's factors.
+        Args: saved: the names (see sharded_files.flat) and shapes in a checkpoint; makes room for PowerSGD's
+            factors.
         """
         self.forget()
         if self.powersgd:
@@ -140,25 +163,39 @@ class Compression:
 
     def saved_parts(self, model: nn.Module) -> dict[str, dict[str, LocalPart]]:
         """
-        The errors by parameter name, as rows of those of all ranks that hold the same part of a parameter, and
+        The errors by parameter name, as rows of those of all ranks that hold the same part of a parameter,
+        and
         PowerSGD's factors, whose order in a bucket only torch knows.
         """
         found = {}
         for name, p in model.named_parameters() if self.kind not in HALF else ():
-            axes = ("islands", "dp_replicate") if is_sharded(p) else ("islands", "dp_replicate", "ep", "cp", "tp")
+            axes = (
+                ("islands", "dp_replicate")
+                if is_sharded(p)
+                else ("islands", "dp_replicate", "ep", "cp", "tp")
+            )
             row = self.mesh.place(*(axis for axis in axes if not is_split(p, axis)))
-            is_second = self.mesh.index("pp") > 0 and p is getattr(model.lm_head, "weight", None) and model.config.tied
-            key = "error_of_head" if is_second else "error"  # wte tied to the head on another rank has its own
+            is_second = (
+                self.mesh.index("pp") > 0
+                and p is getattr(model.lm_head, "weight", None)
+                and model.config.tied
+            )
+            # wte tied to the head on another rank has its own
+            key = "error_of_head" if is_second else "error"
             found[name] = {key: local_part_of(self.error_of(p), splits_of(p)).in_row(*row)}
         factors = {
-            f"{key}.{letter}": local_part_of(t) for key, pair in self.factors.items() for letter, t in pair.items()
+            f"{key}.{letter}": local_part_of(t)
+            for key, pair in self.factors.items()
+            for letter, t in pair.items()
         }
         return found | ({self.own_name(): factors} if factors else {})
 
 
 @dataclass
 class Bucket:
-    """Gradients that are exchanged together, with the methods of DDP's GradBucket that torch's PowerSGD calls."""
+    """
+    Gradients that are exchanged together, with the methods of DDP's GradBucket that torch's PowerSGD calls.
+    """
 
     params: list[nn.Parameter]
     flat: Tensor  # (elements,)
@@ -170,7 +207,9 @@ class Bucket:
         return self.flat
 
     def gradients(self) -> Iterator[Tensor]:
-        """Views of the buffer: the gradients, tall ones cut into square matrices (stacked q, k and v are three)."""
+        """
+        Views of the buffer: the gradients, tall ones cut into square matrices (stacked q, k and v are three).
+        """
         for grad in filter(Tensor.numel, views_of(self.flat, [local(p) for p in self.params])):
             is_stack = grad.dim() == 2 and grad.size(0) % grad.size(1) == 0
             yield from grad.split(grad.size(1)) if is_stack else [grad]
@@ -184,7 +223,9 @@ class Bucket:
         return self.is_last_one
 
 
-def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def average_bucket(
+    state: tuple[Compression, ProcessGroup], bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
     """DistributedDataParallel's communication hook."""
     compression, group = state
     done = torch.futures.Future()
@@ -217,10 +258,12 @@ def half_mean(flat: Tensor, kind: str, group: ProcessGroup) -> Tensor:
     return half
 
 
-def coded_mean(corrected: Tensor, kind: str, group: ProcessGroup,
-               generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def coded_mean(
+    corrected: Tensor, kind: str, group: ProcessGroup, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
     """
-    The mean of tensors (N,) over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888): each rank receives
+    The mean of tensors (N,) over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888): each rank
+    receives
     its share of all tensors, takes the mean, and sends it to all.
 
     Returns:
@@ -243,8 +286,10 @@ def coded_mean(corrected: Tensor, kind: str, group: ProcessGroup,
 
 def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Tensor:
     """
-    Rows of numbers as bytes: 16 bits each (bf16), or in blocks with a float32 scale 8 bits each, rounded up or down at
-    random so that the expected value stays (int8; Alistarh et al. 2017, arXiv:1610.02132), or only the signs (sign).
+    Rows of numbers as bytes: 16 bits each (bf16), or in blocks with a float32 scale 8 bits each, rounded up
+    or down at
+    random so that the expected value stays (int8; Alistarh et al. 2017, arXiv:1610.02132), or only the signs
+    (sign).
 
     Args:
         x: (rows, elements), the elements a multiple of the largest block.
@@ -286,7 +331,9 @@ def decode(codes: Tensor, kind: str) -> Tensor:
 
 @cache
 def bit_values(device: torch.device) -> Tensor:
-    """What each bit of a byte counts (8,), made once for a device: a copy for each use would wait for a GPU."""
+    """
+    What each bit of a byte counts (8,), made once for a device: a copy for each use would wait for a GPU.
+    """
     return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
 
 
@@ -299,7 +346,8 @@ def signs_of_bytes(device: torch.device) -> Tensor:
 
 def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """
-    The mean over a group of the largest elements of each rank's tensor (N,), the others taken for zero (Aji and
+    The mean over a group of the largest elements of each rank's tensor (N,), the others taken for zero (Aji
+    and
     Heafield 2017, arXiv:1704.05021), and what this rank's tensor has lost.
     """
     n, count = group.size(), max(1, round(fraction * len(corrected)))

@@ -1,6 +1,7 @@
 """
-Context parallelism: each rank of a group holds some positions of each sequence. Everything but attention treats
-positions alike; attention gathers the keys and values of all ranks (as Llama 3 does, arXiv:2407.21783, section 3.3.2).
+Context parallelism: each rank of a group holds some positions of each sequence. Everything but attention
+treats positions alike; attention gathers the keys and values of all ranks (as Llama 3 does, arXiv:2407.21783,
+section 3.3.2).
 """
 
 from functools import partial
@@ -18,7 +19,10 @@ from isogpt.parallel.sequence_collectives import Gather
 
 
 def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Make the model compute on this rank's positions of each sequence of block_size tokens, in place (all ranks)."""
+    """
+    Make the model compute on this rank's positions of each sequence of block_size tokens, in place (all
+    ranks).
+    """
     positions = mesh.own_positions(model.config.block_size).to(device)
 
     def positions_here(start: int, end: int, device: torch.device) -> Tensor:
@@ -44,17 +48,27 @@ def sum_over_ranks(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
 
 def last_rows_mask(T: int, S: int, device: torch.device) -> CausalBias | None:
     """
-    On a GPU, the causal mask of the last T of S positions, with which FlashAttention runs. It is made once, because
+    On a GPU, the causal mask of the last T of S positions, with which FlashAttention runs. It is made once,
+    because
     torch.compile cannot trace its constructor (torch 2.13).
     """
     return causal_lower_right(T, S) if device.type == "cuda" else None
 
 
-def context_attention(group: dist.ProcessGroup, order: list[int], own: list[tuple[int, CausalBias | None]], q: Tensor,
-                      k: Tensor, v: Tensor, dropout: float, cache: None) -> Tensor:  # fmt: skip
+def context_attention(
+    group: dist.ProcessGroup,
+    order: list[int],
+    own: list[tuple[int, CausalBias | None]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float,
+    cache: None,
+) -> Tensor:
     """
     kernels.causal_attention of this rank's positions over those of all ranks: q (B, T / cp, H, D), k and v
-    (B, T / cp, K, D) -> (B, T / cp, H * D). The backward gathers the keys and values again instead of keeping them, so
+    (B, T / cp, K, D) -> (B, T / cp, H * D). The backward gathers the keys and values again instead of keeping
+    them, so
     that activations are divided by cp; it also computes the attention's forward again.
 
     Args:
@@ -82,8 +96,8 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropo
     """
     Attention of the last T of S positions to all of them: (B, T, H, D), (B, S, H, D) twice -> (B, T, H * D).
 
-    Args:
-        mask: see `last_rows_mask`. None: compute in float32. With a mask, some gradients in bfloat16 were several times
+    Args: mask: see `last_rows_mask`. None: compute in float32. With a mask, some gradients in bfloat16 were
+        several times
             too large on a CPU (torch 2.13).
     """
     T, S, dtype = q.size(1), k.size(1), q.dtype

@@ -1,6 +1,7 @@
 """
-Data parallelism: DistributedDataParallel, and the stages of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): 1 shards
-the optimizer state over the data-parallel ranks (optim.py), 2 the gradients too, 3 the parameters too (FSDP2).
+Data parallelism: DistributedDataParallel, and the stages of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054):
+1 shards the optimizer state over the data-parallel ranks (optim.py), 2 the gradients too, 3 the parameters
+too (FSDP2).
 """
 
 from collections.abc import Iterator
@@ -17,11 +18,21 @@ from isogpt.parallel.local_parts import is_sharded
 from isogpt.parallel.mesh import Mesh
 
 
-def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype, cpu_offload: bool,
-          prefetch: int, pp_schedule: str, reduces_replicas: bool = True) -> None:  # fmt: skip
+def shard(
+    model: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    zero: int,
+    dtype: torch.dtype,
+    cpu_offload: bool,
+    prefetch: int,
+    pp_schedule: str,
+    reduces_replicas: bool = True,
+) -> None:
     """
     ZeRO-2 and 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered when it is needed;
-    embeddings, the tied head and the last norm are another. With zero 2 the gathered parameters stay until the backward
+    embeddings, the tied head and the last norm are another. With zero 2 the gathered parameters stay until
+    the backward
     is done; so they do in a pipeline whose schedule delays gradients of weights.
 
     Args:
@@ -33,7 +44,8 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
-    root_policy = replace(policy, cast_forward_inputs=False)  # numbers of the router arrive at pipeline stages
+    # numbers of the router arrive at pipeline stages
+    root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     settings = dict(mesh=mesh.fsdp_mesh(reduces_replicas, "dp_shard", "ep", "cp"), offload_policy=offload)
     blocks, delays_weights = list(model.transformer.h), mesh.pp > 1 and pp_schedule in ("zero_bubble", "zbv")
@@ -43,7 +55,9 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
             fully_shard(block.mlp.router, reshard_after_forward=reshards, **settings)  # computes in float32
         if mesh.ep > 1:
             expert_settings = settings | {"mesh": mesh.fsdp_mesh(reduces_replicas, "dp_shard", "cp")}
-            fully_shard(block.mlp.experts, reshard_after_forward=reshards, mp_policy=policy, **expert_settings)
+            fully_shard(
+                block.mlp.experts, reshard_after_forward=reshards, mp_policy=policy, **expert_settings
+            )
         fully_shard(block, reshard_after_forward=reshards, mp_policy=policy, **settings)
     for i, block in enumerate(blocks if prefetch > 1 else []):  # 1 is FSDP2's default
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
@@ -57,12 +71,15 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: 
 
 def replicate(model: nn.Module, bucket_mb: float, group: dist.ProcessGroup) -> DistributedDataParallel:
     """
-    DistributedDataParallel over the ranks of a group (all of them). Gradients are reduced in buckets of bucket_mb MiB,
+    DistributedDataParallel over the ranks of a group (all of them). Gradients are reduced in buckets of
+    bucket_mb MiB,
     and are views of the buckets: there are no copies.
     """
-    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, process_group=group)
-    # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this (torch 2.13).
-    # The attribute is for torch.compile only: DDP has made its buckets.
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, process_group=group
+    )
+    # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this
+    # (torch 2.13). The attribute is for torch.compile only: DDP has made its buckets.
     ddp.bucket_bytes_cap = max(ddp.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
     return ddp
 
@@ -81,12 +98,14 @@ def reshard(model: nn.Module) -> None:
 @contextmanager
 def no_sync(model: nn.Module, adds_shards: bool = False) -> Iterator[None]:
     """
-    A micro-step whose backward adds to the local gradients and does not reduce them over the ranks: DDP's no_sync, or
+    A micro-step whose backward adds to the local gradients and does not reduce them over the ranks: DDP's
+    no_sync, or
     FSDP2's set_requires_gradient_sync(False).
 
-    Args:
-        adds_shards: FSDP2 does reduce the gradients to shards, which it adds up on the device. Only the last micro-step
-            copies them to the CPU: with cpu_offload, adding to gradients there would wait for a GPU at each of them.
+    Args: adds_shards: FSDP2 does reduce the gradients to shards, which it adds up on the device. Only the
+        last micro-step
+            copies them to the CPU: with cpu_offload, adding to gradients there would wait for a GPU at each
+                of them.
     """
     switch = None
     if hasattr(model, "set_requires_gradient_sync"):
@@ -98,19 +117,31 @@ def no_sync(model: nn.Module, adds_shards: bool = False) -> Iterator[None]:
         switch(True)
 
 
-def settle_gradients(model: nn.Module, cuda_graphs: bool, x: Tensor, y: Tensor, target_count: float,
-                     autocast: AbstractContextManager) -> bool:  # fmt: skip
+def settle_gradients(
+    model: nn.Module,
+    cuda_graphs: bool,
+    x: Tensor,
+    y: Tensor,
+    target_count: float,
+    autocast: AbstractContextManager,
+) -> bool:
     """
-    Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns whether
+    Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns
+    whether
     there are such gradients, which must be set to zero after a step and not to None.
 
-    DDP's are views of its buckets. DDP reorders the buckets after the first backward, and with three or more ranks
-    another order of summation gives other bits: without one discarded forward and backward, a resumed run would differ
-    in the last bits from an uninterrupted one. They are called exactly as in a step, so that torch.compile does not
+    DDP's are views of its buckets. DDP reorders the buckets after the first backward, and with three or more
+    ranks
+    another order of summation gives other bits: without one discarded forward and backward, a resumed run
+    would differ
+    in the last bits from an uninterrupted one. They are called exactly as in a step, so that torch.compile
+    does not
     compile a second graph.
 
-    With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the graph's next
-    run would overwrite it (pytorch issue 169545). To a gradient that already exists, autograd adds the output.
+    With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
+    graph's next
+    run would overwrite it (pytorch issue 169545). To a gradient that already exists, autograd adds the
+    output.
     """
     if isinstance(model, DistributedDataParallel):
         with autocast:

@@ -1,6 +1,6 @@
 """
-Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): each rank of a group holds some of the experts of each
-block. Tokens are sent to the ranks with their experts, and the results back, each in one all-to-all.
+Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): each rank of a group holds some of the experts of
+each block. Tokens are sent to the ranks with their experts, and the results back, each in one all-to-all.
 """
 
 from functools import partial
@@ -21,7 +21,8 @@ def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
     experts = [name for name in parameters if ".experts." in name]
     for name in experts:
         keep_local_part(model, name, Split("ep", 0, (parameters[name].size(0),), mesh.index("ep"), mesh.ep))
-    model._ddp_params_and_buffers_to_ignore = experts  # complete_gradients reduces them, over fewer ranks than DDP
+    # complete_gradients reduces them, over fewer ranks than DDP
+    model._ddp_params_and_buffers_to_ignore = experts
     for block in model.transformer.h:
         block.mlp.exchanges_tokens = True
         block.mlp.experts.forward = partial(exchange_tokens, group, block.mlp.experts.forward)
@@ -40,7 +41,8 @@ def exchange_tokens(group: dist.ProcessGroup, run_experts: partial, x: Tensor, c
     counts_here = torch.empty_like(counts)  # of this rank's experts, from each rank
     dist.all_to_all_single(counts_here, counts, group=group)
     counts_here = counts_here.view(ranks, -1)  # (ranks, E / ranks)
-    sent, received = torch.stack((counts.view(ranks, -1).sum(1), counts_here.sum(1))).tolist()  # waits for a GPU
+    # waits for a GPU
+    sent, received = torch.stack((counts.view(ranks, -1).sum(1), counts_here.sum(1))).tolist()
     rows = all_to_all_single_autograd(x, received, sent, group)  # by rank, then by expert
     expert = torch.arange(counts_here.size(1), device=x.device).repeat(ranks)  # (E,)
     order = expert.repeat_interleave(counts_here.flatten(), output_size=sum(received)).argsort(stable=True)

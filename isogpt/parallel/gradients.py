@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from isogpt.parallel.compression import Compression
 
 
-def complete_gradients(model: nn.Module, mesh: Mesh, zero: int, reduces_data: bool,
-                       compression: "Compression | None" = None) -> None:  # fmt: skip
+def complete_gradients(
+    model: nn.Module, mesh: Mesh, zero: int, reduces_data: bool, compression: "Compression | None" = None
+) -> None:
     """
-    Add up what the backward has left on several ranks (all ranks): with tp, the gradients of parameters that are on
-    every rank, each from its part of the sequence; with ep, those of the same experts; with pp, those of data-parallel
-    ranks, since the pipeline's stages are not wrapped with DDP, and of wte tied to the head, if these are on different
+    Add up what the backward has left on several ranks (all ranks): with tp, the gradients of parameters that
+    are on
+    every rank, each from its part of the sequence; with ep, those of the same experts; with pp, those of
+    data-parallel
+    ranks, since the pipeline's stages are not wrapped with DDP, and of wte tied to the head, if these are on
+    different
     ranks; with compression, those of the replicas of sharded parameters.
 
     Args:
@@ -33,7 +37,8 @@ def complete_gradients(model: nn.Module, mesh: Mesh, zero: int, reduces_data: bo
     if mesh.tp > 1:
         sum_in_buckets([local(p.grad) for p in params if not is_split(p, "tp")], mesh.group("tp"))
     experts = [p for p in params if is_split(p, "ep")]
-    if experts:  # each has gradients from all ranks of ep already; what follows is the mean over the other axes
+    # each has gradients from all ranks of ep already; what follows is the mean over the other axes
+    if experts:
         torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)
     if zero >= 2 and compression and reduces_data:
         average(params, mesh, compression, "dp_replicate")
@@ -45,7 +50,10 @@ def complete_gradients(model: nn.Module, mesh: Mesh, zero: int, reduces_data: bo
         grad, group = local(model.lm_head.weight.grad), mesh.group("pp")
         peer = dist.get_global_rank(group, mesh.pp - 1 if mesh.index("pp") == 0 else 0)
         theirs = torch.empty_like(grad)
-        exchange = [dist.P2POp(dist.isend, grad.clone(), peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+        exchange = [
+            dist.P2POp(dist.isend, grad.clone(), peer, group),
+            dist.P2POp(dist.irecv, theirs, peer, group),
+        ]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
         grad += theirs
@@ -72,7 +80,8 @@ def is_tied_over_ranks(model: nn.Module) -> bool:
 
 def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
     """
-    This rank's parameters by how many ranks hold the same part of them. Islands count as well, although their gradients
+    This rank's parameters by how many ranks hold the same part of them. Islands count as well, although their
+    gradients
     differ: so the squared norm is the mean over the islands.
     """
     found = defaultdict(list)
@@ -86,7 +95,10 @@ def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[
 
 
 def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
-    """This rank's share of the gradient's squared norm, from `parameters_by_replica_count`: the sum over all ranks is the whole."""
+    """
+    This rank's share of the gradient's squared norm, from `parameters_by_replica_count`: the sum over all
+    ranks is the whole.
+    """
     shares = []
     for n, params in copies.items():
         grads = [local(p.grad) for p in params if p.grad is not None]

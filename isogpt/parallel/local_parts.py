@@ -1,4 +1,7 @@
-"""Which part of each parameter this rank holds, whatever the layout: the common language of the ways of sharding."""
+"""
+Which part of each parameter this rank holds, whatever the layout: the common language of the ways of
+sharding.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +17,10 @@ Offsets = tuple[int, ...]  # of a piece in each dimension of the whole tensor
 @dataclass(frozen=True)
 class Split:
     """
-    How tensor or expert parallelism (axis tp or ep of the mesh) divides a parameter: along one dimension, where
-    matrices of these heights or widths are stacked (q, k and v; experts), each of which is divided evenly over `count`
+    How tensor or expert parallelism (axis tp or ep of the mesh) divides a parameter: along one dimension,
+    where
+    matrices of these heights or widths are stacked (q, k and v; experts), each of which is divided evenly
+    over `count`
     ranks. This rank is number `index` of them.
     """
 
@@ -38,7 +43,9 @@ class Split:
         return sum(length for _, length in self.ranges())
 
     def place(self, offsets: Offsets, piece: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
-        """What a piece of this rank's part is of the whole: its parts in each section, with their offsets there."""
+        """
+        What a piece of this rank's part is of the whole: its parts in each section, with their offsets there.
+        """
         dim, start = self.dim, 0  # start: of a section in this rank's part
         first, end = offsets[dim], offsets[dim] + piece.size(dim)
         for begin, length in self.ranges():
@@ -52,13 +59,15 @@ class Split:
 @dataclass(frozen=True)
 class LocalPart:
     """
-    The part of a parameter, or of a tensor of its shape such as a moment, that this rank holds: `pieces` are views of
+    The part of a parameter, or of a tensor of its shape such as a moment, that this rank holds: `pieces` are
+    views of
     the tensor in this rank's memory, with their offsets in the whole tensor of shape `shape`.
     """
 
     shape: torch.Size
     pieces: tuple[tuple[Offsets, Tensor], ...]
-    is_row: bool = False  # of a tensor that stacks what several groups of ranks hold: its first dimension are they
+    # of a tensor that stacks what several groups of ranks hold: its first dimension are they
+    is_row: bool = False
 
     def in_row(self, index: int, count: int) -> "LocalPart":
         """This part as row `index` of a stack of `count`; a stack of one is the tensor itself."""
@@ -86,7 +95,9 @@ class LocalPart:
         if not saved or saved[1:] != single.shape:
             return single, []
         rows = [(piece, piece.new_empty(saved[0], *piece.shape)) for _, piece in single.pieces]
-        stacks = (((0, *offsets), stack) for (offsets, _), (_, stack) in zip(single.pieces, rows, strict=True))
+        stacks = (
+            ((0, *offsets), stack) for (offsets, _), (_, stack) in zip(single.pieces, rows, strict=True)
+        )
         return LocalPart(saved, tuple(stacks)), rows
 
     def size(self) -> torch.Size:
@@ -104,7 +115,10 @@ class LocalPart:
 
     @torch.no_grad()
     def put(self, whole: Tensor) -> None:
-        """Copy this rank's part of a whole tensor: no communication. Raises RuntimeError if its shape is another."""
+        """
+        Copy this rank's part of a whole tensor: no communication. Raises RuntimeError if its shape is
+        another.
+        """
         if whole.shape != self.shape:
             raise RuntimeError(f"its shape is {tuple(whole.shape)}, not {tuple(self.shape)}")
         for piece, values in self.cut(whole):
@@ -120,12 +134,17 @@ Splits = tuple[Split, ...]  # of a parameter, in this order: by expert paralleli
 
 
 def local_part_of(tensor: Tensor, splits: Splits = ()) -> LocalPart:
-    """What this rank holds of a tensor that may have been split, and may then have become a DTensor of fully_shard."""
+    """
+    What this rank holds of a tensor that may have been split, and may then have become a DTensor of
+    fully_shard.
+    """
     here, offsets, shape = local(tensor), (0,) * tensor.dim(), list(tensor.shape)
     if is_sharded(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        offsets = tuple(compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)[1])
+        offsets = tuple(
+            compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)[1]
+        )
     pieces = [(offsets, here)] if here.numel() or not shape else []
     for split in reversed(splits) if shape else ():
         pieces = [placed for piece in pieces for placed in split.place(*piece)]
@@ -153,14 +172,18 @@ def is_split(p: Tensor, axis: str) -> bool:
 
 
 def local_parts_by_name(model: nn.Module) -> dict[str, LocalPart]:
-    """The parts of the model's parameters for a checkpoint, each parameter once (the head can be tied to wte)."""
+    """
+    The parts of the model's parameters for a checkpoint, each parameter once (the head can be tied to wte).
+    """
     return {name: local_part_of(p.detach(), splits_of(p)) for name, p in model.named_parameters()}
 
 
 def whole_tensors(parts: list[LocalPart], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
     """
-    The whole float32 tensors of parts of equal shape, stacked: (parts, *shape) (all ranks of the group that shares
-    them). The sum of the ranks' pieces, in a single collective: the other places hold zeros, so nothing is rounded.
+    The whole float32 tensors of parts of equal shape, stacked: (parts, *shape) (all ranks of the group that
+    shares
+    them). The sum of the ranks' pieces, in a single collective: the other places hold zeros, so nothing is
+    rounded.
     """
     new = torch.zeros if group else torch.empty
     stacked = new(len(parts), *parts[0].shape, device=device)
@@ -183,6 +206,9 @@ def local(value: Tensor) -> Tensor:
 
 
 def copy_to_cpu(value: Tensor) -> Tensor:
-    """A copy on the CPU. From a GPU into pinned memory: the copies are queued, and the caller waits for all at once."""
+    """
+    A copy on the CPU. From a GPU into pinned memory: the copies are queued, and the caller waits for all at
+    once.
+    """
     on_gpu = value.device.type == "cuda"
     return torch.empty_like(value, device="cpu", pin_memory=on_gpu).copy_(value, non_blocking=on_gpu)

@@ -1,6 +1,7 @@
 """
-Local SGD: groups of ranks, islands, take steps of their own and average their weights now and then, for networks that
-cannot carry gradients at every step. With an outer optimizer this is DiLoCo (Douillard et al. 2023, arXiv:2311.08105).
+Local SGD: groups of ranks, islands, take steps of their own and average their weights now and then, for
+networks that cannot carry gradients at every step. With an outer optimizer this is DiLoCo (Douillard et al.
+2023, arXiv:2311.08105).
 """
 
 from collections.abc import Collection, Iterator
@@ -22,12 +23,17 @@ from isogpt.parallel.mesh import Mesh
 @dataclass
 class Islands:
     """
-    What this rank knows of the islands. Every `local_steps` steps the mean change of their weights is the gradient of
-    an outer step, SGD with Nesterov momentum (Sutskever et al. 2013), from which all islands continue. Each keeps the
-    moments of its own optimizer. Learning rate 1 without momentum is Local SGD (Stich 2018, arXiv:1805.09767).
+    What this rank knows of the islands. Every `local_steps` steps the mean change of their weights is the
+    gradient of
+    an outer step, SGD with Nesterov momentum (Sutskever et al. 2013), from which all islands continue. Each
+    keeps the
+    moments of its own optimizer. Learning rate 1 without momentum is Local SGD (Stich 2018,
+    arXiv:1805.09767).
 
-    With several `parts`, each part of the model is averaged at another one of the local_steps, in the background until
-    the next part's turn (Douillard et al. 2025, arXiv:2501.18512): what an island has learned meanwhile is kept.
+    With several `parts`, each part of the model is averaged at another one of the local_steps, in the
+    background until
+    the next part's turn (Douillard et al. 2025, arXiv:2501.18512): what an island has learned meanwhile is
+    kept.
     """
 
     model: nn.Module
@@ -41,11 +47,15 @@ class Islands:
     names: list[list[str]] = field(init=False)  # of the parameters in each part
     weights: dict[str, Tensor] = field(init=False)  # after the last outer step: the same on all islands
     momentum: dict[str, Tensor] = field(init=False)
-    sent: dict[str, Tensor] = field(default_factory=dict)  # this island's weights whose mean is being computed
+    # this island's weights whose mean is being computed
+    sent: dict[str, Tensor] = field(default_factory=dict)
     averaged_at: int = -1  # the step after which the last average was started
     pending: Future | None = None
-    stream: "torch.cuda.Stream | None" = None  # of the thread: one, since the allocator keeps memory for each stream
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="islands"))
+    # of the thread: one, since the allocator keeps memory for each stream
+    stream: "torch.cuda.Stream | None" = None
+    thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="islands")
+    )
 
     def __post_init__(self) -> None:
         count, ranks = self.mesh.islands, dist.get_world_size() // self.mesh.islands
@@ -72,12 +82,15 @@ class Islands:
         self.pending = None
         self.weights = {name: p.detach().clone() for name, p in self.params.items()}
         self.momentum = {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
-        self.sent = {name: torch.empty_like(w) for name, w in self.weights.items() if f"optim.{name}.sent" in saved}
+        self.sent = {
+            name: torch.empty_like(w) for name, w in self.weights.items() if f"optim.{name}.sent" in saved
+        }
         self.averaged_at = step - 1 if averaged_at is None else averaged_at
 
     def due_after(self, step: int) -> list[int]:
         """
-        The parts whose averaging starts after a step that was taken: those whose turn it is, or was after one of the
+        The parts whose averaging starts after a step that was taken: those whose turn it is, or was after one
+        of the
         steps before, which were skipped.
         """
         first = max(self.averaged_at, step - self.local_steps) + 1
@@ -105,8 +118,9 @@ class Islands:
         ready = torch.cuda.current_stream().record_event() if changes[0].is_cuda else None
         self.pending = self.thread.submit(self.average, changes, self.averaged_at, ready)
 
-    def average(self, changes: list[Tensor], step: int,
-                ready: "torch.cuda.Event | None") -> tuple[list[Tensor], "torch.cuda.Event | None"]:  # fmt: skip
+    def average(
+        self, changes: list[Tensor], step: int, ready: "torch.cuda.Event | None"
+    ) -> tuple[list[Tensor], "torch.cuda.Event | None"]:
         """
         The mean of each change over the islands (in the background).
 
@@ -168,15 +182,19 @@ class Islands:
 
     def saved_weights(self) -> dict[str, LocalPart]:
         """Those of the last outer step."""
-        return {name: local_part_of(weight, splits_of(self.params[name])) for name, weight in self.weights.items()}
+        return {
+            name: local_part_of(weight, splits_of(self.params[name])) for name, weight in self.weights.items()
+        }
 
     def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """The outer momentum, and each island's own weights and those that it has sent."""
         index, found = self.mesh.place("islands"), {}
         for name, p in self.params.items():
             splits = splits_of(p)
-            found[name] = {"outer_momentum": local_part_of(self.momentum[name], splits),
-                           "inner": local_part_of(p.detach(), splits).in_row(*index)}  # fmt: skip
+            found[name] = {
+                "outer_momentum": local_part_of(self.momentum[name], splits),
+                "inner": local_part_of(p.detach(), splits).in_row(*index),
+            }
             if name in self.sent:
                 found[name]["sent"] = local_part_of(self.sent[name], splits).in_row(*index)
         return found

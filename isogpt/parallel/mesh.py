@@ -1,4 +1,6 @@
-"""How the ranks divide the work: the axes of the mesh, this rank's coordinates, and the arithmetic of degrees."""
+"""
+How the ranks divide the work: the axes of the mesh, this rank's coordinates, and the arithmetic of degrees.
+"""
 
 import warnings
 from dataclasses import dataclass, field
@@ -12,7 +14,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, get_backend_conf
 
 from isogpt.launch.device import collectives_timeout
 
-warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # of a mesh: torch 2.13 has no other way for HSDP
+# of a mesh: torch 2.13 has no other way for HSDP
+warnings.filterwarnings("ignore", message="Slicing a flattened dim")
 # neighbouring ranks differ in tp, which communicates most
 AXES = ("islands", "pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # the ranks along these average their gradients
@@ -22,10 +25,14 @@ READING_AXES = ("islands", "dp_replicate", "dp_shard", "ep")  # the ranks along 
 @dataclass
 class Mesh:
     """
-    The ranks as a grid with one axis for each way of dividing the work: groups that train by themselves for some steps
-    (islands), pipeline stages (pp), copies of the model (dp_replicate), shards of each parameter (dp_shard, ZeRO-2 and
-    3), groups of experts (ep), parts of each sequence (cp), and parts of each matrix (tp). Parameters are sharded over
-    dp_shard x ep x cp, because ranks with parts of a sequence use the same ones; experts, which ep has divided already,
+    The ranks as a grid with one axis for each way of dividing the work: groups that train by themselves for
+    some steps
+    (islands), pipeline stages (pp), copies of the model (dp_replicate), shards of each parameter (dp_shard,
+    ZeRO-2 and
+    3), groups of experts (ep), parts of each sequence (cp), and parts of each matrix (tp). Parameters are
+    sharded over
+    dp_shard x ep x cp, because ranks with parts of a sequence use the same ones; experts, which ep has
+    divided already,
     over dp_shard x cp.
 
     Data is divided by `data_rank` and `data_size`, never by rank and world size.
@@ -74,13 +81,17 @@ class Mesh:
 
     def chunks(self, index: int) -> tuple[int, int]:
         """
-        The two of 2 cp chunks of a sequence that rank `index` of a cp group holds: an early and a late one. Chunk i
-        attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and none waits.
+        The two of 2 cp chunks of a sequence that rank `index` of a cp group holds: an early and a late one.
+        Chunk i
+        attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and none
+        waits.
         """
         return index, 2 * self.cp - 1 - index
 
     def own_positions(self, length: int) -> Tensor | None:
-        """The positions of a sequence of `length` tokens that this rank holds, (length / cp,); None for all."""
+        """
+        The positions of a sequence of `length` tokens that this rank holds, (length / cp,); None for all.
+        """
         if self.cp == 1:
             return None
         chunks = torch.arange(length).chunk(2 * self.cp)
@@ -111,8 +122,13 @@ class Mesh:
                 self.limit(self.devices.get_group(axis))
 
     def limit(self, group: ProcessGroup, timeout_s: float | None = None) -> ProcessGroup:
-        """Set a group's timeout, by default the mesh's: that of a new group is the backend's, up to half an hour."""
-        _set_pg_timeout(collectives_timeout(timeout_s or self.timeout_s, str(get_backend_config(group))), group)
+        """
+        Set a group's timeout, by default the mesh's: that of a new group is the backend's, up to half an
+        hour.
+        """
+        _set_pg_timeout(
+            collectives_timeout(timeout_s or self.timeout_s, str(get_backend_config(group))), group
+        )
         return group
 
     def submesh(self, *axes: str) -> DeviceMesh:
@@ -126,7 +142,9 @@ class Mesh:
         return flat
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        """The group of the ranks that differ from this one in these axes only (all ranks); None if it is alone."""
+        """
+        The group of the ranks that differ from this one in these axes only (all ranks); None if it is alone.
+        """
         if self.size(*axes) == 1:
             return None
         if self.size(*axes) == self.size(*AXES):
@@ -143,11 +161,15 @@ class Mesh:
 
 def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
     """
-    The mesh for a ZeRO stage and the settings islands, pp, dp_replicate, ep, cp and tp: the ranks that pp, cp and tp
-    leave divide the batch. Within an island, stages 0 and 1 replicate the parameters over them, stages 2 and 3 shard
+    The mesh for a ZeRO stage and the settings islands, pp, dp_replicate, ep, cp and tp: the ranks that pp, cp
+    and tp
+    leave divide the batch. Within an island, stages 0 and 1 replicate the parameters over them, stages 2 and
+    3 shard
     them; ep divides experts.
     """
-    islands, pp, ep, cp, tp, replicas = (config[n] for n in ("islands", "pp", "ep", "cp", "tp", "dp_replicate"))
+    islands, pp, ep, cp, tp, replicas = (
+        config[n] for n in ("islands", "pp", "ep", "cp", "tp", "dp_replicate")
+    )
     left = world_size // (islands * pp * ep * cp * tp)
     replicate, shard = (replicas, left // replicas) if zero >= 2 else (left, 1)
     return Mesh(rank, islands, pp, replicate, shard, ep, cp, tp, config["dist_timeout_s"])
@@ -159,7 +181,10 @@ def stages_per_rank(pp_schedule: str) -> int:
 
 
 def bubble_formula(pp: int, micro_steps: int, pp_schedule: str) -> float | None:
-    """The share of a pipeline's time in which a rank waits; None for zero-bubble schedules, which stay below 1f1b's."""
+    """
+    The share of a pipeline's time in which a rank waits; None for zero-bubble schedules, which stay below
+    1f1b's.
+    """
     if pp_schedule in ("zero_bubble", "zbv"):
         return None
     return (pp - 1) / (stages_per_rank(pp_schedule) * micro_steps + pp - 1)

@@ -1,8 +1,8 @@
 """
 The ways of distributing a model, one file each, applied from outside to a model that knows none of them.
 
-`parallelize` works on the meta device, so that no rank ever holds a model that is larger than its memory. train.py then
-fills the model with weights and, with zero 0 and 1, wraps it with DistributedDataParallel.
+`parallelize` works on the meta device, so that no rank ever holds a model that is larger than its memory.
+train.py then fills the model with weights and, with zero 0 and 1, wraps it with DistributedDataParallel.
 """
 
 import torch
@@ -17,10 +17,12 @@ from isogpt.parallel.pipeline import Pipeline
 from isogpt.parallel.recompute import recompute
 
 
-def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype,
-                config: dict) -> str:  # fmt: skip
+def parallelize(
+    model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype, config: dict
+) -> str:
     """
-    Distribute a model on the meta device, in place, and allocate this rank's part of it (all ranks). The order of the
+    Distribute a model on the meta device, in place, and allocate this rank's part of it (all ranks). The
+    order of the
     steps matters: each one applies to what the one before has made.
 
     Args:
@@ -40,16 +42,28 @@ def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, zero: int, d
     if config["compile"]:
         note = compile_model(model, device, by_block, config["cuda_graphs"])
     if zero >= 2:
-        shard(model, mesh, device, zero, dtype, config["cpu_offload"], config["fsdp_prefetch"], config["pp_schedule"],
-              reduces_replicas=config["grad_compression"] == "none")  # fmt: skip
+        shard(
+            model,
+            mesh,
+            device,
+            zero,
+            dtype,
+            config["cpu_offload"],
+            config["fsdp_prefetch"],
+            config["pp_schedule"],
+            reduces_replicas=config["grad_compression"] == "none",
+        )
     materialize(model, torch.device("cpu") if config["cpu_offload"] else device, splits)
     model.reset_routing(device)
     return note
 
 
-def split_model(model: nn.Module, mesh: Mesh, pp_schedule: str, splits_sequence: bool = True) -> dict[str, Splits]:
+def split_model(
+    model: nn.Module, mesh: Mesh, pp_schedule: str, splits_sequence: bool = True
+) -> dict[str, Splits]:
     """
-    Leave this rank's layers and experts, and its part of each matrix, of a model on the meta device. Returns how each
+    Leave this rank's layers and experts, and its part of each matrix, of a model on the meta device. Returns
+    how each
     parameter has been split, since fully_shard replaces parameters.
     """
     if mesh.pp > 1:
@@ -67,8 +81,15 @@ def split_model(model: nn.Module, mesh: Mesh, pp_schedule: str, splits_sequence:
     return {name: splits_of(p) for name, p in model.named_parameters()}
 
 
-def make_pipeline(model: nn.Module, mesh: Mesh, pp_schedule: str, zero: int, dtype: torch.dtype,
-                  device: torch.device, splits_sequence: bool = True) -> "Pipeline | None":  # fmt: skip
+def make_pipeline(
+    model: nn.Module,
+    mesh: Mesh,
+    pp_schedule: str,
+    zero: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    splits_sequence: bool = True,
+) -> "Pipeline | None":
     """The pipeline of a model from `split_model`, which its forward uses from now on; None if pp is 1."""
     if mesh.pp == 1:
         return None
@@ -104,8 +125,10 @@ def init_weights(model: nn.Module, seed: int) -> None:
 
 def take_routing(model: nn.Module, is_logged: bool, device: torch.device) -> Tensor | None:
     """
-    What the model's routers have done since the last logged step, over all ranks and divided by the number of tokens
-    (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged. From a GPU the
+    What the model's routers have done since the last logged step, over all ranks and divided by the number of
+    tokens
+    (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged. From a
+    GPU the
     copy is only queued: it has arrived when numbers that were gathered after it have.
     """
     c = model.config

@@ -24,20 +24,30 @@ from isogpt.parallel.shares import Share
 Timer = Callable[[str], AbstractContextManager]  # such as clock.Clock: times what is inside under a name
 # of the last stage's output, see Stage.forward: nothing changes it in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-# setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and interleaved:
-# Narayanan et al. 2021, arXiv:2104.04473. Zero bubble, zbv: Qi et al. 2023, arXiv:2401.10241.
-SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
-             "zero_bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble"}  # fmt: skip
+# setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and
+# interleaved: Narayanan et al. 2021, arXiv:2104.04473. Zero bubble, zbv: Qi et al. 2023, arXiv:2401.10241.
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
 
 
 @lru_cache
 def cut_evenly(costs: tuple[float, ...], n: int) -> tuple[range, ...]:
-    """Cut a row of blocks into n runs of at least one block, such that the most expensive run is as cheap as it can."""
+    """
+    Cut a row of blocks into n runs of at least one block, such that the most expensive run is as cheap as it
+    can.
+    """
     before = (0.0, *accumulate(costs))
 
     @cache
     def best(first: int, runs: int) -> tuple[float, int]:
-        """The cost of the most expensive of the runs that begin at `first`, and where the first of them ends."""
+        """
+        The cost of the most expensive of the runs that begin at `first`, and where the first of them ends.
+        """
         if runs == 1:
             return before[-1] - before[first], len(costs)
         found = (inf, len(costs))
@@ -55,7 +65,9 @@ def cut_evenly(costs: tuple[float, ...], n: int) -> tuple[range, ...]:
 
 
 def block_costs(model: nn.Module) -> list[float]:
-    """FLOPs of each block's forward for a token, the last one with the head. Embeddings are looked up: no FLOPs."""
+    """
+    FLOPs of each block's forward for a token, the last one with the head. Embeddings are looked up: no FLOPs.
+    """
     c, block = model.config, model.transformer.h[0]
     used = sum(p.numel() for p in block.parameters()) - c.unused_count // c.n_layer
     costs = [2.0 * used + 2 * c.block_size * c.n_embd] * c.n_layer
@@ -64,7 +76,10 @@ def block_costs(model: nn.Module) -> list[float]:
 
 
 def stages_of(rank: int, pp: int, pp_schedule: str) -> list[int]:
-    """The stages of a rank of the group: in turn, or for zbv along a V, so that rank 0 has the first and the last."""
+    """
+    The stages of a rank of the group: in turn, or for zbv along a V, so that rank 0 has the first and the
+    last.
+    """
     if stages_per_rank(pp_schedule) == 1:
         return [rank]
     return [rank, 2 * pp - 1 - rank] if pp_schedule == "zbv" else [rank, rank + pp]
@@ -78,21 +93,31 @@ def edges_of(stage: int, n: int, tied: bool) -> set[str]:
 
 
 class Stage(nn.Module):
-    """Consecutive blocks of a model; the first stage has the embeddings, the last one the final norm and the head."""
+    """
+    Consecutive blocks of a model; the first stage has the embeddings, the last one the final norm and the
+    head.
+    """
 
     def __init__(self, model: nn.Module, number: int, n_stages: int, blocks: range) -> None:
         super().__init__()
         self.is_first, self.is_last = number == 0, number == n_stages - 1
         self.blocks = nn.ModuleDict({str(i): model.transformer.h[i] for i in blocks})
         modules = dict(model.transformer.items()) | {"lm_head": model.lm_head}
-        self.edges = nn.ModuleDict({name: modules[name] for name in edges_of(number, n_stages, model.config.tied)
-                                    if name in modules})  # fmt: skip
+        self.edges = nn.ModuleDict(
+            {name: modules[name] for name in edges_of(number, n_stages, model.config.tied) if name in modules}
+        )
         self.methods = [model]  # in a list: the model is not a part of the stage
 
-    def forward(self, x: Tensor, routing: Tensor | None = None, positions: Tensor | None = None,
-                caches: list[KVCache] | None = None) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(
+        self,
+        x: Tensor,
+        routing: Tensor | None = None,
+        positions: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """
-        Token ids (B, T) in the first stage, else the output of the stage before, (B, T, C) -> (B, T, C). In training
+        Token ids (B, T) in the first stage, else the output of the stage before, (B, T, C) -> (B, T, C). In
+        training
         with experts also what run_blocks returns of them, of all blocks up to here.
         """
         model = self.methods[0]
@@ -103,14 +128,18 @@ class Stage(nn.Module):
         x, own = model.run_blocks(self.blocks.items(), x, positions, caches)
         if own is not None and routing is not None:
             own = torch.cat((routing, own))
-        if self.is_last:  # views: the library detaches other outputs of the last stage in place, and the zero-bubble
+        # views: the library detaches other outputs of the last stage in place, and the zero-bubble
+        if self.is_last:
             x = x.view_as(x)  # schedules' second backward still needs the graph
             own = None if own is None else own.view_as(own)
         return x if own is None else (x, own)
 
 
 def routing_shapes(blocks: int, rows: int, config: GPTConfig) -> list[Tensor]:
-    """What experts in the first `blocks` blocks return for `rows` sequences, on the meta device; empty without them."""
+    """
+    What experts in the first `blocks` blocks return for `rows` sequences, on the meta device; empty without
+    them.
+    """
     if not config.n_expert or not blocks:
         return []
     return [torch.empty(blocks, rows, config.n_expert + 2, device="meta", requires_grad=True)]
@@ -128,7 +157,8 @@ def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
         del model.transformer[name]
     if "lm_head" not in kept:
         model.lm_head = None
-    model.stages = nn.ModuleList(stages)  # their parameters are the model's: named_parameters lists each one once
+    # their parameters are the model's: named_parameters lists each one once
+    model.stages = nn.ModuleList(stages)
     return stages
 
 
@@ -145,7 +175,8 @@ def timed(function: Callable, clock: Timer, context: AbstractContextManager | No
 @dataclass
 class Pipeline:
     """
-    This rank's stages and how micro-batches pass through them. The model's forward goes through all stages, too.
+    This rank's stages and how micro-batches pass through them. The model's forward goes through all stages,
+    too.
 
     Args:
         dtype: of what stages send to each other.
@@ -161,28 +192,46 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self.group, self.stages, pp = self.mesh.group("pp"), self.model.stages, self.mesh.pp
-        owners = {s: dist.get_global_rank(self.group, r) for r in range(pp) for s in stages_of(r, pp, self.pp_schedule)}
+        owners = {
+            s: dist.get_global_rank(self.group, r)
+            for r in range(pp)
+            for s in stages_of(r, pp, self.pp_schedule)
+        }
         self.owners = [owners[s] for s in sorted(owners)]  # the rank with each stage
         self.numbers = stages_of(self.mesh.index("pp"), pp, self.pp_schedule)
         self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
         self.model.forward = self.forward
 
-    def prepare(self, share: Share, scaler: torch.amp.GradScaler, loss_divisor: float, clock: Timer,
-                autocast: AbstractContextManager) -> None:  # fmt: skip
+    def prepare(
+        self,
+        share: Share,
+        scaler: torch.amp.GradScaler,
+        loss_divisor: float,
+        clock: Timer,
+        autocast: AbstractContextManager,
+    ) -> None:
         """Make the schedule for steps with this rank's share of a batch."""
         from torch.distributed import pipelining
 
         # if a stage fails, it would print the whole schedule before the error is raised
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
-        tokens = torch.empty(share.rows, self.model.config.block_size // self.mesh.cp, dtype=torch.int64, device="meta")
+        tokens = torch.empty(
+            share.rows, self.model.config.block_size // self.mesh.cp, dtype=torch.int64, device="meta"
+        )
         hidden = torch.empty(self.shape(tokens), dtype=self.dtype, device="meta", requires_grad=True)
         stages = []
         for number, module in zip(self.numbers, self.stages, strict=True):
             blocks = [int(i) for i in module.blocks]
-            arrives = (hidden if number else tokens, *routing_shapes(blocks[0], share.rows, self.model.config))
+            arrives = (
+                hidden if number else tokens,
+                *routing_shapes(blocks[0], share.rows, self.model.config),
+            )
             leaves = (hidden, *routing_shapes(blocks[-1] + 1, share.rows, self.model.config))
-            stages.append(pipelining.PipelineStage(module, number, len(self.owners), self.device, arrives, leaves,
-                                                   group=self.group))  # fmt: skip
+            stages.append(
+                pipelining.PipelineStage(
+                    module, number, len(self.owners), self.device, arrives, leaves, group=self.group
+                )
+            )
             stages[-1].forward_one_chunk = timed(stages[-1].forward_one_chunk, clock, autocast)
             stages[-1].backward_one_chunk = timed(stages[-1].backward_one_chunk, clock)
             stages[-1].backward_weight_one_chunk = timed(stages[-1].backward_weight_one_chunk, clock)
@@ -194,9 +243,11 @@ class Pipeline:
 
         self.micro_steps, self.scaler, self.clock = share.micro_steps, scaler, clock
         self.schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])(
-            stages if stages_per_rank(self.pp_schedule) > 1 else stages[0], share.micro_steps, loss_fn=scaled_loss,
+            stages if stages_per_rank(self.pp_schedule) > 1 else stages[0],
+            share.micro_steps,
+            loss_fn=scaled_loss,
             scale_grads=False,
-        )  # fmt: skip
+        )
 
     def shape(self, idx: Tensor) -> tuple[int, int, int]:
         """The shape of what stages send to each other for these token ids."""
@@ -206,9 +257,8 @@ class Pipeline:
         """
         Forward and backward of a step's micro-batches (all ranks).
 
-        Returns:
-            this rank's share of the loss, such that the mean over all ranks is the global batch's mean: 0, except for
-            the ranks with the last stage.
+        Returns: this rank's share of the loss, such that the mean over all ranks is the global batch's mean:
+            0, except for the ranks with the last stage.
         """
         with self.clock.on_cpu("data"):
             micro_batches = [next(batches) for _ in range(self.micro_steps)]
@@ -218,14 +268,21 @@ class Pipeline:
         with self.clock("pipeline"):
             self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         total = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
-        scale = self.scaler.scale(torch.ones((), device=self.device))  # its get_scale() would wait for the GPU
+        # its get_scale() would wait for the GPU
+        scale = self.scaler.scale(torch.ones((), device=self.device))
         return total * self.mesh.pp / scale
 
     @torch.no_grad()
-    def forward(self, idx: Tensor, targets: Tensor | None = None, target_count: float | None = None,
-                caches: list[KVCache] | None = None) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        target_count: float | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
         """
-        GPT.forward without gradients, for evaluation and generation (all ranks of the group, with the same arguments):
+        GPT.forward without gradients, for evaluation and generation (all ranks of the group, with the same
+        arguments):
         logits on all ranks, or the share of the loss, see `step`.
         """
         positions, x, me = self.model.next_positions(idx.size(1), caches, idx.device), idx, dist.get_rank()

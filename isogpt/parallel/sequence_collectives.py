@@ -1,4 +1,6 @@
-"""Collectives with gradients for sequences whose positions are divided over ranks: (B, T / n, ...) on each of n."""
+"""
+Collectives with gradients for sequences whose positions are divided over ranks: (B, T / n, ...) on each of n.
+"""
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,10 @@ def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """`gathered`. Each rank's gradient is of what that rank computes from the whole, so the backward adds them up."""
+    """
+    `gathered`. Each rank's gradient is of what that rank computes from the whole, so the backward adds them
+    up.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -14,7 +14,8 @@ PADDING = -1  # the start of a padding row
 @dataclass(frozen=True)
 class Share:
     """
-    How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows. Islands get
+    How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows.
+    Islands get
     sequences that follow each other in the batch, and the ranks of an island divide these.
     """
 
@@ -30,7 +31,10 @@ class Share:
         return len(self.island()[0])
 
     def island(self) -> tuple[range, tuple[int, ...], int]:
-        """This rank's island: its sequences' places in the batch, the rows of its ranks, this rank's number in it."""
+        """
+        This rank's island: its sequences' places in the batch, the rows of its ranks, this rank's number in
+        it.
+        """
         counts = self.islands or (self.sequences,)
         size = len(self.rows_of) // len(counts)
         number, rank = divmod(self.data_rank, size)
@@ -45,7 +49,8 @@ class Share:
 
     def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
         """
-        This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond the end of the
+        This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond the
+        end of the
         batch, or of the island's part of it.
         """
         places, rows_of, rank = self.island()
@@ -58,15 +63,26 @@ class Share:
         return self.micro_steps * sum(self.rows_of) - self.sequences
 
 
-def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1,
-             weights: tuple[float, ...] = (), islands: int = 1) -> Share:  # fmt: skip
+def share_of(
+    sequences: int,
+    data_rank: int,
+    data_size: int,
+    batch_size: int,
+    pp: int = 1,
+    weights: tuple[float, ...] = (),
+    islands: int = 1,
+) -> Share:
     """
-    One rank's share: the same number of micro-steps and rows on every rank, as few micro-steps as batch_size allows and
-    then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of which is padding.
-    With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp. With `weights`, by data rank, that
+    One rank's share: the same number of micro-steps and rows on every rank, as few micro-steps as batch_size
+    allows and
+    then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of which is
+    padding.
+    With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp. With `weights`, by data
+    rank, that
     differ, rows are in proportion to them: see `divide_rows`.
 
-    The sequences of an island depend on the batch, the number of islands and the sums of their ranks' weights, so that
+    The sequences of an island depend on the batch, the number of islands and the sums of their ranks'
+    weights, so that
     neither batch_size nor the number of ranks in an island changes what it learns.
     """
     if len(set(weights)) > 1:
@@ -79,7 +95,9 @@ def share_of(sequences: int, data_rank: int, data_size: int, batch_size: int, pp
     return Share(sequences, data_rank, micro_steps, (-(-most // micro_steps),) * data_size, counts)
 
 
-def weighted_share(sequences: int, data_rank: int, batch_size: int, weights: tuple[float, ...], islands: int) -> Share:
+def weighted_share(
+    sequences: int, data_rank: int, batch_size: int, weights: tuple[float, ...], islands: int
+) -> Share:
     """`share_of` for weights that differ. All islands run as many micro-steps as the one that needs most."""
     size = len(weights) // islands
     by_island = [weights[i * size : (i + 1) * size] for i in range(islands)]
@@ -92,11 +110,14 @@ def weighted_share(sequences: int, data_rank: int, batch_size: int, weights: tup
 
 
 @lru_cache
-def divide_rows(sequences: int, weights: tuple[float, ...], batch_size: int,
-                least: int = 1) -> tuple[int, tuple[int, ...]]:  # fmt: skip
+def divide_rows(
+    sequences: int, weights: tuple[float, ...], batch_size: int, least: int = 1
+) -> tuple[int, tuple[int, ...]]:
     """
-    The fewest micro-steps, but at least `least`, for which no rank has more than batch_size rows in proportion to its
-    weight, and the rows of each rank, at least 1. A micro-step takes as long as the largest rows / weight: each row
+    The fewest micro-steps, but at least `least`, for which no rank has more than batch_size rows in
+    proportion to its
+    weight, and the rows of each rank, at least 1. A micro-step takes as long as the largest rows / weight:
+    each row
     goes to the rank for which that becomes the smallest. 48 sequences for weights 2, 1 at batch_size 12 are 3
     micro-steps of 11 and 5 rows.
     """
@@ -113,7 +134,8 @@ def divide_rows(sequences: int, weights: tuple[float, ...], batch_size: int,
 
 def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]:
     """
-    The weights in a list such as 2,1,1, one for each of data_size ranks, if that is known; () for equal and auto.
+    The weights in a list such as 2,1,1, one for each of data_size ranks, if that is known; () for equal and
+    auto.
 
     Raises:
         ValueError: these are not that many positive numbers.
@@ -125,15 +147,21 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
     except ValueError:
         weights = (math.nan,)
     if not all(0 < weight < math.inf for weight in weights):
-        raise ValueError(f"shares is {shares!r}; possible are equal, auto, and positive numbers, one for each "
-                         "data-parallel rank, such as 2,1,1")  # fmt: skip
+        raise ValueError(
+            f"shares is {shares!r}; possible are equal, auto, and positive numbers, one for each "
+            "data-parallel rank, such as 2,1,1"
+        )
     if data_size not in (None, len(weights)):
         if data_size == 1:
-            raise ValueError(f"shares is {shares!r}, but there is only one data-parallel rank: set --shares=equal, or "
-                             f"start more processes")  # fmt: skip
+            raise ValueError(
+                f"shares is {shares!r}, but there is only one data-parallel rank: set --shares=equal, or "
+                f"start more processes"
+            )
         example = spell_shares((*weights, *(1.0,) * data_size)[:data_size])
-        raise ValueError(f"shares is {shares!r}, {len(weights)} numbers for {data_size} data-parallel ranks: set one "
-                         f"for each, such as --shares={example}")  # fmt: skip
+        raise ValueError(
+            f"shares is {shares!r}, {len(weights)} numbers for {data_size} data-parallel ranks: set one "
+            f"for each, such as --shares={example}"
+        )
     return weights
 
 

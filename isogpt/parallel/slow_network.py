@@ -1,4 +1,7 @@
-"""What replicas send each other over a slow network, as one object for train.py: compressed gradients, or weights."""
+"""
+What replicas send each other over a slow network, as one object for train.py: compressed gradients, or
+weights.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +39,10 @@ class SlowNetwork:
             self.compression.forget()
 
     def evaluated_weights(self) -> AbstractContextManager:
-        """Within it the model has the weights that an evaluation is for: with islands, those of the last average."""
+        """
+        Within it the model has the weights that an evaluation is for: with islands, those of the last
+        average.
+        """
         return self.islands.outer_weights() if self.islands else nullcontext()
 
     def wait(self) -> None:
@@ -59,10 +65,14 @@ class SlowNetwork:
         """What a checkpoint stores of it that is not a tensor."""
         return {"averaged_at": self.islands.averaged_at} if self.islands else {}
 
-    def restart(self, step: int, saved: dict[str, torch.Size] | None = None, averaged_at: int | None = None) -> None:
+    def restart(
+        self, step: int, saved: dict[str, torch.Size] | None = None, averaged_at: int | None = None
+    ) -> None:
         """
-        Start from the model's weights at a step, without errors or an outer momentum; with room for what a checkpoint
-        saved: its tensors' names (see sharded_files.flat) and shapes. `averaged_at`: what it has of `describe`.
+        Start from the model's weights at a step, without errors or an outer momentum; with room for what a
+        checkpoint
+        saved: its tensors' names (see sharded_files.flat) and shapes. `averaged_at`: what it has of
+        `describe`.
         """
         if self.compression:
             self.compression.restart(step, saved or {})

@@ -1,7 +1,8 @@
 """
-Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): each rank of a group holds a part of each matrix, namely
-some of the attention heads, of the hidden features, and of the vocabulary. Between these matmuls each rank holds a part
-of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are divided too.
+Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): each rank of a group holds a part of each matrix,
+namely some of the attention heads, of the hidden features, and of the vocabulary. Between these matmuls each
+rank holds a part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are
+divided too.
 """
 
 import re
@@ -19,8 +20,9 @@ from isogpt.parallel.local_parts import Split, keep_local_part
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.sequence_collectives import Gather, ScatterSum
 
-# The dimension along which a parameter is divided, and the block's matmul that it belongs to. Column-parallel layers
-# (rows of the weight) come before row-parallel ones (columns of the weight). All others are on every rank.
+# The dimension along which a parameter is divided, and the block's matmul that it belongs to. Column-parallel
+# layers (rows of the weight) come before row-parallel ones (columns of the weight). All others are on every
+# rank.
 PLAN = {
     r"transformer\.wte\.weight|lm_head\.weight": 0,  # the vocabulary
     r".*\.attn\.c_attn\.(weight|bias)": 0,  # heads of q, k and v
@@ -47,8 +49,8 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
     """
     Divide the model's matrices over the tp ranks, in place, on the meta device (all ranks).
 
-    Args:
-        splits_sequence: divide the sequence between the matmuls. False for generation, whose sequences have any length.
+    Args: splits_sequence: divide the sequence between the matmuls. False for generation, whose sequences have
+        any length.
     """
     split_parameters(model, mesh)
     group = mesh.group("tp")
@@ -87,7 +89,9 @@ def gather_input(group: dist.ProcessGroup, layer: nn.Module, inputs: tuple) -> t
     return Gather.apply(x, group), *others
 
 
-def share_of_routing(ranks: int, layer: nn.Module, inputs: tuple, outputs: tuple) -> tuple[Tensor, Tensor | None]:
+def share_of_routing(
+    ranks: int, layer: nn.Module, inputs: tuple, outputs: tuple
+) -> tuple[Tensor, Tensor | None]:
     """All ranks route the whole sequence: the sum of their shares is what one process has."""
     y, routing = outputs
     return y, None if routing is None else routing / ranks
@@ -100,7 +104,10 @@ def row_parallel(linear: nn.Linear, add_up: partial, x: Tensor) -> Tensor:
 
 
 def embed_part(wte: nn.Embedding, first: int, add_up: partial, idx: Tensor) -> Tensor:
-    """An Embedding of which each rank holds the rows from `first` on: (B, T) -> (B, T, C), or this rank's positions."""
+    """
+    An Embedding of which each rank holds the rows from `first` on: (B, T) -> (B, T, C), or this rank's
+    positions.
+    """
     row, n = idx - first, wte.weight.size(0)
     is_mine = (row >= 0) & (row < n)
     return add_up(F.embedding(row.clamp(0, n - 1), wte.weight) * is_mine[..., None])
@@ -111,8 +118,13 @@ def own_positions(mesh: Mesh, wpe: nn.Embedding, inputs: tuple[Tensor]) -> tuple
     return (inputs[0].chunk(mesh.tp)[mesh.index("tp")],)
 
 
-def gather_logits(group: dist.ProcessGroup, vocab_size: int, head: nn.Linear, inputs: tuple, logits: Tensor) -> Tensor:
-    """All logits, in generation: (B, T, V / tp) -> (B, T, V). The last rank's part of the vocabulary can be shorter."""
+def gather_logits(
+    group: dist.ProcessGroup, vocab_size: int, head: nn.Linear, inputs: tuple, logits: Tensor
+) -> Tensor:
+    """
+    All logits, in generation: (B, T, V / tp) -> (B, T, V). The last rank's part of the vocabulary can be
+    shorter.
+    """
     ranks = dist.get_world_size(group)
     logits = F.pad(logits, (0, ceil(vocab_size / ranks) - logits.size(-1))).contiguous()
     parts = [torch.empty_like(logits) for _ in range(ranks)]
@@ -120,13 +132,28 @@ def gather_logits(group: dist.ProcessGroup, vocab_size: int, head: nn.Linear, in
     return torch.cat(parts, -1)[..., :vocab_size]
 
 
-def vocabulary_parallel_loss(mesh: Mesh, group: dist.ProcessGroup, vocab_size: int, x: Tensor, weight: Tensor,
-                             targets: Tensor, cap: float) -> Tensor:  # fmt: skip
-    """summed_loss on (B, T / tp, C), each rank with the logits of its part of the vocabulary; equal on all ranks."""
+def vocabulary_parallel_loss(
+    mesh: Mesh,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    cap: float,
+) -> Tensor:
+    """
+    summed_loss on (B, T / tp, C), each rank with the logits of its part of the vocabulary; equal on all
+    ranks.
+    """
 
     def reduce(value: Tensor, op: str) -> None:
         dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
 
     longest = ceil(vocab_size / mesh.tp)
-    return summed_loss(Gather.apply(x, group), weight, targets, cap,
-                       VocabularyPart(longest * mesh.index("tp"), longest, reduce))  # fmt: skip
+    return summed_loss(
+        Gather.apply(x, group),
+        weight,
+        targets,
+        cap,
+        VocabularyPart(longest * mesh.index("tp"), longest, reduce),
+    )

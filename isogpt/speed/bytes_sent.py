@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-TCP_INFO = 11  # the option of getsockopt and, in its struct tcp_info, the place of tcpi_bytes_sent (linux/tcp.h)
+# the option of getsockopt and, in its struct tcp_info, the place of tcpi_bytes_sent (linux/tcp.h)
+TCP_INFO = 11
 BYTES_SENT = slice(200, 208)
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" and os.path.isdir("/proc/self/fd") else None
 
@@ -21,7 +22,8 @@ def bytes_by_socket() -> dict[int, int]:
     # not by socket.socket(fileno=...), which may change the descriptor's flags
     for fd in map(int, os.listdir("/proc/self/fd") if LIBC else ()):
         size.value = len(info)
-        status = LIBC.getsockopt(fd, socket.IPPROTO_TCP, TCP_INFO, info, ctypes.byref(size))  # fails without a socket
+        # fails without a socket
+        status = LIBC.getsockopt(fd, socket.IPPROTO_TCP, TCP_INFO, info, ctypes.byref(size))
         if status == 0 and size.value >= BYTES_SENT.stop:
             with suppress(OSError):  # another thread may have closed it
                 found[os.fstat(fd).st_ino] = int.from_bytes(info[BYTES_SENT], sys.byteorder)
@@ -33,9 +35,12 @@ class BytesSent:
     """
     The bytes that this process sends per step, from `start` on.
 
-    They are the payload of its TCP connections: gloo's, also to processes on the same machine, NCCL's if it uses
-    sockets, and the few bytes of the store. Headers and acknowledgements are not included, retransmissions are. What
-    NCCL sends over NVLink, shared memory or InfiniBand is not TCP and not seen. Neither is what a connection sent after
+    They are the payload of its TCP connections: gloo's, also to processes on the same machine, NCCL's if it
+    uses
+    sockets, and the few bytes of the store. Headers and acknowledgements are not included, retransmissions
+    are. What
+    NCCL sends over NVLink, shared memory or InfiniBand is not TCP and not seen. Neither is what a connection
+    sent after
     the last count and before it was closed; the connections of a process group stay open.
     """
 
@@ -50,13 +55,17 @@ class BytesSent:
         self.is_counted = bool(self.counts)
 
     def count(self) -> int:
-        """Bytes sent since the last count. It lists all open files, which takes a few microseconds for each."""
+        """
+        Bytes sent since the last count. It lists all open files, which takes a few microseconds for each.
+        """
         before, self.counts = self.counts, bytes_by_socket()
         return sum(sent - before.get(inode, 0) for inode, sent in self.counts.items())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is sent inside: an evaluation with sharded parameters gathers them for each batch."""
+        """
+        Leave out what is sent inside: an evaluation with sharded parameters gathers them for each batch.
+        """
         if self.is_counted:
             self.sent += self.count()
         yield
@@ -65,7 +74,8 @@ class BytesSent:
 
     def per_step(self, is_logged: bool) -> float:
         """
-        Bytes sent per step since the last logged step, this one included; nan if the system does not count them. 0 if
+        Bytes sent per step since the last logged step, this one included; nan if the system does not count
+        them. 0 if
         this step is not logged: counting has a cost.
         """
         self.steps += 1

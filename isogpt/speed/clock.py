@@ -11,7 +11,8 @@ import torch
 
 class Clock:
     """
-    Times the parts of a step: `with clock("forward"):`. On a GPU a part is timed by events, for which the CPU does not
+    Times the parts of a step: `with clock("forward"):`. On a GPU a part is timed by events, for which the CPU
+    does not
     wait; elsewhere by the CPU's clock. The profiler's trace shows the same names.
     """
 
@@ -57,7 +58,9 @@ class Clock:
         self.now, self.cpu = {}, {}
         if len(self.waiting) > 2:  # the GPU has passed all events of the step before the last one
             parts, cpu = self.waiting.popleft()
-            self.steps.append({name: sum(self.elapsed_ms(*m) for m in marks) for name, marks in parts.items()} | cpu)
+            self.steps.append(
+                {name: sum(self.elapsed_ms(*m) for m in marks) for name, marks in parts.items()} | cpu
+            )
         if self.profiler:
             self.profiler.step()
 

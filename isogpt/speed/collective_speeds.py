@@ -14,25 +14,31 @@ MESSAGE_SIZES = [2**k for k in range(10, 27, 2)]  # bytes
 
 def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dict]:
     """
-    Measure each collective with each message size (all ranks) and print a table. As in nccl-tests, a message is the
+    Measure each collective with each message size (all ranks) and print a table. As in nccl-tests, a message
+    is the
     input or the output, whichever is larger, and bus bandwidth is what each link carries.
 
-    Returns:
-        {operation, bytes, us, gb_per_s} of each, or {operation, bytes, problem} if the backend does not support it.
+    Returns: {operation, bytes, us, gb_per_s} of each, or {operation, bytes, problem} if the backend does not
+        support it.
 
     Raises:
         ValueError: there is only one process, or the others cannot be reached.
     """
     ranks = connect_ranks(device, backend, timeout_s)
     if ranks.world_size == 1:
-        raise ValueError("comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU")
+        raise ValueError(
+            "comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU"
+        )
     dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
     cells = []
     for size in MESSAGE_SIZES:
         row = measure_all(size, ranks.world_size, ranks.device)
         if ranks.is_main:
             if not cells:
-                print(f"{ranks.world_size} processes on {ranks.device.type}, {ranks.network}; bus bandwidth in GB/s:")
+                print(
+                    f"{ranks.world_size} processes on {ranks.device.type}, {ranks.network}; bus bandwidth "
+                    "in GB/s:"
+                )
                 print(f"  {'message':>12}" + "".join(f"{cell['operation']:>16}" for cell in row))
             figures = "".join(f"{shown(cell.get('gb_per_s'), '.3f'):>16}" for cell in row)
             print(f"  {size / 1024:9,.0f} KB{figures}", flush=True)
@@ -40,7 +46,10 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
     if ranks.is_main:
         smallest = [cell for cell in cells if cell["bytes"] == cells[0]["bytes"]]
         print(f"  {'1 KB, in µs':>12}" + "".join(f"{shown(cell.get('us'), '.1f'):>16}" for cell in smallest))
-        print("".join(f"  {cell['operation']}: {cell['problem']}\n" for cell in smallest if "problem" in cell), end="")
+        print(
+            "".join(f"  {cell['operation']}: {cell['problem']}\n" for cell in smallest if "problem" in cell),
+            end="",
+        )
     leave_process_group()
     return cells
 
@@ -57,7 +66,8 @@ def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
     # the names since torch 2.13, which warns about the old ones; 2.11 has only the old ones
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    for name, factor, function, *arguments in (  # factor: bytes that each link carries per byte of the message
+    # factor: bytes that each link carries per byte of the message
+    for name, factor, function, *arguments in (
         ("all-reduce", 2 * (n - 1) / n, dist.all_reduce, whole),
         ("all-gather", (n - 1) / n, gather, whole, part),
         ("reduce-scatter", (n - 1) / n, scatter, part, whole),
@@ -75,7 +85,9 @@ def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
 
 
 def mean_seconds(device: torch.device, function: Callable, *arguments: object, budget: float = 0.1) -> float:
-    """Mean time of a call, over as many calls as fit into `budget` seconds, of the slowest rank (all ranks)."""
+    """
+    Mean time of a call, over as many calls as fit into `budget` seconds, of the slowest rank (all ranks).
+    """
     names = {"function": function, "arguments": arguments}
     timer = Timer("function(*arguments)", globals=names, num_threads=torch.get_num_threads())
     first = gather_number(timer.timeit(1).mean, device).max().item()  # after two calls that are not timed

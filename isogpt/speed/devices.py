@@ -30,7 +30,8 @@ class Link:
 @dataclass(frozen=True)
 class Hardware:
     """
-    What a device reaches in large operations. The figures for GPUs are data sheets' peaks, times the share of them that
+    What a device reaches in large operations. The figures for GPUs are data sheets' peaks, times the share of
+    them that
     training programs reach (docs/scaling.md compares predictions with published runs).
 
     Args:
@@ -64,14 +65,30 @@ class Hardware:
 
 BANDWIDTH = 0.85  # the share of a data sheet's memory bandwidth that is reached
 HARDWARE = {
-    "h100": Hardware(80, 0.65 * 989e12, BANDWIDTH * 3.35e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
-    "h200": Hardware(141, 0.65 * 989e12, BANDWIDTH * 4.8e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
+    "h100": Hardware(
+        80, 0.65 * 989e12, BANDWIDTH * 3.35e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128
+    ),
+    "h200": Hardware(
+        141, 0.65 * 989e12, BANDWIDTH * 4.8e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128
+    ),
     "a100": Hardware(80, 0.75 * 312e12, BANDWIDTH * 2.0e12, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
     "4090": Hardware(24, 0.85 * 165e12, BANDWIDTH * 1.0e12, Link(1e-5, 20e9), Link(5e-5, 1.2e9)),
     # of a core, with gloo; `--hardware=this` measures
-    "cpu": Hardware(4, 40e9, 8e9, Link(5e-4, 1e9), Link(1e-3, 0.12e9), half=16, attention=0.4, kernel_s=8e-6,
-                    gather=1.6, scatter=3.4, overlaps=False, fixed_gb=0.42),
-}  # fmt: skip
+    "cpu": Hardware(
+        4,
+        40e9,
+        8e9,
+        Link(5e-4, 1e9),
+        Link(1e-3, 0.12e9),
+        half=16,
+        attention=0.4,
+        kernel_s=8e-6,
+        gather=1.6,
+        scatter=3.4,
+        overlaps=False,
+        fixed_gb=0.42,
+    ),
+}
 
 
 def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
@@ -80,8 +97,11 @@ def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
         properties = torch.cuda.get_device_properties(device)
         gpu = known_gpu(properties.name)
         if gpu and gpu.plan:
-            return replace(HARDWARE[gpu.plan], memory_gb=properties.total_memory / 1e9,
-                           bytes_per_s=BANDWIDTH * gpu.bytes_per_s)  # fmt: skip
+            return replace(
+                HARDWARE[gpu.plan],
+                memory_gb=properties.total_memory / 1e9,
+                bytes_per_s=BANDWIDTH * gpu.bytes_per_s,
+            )
     return hardware_here(device, dtype, nproc, [])
 
 
@@ -103,27 +123,48 @@ def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: lis
     causal = partial(F.scaled_dot_product_attention, key=q, value=q, is_causal=True)
     attention = 2 * q.numel() * q.size(2) / fastest(causal, q)
     tiny, links = torch.ones(1, device=device), links_of(collectives, is_gpu)
-    memory = torch.cuda.mem_get_info(device)[1] if is_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = (
+        torch.cuda.mem_get_info(device)[1]
+        if is_gpu
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
     half, copy = narrow * max(0.0, matmul / small - 1), measured_copy(device)
-    found = Hardware(memory / 1e9, matmul, copy, half=half, attention=attention / matmul,
-                     kernel_s=fastest(tiny.add, tiny), overlaps=is_gpu, **links)  # fmt: skip
+    found = Hardware(
+        memory / 1e9,
+        matmul,
+        copy,
+        half=half,
+        attention=attention / matmul,
+        kernel_s=fastest(tiny.add, tiny),
+        overlaps=is_gpu,
+        **links,
+    )
     if is_gpu:
         return found
     # a process is a device: it has some of the cores, and shares them if there are more processes than cores
     torch.set_num_threads(threads)
     part = max(1, cores // nproc) / cores
-    return replace(found, memory_gb=found.memory_gb / nproc, matmul=part * matmul, bytes_per_s=part * copy,
-                   sharing=max(1.0, nproc * part), fixed_gb=0.42 if nproc > 1 else 0.38)  # fmt: skip
+    return replace(
+        found,
+        memory_gb=found.memory_gb / nproc,
+        matmul=part * matmul,
+        bytes_per_s=part * copy,
+        sharing=max(1.0, nproc * part),
+        fixed_gb=0.42 if nproc > 1 else 0.38,
+    )
 
 
 def links_of(collectives: list[dict], is_gpu: bool) -> dict:
     """
-    The fields of Hardware that describe links: as measured within the machine, and usual ones where nothing is known.
+    The fields of Hardware that describe links: as measured within the machine, and usual ones where nothing
+    is known.
     """
     usual = HARDWARE["4090" if is_gpu else "cpu"]
     links = {name: getattr(usual, name) for name in ("local", "network", "gather", "scatter")}
-    found = {name: [cell for cell in collectives if cell["operation"] == name and "us" in cell]
-             for name in ("all-reduce", "all-gather", "reduce-scatter")}  # fmt: skip
+    found = {
+        name: [cell for cell in collectives if cell["operation"] == name and "us" in cell]
+        for name in ("all-reduce", "all-gather", "reduce-scatter")
+    }
     if not all(found.values()):
         return links
     large = [[cell["gb_per_s"] * 1e9 for cell in cells if cell["bytes"] >= 2**20] for cells in found.values()]
@@ -136,7 +177,10 @@ def links_of(collectives: list[dict], is_gpu: bool) -> dict:
 
 
 def named_hardware(name: str, network_gbit: float, here: Hardware | None = None) -> Hardware:
-    """A key of HARDWARE, or 'this' machine as it was measured; network_gbit: of each machine to others (0: usual)."""
+    """
+    A key of HARDWARE, or 'this' machine as it was measured; network_gbit: of each machine to others (0:
+    usual).
+    """
     found = here if name == "this" else HARDWARE[name]
     if network_gbit:
         found = replace(found, network=replace(found.network, bytes_per_s=network_gbit * 1e9 / 8 * 0.94))
@@ -148,10 +192,9 @@ class Gpu:
     """
     A GPU's data sheet.
 
-    Args:
-        matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs at half.
-        bytes_per_s: of the memory; 0: not needed.
-        plan: the entry of devices.HARDWARE that describes it with its usual links; "": there is none.
+    Args: matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs
+        at half. bytes_per_s: of the memory; 0: not needed. plan: the entry of devices.HARDWARE that describes
+        it with its usual links; "": there is none.
     """
 
     matmul: float
@@ -159,8 +202,8 @@ class Gpu:
     plan: str = ""
 
 
-# by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices and cards for PCIe are
-# slower than the GPUs whose names they contain. Devices that are not listed are measured.
+# by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices and cards for
+# PCIe are slower than the GPUs whose names they contain. Devices that are not listed are measured.
 GPUS = {
     "B200": Gpu(2250e12),
     "H200": Gpu(989e12, 4.8e12, "h200"),
@@ -198,7 +241,11 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     (matmul FLOP/s of this device in `dtype`, source of the figure): from its data sheet, or measured here;
     (None, 'unknown') if neither is possible.
     """
-    if device.type == "cuda" and dtype != "float32" and (gpu := known_gpu(torch.cuda.get_device_name(device))):
+    if (
+        device.type == "cuda"
+        and dtype != "float32"
+        and (gpu := known_gpu(torch.cuda.get_device_name(device)))
+    ):
         return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), "data sheet"
     try:
         return measured_matmul(device, dtype), "measured matmul"
@@ -209,7 +256,9 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
 
 
 def total_peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
-    """The sum of all ranks' peak_flops (all ranks), None if one is unknown, and the source of rank 0's figure."""
+    """
+    The sum of all ranks' peak_flops (all ranks), None if one is unknown, and the source of rank 0's figure.
+    """
     peak, source = peak_flops(device, dtype)
     peaks = gather_objects(peak)
     return (sum(peaks), source) if all(peaks) else (None, "unknown")
@@ -228,7 +277,9 @@ def measured_copy(device: torch.device) -> float:
     return 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)
 
 
-def fastest(function: Callable[[torch.Tensor], object], argument: torch.Tensor, budget: float = 0.15) -> float:
+def fastest(
+    function: Callable[[torch.Tensor], object], argument: torch.Tensor, budget: float = 0.15
+) -> float:
     """Seconds of the fastest call of function(argument), of as many as fit into `budget` seconds."""
     best, end = math.inf, time.perf_counter() + budget
     while best == math.inf or time.perf_counter() < end:
@@ -241,7 +292,10 @@ def fastest(function: Callable[[torch.Tensor], object], argument: torch.Tensor, 
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Give cached memory back to the GPU, and let memory_gb begin at what is allocated now. Does nothing on a CPU."""
+    """
+    Give cached memory back to the GPU, and let memory_gb begin at what is allocated now. Does nothing on a
+    CPU.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

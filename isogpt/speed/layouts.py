@@ -39,14 +39,18 @@ def divisors(n: int, most: int) -> list[int]:
 
 def layouts(cost: dict, devices: int, per_node: int) -> Iterator[dict]:
     """
-    The degrees of parallelism and stages of ZeRO that are possible. tp stays within a machine, and the copies of HSDP
+    The degrees of parallelism and stages of ZeRO that are possible. tp stays within a machine, and the copies
+    of HSDP
     are machines: other choices communicate more over slower links.
     """
     args = cost["model_args"]
     experts, machines = args.get("n_expert", 0), devices // per_node
-    sizes = {"tp": divisors(per_node, args["n_kv_head"]), "pp": divisors(devices, args["n_layer"]),
-             "cp": divisors(devices, max(1, args["block_size"] // 256)),
-             "ep": divisors(devices, max(1, experts))}  # fmt: skip
+    sizes = {
+        "tp": divisors(per_node, args["n_kv_head"]),
+        "pp": divisors(devices, args["n_layer"]),
+        "cp": divisors(devices, max(1, args["block_size"] // 256)),
+        "ep": divisors(devices, max(1, experts)),
+    }
     sequences, islands = sequences_of(cost), max(1, cost["islands"])
     for tp, pp, cp, ep in product(*(fixed_or(cost, name, values) for name, values in sizes.items())):
         left, rest = divmod(devices, islands * tp * pp * cp * ep)
@@ -114,7 +118,8 @@ def plans_of(cost: dict, layout: dict, hw: Hardware, per_node: int) -> Iterator[
 
 def allows(cost: dict, layout: dict, schedule: str) -> bool:
     """
-    Whether there are enough layers for the schedule. Without a pipeline one schedule is enough; with the zero-bubble
+    Whether there are enough layers for the schedule. Without a pipeline one schedule is enough; with the
+    zero-bubble
     ones ZeRO-3 is ZeRO-2 (isogpt/parallel/data.py).
     """
     if layout["pp"] == 1:
@@ -143,8 +148,10 @@ def ranked(cost: dict, hw: Hardware, per_node: int) -> list[Plan]:
         ValueError: there are none, or the settings do not describe the model.
     """
     if cost["init_from"] not in ("scratch", "auto", "resume"):
-        raise ValueError(f"init_from is {cost['init_from']!r}: a plan is for the model that n_layer, n_head and n_embd "
-                         "describe: choose the layout yourself")  # fmt: skip
+        raise ValueError(
+            f"init_from is {cost['init_from']!r}: a plan is for the model that n_layer, n_head and n_embd "
+            "describe: choose the layout yourself"
+        )
     check_training(cost | {"out_dir": "out"})
     check_degrees(cost["world_size"], cost, cost["model_args"])
     plans = sorted(all_plans(cost, hw, per_node), key=order)
@@ -179,7 +186,9 @@ def smallest_world(cost: dict, hw: Hardware, per_node: int) -> int:
     """The smallest number of machines on which the model fits, times their devices; 0 if there is none."""
 
     def fits(machines: int) -> bool:
-        return any(not plan.problem for plan in all_plans(cost | {"world_size": machines * per_node}, hw, per_node))
+        return any(
+            not plan.problem for plan in all_plans(cost | {"world_size": machines * per_node}, hw, per_node)
+        )
 
     too_few, enough = 0, 1
     while not fits(enough):
@@ -192,7 +201,7 @@ def smallest_world(cost: dict, hw: Hardware, per_node: int) -> int:
     return enough * per_node
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the report
 
 
@@ -233,13 +242,14 @@ def table(plans: list[Plan], tokens: int, devices: int, flops: float, rows: int 
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # train.py --layout=auto
 
 
 def chosen(config: dict, source: OpenCheckpoint | None, vocab_size: int, ranks: Ranks) -> list[str]:
     """
-    With layout=auto, the settings of the fastest plan for these processes, as arguments of a command line; otherwise
+    With layout=auto, the settings of the fastest plan for these processes, as arguments of a command line;
+    otherwise
     none (all ranks). Exits with a message if no layout fits.
 
     Args:
@@ -258,13 +268,16 @@ def chosen(config: dict, source: OpenCheckpoint | None, vocab_size: int, ranks: 
 
 def choose(config: dict, model_args: dict, ranks: Ranks) -> dict:
     """
-    The settings of the fastest plan (rank 0). They are printed with the reason, and recorded in out_dir: a restart of
+    The settings of the fastest plan (rank 0). They are printed with the reason, and recorded in out_dir: a
+    restart of
     the same job on as many processes has the same layout, and on another number it plans again.
     """
     args = asdict(GPTConfig(**model_args))
     dtype, n = resolve_dtype(config["dtype"], ranks.device), ranks.world_size
     per_node = gcd(n, rank_variables()[3])
-    cost = by_machine(cost_of(config, args, config["batch_size"], dtype, n, ranks.device.type), machine_count())
+    cost = by_machine(
+        cost_of(config, args, config["batch_size"], dtype, n, ranks.device.type), machine_count()
+    )
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
     job = job_of(cost) | {"per_node": per_node, "device": name}
     make_writable(config["out_dir"])
@@ -277,8 +290,11 @@ def choose(config: dict, model_args: dict, ranks: Ranks) -> dict:
     plans = ranked(cost, hw, per_node)
     check_fits(plans, cost, hw, per_node)
     best, *others = best_of_layouts(plans)
-    print(f"layout:  {spelled(best.settings)}, the fastest of {1 + len(others)} by prediction: "
-          f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB", flush=True)  # fmt: skip
+    print(
+        f"layout:  {spelled(best.settings)}, the fastest of {1 + len(others)} by prediction: "
+        f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB",
+        flush=True,
+    )
     for plan in others[:2]:
         print(f"         {spelled(plan.settings)}: {reason(plan, best)}", flush=True)
     record(path, job, best.settings)
@@ -287,7 +303,9 @@ def choose(config: dict, model_args: dict, ranks: Ranks) -> dict:
 
 def is_usable(settings: object, cost: dict) -> bool:
     """Whether a recorded choice, which someone may have edited, is a layout for the same global batch."""
-    if not isinstance(settings, dict) or any(type(v) is not type(cost.get(name)) for name, v in settings.items()):
+    if not isinstance(settings, dict) or any(
+        type(v) is not type(cost.get(name)) for name, v in settings.items()
+    ):
         return False
     new = cost | settings
     return sequences_of(new) == sequences_of(cost) and is_valid(new, cost["world_size"])

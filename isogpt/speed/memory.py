@@ -1,6 +1,6 @@
 """
-Estimates of the memory that a training step needs, by formula: for `bench.py --estimate` and for the message after
-running out of memory.
+Estimates of the memory that a training step needs, by formula: for `bench.py --estimate` and for the message
+after running out of memory.
 """
 
 import re
@@ -8,7 +8,12 @@ from functools import lru_cache
 from math import ceil
 
 from isogpt.nn.architecture import ARCHS, GPTConfig
-from isogpt.nn.kernels import HALF_ATTENTION_CHUNK, HALF_ATTENTION_KEEPS_UP_TO, HALF_ATTENTION_UP_TO, logits_at_once
+from isogpt.nn.kernels import (
+    HALF_ATTENTION_CHUNK,
+    HALF_ATTENTION_KEEPS_UP_TO,
+    HALF_ATTENTION_UP_TO,
+    logits_at_once,
+)
 from isogpt.parallel.mesh import stages_per_rank
 from isogpt.parallel.pipeline import cut_evenly, stages_of
 from isogpt.parallel.recompute import recompute_every
@@ -16,24 +21,53 @@ from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import keeps_errors
 from isogpt.training.precision import DTYPES
 
-# in the messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate by themselves
-OUT_OF_MEMORY = re.compile(r"out[ _]?of[ _]?memory|alloc(ation)?_failed|DefaultCPUAllocator|status_memory_error", re.I)
+# in the messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate by
+# themselves
+OUT_OF_MEMORY = re.compile(
+    r"out[ _]?of[ _]?memory|alloc(ation)?_failed|DefaultCPUAllocator|status_memory_error", re.I
+)
 # the settings that determine how much memory a step takes, and, with the network's, how long
 STEP_SETTINGS = (
-    "batch_size", "gradient_accumulation_steps", "optimizer", "zero", "fsdp", "dp_replicate", "tp", "pp", "pp_schedule",
-    "cp", "ep", "shares", "grad_sync", "cpu_offload", "grad_compression", "islands", "local_steps", "outer_compression",
-    "outer_parts", "ddp_bucket_mb", "fsdp_prefetch", "activation_checkpointing", "compile", "cuda_graphs",
-)  # fmt: skip
+    "batch_size",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "zero",
+    "fsdp",
+    "dp_replicate",
+    "tp",
+    "pp",
+    "pp_schedule",
+    "cp",
+    "ep",
+    "shares",
+    "grad_sync",
+    "cpu_offload",
+    "grad_compression",
+    "islands",
+    "local_steps",
+    "outer_compression",
+    "outer_parts",
+    "ddp_bucket_mb",
+    "fsdp_prefetch",
+    "activation_checkpointing",
+    "compile",
+    "cuda_graphs",
+)
 
 
 def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: int, device_type: str) -> dict:
-    """What a training step's memory depends on: train.py's settings, and sequences per micro-batch, dtype, ..."""
-    return config | dict(model_args=model_args, rows=rows, dtype=dtype, world_size=world_size, device_type=device_type)
+    """
+    What a training step's memory depends on: train.py's settings, and sequences per micro-batch, dtype, ...
+    """
+    return config | dict(
+        model_args=model_args, rows=rows, dtype=dtype, world_size=world_size, device_type=device_type
+    )
 
 
 def job_of(cost: dict) -> dict:
     """
-    What must be equal for a choice that an earlier attempt recorded to be good for this one, from `cost_of`: the
+    What must be equal for a choice that an earlier attempt recorded to be good for this one, from `cost_of`:
+    the
     smaller micro-batch after running out of memory, and the layout of --layout=auto.
     """
     job = {name: cost[name] for name in (*STEP_SETTINGS, "dtype", "world_size", "device_type")}
@@ -45,8 +79,10 @@ def job_of(cost: dict) -> dict:
 
 def memory_estimate(cost: dict) -> dict[str, float]:
     """
-    GB that a training step needs on a rank's device: weights, gradients, optimizer state (the moments, and what
-    compression and islands keep), activations, and their total, from `cost_of`. In a pipeline, on the first or the last
+    GB that a training step needs on a rank's device: weights, gradients, optimizer state (the moments, and
+    what
+    compression and islands keep), activations, and their total, from `cost_of`. In a pipeline, on the first
+    or the last
     rank, whichever needs more.
     """
     ranks = sorted({0, cost["pp"] - 1})
@@ -56,7 +92,8 @@ def memory_estimate(cost: dict) -> dict[str, float]:
 def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
     """
     `memory_estimate` for one rank of a pipeline. ZeRO divides all but the activations by the number of shards
-    (Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Experts are divided by ep first, and then over the ranks
+    (Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Experts are divided by ep first, and then over the
+    ranks
     that hold the same ones: into as many shards in all.
     """
     zero, tp, ep = 3 if cost["fsdp"] else cost["zero"], cost["tp"], cost["ep"]
@@ -75,8 +112,10 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
         moments -= 4 * layers * (whole / shards if zero >= 1 else block)
     if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in
         gathered_blocks = min(1 + cost["fsdp_prefetch"], model_args["n_layer"])
-        gathered = n - block * (model_args["n_layer"] - gathered_blocks)  # the root unit always stays gathered
-        reduces_always = cost["grad_sync"] in ("auto", "every")  # in every micro-step, not only in the last one
+        # the root unit always stays gathered
+        gathered = n - block * (model_args["n_layer"] - gathered_blocks)
+        # in every micro-step, not only in the last one
+        reduces_always = cost["grad_sync"] in ("auto", "every")
         weights = 4 * shard + size * (n if zero == 2 else gathered)
         gradients = 4 * shard + size * (gathered if reduces_always else n)
     if cost["cpu_offload"]:
@@ -86,18 +125,33 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
     own = shard if zero >= 2 else n
     if keeps_errors(cost["grad_compression"]) and cost["world_size"] > islands:
         moments += 4 * own  # the errors
-    if islands > 1:  # weights and momentum of the outer step; of a part, the weights that are sent and their change
+    # weights and momentum of the outer step; of a part, the weights that are sent and their change
+    if islands > 1:
         moments += 8 * own + 8 * own / cost["outer_parts"]
     mode, on_cpu = cost["activation_checkpointing"], cost["device_type"] == "cpu"
-    activations = activation_bytes(model_args, cost["rows"], size, zero, mode, on_cpu, tp, cost["cp"], ep,
-                                   in_flight(cost, pp_rank), has_loss)  # fmt: skip
+    activations = activation_bytes(
+        model_args,
+        cost["rows"],
+        size,
+        zero,
+        mode,
+        on_cpu,
+        tp,
+        cost["cp"],
+        ep,
+        in_flight(cost, pp_rank),
+        has_loss,
+    )
     parts = {"weights": weights, "gradients": gradients, "optimizer": moments, "activations": activations}
     parts["total"] = sum(parts.values())
     return {name: part / 1e9 for name, part in parts.items()}
 
 
 def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
-    """Number of blocks of a rank of a pipeline, number of its other parameters, and whether it computes the loss."""
+    """
+    Number of blocks of a rank of a pipeline, number of its other parameters, and whether it computes the
+    loss.
+    """
     model_args, pp, schedule = cost["model_args"], cost["pp"], cost["pp_schedule"]
     L, C, V = model_args["n_layer"], model_args["n_embd"], model_args["vocab_size"]
     n, block, _ = parameter_counts(model_args)
@@ -115,7 +169,10 @@ def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
 
 
 def in_flight(cost: dict, pp_rank: int) -> float:
-    """The micro-batches whose activations a rank of a pipeline holds at once, as a multiple of all of its blocks'."""
+    """
+    The micro-batches whose activations a rank of a pipeline holds at once, as a multiple of all of its
+    blocks'.
+    """
     pp, schedule = cost["pp"], cost["pp_schedule"]
     if pp == 1:
         return 1
@@ -127,13 +184,21 @@ def in_flight(cost: dict, pp_rank: int) -> float:
 
 
 def largest_micro_batch(cost: dict, gb: float) -> int:
-    """The largest micro-batch, a power of two up to 256, that is estimated to fit into 80% of `gb`; at least 1."""
-    fits = [rows for rows in (2**k for k in range(9)) if memory_estimate(cost | {"rows": rows})["total"] <= 0.8 * gb]
+    """
+    The largest micro-batch, a power of two up to 256, that is estimated to fit into 80% of `gb`; at least 1.
+    """
+    fits = [
+        rows
+        for rows in (2**k for k in range(9))
+        if memory_estimate(cost | {"rows": rows})["total"] <= 0.8 * gb
+    ]
     return max(fits, default=1)
 
 
 def memory_report(cost: dict) -> str:
-    """The parts of memory_estimate(cost), and the settings that would lower the total, each with its total."""
+    """
+    The parts of memory_estimate(cost), and the settings that would lower the total, each with its total.
+    """
     parts, half = memory_estimate(cost), max(1, cost["rows"] // 2)
     full, fsdp = {"activation_checkpointing": "full"}, {"fsdp": True}
     options = {f"--batch_size={half}": {"rows": half}, "--activation_checkpointing=full": full}
@@ -163,15 +228,28 @@ def counts_of(model_args: tuple[tuple[str, object], ...]) -> tuple[int, int, int
     C, qkv, experts = c.n_embd, sum(c.qkv_rows), c.n_expert * c.mlp_count
     norm = (2 if c.bias else 1) * C if ARCHS[c.arch].norm_weights else 0
     attention = C * (qkv + C) + (qkv + C if c.bias else 0)
-    block = attention + 2 * norm + (c.n_expert * C + experts if c.n_expert else c.mlp_count)  # with the router
+    # with the router
+    block = attention + 2 * norm + (c.n_expert * C + experts if c.n_expert else c.mlp_count)
     total = c.n_layer * block + norm + c.vocab_size * C * (1 if c.tied else 2)
     return total + (c.block_size * C if c.arch == "gpt2" else 0), block, experts
 
 
-def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: str, on_cpu: bool, tp: int = 1,
-                     cp: int = 1, ep: int = 1, in_flight: float = 1, has_loss: bool = True) -> float:  # fmt: skip
+def activation_bytes(
+    model_args: dict,
+    rows: int,
+    size: int,
+    zero: int,
+    mode: str,
+    on_cpu: bool,
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    in_flight: float = 1,
+    has_loss: bool = True,
+) -> float:
     """
-    Peak of the activations and of the backward pass's temporary tensors in a micro-step of `rows` sequences, in bytes.
+    Peak of the activations and of the backward pass's temporary tensors in a micro-step of `rows` sequences,
+    in bytes.
 
     Args:
         size: bytes per element of the dtype to compute in.
@@ -180,13 +258,17 @@ def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: st
     L, C, V = model_args["n_layer"], model_args["n_embd"], ceil(model_args["vocab_size"] / tp)
     gathered_tokens = rows * model_args["block_size"] // cp  # of attention, the MLP and the loss
     tokens = gathered_tokens / tp
-    stream = 4 if zero < 2 else size  # autocast leaves the residual stream in float32, FSDP's mixed precision does not
+    # autocast leaves the residual stream in float32, FSDP's mixed precision does not
+    stream = 4 if zero < 2 else size
     kept, selective, temporary = block_activations(model_args, size, stream, on_cpu)
     # the inputs of attention and MLP are gathered, and each rank routes all tokens
     kept += (2 * size * C + routing_activations(model_args, size)) * (tp - 1)
-    keys = 4 * size * C * model_args["n_kv_head"] // model_args["n_head"]  # gathered, ordered; with their gradients
+    # gathered, ordered; with their gradients
+    keys = 4 * size * C * model_args["n_kv_head"] // model_args["n_head"]
     temporary += 2 * size * C * (tp - 1) + (2 * keys * cp if cp > 1 else 0)
-    loss_forward, loss_backward = loss_activations(gathered_tokens, V, C, size, on_cpu) if has_loss else (0, 0)
+    loss_forward, loss_backward = (
+        loss_activations(gathered_tokens, V, C, size, on_cpu) if has_loss else (0, 0)
+    )
     if model_args["arch"] == "nanochat" and has_loss:  # the soft cap's logits, in and out of tanh
         logits = 8 * gathered_tokens * V
         loss_forward, loss_backward = loss_forward + logits, loss_backward + logits
@@ -199,19 +281,21 @@ def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: st
         blocks += tokens * C * (stream if on_cpu else 1)  # the mask of the embeddings' dropout
     norm = tokens * C * (stream + size)  # input and output of the last LayerNorm
 
-    # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy twice: for
-    # the forward pass, which frees them at its end, and for their recomputation
+    # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy
+    # twice: for the forward pass, which frees them at its end, and for their recomputation
     copied = 2 if size == 2 and zero < 2 else 0  # bytes of a copy's element
     _, block, experts = parameter_counts(model_args)
     block_copy, head_copy = copied * (block - experts) / tp, copied * V * C if has_loss else 0
     expert_copy = copied * experts / (ep * tp)  # not autocast's: a recomputed block's is freed at once
     copies = (L - recomputed) * (block_copy + expert_copy)
-    head_gradient = 4 * V * C if has_loss else 0  # of lm_head; wte's is added to it at the end of the backward pass
+    # of lm_head; wte's is added to it at the end of the backward pass
+    head_gradient = 4 * V * C if has_loss else 0
 
     end_of_forward = blocks + norm + copies + recomputed * block_copy + head_copy + loss_forward
     start_of_backward = blocks + norm + copies + head_copy + loss_backward
     last_block = blocks + copies + head_gradient + tokens * temporary
-    last_block += 4 * model_args.get("n_expert", 0) * C * model_args["n_hidden"] / (ep * tp)  # a stacked gradient
+    # a stacked gradient
+    last_block += 4 * model_args.get("n_expert", 0) * C * model_args["n_hidden"] / (ep * tp)
     if recomputed:
         last_block += block_copy + expert_copy
     if every and (L - 1) % every == 0:  # the last block is recomputed
@@ -223,16 +307,16 @@ def activation_bytes(model_args: dict, rows: int, size: int, zero: int, mode: st
 
 def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) -> tuple[float, float, float]:
     """
-    Activations of one block, in bytes per token, derived like those of Korthikanti et al. 2022 (arXiv:2205.05198,
+    Activations of one block, in bytes per token, derived like those of Korthikanti et al. 2022
+    (arXiv:2205.05198,
     section 4.1), but without their attention scores if the attention kernel recomputes them.
 
     Args:
         size: bytes per element of the dtype to compute in.
         stream: bytes per element of the residual stream.
 
-    Returns:
-        (kept for the backward pass, kept by selective recomputation, and what the block's backward pass allocates
-        beyond what it has freed by then)
+    Returns: (kept for the backward pass, kept by selective recomputation, and what the block's backward pass
+        allocates beyond what it has freed by then)
     """
     C, H, T, dropout = (model_args.get(name, 0) for name in ("n_embd", "n_head", "block_size", "dropout"))
     arch, hidden, keys = model_args["arch"], model_args["n_hidden"], C * model_args["n_kv_head"] // H
@@ -258,7 +342,8 @@ def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) ->
     gated = arch == "llama"  # SwiGLU keeps the gate, its SiLU, the other factor and the product
     n_expert = model_args.get("n_expert", 0)
     active = model_args["n_expert_active"] if n_expert else 1  # MLPs for each token
-    mlp = (4 if gated else 2) * size * hidden * active  # the hidden layer before and after the activation function
+    # the hidden layer before and after the activation function
+    mlp = (4 if gated else 2) * size * hidden * active
     mlp += routing_activations(model_args, size)
     masks = 2 * C * (size if on_cpu else 1) if dropout else 0  # torch's own masks have 1 byte per element
     # results of the Linear layers, and the router's
@@ -272,21 +357,24 @@ def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) ->
 
 def routing_activations(model_args: dict, size: int) -> int:
     """
-    Bytes per token that the router, dispatch and combine of a block with experts keep, if tokens are distributed
+    Bytes per token that the router, dispatch and combine of a block with experts keep, if tokens are
+    distributed
     evenly; 0 without experts. With ep the received rows are kept instead of the sent ones.
     """
     E, active, C = (model_args.get(name, 0) for name in ("n_expert", "n_expert_active", "n_embd"))
     if not E:
         return 0
     rows = 2 * size * active * C  # the experts' inputs and outputs
-    return rows + (4 - size) * C + 8 * E + 32 * active  # the router's input in float32, scores, indices and weights
+    # the router's input in float32, scores, indices and weights
+    return rows + (4 - size) * C + 8 * E + 32 * active
 
 
 def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> tuple[int, int]:
     """Bytes that isogpt.nn.kernels.summed_loss allocates in the forward and in the backward pass."""
     unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V)
     if tokens <= max(1, unchunked // V):
-        # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two gradients
+        # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two
+        # gradients
         return 10 * tokens * V, 12 * tokens * V
     gradients = 4 * V * C + size * tokens * C  # of the weight, in float32, and of the hidden states
     logits = size * V * min(tokens, max(1, per_chunk // V))

@@ -1,9 +1,9 @@
 """
 Predicts the memory and the time of a training step, for `bench.py --plan` and `--tune`.
 
-Times follow the roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785): an operation takes as long as its
-FLOPs or its memory traffic, whichever is longer. Collectives cost a latency per message plus bytes over bandwidth, as
-rings (Thakur et al. 2005, doi:10.1177/1094342005051521).
+Times follow the roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785): an operation takes as
+long as its FLOPs or its memory traffic, whichever is longer. Collectives cost a latency per message plus
+bytes over bandwidth, as rings (Thakur et al. 2005, doi:10.1177/1094342005051521).
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,12 +17,21 @@ from isogpt.speed.devices import Hardware
 from isogpt.speed.memory import block_activations, memory_estimate, parameter_counts, pipeline_part
 from isogpt.training.precision import DTYPES
 
-LAYOUT = {"zero": 0, "fsdp": False, "dp_replicate": 1, "tp": 1, "pp": 1, "pp_schedule": "1f1b", "cp": 1, "ep": 1,
-          "activation_checkpointing": "none"}  # fmt: skip
+LAYOUT = {
+    "zero": 0,
+    "fsdp": False,
+    "dp_replicate": 1,
+    "tp": 1,
+    "pp": 1,
+    "pp_schedule": "1f1b",
+    "cp": 1,
+    "ep": 1,
+    "activation_checkpointing": "none",
+}
 SHARD_AXES = ("dp_shard", "ep", "cp")  # of the stages 2 and 3 of ZeRO
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-# the idle part of a pipeline as a multiple of 1F1B's: zero_bubble fills two thirds of it with gradients of weights, and
-# zbv nearly all of it (Qi et al. 2023, arXiv:2401.10241, table 2)
+# the idle part of a pipeline as a multiple of 1F1B's: zero_bubble fills two thirds of it with gradients of
+# weights, and zbv nearly all of it (Qi et al. 2023, arXiv:2401.10241, table 2)
 IDLE = {"interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
 
 
@@ -41,27 +50,34 @@ class Plan:
         return inf if self.problem else sum(self.seconds.values())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # computation
 
 
 def matmul_s(hw: Hardware, m: float, k: float, n: float, size: int) -> float:
-    """Seconds of an (m, k) x (k, n) matmul with elements of `size` bytes: small dimensions leave units idle."""
+    """
+    Seconds of an (m, k) x (k, n) matmul with elements of `size` bytes: small dimensions leave units idle.
+    """
     flops, smallest = 2 * m * k * n, min(m, k, n)
     return max(flops / hw.matmul * (1 + hw.half / smallest), size * (m * k + k * n + m * n) / hw.bytes_per_s)
 
 
 def with_backward_s(hw: Hardware, m: float, k: float, n: float, size: int) -> tuple[float, float]:
-    """Seconds of a Linear layer's forward, and of its backward: the gradients of its input and of its weight."""
+    """
+    Seconds of a Linear layer's forward, and of its backward: the gradients of its input and of its weight.
+    """
     forward = matmul_s(hw, m, k, n, size)
     return forward, matmul_s(hw, m, n, k, size) + matmul_s(hw, k, m, n, size)
 
 
 def block_s(hw: Hardware, cost: dict, size: int) -> tuple[float, float]:
     """
-    Seconds of the forward and of the backward of a block, on `cost["rows"]` sequences. Attention has 4 T C FLOPs per
-    token in the forward, halved by the causal mask, and 2.5 times as many in the backward (Dao 2023, arXiv:2307.08691,
-    section 4.1). Each activation that is kept is written and read in the forward, read in the backward, and its
+    Seconds of the forward and of the backward of a block, on `cost["rows"]` sequences. Attention has 4 T C
+    FLOPs per
+    token in the forward, halved by the causal mask, and 2.5 times as many in the backward (Dao 2023,
+    arXiv:2307.08691,
+    section 4.1). Each activation that is kept is written and read in the forward, read in the backward, and
+    its
     gradient is written and read.
     """
     args, tp, cp, ep = (cost[name] for name in ("model_args", "tp", "cp", "ep"))
@@ -92,7 +108,8 @@ def head_s(hw: Hardware, cost: dict, size: int) -> tuple[float, float]:
     args = cost["model_args"]
     tokens, V = cost["rows"] * args["block_size"] / cost["cp"], args["vocab_size"] / cost["tp"]
     forward, backward = with_backward_s(hw, tokens, args["n_embd"], V, size)
-    traffic = tokens * V / hw.bytes_per_s  # logits in the dtype and in float32, log_softmax, and the gradients
+    # logits in the dtype and in float32, log_softmax, and the gradients
+    traffic = tokens * V / hw.bytes_per_s
     return forward + (8 + 2 * size) * traffic, backward + (4 + 2 * size) * traffic
 
 
@@ -116,7 +133,7 @@ def micro_step_s(hw: Hardware, cost: dict, pp_rank: int) -> tuple[float, float]:
     return forward, backward
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # communication
 
 
@@ -132,12 +149,21 @@ def stage_of(cost: dict) -> int:
     return 3 if cost["fsdp"] else cost["zero"]
 
 
-def ring_s(hw: Hardware, mesh: Mesh, per_node: int, axes: tuple[str, ...], size: float, count: int = 1,
-           slowness: float = 1.0) -> float:  # fmt: skip
+def ring_s(
+    hw: Hardware,
+    mesh: Mesh,
+    per_node: int,
+    axes: tuple[str, ...],
+    size: float,
+    count: int = 1,
+    slowness: float = 1.0,
+) -> float:
     """
-    Seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes; an all-reduce takes twice as
+    Seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes; an all-reduce takes
+    twice as
     long. Latency grows with the logarithm of the ranks, as in trees (Sanders et al. 2009,
-    doi:10.1016/j.parco.2009.09.001); bytes move around a ring. A ring over several machines uses as many of a machine's
+    doi:10.1016/j.parco.2009.09.001); bytes move around a ring. A ring over several machines uses as many of a
+    machine's
     links as it has ranks there.
 
     Args:
@@ -161,9 +187,12 @@ def ring_s(hw: Hardware, mesh: Mesh, per_node: int, axes: tuple[str, ...], size:
 
 def activations_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int) -> float:
     """
-    Seconds of a micro-step's collectives of activations, for which computation waits. With tp: each layer's input is
-    gathered and its output scattered, in attention and the MLP, and the other way round in the backward. cp: keys and
-    values are gathered twice, and their gradients scattered. ep: tokens go to their experts and back. pp: sends.
+    Seconds of a micro-step's collectives of activations, for which computation waits. With tp: each layer's
+    input is
+    gathered and its output scattered, in attention and the MLP, and the other way round in the backward. cp:
+    keys and
+    values are gathered twice, and their gradients scattered. ep: tokens go to their experts and back. pp:
+    sends.
     """
     args, size = cost["model_args"], DTYPES[cost["dtype"]].itemsize
     layers = pipeline_part(cost, 0)[0]
@@ -176,17 +205,21 @@ def activations_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int) -> float:
     seconds += ring_s(hw, mesh, per_node, ("cp",), layers * kv, layers, hw.scatter)
     if cost["ep"] > 1:
         seconds += 4 * layers * ring_s(hw, mesh, per_node, ("ep",), hidden * args["n_expert_active"])
-    if cost["pp"] > 1:  # each stage receives and sends, forwards and backwards: a ring of two ranks moves half
+    # each stage receives and sends, forwards and backwards: a ring of two ranks moves half
+    if cost["pp"] > 1:
         sends = 2 * stages_per_rank(cost["pp_schedule"])
         seconds += sends * 2 * ring_s(hw, replace(mesh, pp=2), per_node, ("pp",), hidden / cost["tp"])
     return seconds
 
 
-def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: int, forward: float,
-              backward: float) -> float:  # fmt: skip
+def weights_s(
+    hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: int, forward: float, backward: float
+) -> float:
     """
-    Seconds of a step's collectives of weights and gradients that no computation hides. ZeRO-0 and 1 reduce gradients
-    in float32, in buckets, of which the last one is always exposed; ZeRO-1 then sends the weights. ZeRO-2 and 3 gather
+    Seconds of a step's collectives of weights and gradients that no computation hides. ZeRO-0 and 1 reduce
+    gradients
+    in float32, in buckets, of which the last one is always exposed; ZeRO-1 then sends the weights. ZeRO-2 and
+    3 gather
     the weights of each block in the dtype, once or twice in a micro-step, and scatter its gradients.
     """
     zero, size = stage_of(cost), DTYPES[cost["dtype"]].itemsize
@@ -194,11 +227,18 @@ def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: 
     times = micro_steps if cost["grad_sync"] == "every" or (cost["grad_sync"] == "auto" and zero >= 2) else 1
     hidden_by = (forward, backward) if hw.overlaps else (0.0, 0.0)
 
-    def over(axes: tuple[str, ...], expert_axes: tuple[str, ...], element: float, piece: float,
-             slowness: float = 1.0) -> float:  # fmt: skip
+    def over(
+        axes: tuple[str, ...],
+        expert_axes: tuple[str, ...],
+        element: float,
+        piece: float,
+        slowness: float = 1.0,
+    ) -> float:
         """Of the dense weights and of the experts, in pieces of so many parameters."""
         sizes = ((axes, dense), (expert_axes, experts))
-        return sum(ring_s(hw, mesh, per_node, along, element * n, ceil(n / piece), slowness) for along, n in sizes)
+        return sum(
+            ring_s(hw, mesh, per_node, along, element * n, ceil(n / piece), slowness) for along, n in sizes
+        )
 
     bucket = cost["ddp_bucket_mb"] * 2**20 / 4
     if zero < 2:
@@ -220,14 +260,16 @@ def weights_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: 
     return exposed + islands / cost["local_steps"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # a step
 
 
 def lost_gb(cost: dict) -> float:
     """
-    What ZeRO-2 and 3 and experts cost on a CPU besides memory_estimate: FSDP's modules, and gaps in the heap. glibc
-    places pieces that come and go at ever new addresses; after ten steps the gaps were 32 times the largest of them: a
+    What ZeRO-2 and 3 and experts cost on a CPU besides memory_estimate: FSDP's modules, and gaps in the heap.
+    glibc
+    places pieces that come and go at ever new addresses; after ten steps the gaps were 32 times the largest
+    of them: a
     block of weights, or the hidden layer of the experts. Pieces of more than 32 MiB are not in the heap.
     """
     if cost["device_type"] != "cpu":
@@ -236,24 +278,34 @@ def lost_gb(cost: dict) -> float:
     if stage_of(cost) >= 2:
         pieces.append(4 * parameter_counts(args)[1] / cost["tp"] / cost["ep"])
     if args.get("n_expert"):
-        pieces.append(4 * cost["rows"] * args["block_size"] / cost["cp"] * args["n_expert_active"] * args["n_hidden"])
+        pieces.append(
+            4 * cost["rows"] * args["block_size"] / cost["cp"] * args["n_expert_active"] * args["n_hidden"]
+        )
     pieces = [piece for piece in pieces if piece <= 2**25]
     return (0.07 if stage_of(cost) >= 2 else 0.0) + 32 * max(pieces) / 1e9
 
 
 def two_blocks(cost: dict, n: int, tokens: int = 1024) -> dict:
     """
-    The settings with which n processes train two of the model's blocks by themselves, on about `tokens` tokens each.
+    The settings with which n processes train two of the model's blocks by themselves, on about `tokens`
+    tokens each.
     """
     rows = max(1, tokens // cost["model_args"]["block_size"])
     run = {"n_layer": 2, "batch_size": rows, "gradient_accumulation_steps": n, "grad_sync": "never"}
-    run |= {"islands": 1, "local_steps": 1, "grad_compression": "none", "cpu_offload": False, "layout": "manual"}
+    run |= {
+        "islands": 1,
+        "local_steps": 1,
+        "grad_compression": "none",
+        "cpu_offload": False,
+        "layout": "manual",
+    }
     return LAYOUT | run
 
 
 def calibrated(hw: Hardware, cost: dict, n: int, measured_s: float) -> Hardware:
     """
-    `hw` with the speeds with which a step of `two_blocks` takes as long as it was measured to take: a prediction knows
+    `hw` with the speeds with which a step of `two_blocks` takes as long as it was measured to take: a
+    prediction knows
     the large operations only.
     """
     two = cost | two_blocks(cost, n) | {"model_args": cost["model_args"] | {"n_layer": 2}, "world_size": n}
@@ -263,7 +315,9 @@ def calibrated(hw: Hardware, cost: dict, n: int, measured_s: float) -> Hardware:
 
 
 def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
-    """What a step with the settings in `cost` (memory.cost_of) takes on `per_node` devices of each machine."""
+    """
+    What a step with the settings in `cost` (memory.cost_of) takes on `per_node` devices of each machine.
+    """
     zero, pp = stage_of(cost), cost["pp"]
     mesh = make_mesh(0, cost["world_size"], cost, zero)
     sequences = cost["batch_size"] * cost["gradient_accumulation_steps"]
@@ -275,7 +329,10 @@ def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
         return Plan(settings, gb, problem=f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
     stages = [micro_step_s(hw, cost, rank) for rank in sorted({0, pp // 2, pp - 1})]
     forward, backward = max(stages, key=sum)
-    busy, mean_busy = share.micro_steps * (forward + backward), share.micro_steps * sum(map(sum, stages)) / len(stages)
+    busy, mean_busy = (
+        share.micro_steps * (forward + backward),
+        share.micro_steps * sum(map(sum, stages)) / len(stages),
+    )
     idle = (pp - 1) * (forward + backward) * IDLE.get(cost["pp_schedule"], 1.0)
     # where processes share cores, those of a rank that waits are used by others
     compute = max(busy, mean_busy * hw.sharing)
@@ -285,7 +342,8 @@ def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
     dense, experts = parameters_held(cost, 0)  # ZeRO divides experts, which ep has divided already, by less
     shard_axes = {0: (), 1: DATA_AXES}.get(zero, SHARD_AXES)
     own = dense / mesh.size(*shard_axes) + experts / mesh.size(*(axis for axis in shard_axes if axis != "ep"))
-    # AdamW reads weights, gradients and two moments, and writes all but the gradients, which clipping scales before
+    # AdamW reads weights, gradients and two moments, and writes all but the gradients, which clipping scales
+    # before
     optimizer = 40 * own / hw.bytes_per_s * hw.sharing
     seconds = {"compute": compute, "bubble": bubble, "communication": exposed, "optimizer": optimizer}
     return Plan(settings, gb, seconds)

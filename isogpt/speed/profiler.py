@@ -11,8 +11,10 @@ PROFILE_SKIP, PROFILE_STEPS = 5, 5  # the first steps are not typical
 
 def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
     """
-    A profiler for a run of `steps` steps that skips 5, records 5, and writes to out_dir: trace.json, operators.txt (the
-    operators by their own time) and on a GPU memory.pickle, a snapshot for https://pytorch.org/memory_viz. Assign it to
+    A profiler for a run of `steps` steps that skips 5, records 5, and writes to out_dir: trace.json,
+    operators.txt (the
+    operators by their own time) and on a GPU memory.pickle, a snapshot for https://pytorch.org/memory_viz.
+    Assign it to
     Clock.profiler.
     """
     out, on_gpu, needed = Path(out_dir), torch.cuda.is_available(), PROFILE_SKIP + PROFILE_STEPS
@@ -24,14 +26,18 @@ def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
         profiler.export_chrome_trace(str(out / "trace.json"))
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         averages = profiler.key_averages()
-        (out / "operators.txt").write_text(averages.table(sort_by=key, row_limit=15, max_name_column_width=50))
+        (out / "operators.txt").write_text(
+            averages.table(sort_by=key, row_limit=15, max_name_column_width=50)
+        )
         if on_gpu:
             torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
 
     if on_gpu:
         torch.cuda.memory._record_memory_history()
-    schedule = torch.profiler.schedule(skip_first=PROFILE_SKIP - 1, wait=0, warmup=1, active=PROFILE_STEPS, repeat=1)
+    schedule = torch.profiler.schedule(
+        skip_first=PROFILE_SKIP - 1, wait=0, warmup=1, active=PROFILE_STEPS, repeat=1
+    )
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)  # of the CPU and the GPU
     profiler.start()
     return profiler
@@ -39,8 +45,10 @@ def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
 
 def traced_collectives(path: Path, has_ep: bool) -> dict[str, float]:
     """
-    Rank 0's ms per step in all-gather, all-reduce, reduce-scatter and, with ep, all-to-all, by the part of the step:
-    from a trace of a launch in which no gradients are reduced, so that only the collectives of tp, cp and ep are in it.
+    Rank 0's ms per step in all-gather, all-reduce, reduce-scatter and, with ep, all-to-all, by the part of
+    the step:
+    from a trace of a launch in which no gradients are reduced, so that only the collectives of tp, cp and ep
+    are in it.
     Computation waits for them. Those of ZeRO-3, which run in the background, count too.
     """
     if not path.exists():

@@ -10,13 +10,16 @@ from isogpt.launch.device import synchronize
 from isogpt.launch.together import gather_number
 
 
-def measured_speeds(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager,
-                    device: torch.device) -> tuple[float, ...]:  # fmt: skip
+def measured_speeds(
+    model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager, device: torch.device
+) -> tuple[float, ...]:
     """
-    How fast each rank computes a micro-batch by itself, by rank, as a multiple of the slowest one's speed in steps of
+    How fast each rank computes a micro-batch by itself, by rank, as a multiple of the slowest one's speed in
+    steps of
     1/8 (all ranks; the model does not communicate). Leaves no gradients.
     """
-    is_compiled = device.type == "cuda"  # with this shape only for the measurement: compiling it would take a minute
+    # with this shape only for the measurement: compiling it would take a minute
+    is_compiled = device.type == "cuda"
     with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         seconds = seconds_per_pass(model, batch, autocast, device)
     model.zero_grad(set_to_none=True)
@@ -24,10 +27,16 @@ def measured_speeds(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: Ab
     return tuple(((seconds.max() / seconds * 8).round() / 8).tolist())
 
 
-def seconds_per_pass(model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager,
-                     device: torch.device, budget: float = 3.0) -> float:  # fmt: skip
+def seconds_per_pass(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    autocast: AbstractContextManager,
+    device: torch.device,
+    budget: float = 3.0,
+) -> float:
     """
-    Mean seconds of a forward and backward (all ranks), of as many as fit into `budget` seconds, at least three. The
+    Mean seconds of a forward and backward (all ranks), of as many as fit into `budget` seconds, at least
+    three. The
     ranks begin together: those of one machine share its memory bandwidth, as in a step.
     """
 

@@ -13,7 +13,9 @@ from isogpt.speed.profiler import traced_collectives
 
 
 def own_lines(errors: str) -> str:
-    """What train.py wrote to stderr. torchrun adds warnings before it, and its report of a failure after it."""
+    """
+    What train.py wrote to stderr. torchrun adds warnings before it, and its report of a failure after it.
+    """
     return re.sub(r"^[WI]\d{4} .*\n", "", re.split(r"^E\d{4} ", errors, flags=re.M)[0], flags=re.M)
 
 
@@ -24,19 +26,27 @@ def reason_for(code: int, errors: str) -> str:
     if code == -9 or "Signal 9 (SIGKILL)" in errors:
         return "killed (SIGKILL), probably because the machine ran out of memory"
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in own_lines(errors).splitlines()]
-    lines = [x for x in lines if x.strip() and not x.startswith((" ", "Traceback")) and "lost the connection" not in x]
+    lines = [
+        x
+        for x in lines
+        if x.strip() and not x.startswith((" ", "Traceback")) and "lost the connection" not in x
+    ]
     messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (messages or lines or [f"exit status {code}"])[-1]
 
 
 def figures(out: Path, timed: int) -> dict:
-    """What train.py recorded in folder `out`: mostly medians over the timed steps of the ranks' mean and maximum."""
+    """
+    What train.py recorded in folder `out`: mostly medians over the timed steps of the ranks' mean and
+    maximum.
+    """
     records = read_records(out / "metrics.jsonl")
     start, steps = records[0], [r for r in records if "step_ms" in r][-timed:]
     config, mean_ms = start["config"], median(r["step_ms"] for r in steps)
     tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
     sends = steps[0]["bytes_sent"] is not None
-    sent = {"mean": "bytes_sent", "max": "bytes_sent_max"}  # a mean over the steps, since not all of them may send
+    # a mean over the steps, since not all of them may send
+    sent = {"mean": "bytes_sent", "max": "bytes_sent_max"}
     return {name: start[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
         "processes": start["world_size"],
         "tokens_a_step": tokens,
@@ -68,10 +78,14 @@ def shown_bubble(found: dict | None) -> str:
 
 def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | None]]:
     """
-    The parts of a step in ms, each the mean over the ranks and the slowest rank's; these need not add up to the slowest
-    step. `silent` is the same launch with grad_sync 'never': the difference is the exposed communication, which no
-    computation hides, and its backward pass waits for no other rank. The collectives of tp, cp and ep, and what is
-    reduced after the backward, are exposed too. In a pipeline, a rank computes in `stages` and waits in the bubble.
+    The parts of a step in ms, each the mean over the ranks and the slowest rank's; these need not add up to
+    the slowest
+    step. `silent` is the same launch with grad_sync 'never': the difference is the exposed communication,
+    which no
+    computation hides, and its backward pass waits for no other rank. The collectives of tp, cp and ep, and
+    what is
+    reduced after the backward, are exposed too. In a pipeline, a rank computes in `stages` and waits in the
+    bubble.
     """
     parts = {}
     for kind in ("mean", "max"):
@@ -81,7 +95,8 @@ def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | No
         if silent:
             other = {name: span[kind] for name, span in silent["spans_ms"].items()}
             without = silent["step_ms"][kind] - other["clip"] - other["optimizer"]
-            has_copies = run["processes"] > run["settings"]["tp"] * run["settings"]["pp"]  # to average gradients of
+            # to average gradients of
+            has_copies = run["processes"] > run["settings"]["tp"] * run["settings"]["pp"]
             exposed = max(0.0, step_ms - ms["clip"] - ms["optimizer"] - without) if has_copies else 0.0
             exposed += other.get("reduce", 0.0) + sum(waits.values())
             ms["backward"] = min(ms.get("backward", 0.0), other.get("backward", 0.0))

@@ -11,8 +11,10 @@ import torch
 
 def memory_gb(device: torch.device) -> float:
     """
-    Peak memory of this process in GB: what PyTorch has allocated on the GPU. On a CPU, the resident set: what the
-    process has allocated, and the code of libraries. The data set does not count, since dataset.release_pages gives its
+    Peak memory of this process in GB: what PyTorch has allocated on the GPU. On a CPU, the resident set: what
+    the
+    process has allocated, and the code of libraries. The data set does not count, since dataset.release_pages
+    gives its
     pages back. 0 if the system does not tell.
     """
     if device.type == "cuda":
@@ -29,7 +31,10 @@ def memory_gb(device: torch.device) -> float:
 
 
 def utilization(device: torch.device) -> float | None:
-    """Percent of a second in which the GPU was busy, read every five seconds; None if it cannot be (needs pynvml)."""
+    """
+    Percent of a second in which the GPU was busy, read every five seconds; None if it cannot be (needs
+    pynvml).
+    """
     return read_utilization(device, int(time.monotonic() / 5))
 
 

@@ -1,4 +1,7 @@
-"""The optimizers for each layout, and their state by parameter name. Nothing else knows their groups or their state."""
+"""
+The optimizers for each layout, and their state by parameter name. Nothing else knows their groups or their
+state.
+"""
 
 import inspect
 import math
@@ -18,27 +21,38 @@ from isogpt.training.step_numbers import StepNumbers
 HIDDEN_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp|mlp\.experts)\.c_\w+\.weight")
 
 
-def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: float, learning_rate: float,
-                    betas: tuple[float, float], muon_lr: float = 0.0, embedding_lr: float = 0.0,
-                    muon_dtype: torch.dtype = torch.float32,
-                    mesh: Mesh | None = None) -> list[torch.optim.Optimizer]:  # fmt: skip
+def make_optimizers(
+    model: nn.Module,
+    optimizer: str,
+    zero: int,
+    weight_decay: float,
+    learning_rate: float,
+    betas: tuple[float, float],
+    muon_lr: float = 0.0,
+    embedding_lr: float = 0.0,
+    muon_dtype: torch.dtype = torch.float32,
+    mesh: Mesh | None = None,
+) -> list[torch.optim.Optimizer]:
     """
-    The model's optimizers: AdamW as `model.configure_optimizers` makes it; with optimizer "muon" a Muon takes the
-    matrices of the blocks from it, and what is left to AdamW has no weight decay. With zero 1 each rank keeps the state
-    of its share of the parameters, updates them and sends them to the other ranks. Experts that are on some of the
+    The model's optimizers: AdamW as `model.configure_optimizers` makes it; with optimizer "muon" a Muon takes
+    the
+    matrices of the blocks from it, and what is left to AdamW has no weight decay. With zero 1 each rank keeps
+    the state
+    of its share of the parameters, updates them and sends them to the other ranks. Experts that are on some
+    of the
     ranks only have optimizers of their own. Every group has an `lr_scale`, see `set_rates`.
 
-    Args:
-        muon_lr: Muon's learning rate when AdamW's is `learning_rate`.
-        embedding_lr: with Muon, AdamW's for token embeddings that are not tied to the head (0: `learning_rate`).
-        muon_dtype: the dtype in which Muon orthogonalizes.
-        mesh: over which parameters and optimizer state are divided. Default: a single process.
+    Args: muon_lr: Muon's learning rate when AdamW's is `learning_rate`. embedding_lr: with Muon, AdamW's for
+        token embeddings that are not tied to the head (0: `learning_rate`). muon_dtype: the dtype in which
+        Muon orthogonalizes. mesh: over which parameters and optimizer state are divided. Default: a single
+        process.
     """
     mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
     if device_type == "cpu":
-        # torch's optimizers import torch.compile when they are created and at their first step, only to exclude
-        # themselves from it. That takes 1 of the 3.4 s to the first step on a CPU, where nothing is compiled.
+        # torch's optimizers import torch.compile when they are created and at their first step, only to
+        # exclude themselves from it. That takes 1 of the 3.4 s to the first step on a CPU, where nothing is
+        # compiled.
         for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
             inspect.unwrap(method).__dict__.setdefault("__dynamo_disable", inspect.unwrap(method))
     adamw = model.configure_optimizers(weight_decay, learning_rate, betas, device_type)
@@ -70,18 +84,24 @@ def make_optimizers(model: nn.Module, optimizer: str, zero: int, weight_decay: f
 
 def select(groups: list[dict], are_experts: bool) -> list[dict]:
     """An optimizer's groups with only those parameters that are, or are not, experts divided over ranks."""
-    found = [group | {"params": [p for p in group["params"] if is_split(p, "ep") == are_experts]} for group in groups]
+    found = [
+        group | {"params": [p for p in group["params"] if is_split(p, "ep") == are_experts]}
+        for group in groups
+    ]
     return [group for group in found if group["params"]]
 
 
-def make_optimizer(cls: type, groups: list[dict], options: dict, zero: int,
-                   replicas: dist.ProcessGroup | None) -> torch.optim.Optimizer:  # fmt: skip
+def make_optimizer(
+    cls: type, groups: list[dict], options: dict, zero: int, replicas: dist.ProcessGroup | None
+) -> torch.optim.Optimizer:
     """An optimizer for groups of parameters. With zero 1 the ranks of `replicas` share its state."""
     if zero == 1 and replicas:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         # as_bucket_view: a rank sends its share in one piece, not each parameter by itself
-        return ZeroRedundancyOptimizer(groups, cls, process_group=replicas, parameters_as_bucket_view=True, **options)
+        return ZeroRedundancyOptimizer(
+            groups, cls, process_group=replicas, parameters_as_bucket_view=True, **options
+        )
     made = cls(groups, **options)
     if groups[0]["params"][0].device.type == "cpu":
         made.step = partial(torch.no_grad()(inspect.unwrap(cls.step)), made)
@@ -93,7 +113,8 @@ def make_optimizer(cls: type, groups: list[dict], options: dict, zero: int,
 @torch.no_grad()
 def step_shards(adamw: torch.optim.AdamW) -> None:
     """
-    AdamW's step for parameters that are DTensors, on this rank's shards of them: the same arithmetic without DTensor's
+    AdamW's step for parameters that are DTensors, on this rank's shards of them: the same arithmetic without
+    DTensor's
     dispatch (a step of 148 small parameters takes 1.5 ms instead of 4 on a CPU, torch 2.13).
     """
     create_state(adamw)
@@ -101,27 +122,40 @@ def step_shards(adamw: torch.optim.AdamW) -> None:
     for group in adamw.param_groups:
         params = [p for p in group["params"] if p.grad is not None]
         states = [adamw.state[p] for p in params]
-        dtensors = (params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states])
+        dtensors = (
+            params,
+            [p.grad for p in params],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+        )
         shards = [[local(t) for t in tensors] for tensors in dtensors]
-        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")}
+        settings = {
+            name: group[name] for name in ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
+        }
         beta1, beta2 = group["betas"]
         update_adamw(*shards, [], [s["step"] for s in states], beta1=beta1, beta2=beta2, **settings, **amp)
 
 
 def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -> list[dict]:
     """
-    Move the matrices of the blocks from AdamW's groups into groups for Muon, one for each shape: biases, norms,
-    embeddings and the head stay with AdamW. `rows` are the heights of the matrices that are stacked in a parameter.
+    Move the matrices of the blocks from AdamW's groups into groups for Muon, one for each shape: biases,
+    norms,
+    embeddings and the head stay with AdamW. `rows` are the heights of the matrices that are stacked in a
+    parameter.
     """
     groups = {}
     for name, p in model.named_parameters():
         if HIDDEN_MATRIX.fullmatch(name):
             shape = matrix_part(p, p).shape
             height = model.config.n_embd if name.endswith("c_proj.weight") else model.config.n_hidden
-            rows = model.config.qkv_rows if name.endswith("c_attn.weight") else (height,) * (shape[0] // height)
+            rows = (
+                model.config.qkv_rows if name.endswith("c_attn.weight") else (height,) * (shape[0] // height)
+            )
             groups.setdefault((shape, rows), []).append(p)
-    return [{"params": take(adamw_groups, params), "rows": rows, "lr_scale": lr_scale}
-            for (_, rows), params in groups.items()]  # fmt: skip
+    return [
+        {"params": take(adamw_groups, params), "rows": rows, "lr_scale": lr_scale}
+        for (_, rows), params in groups.items()
+    ]
 
 
 def matrix_part(tensor: Tensor, p: nn.Parameter) -> LocalPart:
@@ -138,14 +172,23 @@ def take(groups: list[dict], params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 class Muon(torch.optim.Muon):
     """
-    torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with these differences: matrices
-    that are stacked in a parameter, q, k and v, are orthogonalized each by itself; matrices of equal shape are
-    orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the layout; matrices
+    torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with these differences:
+    matrices
+    that are stacked in a parameter, q, k and v, are orthogonalized each by itself; matrices of equal shape
+    are
+    orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the layout;
+    matrices
     whose parts are on the ranks of `group` are gathered first.
     """
 
-    def __init__(self, groups: list[dict], lr: float, weight_decay: float, dtype: torch.dtype,
-                 group: dist.ProcessGroup | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        groups: list[dict],
+        lr: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__(groups, lr, weight_decay)
         self.dtype, self.group = dtype, group
 
@@ -177,12 +220,15 @@ def stacked_matrices(wholes: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
     return list(wholes.split(rows, dim=1))
 
 
-# a, b, c of the polynomials a s + b s^3 + c s^5 that are applied in turn to each singular value s. Four of them bring
-# it as close to 1 as five of torch.optim.Muon's. From Amsel et al. 2025 (arXiv:2505.16932), for values down to 0.001.
-COEFFICIENTS = ((8.28721201814563, -23.595886519098837, 17.300387312530933),
-                (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-                (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-                (3.3184196573706015, -2.488488024314874, 0.51004894012372))  # fmt: skip
+# a, b, c of the polynomials a s + b s^3 + c s^5 that are applied in turn to each singular value s. Four of
+# them bring it as close to 1 as five of torch.optim.Muon's. From Amsel et al. 2025 (arXiv:2505.16932), for
+# values down to 0.001.
+COEFFICIENTS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+)
 # a little slower, so that rounding errors above 1 do not grow
 POLYNOMIALS = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in COEFFICIENTS]
 
@@ -191,14 +237,16 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Bring the singular values of each matrix close to 1, computed in `dtype`: (matrices, rows, columns)."""
     if x.size(1) > x.size(2):
         return orthogonalize(x.mT, dtype).mT
-    # converted last: most gradients are below 6e-5, where float16 has fewer digits, and those below 3e-8 would become 0
+    # converted last: most gradients are below 6e-5, where float16 has fewer digits, and those below 3e-8
+    # would become 0
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)).to(dtype)
     if x.dtype != torch.float32:  # products of the polynomials would need more digits than these
         for a, b, c in POLYNOMIALS:
             gram = x @ x.mT  # its eigenvalues are s^2
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x
-    # the same polynomials, multiplied with each other before they are applied to x: fewer operations for long rows
+    # the same polynomials, multiplied with each other before they are applied to x: fewer operations for long
+    # rows
     gram, factor, product = x @ x.mT, None, None
     for a, b, c in POLYNOMIALS:
         if factor is not None:
@@ -211,7 +259,8 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muon_momentum: float) -> None:
     """
-    Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum: linear warm-up from 0.85 to
+    Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum: linear warm-up from 0.85
+    to
     muon_momentum over 300 steps, as nanochat and modded-nanogpt do.
     """
     momentum = 0.85 + min(1.0, step / 300) * (muon_momentum - 0.85)
@@ -222,11 +271,17 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muo
                 group["momentum"] = momentum
 
 
-def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, gathered: Gathered[StepNumbers],
-         max_norm: float) -> None:  # fmt: skip
+def step(
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+    gathered: Gathered[StepNumbers],
+    max_norm: float,
+) -> None:
     """
-    Clip the gradients and update the parameters, or skip the update if a loss or a gradient is not finite on any rank.
-    In both cases, update float16's loss scale. A fused AdamW clips and skips on the device, so that a GPU does not wait
+    Clip the gradients and update the parameters, or skip the update if a loss or a gradient is not finite on
+    any rank.
+    In both cases, update float16's loss scale. A fused AdamW clips and skips on the device, so that a GPU
+    does not wait
     for the host between the backward and the optimizer.
 
     Args:
@@ -235,7 +290,8 @@ def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, 
     """
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
+        # ZeroRedundancyOptimizer's optimizer for this rank's share
+        inner = getattr(optimizer, "optim", optimizer)
         # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
         on_device = inner.defaults.get("fused") and params[0].device.type != "mps"
         numbers = gathered.on(params[0].device) if on_device else gathered.read()
@@ -250,7 +306,8 @@ def step(optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler, 
             optimizer.step()
         if scaler.is_enabled():  # it knows of this rank's gradients only
             for overflowed in scaler._found_inf_per_device(optimizer).values():
-                # on the GPU also for an optimizer that decides on the CPU: copying to the GPU would wait for it
+                # on the GPU also for an optimizer that decides on the CPU: copying to the GPU would wait for
+                # it
                 overflowed.copy_(~gathered.on(overflowed.device).is_finite)
     scaler.update()
 
@@ -262,12 +319,15 @@ def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
 
 def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
     """
-    {parameter name: its optimizer's tensors for it} of what this rank holds: with ZeRO-1 some of the parameters, with
-    ZeRO-2 and 3 a shard of each. State that does not exist before the first step is created as the optimizer would.
+    {parameter name: its optimizer's tensors for it} of what this rank holds: with ZeRO-1 some of the
+    parameters, with
+    ZeRO-2 and 3 a shard of each. State that does not exist before the first step is created as the optimizer
+    would.
     """
     names, found = {p: name for name, p in model.named_parameters()}, {}
     for optimizer in optimizers:
-        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer's optimizer for this rank's share
+        # ZeroRedundancyOptimizer's optimizer for this rank's share
+        inner = getattr(optimizer, "optim", optimizer)
         create_state(inner)
         found |= {names[p]: inner.state[p] for group in inner.param_groups for p in group["params"]}
     return found
@@ -282,7 +342,10 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
-    """An optimizer's state for a parameter before its first step: Muon's, whose groups have a momentum, or AdamW's."""
+    """
+    An optimizer's state for a parameter before its first step: Muon's, whose groups have a momentum, or
+    AdamW's.
+    """
     if "momentum" in group:
         return {"momentum_buffer": torch.zeros_like(p)}
     step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
@@ -290,7 +353,10 @@ def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
 
 
 def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
-    """The state for ckpt.pt: of AdamW alone as nanoGPT stores it, by number, in two groups; else by parameter name."""
+    """
+    The state for ckpt.pt: of AdamW alone as nanoGPT stores it, by number, in two groups; else by parameter
+    name.
+    """
     state = state_by_name(model, optimizers)  # creates the state before the first step
     if len(optimizers) > 1 or model.config.arch != "gpt2":
         return {"state": state}
@@ -302,8 +368,10 @@ def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> di
 
 def by_name(weights: dict[str, Tensor], saved: object) -> dict[str, dict]:
     """
-    The state of `saved_state` by parameter name; empty if there is none, or not AdamW's, as in checkpoints of forks.
-    nanoGPT's numbers count the parameters of two or more dimensions first, then the rest, both in the order of
+    The state of `saved_state` by parameter name; empty if there is none, or not AdamW's, as in checkpoints of
+    forks.
+    nanoGPT's numbers count the parameters of two or more dimensions first, then the rest, both in the order
+    of
     `weights`.
     """
     state = saved.get("state") if isinstance(saved, dict) else None

@@ -8,8 +8,14 @@ import numpy as np
 import torch
 
 # tf32 is stored as float32 and multiplied by tensor cores with a 10-bit mantissa
-DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")  # if ranks differ, they all use the first of their dtypes
+DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# if ranks differ, they all use the first of their dtypes
+BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")
 # AMD's architectures with matrix instructions for bfloat16: CDNA, and RDNA 3 and 4
 AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
@@ -24,7 +30,9 @@ def best_dtype(device: torch.device) -> str:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether a GPU multiplies bfloat16 in hardware. ROCm's numbers of capabilities are not those of NVIDIA."""
+    """
+    Whether a GPU multiplies bfloat16 in hardware. ROCm's numbers of capabilities are not those of NVIDIA.
+    """
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.startswith(AMD_WITH_BFLOAT16)
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -61,7 +69,9 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
     if wanted not in DTYPES:
         raise ValueError(f"dtype is {wanted!r}; possible are auto, {', '.join(DTYPES)}")
     if wanted == "tf32" and not multiplies_tf32(device):
-        raise ValueError(f"dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not {device.type}")
+        raise ValueError(
+            f"dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not {device.type}"
+        )
     if wanted == "float16" and device.type == "mps":
         raise ValueError("dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16")
     return wanted
@@ -76,8 +86,10 @@ def make_scaler(dtype: str, device: torch.device) -> torch.amp.GradScaler:
     """
     What scales the loss for float16; does nothing with other dtypes.
 
-    GradScaler keeps its scale on the device of the first tensor that it scales. `unscale_` copies the inverse of the
-    scale to the gradients' device without waiting for the copy (torch 2.13). With cpu_offload, the gradients would be
+    GradScaler keeps its scale on the device of the first tensor that it scales. `unscale_` copies the inverse
+    of the
+    scale to the gradients' device without waiting for the copy (torch 2.13). With cpu_offload, the gradients
+    would be
     multiplied by a number that has not arrived. Therefore, the scale is kept where the gradients are.
 
     Args:
@@ -93,15 +105,19 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for cuBLAS's deterministic mode
-        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no kernel is chosen by timing; read at compilation
+        # required for cuBLAS's deterministic mode
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # no kernel is chosen by timing; read at compilation
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time on a GPU; nothing reads such memory
+        # costs time on a GPU; nothing reads such memory
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """
-    Seed all generators for one step. Dropout masks become a function of (seed, step, rank), so that a resumed run
+    Seed all generators for one step. Dropout masks become a function of (seed, step, rank), so that a resumed
+    run
     draws the same masks without any saved random state.
     """
     number = int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])

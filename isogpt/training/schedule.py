@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, decay to min_lr by lr_schedule, then min_lr; learning_rate throughout without decay_lr."""
+    """
+    Linear warm-up, decay to min_lr by lr_schedule, then min_lr; learning_rate throughout without decay_lr.
+    """
 
     learning_rate: float  # the maximum
     min_lr: float
@@ -29,7 +31,8 @@ class Schedule:
         if self.lr_schedule == "wsd":
             start = max(start, self.lr_decay_iters - self.cooldown_iters)
         decayed = max(0, step - start) / (self.lr_decay_iters - start)  # 0 to 1
-        remaining = 0.5 * (1 + math.cos(math.pi * decayed)) if self.lr_schedule == "cosine" else 1 - decayed  # 1 to 0
+        # 1 to 0
+        remaining = 0.5 * (1 + math.cos(math.pi * decayed)) if self.lr_schedule == "cosine" else 1 - decayed
         return self.min_lr + remaining * (self.learning_rate - self.min_lr)
 
     def notes(self, config: dict) -> list[str]:
@@ -39,24 +42,34 @@ class Schedule:
             return found
         if min_lr > peak:
             muon = ", and Muon's in proportion," if config["optimizer"] == "muon" else ""
-            found.append(f"min_lr {min_lr:g} is above learning_rate {peak:g}: after the warm-up, the learning rate"
-                         f"{muon} rises: set --min_lr={peak / 10:g}, or --decay_lr=False")  # fmt: skip
+            found.append(
+                f"min_lr {min_lr:g} is above learning_rate {peak:g}: after the warm-up, the learning rate"
+                f"{muon} rises: set --min_lr={peak / 10:g}, or --decay_lr=False"
+            )
         if max_iters < self.warmup_iters:
-            found.append(f"the run ends at step {max_iters}, during the {self.warmup_iters} steps of warm-up, with a "
-                         f"learning rate of {self.lr(int(max_iters)):.3g}: set a smaller --warmup_iters")  # fmt: skip
+            found.append(
+                f"the run ends at step {max_iters}, during the {self.warmup_iters} steps of warm-up, with a "
+                f"learning rate of {self.lr(int(max_iters)):.3g}: set a smaller --warmup_iters"
+            )
         elif self.warmup_iters >= self.lr_decay_iters:
             decay = f"--lr_decay_iters={max_iters}, or " if max_iters > self.warmup_iters else ""
-            found.append(f"the warm-up of {self.warmup_iters} steps does not end before lr_decay_iters, "
-                         f"{self.lr_decay_iters}: the learning rate then drops to min_lr at once: set {decay}a smaller "
-                         "--warmup_iters")  # fmt: skip
+            found.append(
+                f"the warm-up of {self.warmup_iters} steps does not end before lr_decay_iters, "
+                f"{self.lr_decay_iters}: the learning rate then drops to min_lr at once: set {decay}a "
+                "smaller "
+                "--warmup_iters"
+            )
         return found
 
 
 def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
     """
-    The schedule of train.py's settings. With lr_scaling, learning_rate, min_lr and warmup_iters are multiplied by
-    sequences_per_step / base_batch (linear; Goyal et al. 2017, arXiv:1706.02677) or by its square root (sqrt; for SGD
-    Krizhevsky 2014, arXiv:1404.5997, for Adam Malladi et al. 2022, arXiv:2205.10782). The other optimizers' rates
+    The schedule of train.py's settings. With lr_scaling, learning_rate, min_lr and warmup_iters are
+    multiplied by
+    sequences_per_step / base_batch (linear; Goyal et al. 2017, arXiv:1706.02677) or by its square root (sqrt;
+    for SGD
+    Krizhevsky 2014, arXiv:1404.5997, for Adam Malladi et al. 2022, arXiv:2205.10782). The other optimizers'
+    rates
     follow learning_rate, see optim.set_rates.
 
     Raises:
@@ -69,9 +82,11 @@ def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
     if config["lr_schedule"] == "wsd":
         latest, limit = latest - config["cooldown_iters"], "lr_decay_iters - cooldown_iters"
     if config["decay_lr"] and config["warmup_iters"] <= latest < warmup:
-        raise ValueError(f"lr_scaling multiplies warmup_iters by {factor:.4g}, to {warmup} steps: more than {limit}, "
-                         f"{latest}: set --warmup_iters={int(latest / factor)} or less, or a larger "
-                         f"--lr_decay_iters")  # fmt: skip
+        raise ValueError(
+            f"lr_scaling multiplies warmup_iters by {factor:.4g}, to {warmup} steps: more than {limit}, "
+            f"{latest}: set --warmup_iters={int(latest / factor)} or less, or a larger "
+            f"--lr_decay_iters"
+        )
     rates = {name: factor * config[name] for name in ("learning_rate", "min_lr")}
     same = {name: config[name] for name in ("lr_decay_iters", "cooldown_iters", "lr_schedule", "decay_lr")}
     return Schedule(**rates, **same, warmup_iters=warmup, factor=factor)

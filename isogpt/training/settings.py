@@ -14,49 +14,133 @@ from isogpt.parallel.mesh import stages_per_rank
 from isogpt.parallel.shares import parse_shares
 from isogpt.parallel.slow_network import keeps_errors
 
-AT_LEAST_1 = ("eval_iters", "gradient_accumulation_steps", "batch_size", "block_size", "n_layer", "n_head", "n_embd",
-              "n_expert_active", "per_node", "dp_replicate", "pp", "ep", "cp", "tp", "nan_patience", "fsdp_prefetch",
-              "local_steps", "outer_parts", "num_samples", "max_new_tokens", "steps")  # fmt: skip
-NOT_NEGATIVE = ("max_iters", "save_interval", "seed", "vocab_size", "warmup_iters", "lr_decay_iters", "learning_rate",
-                "min_lr", "cooldown_iters", "muon_lr", "embedding_lr", "n_kv_head", "n_hidden", "weight_decay",
-                "grad_clip", "keep_last", "time_limit_s", "max_rollbacks", "nproc", "check_ranks_interval",
-                "temperature", "top_k", "islands", "outer_lr", "n_expert", "balance_loss", "router_z_loss",
-                "base_batch", "devices", "network")  # fmt: skip
+AT_LEAST_1 = (
+    "eval_iters",
+    "gradient_accumulation_steps",
+    "batch_size",
+    "block_size",
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "n_expert_active",
+    "per_node",
+    "dp_replicate",
+    "pp",
+    "ep",
+    "cp",
+    "tp",
+    "nan_patience",
+    "fsdp_prefetch",
+    "local_steps",
+    "outer_parts",
+    "num_samples",
+    "max_new_tokens",
+    "steps",
+)
+NOT_NEGATIVE = (
+    "max_iters",
+    "save_interval",
+    "seed",
+    "vocab_size",
+    "warmup_iters",
+    "lr_decay_iters",
+    "learning_rate",
+    "min_lr",
+    "cooldown_iters",
+    "muon_lr",
+    "embedding_lr",
+    "n_kv_head",
+    "n_hidden",
+    "weight_decay",
+    "grad_clip",
+    "keep_last",
+    "time_limit_s",
+    "max_rollbacks",
+    "nproc",
+    "check_ranks_interval",
+    "temperature",
+    "top_k",
+    "islands",
+    "outer_lr",
+    "n_expert",
+    "balance_loss",
+    "router_z_loss",
+    "base_batch",
+    "devices",
+    "network",
+)
 # names, condition on the value, and how the message states it
-RANGES = ((AT_LEAST_1, lambda v: v >= 1, "be at least 1"), (NOT_NEGATIVE, lambda v: v >= 0, "not be negative"),
-          (("eval_interval", "log_interval", "dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),
-          (("beta1", "beta2", "dropout", "muon_momentum", "outer_momentum"), lambda v: 0 <= v < 1, "be in [0, 1)"),
-          (("top_p",), lambda v: 0 < v <= 1, "be in (0, 1]; 1 samples among all tokens"),
-          (("seed",), lambda v: v < 2**63, "be below 2**63"))  # fmt: skip
-CHOICES = {"data_order": ("random", "shuffle"), "on_nan": ("stop", "skip"), "zero": (0, 1, 2, 3),
-           "grad_sync": ("auto", "last", "every", "never"), "arch": ("gpt2", "nanochat", "llama"),
-           "head": ("auto", "tied", "untied"), "optimizer": ("adamw", "muon"),
-           "lr_schedule": ("cosine", "linear", "wsd"), "lr_scaling": ("none", "linear", "sqrt"),
-           "outer_compression": ("none", "fp16", "int8"), "hardware": ("h100", "h200", "a100", "4090", "cpu", "this"),
-           "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
-           "layout": ("manual", "auto")}  # fmt: skip
+RANGES = (
+    (AT_LEAST_1, lambda v: v >= 1, "be at least 1"),
+    (NOT_NEGATIVE, lambda v: v >= 0, "not be negative"),
+    (("eval_interval", "log_interval", "dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),
+    (("beta1", "beta2", "dropout", "muon_momentum", "outer_momentum"), lambda v: 0 <= v < 1, "be in [0, 1)"),
+    (("top_p",), lambda v: 0 < v <= 1, "be in (0, 1]; 1 samples among all tokens"),
+    (("seed",), lambda v: v < 2**63, "be below 2**63"),
+)
+CHOICES = {
+    "data_order": ("random", "shuffle"),
+    "on_nan": ("stop", "skip"),
+    "zero": (0, 1, 2, 3),
+    "grad_sync": ("auto", "last", "every", "never"),
+    "arch": ("gpt2", "nanochat", "llama"),
+    "head": ("auto", "tied", "untied"),
+    "optimizer": ("adamw", "muon"),
+    "lr_schedule": ("cosine", "linear", "wsd"),
+    "lr_scaling": ("none", "linear", "sqrt"),
+    "outer_compression": ("none", "fp16", "int8"),
+    "hardware": ("h100", "h200", "a100", "4090", "cpu", "this"),
+    "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
+    "layout": ("manual", "auto"),
+}
 # settings that the model determines if it is not new
-SHAPE = ("arch", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "bias", "vocab_size", "n_expert",
-         "n_expert_active")  # fmt: skip
+SHAPE = (
+    "arch",
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "n_hidden",
+    "bias",
+    "vocab_size",
+    "n_expert",
+    "n_expert_active",
+)
 # old name -> new name
-RENAMED = {"prefetch": "fsdp_prefetch", "bucket_mb": "ddp_bucket_mb", "timeout_s": "dist_timeout_s",
-           "stop_after_s": "time_limit_s", "json": "json_path", "world_size": "estimate_world_size"}  # fmt: skip
+RENAMED = {
+    "prefetch": "fsdp_prefetch",
+    "bucket_mb": "ddp_bucket_mb",
+    "timeout_s": "dist_timeout_s",
+    "stop_after_s": "time_limit_s",
+    "json": "json_path",
+    "world_size": "estimate_world_size",
+}
 
 
 def problems_of(config: dict) -> list[str]:
     """A sentence for each setting in `config` that is out of range."""
     rules = [(name, is_good, rule) for names, is_good, rule in RANGES for name in names if name in config]
-    found = [f"{name} is {config[name]}: it must {rule}" for name, is_good, rule in rules if not is_good(config[name])]
+    found = [
+        f"{name} is {config[name]}: it must {rule}"
+        for name, is_good, rule in rules
+        if not is_good(config[name])
+    ]
     for name, (*others, last) in CHOICES.items():
         if name in config and config[name] not in (*others, last):
             found.append(f"{name} is {config[name]!r}; possible are {', '.join(map(str, others))} and {last}")
     mode = config.get("activation_checkpointing", "none")
     if not re.fullmatch(r"none|full|selective|every:0*[1-9]\d*", mode):
-        found.append(f"activation_checkpointing is {mode!r}; possible are none, full, selective and every:K (K >= 1)")
+        found.append(
+            f"activation_checkpointing is {mode!r}; possible are none, full, selective and every:K (K >= 1)"
+        )
     compression = config.get("grad_compression", "none")
-    if not re.fullmatch(r"none|fp16|bf16|int8|sign|powersgd:0*[1-9]\d*|topk:(0?\.\d*[1-9]\d*|1|1\.0*)", compression):
-        found.append(f"grad_compression is {compression!r}; possible are none, fp16, bf16, int8, sign, powersgd:RANK "
-                     "such as powersgd:4, and topk:FRACTION of at most 1, such as topk:0.01")  # fmt: skip
+    if not re.fullmatch(
+        r"none|fp16|bf16|int8|sign|powersgd:0*[1-9]\d*|topk:(0?\.\d*[1-9]\d*|1|1\.0*)", compression
+    ):
+        found.append(
+            f"grad_compression is {compression!r}; possible are none, fp16, bf16, int8, sign, powersgd:RANK "
+            "such as powersgd:4, and topk:FRACTION of at most 1, such as topk:0.01"
+        )
     try:
         parse_shares(config.get("shares", "equal"))
     except ValueError as e:
@@ -81,59 +165,124 @@ def check_training(config: dict) -> None:
     is_divided = c.zero >= 2 or c.fsdp or max(c.ep, c.cp, c.tp) > 1
     weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
     checks = (
-        (c.n_kv_head > 0 and c.n_head % c.n_kv_head, f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}"),
-        (c.arch == "gpt2" and c.n_kv_head > 0 and c.n_kv_head != c.n_head,
-         "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat"),
-        (c.arch == "gpt2" and c.head == "untied",
-         "arch 'gpt2' has a tied head: set --head=auto, or --arch=llama or nanochat"),
+        (
+            c.n_kv_head > 0 and c.n_head % c.n_kv_head,
+            f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}",
+        ),
+        (
+            c.arch == "gpt2" and c.n_kv_head > 0 and c.n_kv_head != c.n_head,
+            "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat",
+        ),
+        (
+            c.arch == "gpt2" and c.head == "untied",
+            "arch 'gpt2' has a tied head: set --head=auto, or --arch=llama or nanochat",
+        ),
         (c.arch != "gpt2" and c.bias, f"arch {c.arch!r} has no biases: set --bias=False"),
-        (c.lr_schedule == "wsd" and c.cooldown_iters == 0, "lr_schedule 'wsd' needs the steps of its decay: set "
-         "--cooldown_iters="),
-        (c.lr_scaling in ("linear", "sqrt") and c.base_batch == 0, f"lr_scaling {c.lr_scaling!r} needs the batch "
-         "for which learning_rate was chosen: set --base_batch= to its sequences per step"),
-        (c.lr_scaling == "none" and c.base_batch > 0,
-         f"base_batch is {c.base_batch}, but lr_scaling is 'none': set --lr_scaling=linear or sqrt, or --base_batch=0"),
-        (c.shares != "equal" and c.pp > 1,
-         f"shares is {c.shares!r}, but the ranks of a pipeline (pp {c.pp}) need equal ones: set --shares=equal"),
-        (c.shares == "auto" and c.pp == 1 and is_divided,
-         "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the rank by itself: "
-         "set a list such as --shares=2,1, or --shares=equal"),
-        (c.optimizer == "muon" and c.learning_rate == 0,
-         "learning_rate is 0, but optimizer 'muon' needs it for the embeddings and the head: set --learning_rate="),
-        (0 < c.n_expert < c.n_expert_active,
-         f"n_expert_active is {c.n_expert_active}: set it to at most n_expert, {c.n_expert}"),
-        (c.n_expert > 1 and c.n_expert_active == 1,
-         "n_expert_active is 1: the weights of a token's experts add up to 1, and of a single one the router learns "
-         "nothing: set --n_expert_active=2"),
-        (c.n_head > 0 and c.n_embd % c.n_head, f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}"),
+        (
+            c.lr_schedule == "wsd" and c.cooldown_iters == 0,
+            "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters=",
+        ),
+        (
+            c.lr_scaling in ("linear", "sqrt") and c.base_batch == 0,
+            f"lr_scaling {c.lr_scaling!r} needs the batch "
+            "for which learning_rate was chosen: set --base_batch= to its sequences per step",
+        ),
+        (
+            c.lr_scaling == "none" and c.base_batch > 0,
+            f"base_batch is {c.base_batch}, but lr_scaling is 'none': set --lr_scaling=linear or sqrt, or "
+            "--base_batch=0",
+        ),
+        (
+            c.shares != "equal" and c.pp > 1,
+            f"shares is {c.shares!r}, but the ranks of a pipeline (pp {c.pp}) need equal ones: set "
+            "--shares=equal",
+        ),
+        (
+            c.shares == "auto" and c.pp == 1 and is_divided,
+            "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the "
+            "rank by itself: "
+            "set a list such as --shares=2,1, or --shares=equal",
+        ),
+        (
+            c.optimizer == "muon" and c.learning_rate == 0,
+            "learning_rate is 0, but optimizer 'muon' needs it for the embeddings and the head: set "
+            "--learning_rate=",
+        ),
+        (
+            0 < c.n_expert < c.n_expert_active,
+            f"n_expert_active is {c.n_expert_active}: set it to at most n_expert, {c.n_expert}",
+        ),
+        (
+            c.n_expert > 1 and c.n_expert_active == 1,
+            "n_expert_active is 1: the weights of a token's experts add up to 1, and of a single one the "
+            "router learns "
+            "nothing: set --n_expert_active=2",
+        ),
+        (
+            c.n_head > 0 and c.n_embd % c.n_head,
+            f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}",
+        ),
         (not c.out_dir.strip(), "out_dir is empty: set --out_dir= to a folder"),
-        (weights not in ("scratch", *GPT2) and not os.path.isdir(weights),
-         f"init_from is {c.init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run "
-         f"or of Hugging Face weights"),
-        (c.resume_step != -1 and c.init_from != "resume",
-         f"resume_step needs init_from 'resume', but it is {c.init_from!r}: set --init_from=resume"),
-        (c.fsdp and c.zero not in (0, 3), f"fsdp is short for zero=3, but zero is {c.zero}: set only one of them"),
-        (c.grad_sync == "never" and c.save_checkpoint,
-         "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
-         "--save_checkpoint=False"),
-        (c.grad_compression != "none" and (c.fsdp or c.zero >= 2) and c.dp_replicate == 1,
-         "grad_compression is for gradients of replicas, and zero 2 or 3 has them with dp_replicate only: set "
-         "--dp_replicate= to the number of replicas, or --grad_compression=none"),
-        (c.grad_compression != "none" and not c.fsdp and c.zero < 2 and c.grad_sync == "every",
-         "grad_sync 'every' would compress what has been compressed already: set --grad_sync=last"),
-        (keeps_errors(c.grad_compression) and c.dtype == "float16",
-         f"grad_compression {c.grad_compression!r} adds up errors of several steps, but dtype 'float16' changes their "
-         "scale: set --dtype=bfloat16 or float32, or --grad_compression=fp16"),
-        (c.islands == 1 and (c.local_steps > 1 or c.outer_parts > 1 or c.outer_compression != "none"),
-         "local_steps, outer_parts and outer_compression are for islands: set --islands= to their number, or 0 for one "
-         "on each machine"),
-        (c.outer_parts > max(1, c.local_steps), f"outer_parts is {c.outer_parts}: it must not be above local_steps, "
-         f"{c.local_steps}, since one part is sent after a step"),
-        (c.cuda_graphs and not c.compile, "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False"),
-        (c.cuda_graphs and (c.zero >= 2 or c.fsdp), "cuda_graphs needs gradients that stay in place, and zero 2 and 3 "
-         f"allocate new ones: set {'--fsdp=False' if c.fsdp else '--zero=0'}, or --cuda_graphs=False"),
-        ((c.cpu_offload or c.dp_replicate != 1) and not c.fsdp and c.zero < 2,
-         f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {c.zero}: set --zero=3"))  # fmt: skip
+        (
+            weights not in ("scratch", *GPT2) and not os.path.isdir(weights),
+            f"init_from is {c.init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a "
+            "folder of a run "
+            f"or of Hugging Face weights",
+        ),
+        (
+            c.resume_step != -1 and c.init_from != "resume",
+            f"resume_step needs init_from 'resume', but it is {c.init_from!r}: set --init_from=resume",
+        ),
+        (
+            c.fsdp and c.zero not in (0, 3),
+            f"fsdp is short for zero=3, but zero is {c.zero}: set only one of them",
+        ),
+        (
+            c.grad_sync == "never" and c.save_checkpoint,
+            "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
+            "--save_checkpoint=False",
+        ),
+        (
+            c.grad_compression != "none" and (c.fsdp or c.zero >= 2) and c.dp_replicate == 1,
+            "grad_compression is for gradients of replicas, and zero 2 or 3 has them with dp_replicate "
+            "only: set "
+            "--dp_replicate= to the number of replicas, or --grad_compression=none",
+        ),
+        (
+            c.grad_compression != "none" and not c.fsdp and c.zero < 2 and c.grad_sync == "every",
+            "grad_sync 'every' would compress what has been compressed already: set --grad_sync=last",
+        ),
+        (
+            keeps_errors(c.grad_compression) and c.dtype == "float16",
+            f"grad_compression {c.grad_compression!r} adds up errors of several steps, but dtype 'float16' "
+            "changes their "
+            "scale: set --dtype=bfloat16 or float32, or --grad_compression=fp16",
+        ),
+        (
+            c.islands == 1 and (c.local_steps > 1 or c.outer_parts > 1 or c.outer_compression != "none"),
+            "local_steps, outer_parts and outer_compression are for islands: set --islands= to their "
+            "number, or 0 for one "
+            "on each machine",
+        ),
+        (
+            c.outer_parts > max(1, c.local_steps),
+            f"outer_parts is {c.outer_parts}: it must not be above local_steps, "
+            f"{c.local_steps}, since one part is sent after a step",
+        ),
+        (
+            c.cuda_graphs and not c.compile,
+            "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
+        ),
+        (
+            c.cuda_graphs and (c.zero >= 2 or c.fsdp),
+            "cuda_graphs needs gradients that stay in place, and zero 2 and 3 "
+            f"allocate new ones: set {'--fsdp=False' if c.fsdp else '--zero=0'}, or --cuda_graphs=False",
+        ),
+        (
+            (c.cpu_offload or c.dp_replicate != 1) and not c.fsdp and c.zero < 2,
+            f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {c.zero}: set --zero=3",
+        ),
+    )
     report(problems_of(config) + [message for is_wrong, message in checks if is_wrong])
 
 
@@ -148,19 +297,33 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
     Raises:
         ValueError: one line for each problem.
     """
-    degrees = {name: config[name] for name in ("islands", "pp", "dp_replicate", "ep", "cp", "tp") if config[name] > 1}
-    pp, ep, cp, tp, product, found = *(config[name] for name in ("pp", "ep", "cp", "tp")), prod(degrees.values()), []
+    degrees = {
+        name: config[name] for name in ("islands", "pp", "dp_replicate", "ep", "cp", "tp") if config[name] > 1
+    }
+    pp, ep, cp, tp, product, found = (
+        *(config[name] for name in ("pp", "ep", "cp", "tp")),
+        prod(degrees.values()),
+        [],
+    )
     if world_size % product:
-        text = " x ".join(f"{name} {n}" for name, n in degrees.items()) + (f" = {product}" if len(degrees) > 1 else "")
-        counts = " or ".join(str(n * product) for n in (world_size // product, world_size // product + 1) if n)
+        text = " x ".join(f"{name} {n}" for name, n in degrees.items()) + (
+            f" = {product}" if len(degrees) > 1 else ""
+        )
+        counts = " or ".join(
+            str(n * product) for n in (world_size // product, world_size // product + 1) if n
+        )
         nearest = f"set --{min(degrees)}={nearest_divisor(world_size, product)}"
         started = "1 process" if world_size == 1 else f"{world_size} processes"
-        found.append(f"{started} cannot be divided into {text}: start {counts} processes, or "
-                     f"{nearest if len(degrees) == 1 else 'lower a degree'}")  # fmt: skip
+        found.append(
+            f"{started} cannot be divided into {text}: start {counts} processes, or "
+            f"{nearest if len(degrees) == 1 else 'lower a degree'}"
+        )
     sequences = config.get("gradient_accumulation_steps", 0) * config.get("batch_size", 0)
     if 0 < sequences < config["islands"]:
-        found.append(f"islands is {config['islands']}, but a step has only {sequences} sequences: set "
-                     f"--gradient_accumulation_steps={ceil(config['islands'] / config['batch_size'])}")  # fmt: skip
+        found.append(
+            f"islands is {config['islands']}, but a step has only {sequences} sequences: set "
+            f"--gradient_accumulation_steps={ceil(config['islands'] / config['batch_size'])}"
+        )
     if config.get("cuda_graphs") and world_size > 1:
         found.append(f"cuda_graphs is for one process, but there are {world_size}: set --cuda_graphs=False")
     if not model_args:
@@ -173,19 +336,25 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
     if config.get("cuda_graphs") and experts:
         found.append("cuda_graphs is for models without experts: set --cuda_graphs=False")
     if ep > 1 and not experts:
-        found.append(f"ep is {ep}, but the model has no experts: set --ep=1, or --n_expert={ceil(8 / ep) * ep}")
+        found.append(
+            f"ep is {ep}, but the model has no experts: set --ep=1, or --n_expert={ceil(8 / ep) * ep}"
+        )
     elif experts % ep:
         found.append(f"ep is {ep}: it must divide n_expert, {experts}: set --ep={gcd(experts, ep)}")
     layers, per_rank = model_args["n_layer"], stages_per_rank(config["pp_schedule"])
     if layers < pp * per_rank:
         schedule = " or --pp_schedule=1f1b" if layers >= pp else ""
-        found.append(f"pp_schedule {config['pp_schedule']!r} makes {pp * per_rank} stages with pp {pp}, but there are "
-                     f"only {layers} layers: set --pp={max(1, layers // per_rank)}{schedule}")  # fmt: skip
+        found.append(
+            f"pp_schedule {config['pp_schedule']!r} makes {pp * per_rank} stages with pp {pp}, but there are "
+            f"only {layers} layers: set --pp={max(1, layers // per_rank)}{schedule}"
+        )
     length, parts = model_args["block_size"], tp * (2 * cp if cp > 1 else 1)
     if splits_sequence and length % parts:
         lengths = " or ".join(str(n * parts) for n in (length // parts, length // parts + 1) if n)
         factors = f"2 x cp x tp, {parts}" if cp > 1 else f"tp, {tp}"
-        found.append(f"block_size is {length}: it must be a multiple of {factors}: set --block_size={lengths}")
+        found.append(
+            f"block_size is {length}: it must be a multiple of {factors}: set --block_size={lengths}"
+        )
     for name in ("vocab_size", "n_hidden"):  # the last rank would have nothing
         if (size := model_args.get(name)) and (tp - 1) * ceil(size / tp) >= size:
             found.append(f"tp is {tp}, too many ranks for {name} {size}: set --tp={max(1, tp // 2)}")
@@ -199,14 +368,29 @@ def nearest_divisor(n: int, wanted: int) -> int:
 
 def model_args_of(config: dict, vocab_size: int) -> dict:
     """The fields of GPTConfig for a model that starts from scratch with these settings."""
-    same = ("arch", "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size", "bias", "dropout", "n_expert",
-            "n_expert_active", "balance_loss", "router_z_loss")  # fmt: skip
+    same = (
+        "arch",
+        "n_layer",
+        "n_head",
+        "n_kv_head",
+        "n_embd",
+        "n_hidden",
+        "block_size",
+        "bias",
+        "dropout",
+        "n_expert",
+        "n_expert_active",
+        "balance_loss",
+        "router_z_loss",
+    )
     tied = {"auto": None, "tied": True, "untied": False}[config["head"]]
     return {name: config[name] for name in same} | {"vocab_size": vocab_size, "tied": tied}
 
 
 def settings_of_model(model_args: dict) -> dict:
-    """The settings for a new model of this shape, from the fields of GPTConfig or nanoGPT's: see model_args_of."""
+    """
+    The settings for a new model of this shape, from the fields of GPTConfig or nanoGPT's: see model_args_of.
+    """
     tied = model_args.get("tied", True)
     same = {name: model_args[name] for name in SHAPE if name in model_args}
     return {"arch": "gpt2"} | same | {"head": "tied" if tied else "untied"}
@@ -214,33 +398,44 @@ def settings_of_model(model_args: dict) -> dict:
 
 def fit_model_args(model_args: dict, config: dict, world_size: int, data: Dataset, is_resume: bool) -> dict:
     """
-    The fields of GPTConfig for this run, from those of a checkpoint, of a pretrained model or of one that starts from
-    scratch: dropout, the length of the context and the router's losses are settings of the run. With n_expert, a dense
-    model that the run does not resume is upcycled: each expert starts as a copy of the MLP (Komatsuzaki et al. 2022,
+    The fields of GPTConfig for this run, from those of a checkpoint, of a pretrained model or of one that
+    starts from
+    scratch: dropout, the length of the context and the router's losses are settings of the run. With
+    n_expert, a dense
+    model that the run does not resume is upcycled: each expert starts as a copy of the MLP (Komatsuzaki et
+    al. 2022,
     arXiv:2212.05055).
 
-    Raises:
-        ValueError: its context is shorter than block_size, the data set has other token ids, it has another number of
+    Raises: ValueError: its context is shorter than block_size, the data set has other token ids, it has
+        another number of
             experts, or the degrees of parallelism do not divide it.
     """
     length, size, block_size = model_args["block_size"], model_args["vocab_size"], config["block_size"]
     if block_size > length:
-        raise ValueError(f"block_size {block_size} exceeds the checkpoint's context length, {length}: set "
-                         f"--block_size={length} or less")  # fmt: skip
+        raise ValueError(
+            f"block_size {block_size} exceeds the checkpoint's context length, {length}: set "
+            f"--block_size={length} or less"
+        )
     if data.highest >= size:
-        raise ValueError(f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
-                         f"{size}: it was trained on another data set")  # fmt: skip
+        raise ValueError(
+            f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
+            f"{size}: it was trained on another data set"
+        )
     here = {"n_kv_head": 0, "n_expert": 0} | model_args
     here |= {name: config[name] for name in ("dropout", "block_size", "balance_loss", "router_z_loss")}
     found, wanted = here["n_expert"], config["n_expert"]
     if wanted not in (0, found):
         if found:
-            raise ValueError(f"n_expert is {wanted}, but the checkpoint has {found} experts: set --n_expert={found}")
+            raise ValueError(
+                f"n_expert is {wanted}, but the checkpoint has {found} experts: set --n_expert={found}"
+            )
         if is_resume:
             folder = config["out_dir"]
-            raise ValueError(f"n_expert is {wanted}, but the checkpoint in {folder} has no experts: to start a new run "
-                             f"in which each expert is a copy of its MLP, set --init_from={folder} and another "
-                             f"--out_dir")  # fmt: skip
+            raise ValueError(
+                f"n_expert is {wanted}, but the checkpoint in {folder} has no experts: to start a new run "
+                f"in which each expert is a copy of its MLP, set --init_from={folder} and another "
+                f"--out_dir"
+            )
         here |= {name: config[name] for name in ("n_expert", "n_expert_active")}
     check_degrees(world_size, config, here)
     return here
@@ -261,7 +456,10 @@ def check_sampling(config: dict) -> None:
 
 
 def notes_about_text(start: str, stop: str) -> list[str]:
-    """What a user should know about sample.py's `start` and `stop`. The text itself may mean a backslash and an n."""
+    """
+    What a user should know about sample.py's `start` and `stop`. The text itself may mean a backslash and an
+    n.
+    """
     found = []
     for name, text in (("start", start), ("stop", stop)):
         is_file = name == "start" and text.startswith("FILE:")

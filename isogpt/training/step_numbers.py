@@ -9,7 +9,8 @@ class StepNumbers(NamedTuple):
     """What each rank contributes to a step's decisions and to the log."""
 
     loss: Tensor | float  # this rank's share: the mean over the ranks is the global batch's mean loss
-    grad_square: Tensor | float  # this rank's share of the gradient's squared norm: the sum over the ranks is the whole
+    # this rank's share of the gradient's squared norm: the sum over the ranks is the whole
+    grad_square: Tensor | float
     step_ms: Tensor | float
     data_ms: Tensor | float  # waiting for data
     memory_gb: Tensor | float  # peak
@@ -25,5 +26,7 @@ class StepNumbers(NamedTuple):
 
     @property
     def is_finite(self) -> Tensor:
-        """Whether the loss and the gradient are finite on every rank, from gathered numbers: a bool tensor."""
+        """
+        Whether the loss and the gradient are finite on every rank, from gathered numbers: a bool tensor.
+        """
         return self.loss.isfinite().all() & self.grad_norm.isfinite()

@@ -1,13 +1,15 @@
 """
-What torch.compile makes of the model on a GPU, without one: dynamo's graphs, graph breaks and recompilations, and
-Inductor's Triton kernels, which Triton compiles to machine code for a given GPU. Nothing is executed.
+What torch.compile makes of the model on a GPU, without one: dynamo's graphs, graph breaks and recompilations,
+and Inductor's Triton kernels, which Triton compiles to machine code for a given GPU. Nothing is executed.
 
-    python tests/pretend_cuda/compile_rehearsal.py                           all cases for an H100, about 15 minutes
+    python tests/pretend_cuda/compile_rehearsal.py                           all cases for an H100, about 15
+    minutes
     python tests/pretend_cuda/compile_rehearsal.py --sm=75 "gpt2 fp16"       one case for a T4
-    python tests/pretend_cuda/compile_rehearsal.py --graphs_only             without kernels and without Triton
+    python tests/pretend_cuda/compile_rehearsal.py --graphs_only             without kernels and without
+    Triton
 
-It ends in a table. Inputs and parameters are tensors that claim to be on cuda:0 and have no kernels. The exit status is
-1 if a case failed, or if a case has graph breaks or compiles anything after the first step.
+It ends in a table. Inputs and parameters are tensors that claim to be on cuda:0 and have no kernels. The exit
+status is 1 if a case failed, or if a case has graph breaks or compiles anything after the first step.
 """
 
 import argparse
@@ -45,9 +47,13 @@ CASES = (
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"one of {', '.join(CASES)}")
-    parser.add_argument("--sm", type=int, default=90, help="the GPU's compute capability, such as 75, 80 or 90")
+    parser.add_argument(
+        "--sm", type=int, default=90, help="the GPU's compute capability, such as 75, 80 or 90"
+    )
     parser.add_argument("--gb", default="80", help="the GPU's memory")
     parser.add_argument(
         "--graphs_only", action="store_true", help="dynamo and AOTAutograd, without Inductor and Triton"
@@ -103,7 +109,7 @@ VOCABULARY = 50304
 BLOCK_SIZE = 256
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Inductor and Triton without a GPU
 
 
@@ -172,7 +178,9 @@ def without_values(value: object) -> object:
 
 
 def inner_compile(gm: torch.fx.GraphModule, example_inputs: list, **kwargs) -> Callable:
-    """Inductor's compile_fx_inner, then a function that returns tensors of the right shapes and runs no kernel."""
+    """
+    Inductor's compile_fx_inner, then a function that returns tensors of the right shapes and runs no kernel.
+    """
     if not OPTIONS.graphs_only:
         compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
     outputs = next(node for node in gm.graph.nodes if node.op == "output").args[0]
@@ -191,7 +199,7 @@ def backend(gm: torch.fx.GraphModule, example_inputs: list, **kwargs) -> Callabl
     return compile_fx.compile_fx(gm, example_inputs, inner_compile=inner_compile)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # models and their steps
 
 
@@ -370,7 +378,7 @@ MAKERS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # the table
 
 
@@ -396,7 +404,9 @@ class Row:
         said = "ok" if self.has_passed else "FAILED"
         found = f"{self.graphs:6} {sum(self.breaks.values()):6} {self.recompiled:10} {self.kernels:7}"
         lines = [f"{self.case:34} {found} {self.seconds:7.0f} s  {said}{self.error and f': {self.error}'}"]
-        lines += [f"{'':8}break {count} x {' '.join(reason.split())[:300]}" for reason, count in self.breaks.items()]
+        lines += [
+            f"{'':8}break {count} x {' '.join(reason.split())[:300]}" for reason, count in self.breaks.items()
+        ]
         return "\n".join(lines)
 
 
@@ -425,13 +435,18 @@ def rehearse(name: str) -> Row:
 
 def main() -> None:
     measure_nothing()
-    torch.ops.pretend.use_attention(1 if OPTIONS.sm >= 80 else 2)  # flash attention, or memory-efficient attention
+    # flash attention, or memory-efficient attention
+    torch.ops.pretend.use_attention(1 if OPTIONS.sm >= 80 else 2)
     if not OPTIONS.graphs_only:
         try:
             use_triton()
         except ImportError as e:
-            sys.exit(f"error: {e}; type pip install triton, or add --graphs_only for the graphs without kernels")
-    print(f"{'case':34} {'graphs':>6} {'breaks':>6} {'recompiled':>10} {'kernels':>7} {'time':>9}", flush=True)
+            sys.exit(
+                f"error: {e}; type pip install triton, or add --graphs_only for the graphs without kernels"
+            )
+    print(
+        f"{'case':34} {'graphs':>6} {'breaks':>6} {'recompiled':>10} {'kernels':>7} {'time':>9}", flush=True
+    )
     has_passed = True
     for name in OPTIONS.cases or CASES:
         row = rehearse(name)

@@ -1,6 +1,7 @@
 """
-Pretend CUDA: run a program on a machine without a GPU with tensors that claim to be on device cuda, while their values
-are computed on the CPU. Import this module before torch and call `install`; sitecustomize.py does. See README.md.
+Pretend CUDA: run a program on a machine without a GPU with tensors that claim to be on device cuda, while
+their values are computed on the CPU. Import this module before torch and call `install`; sitecustomize.py
+does. See README.md.
 """
 
 import cuda_guard
@@ -32,7 +33,7 @@ REAL = types.SimpleNamespace(
 ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # streams and events
 
 
@@ -73,7 +74,9 @@ class Stream:
 class Event:
     """torch.cuda.Event, which can be read when the host has waited for it."""
 
-    def __init__(self, device=None, enable_timing=False, blocking=False, interprocess=False, external=False) -> None:
+    def __init__(
+        self, device=None, enable_timing=False, blocking=False, interprocess=False, external=False
+    ) -> None:
         self.enable_timing = enable_timing
         self.number = None  # in the queue
         self.time = 0.0
@@ -98,7 +101,9 @@ class Event:
         if self.number is None or end.number is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
         if max(self.number, end.number) > GPU.done:
-            raise RuntimeError("CUDA error: device not ready (cudaEventElapsedTime before the events were completed)")
+            raise RuntimeError(
+                "CUDA error: device not ready (cudaEventElapsedTime before the events were completed)"
+            )
         return (end.time - self.time) * 1e3
 
 
@@ -112,7 +117,7 @@ class DeviceContext(contextlib.AbstractContextManager):
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # functions of torch
 
 
@@ -219,7 +224,9 @@ def init_process_group(backend=None, *args, device_id=None, **kwargs) -> None:
 
 
 def get_future(self: dist.Work) -> torch.futures.Future:
-    """Of a collective: gloo's future has the tensors that it was given, and not those on the pretended GPU."""
+    """
+    Of a collective: gloo's future has the tensors that it was given, and not those on the pretended GPU.
+    """
 
     def on_gpu(t):
         is_plain = isinstance(t, torch.Tensor) and not isinstance(t, CudaTensor)
@@ -243,7 +250,7 @@ def leave(code: int) -> None:
     REAL.exit(code)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # installing
 
 
@@ -362,7 +369,8 @@ def install() -> None:
 
 def install_for_compile() -> None:
     """
-    From now on torch.cuda's functions, which torch.compile knows by their identity, describe a GPU. Its tensors come
+    From now on torch.cuda's functions, which torch.compile knows by their identity, describe a GPU. Its
+    tensors come
     from torch.ops.pretend.label and have no kernels of a GPU.
     """
     GPU.configure()

@@ -1,4 +1,6 @@
-"""The pretended GPU of a process: what it is, what waits in its queue, and how often the host has waited for it."""
+"""
+The pretended GPU of a process: what it is, what waits in its queue, and how often the host has waited for it.
+"""
 
 import collections
 import json
@@ -35,7 +37,8 @@ def failure(kind: str) -> Exception:
     if kind == "cublas":
         return RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     return dist.DistBackendError(
-        "NCCL error in: ..., unhandled cuda error, NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function "
+        "NCCL error in: ..., unhandled cuda error, NCCL version 2.28.9\nncclUnhandledCudaError: Call to "
+        "CUDA function "
         "failed.\nLast error:\nCuda failure 2 'out of memory'"
     )
 
@@ -58,10 +61,14 @@ class Gpu:
     allocated: int = 0  # bytes, in all: Python cannot see when a storage is freed
     sync_debug_mode: int = 0  # torch.cuda.set_sync_debug_mode
     is_reported: bool = False
-    waits: collections.Counter = field(default_factory=collections.Counter)  # (step, kind, place) -> how often
+    # (step, kind, place) -> how often
+    waits: collections.Counter = field(default_factory=collections.Counter)
     problems: collections.Counter = field(default_factory=collections.Counter)
-    pending: collections.deque = field(default_factory=collections.deque)  # (number in the queue, what happens there)
-    sent: collections.deque = field(default_factory=lambda: collections.deque(maxlen=256))  # addresses in collectives
+    pending: collections.deque = field(
+        default_factory=collections.deque
+    )  # (number in the queue, what happens there)
+    # addresses in collectives
+    sent: collections.deque = field(default_factory=lambda: collections.deque(maxlen=256))
     lock: object = field(default_factory=threading.RLock)
 
     def configure(self) -> None:
@@ -149,7 +156,9 @@ class Gpu:
         print(self.text(steps), file=sys.stderr, flush=True)
 
     def text(self, steps: dict[object, list]) -> str:
-        """The report for people: the waits of the start, of the end and of the last two steps, and the problems."""
+        """
+        The report for people: the waits of the start, of the end and of the last two steps, and the problems.
+        """
         rank = os.environ.get("RANK", "0")
         allocated = self.allocated / 1e6
         out = [f"pretended GPU: {self.queued:,} operators, rank {rank}, {allocated:.1f} MB allocated in all"]

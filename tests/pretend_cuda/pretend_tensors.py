@@ -1,4 +1,6 @@
-"""Tensors that claim to be on cuda, whose memory is a CPU tensor's, and what happens to each operator on them."""
+"""
+Tensors that claim to be on cuda, whose memory is a CPU tensor's, and what happens to each operator on them.
+"""
 
 import contextlib
 import os
@@ -91,7 +93,8 @@ class CudaTensor(torch.Tensor):
 
     def numpy(self, *args, **kwargs):
         raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
+            "to host "
             "memory first."
         )
 
@@ -176,7 +179,7 @@ def pin(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # operators
 
 
@@ -203,7 +206,9 @@ def dispatch(func, args: tuple, kwargs: dict):
 
 
 def made_elsewhere(func, args: tuple, kwargs: dict) -> torch.Tensor:
-    """An operator on a tensor of the GPU that makes one on the CPU or on meta, such as empty_like(device="cpu")."""
+    """
+    An operator on a tensor of the GPU that makes one on the CPU or on meta, such as empty_like(device="cpu").
+    """
     args, kwargs = tree_map(bare, (args, kwargs))
     is_pinned = kwargs.pop("pin_memory", False)
     made = func(*args, **kwargs)
@@ -269,7 +274,10 @@ def mm_dtype(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """torch.mm, which is not computed if it is as large as only a measurement of speed is: it would take seconds."""
+    """
+    torch.mm, which is not computed if it is as large as only a measurement of speed is: it would take
+    seconds.
+    """
     if a.size(0) * a.size(1) * b.size(1) >= 4096**3:
         return a.new_zeros(a.size(0), b.size(1))
     return aten.mm.default(a, b)
@@ -278,7 +286,7 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 EMULATED = {aten.mm.default: mm, aten.mm.dtype: mm_dtype}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # what CUDA and NCCL refuse
 
 
@@ -292,7 +300,10 @@ def check(func, args: tuple, tensors: list[torch.Tensor]) -> None:
         check_devices(func, others)
     if "mkldnn" in name or "_for_cpu" in name or "quantized" in name:
         raise NotImplementedError(f"Could not run '{name}' with arguments from the 'CUDA' backend.")
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    ):
         check_determinism(func, args)
 
 
@@ -332,10 +343,12 @@ def check_collective(name: str, tensors: list[torch.Tensor], others: list[torch.
         if not t.is_contiguous():
             raise ValueError(f"{name}: Tensors must be contiguous")
         if t.dtype not in NCCL_DTYPES:
-            raise TypeError(f"{name}: Input tensor data type is not supported for NCCL process group: {t.dtype}")
+            raise TypeError(
+                f"{name}: Input tensor data type is not supported for NCCL process group: {t.dtype}"
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # copies between the CPU and the GPU
 
 
@@ -360,7 +373,9 @@ def to_copy(source: torch.Tensor, kwargs: dict, number: int) -> torch.Tensor:
     return CudaTensor(copied)
 
 
-def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False, *, number: int) -> torch.Tensor:
+def copy(
+    target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False, *, number: int
+) -> torch.Tensor:
     """target.copy_(source) with at least one of them on the GPU."""
     if isinstance(target, CudaTensor) and isinstance(source, CudaTensor):
         target.inner.copy_(source.inner)
@@ -411,6 +426,8 @@ def watch_source(source: torch.Tensor, number: int) -> None:
 
     def compare() -> None:
         if not torch.equal(torch.nan_to_num(source), torch.nan_to_num(before)):
-            GPU.problems[f"a pinned source of a non_blocking copy was changed before the copy had run: {where}"] += 1
+            GPU.problems[
+                f"a pinned source of a non_blocking copy was changed before the copy had run: {where}"
+            ] += 1
 
     GPU.later(number, compare)

@@ -1,14 +1,14 @@
 """
-Run train.py with many settings on a pretended GPU, compare each curve with the CPU's, and print how often the host
-waits in a step, and where.
+Run train.py with many settings on a pretended GPU, compare each curve with the CPU's, and print how often the
+host waits in a step, and where.
 
     python tests/pretend_cuda/rehearse.py                   all cases
     python tests/pretend_cuda/rehearse.py "2 pp" "zero 3"   only these
     python tests/pretend_cuda/rehearse.py --table           only print the table of docs/benchmarks.md
     python tests/pretend_cuda/rehearse.py --json=FILE       also write what was found
 
-A case fails if the run fails, if its losses are not the CPU's, if something is reported as a problem, or if the host
-does not wait as often as `WAITS` says. The exit status is 1 if a case failed.
+A case fails if the run fails, if its losses are not the CPU's, if something is reported as a problem, or if
+the host does not wait as often as `WAITS` says. The exit status is 1 if a case failed.
 """
 
 import argparse
@@ -45,10 +45,15 @@ TINY = [
 ]
 ON_GPU = ["--compile=False", "--dtype=tf32"]  # tf32 has the bits of float32 here
 ON_CPU = ["--device=cpu", "--dtype=float32"]
-OF_A_MODEL = ("--arch", "--optim", "--muon", "--n_", "--bias", "--data_", "--max_")  # settings that a curve depends on
+# settings that a curve depends on
+OF_A_MODEL = ("--arch", "--optim", "--muon", "--n_", "--bias", "--data_", "--max_")
 
 H100 = {}
-A100 = {"PRETEND_CUDA_CAPABILITY": "8.0", "PRETEND_CUDA_NAME": "NVIDIA A100-SXM4-40GB", "PRETEND_CUDA_GB": "40"}
+A100 = {
+    "PRETEND_CUDA_CAPABILITY": "8.0",
+    "PRETEND_CUDA_NAME": "NVIDIA A100-SXM4-40GB",
+    "PRETEND_CUDA_GB": "40",
+}
 T4 = {"PRETEND_CUDA_CAPABILITY": "7.5", "PRETEND_CUDA_NAME": "Tesla T4", "PRETEND_CUDA_GB": "15"}
 
 EXACT = 1e-4  # how far losses may be from the CPU's in float32
@@ -130,8 +135,8 @@ CASES = {
     "2 islands parts": Case("--islands=2 --local_steps=4 --outer_parts=2", 2, NEAR),
     "2 shares": Case("--shares=auto", 2),
 }
-# How often the host waits for the GPU in a step, where that is not once, and why. Once is where it reads the numbers
-# from which all ranks decide.
+# How often the host waits for the GPU in a step, where that is not once, and why. Once is where it reads the
+# numbers from which all ranks decide.
 OFFLOAD = "FSDP waits for the copy of each gradient to the CPU, after the last backward pass"
 TOKENS = "the number of tokens for other ranks, which the all-to-all needs on the CPU, once in each layer"
 WAITS = {
@@ -141,7 +146,10 @@ WAITS = {
     "save_interval": (2, "the copies for the checkpoint"),
     "2 ep": (3, TOKENS),
     "2 ep zero 3": (3, TOKENS),
-    "2 powersgd": (22, "PyTorch's PowerSGD hook draws its matrices on the CPU; 2 after the first compressed step"),
+    "2 powersgd": (
+        22,
+        "PyTorch's PowerSGD hook draws its matrices on the CPU; 2 after the first compressed step",
+    ),
 }
 # what `pytest` runs; `pytest -m slow` runs the others
 DAILY = (
@@ -192,8 +200,13 @@ def model_flags(case: Case) -> tuple[str, ...]:
     return tuple(flag for flag in case.flags.split() if flag.startswith(OF_A_MODEL))
 
 
-def start(zygote: Zygote, work: Path, script: str, args: list[str], case: Case, **env: str) -> tuple[Run, Path]:
-    """Start a script on the pretended GPUs of a case; returns the run, and the file to which its processes report."""
+def start(
+    zygote: Zygote, work: Path, script: str, args: list[str], case: Case, **env: str
+) -> tuple[Run, Path]:
+    """
+    Start a script on the pretended GPUs of a case; returns the run, and the file to which its processes
+    report.
+    """
     report = work / f"report{next(zygote.number)}.jsonl"
     report.touch()
     variables = {
@@ -202,7 +215,9 @@ def start(zygote: Zygote, work: Path, script: str, args: list[str], case: Case, 
         "PRETEND_CUDA_DEVICES": str(case.processes),
     }
     words = [str(REPO / script), *args]
-    run = zygote.start(words, work, case.processes, "tests/pretend_cuda/run.py", env=variables | case.gpu | env)
+    run = zygote.start(
+        words, work, case.processes, "tests/pretend_cuda/run.py", env=variables | case.gpu | env
+    )
     return run, report
 
 
@@ -218,7 +233,9 @@ def folder_of(name: str) -> str:
     return name.replace(" ", "_").replace(":", "_")
 
 
-def curves_on_a_cpu(zygote: Zygote, work: Path, names: Iterable[str]) -> dict[tuple[str, ...], dict[int, float]]:
+def curves_on_a_cpu(
+    zygote: Zygote, work: Path, names: Iterable[str]
+) -> dict[tuple[str, ...], dict[int, float]]:
     """The losses of the same models on the CPU, by the settings that they depend on."""
     wanted = sorted({model_flags(CASES[name]) for name in names})
     for first in range(0, len(wanted), SLOTS):
@@ -259,9 +276,12 @@ def judged(work: Path, name: str, run: Run, report: Path, curve: dict[int, float
     return found
 
 
-def rehearse(zygote: Zygote, work: Path, names: Iterable[str], timeout: float = 300) -> Iterator[tuple[str, Found]]:
+def rehearse(
+    zygote: Zygote, work: Path, names: Iterable[str], timeout: float = 300
+) -> Iterator[tuple[str, Found]]:
     """
-    Run cases, at most SLOTS processes at a time, in a folder with the data set tiny. Yields (case, what was found) when
+    Run cases, at most SLOTS processes at a time, in a folder with the data set tiny. Yields (case, what was
+    found) when
     a case ends.
     """
     curves = curves_on_a_cpu(zygote, work, names)
@@ -306,7 +326,9 @@ def print_case(name: str, result: Found) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"one of {', '.join(CASES)}")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--json", type=Path)
