@@ -250,7 +250,10 @@ def row_of(run: dict, tried: list[dict]) -> str:
     first = next(other for other in tried if "problem" not in other)
     speed_up = run["tokens_per_s"] / first["tokens_per_s"]
     row += f" {run['tokens_a_step']:12,} {run['tokens_per_s']:10,.0f} {run['step_ms']['mean']:9.2f}"
-    row += f" {run['memory_gb']['max']:8.2f} {shown(run['mb_sent']['mean'], '.3f'):>9} {shown(run['mfu'], '.1%'):>6}"
+    row += (
+        f" {run['memory_gb']['max']:8.2f} {shown(run['mb_sent']['mean'], '.3f'):>9} "
+        f"{shown(run['mfu'], '.1%'):>6}"
+    )
     row += f" {speed_up:8.2f}x"
     row += f" {speed_up * first['processes'] / run['processes']:11.0%}" if "nproc" in point else ""
     has_more = "exposed_ms" in run
@@ -332,7 +335,10 @@ def command_for(point: dict, n: int) -> str:
     typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] in kept]
     program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
     if n > per_node:
-        program = f"torchrun --nnodes={n // per_node} --node_rank=RANK --nproc_per_node={per_node} --master_addr=HOST"
+        program = (
+            f"torchrun --nnodes={n // per_node} --node_rank=RANK --nproc_per_node={per_node} "
+            "--master_addr=HOST"
+        )
     return f"{program} train.py {shlex.join([*typed, *(f'--{name}={chosen[name]}' for name in chosen)])}"
 
 

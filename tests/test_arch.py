@@ -132,7 +132,10 @@ def test_a_checkpoint_of_the_other_optimizer(zygote, shared_work, one):
         f"--out_dir={shared_work / 'other'}",
     ]
     run = zygote.train(args, shared_work, 2, ok=False)
-    said = "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from its weights with --init_from="
+    said = (
+        "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from its weights "
+        "with --init_from="
+    )
     assert run.text().count(said) == 1 and "Traceback" not in run.text()
 
 
@@ -147,7 +150,8 @@ def overflow(scaler, optimizer):
     unscale(scaler, optimizer)
 torch.amp.GradScaler.unscale_ = overflow
 sys.argv[0] = REPO + "/train.py"
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -187,7 +191,10 @@ def test_settings_that_a_checkpoint_overrides():
     settings["init_from"] = "auto:folder"
     assert differences(settings, model_args, source) == differences(settings, model_args, None) == []
     settings |= {"n_kv_head": 1, "n_hidden": 16, "head": "tied"}
-    said = "n_kv_head 2, n_hidden 64, head untied of the checkpoint are used, not n_kv_head 1, n_hidden 16, head tied"
+    said = (
+        "n_kv_head 2, n_hidden 64, head untied of the checkpoint are used, not n_kv_head 1, n_hidden "
+        "16, head tied"
+    )
     assert differences(settings, model_args, source) == [said]
     assert differences(settings, model_args, None) == [said.replace("the checkpoint", "folder")]
     nanogpt = {

@@ -233,7 +233,8 @@ for is_compiled in (False, True):
     parallelize.materialize(model, torch.device("cpu"), splits)
     parallelize.init_weights(model, 1)
     for step in range(3):
-        ids = torch.randint(65, (2, 32), generator=torch.Generator().manual_seed(step))[:, mesh.own_positions(32)]
+        ids = torch.randint(65, (2, 32), generator=torch.Generator().manual_seed(step))
+        ids = ids[:, mesh.own_positions(32)]
         model.zero_grad()
         loss = model(ids.view(2, -1), ids.view(2, -1), 64.0)[1]
         loss.backward()

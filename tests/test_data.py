@@ -284,7 +284,8 @@ def test_ids_are_never_wrapped(tmp_path):
 
 WIDE_ENCODINGS = """
 def wide():
-    return {"name": "wide", "pat_str": "(?s).", "mergeable_ranks": {bytes([b]): 70000 + b for b in range(256)},
+    bytes_of = {bytes([b]): 70000 + b for b in range(256)}
+    return {"name": "wide", "pat_str": "(?s).", "mergeable_ranks": bytes_of,
             "special_tokens": {"<|endoftext|>": 70300}}
 
 def no_end():

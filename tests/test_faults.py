@@ -56,7 +56,8 @@ save.write_file, folder.look_for_start = slow(save.write_file), slow(folder.look
 if os.environ["RANK"] == "1":
     restore.restore_checkpoint = slow(restore.restore_checkpoint)
 sys.argv[0] = REPO + "/train.py"
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -174,7 +175,10 @@ def test_ranks_with_folders_of_their_own(zygote, work):
     args = ["own.py", *SHORT[:-1], "--dist_timeout_s=60"]
     for flags in (["--zero=1"], ["--islands=2", "--local_steps=2"]):
         run = zygote.train([*args, *flags], work, 2, ok=False)
-        text = f"rank 0 keeps this run in {work}/out0, which is not what other ranks have as out_dir: rank 1 looks in "
+        text = (
+            f"rank 0 keeps this run in {work}/out0, which is not what other ranks have as out_dir: rank "
+            "1 looks in "
+        )
         assert set(run.codes) == {1} and f"error: {text}{work}/out1. All ranks write" in run.text()
         assert (
             run.text().count("error:") == 1 and "Traceback" not in run.text() and "iter 0:" not in run.text()
@@ -276,7 +280,10 @@ def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work,
 
 
 def test_machines_with_different_numbers_of_processes_are_no_islands(zygote, work):
-    own = "import os\nif os.environ['RANK'] == '2':\n    os.environ.update(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
+    own = (
+        "import os\nif os.environ['RANK'] == '2':\n    os.environ.update(LOCAL_RANK='0', "
+        "LOCAL_WORLD_SIZE='1')\n"
+    )
     (work / "own.py").write_text(f"{own}else:\n    os.environ['LOCAL_WORLD_SIZE'] = '2'\n")
     args = [*SHORT, "own.py", "--dist_timeout_s=30", "--gradient_accumulation_steps=3"]
     run = zygote.train([*args, "--islands=0"], work, 3, ok=False, timeout=25)
@@ -335,7 +342,10 @@ def test_a_mistake_that_restarts_repeat(zygote, work):
         assert set(run.codes) == {1} and "Traceback" not in run.text()
         return run.text()
 
-    note = "\ntorchrun restarts the command, up to 2 more times: if this message comes back, stop torchrun with Ctrl-C"
+    note = (
+        "\ntorchrun restarts the command, up to 2 more times: if this message comes back, stop "
+        "torchrun with Ctrl-C"
+    )
     for args in (["--dataset=none"], ["--init_from=resume"], ["--tp=3"], ["--n_lay=3"]):
         assert text(*args, nproc=1 if args[0] == "--tp=3" else 2).count(note) >= 1
     for counts in ({"restarts": "0", "count": "0"}, {"restarts": "3", "count": "3"}, {"restarts": "x"}):
@@ -412,7 +422,8 @@ def die(saver):
 if os.environ["RANK"] == "2":
     save.Saver.__post_init__ = die
 sys.argv[0] = REPO + "/train.py"
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -484,7 +495,8 @@ def log(logger, *args):
     log_step(logger, *args)
 dataset.check_ids, log_module.Logger.step = check, log
 sys.argv[0] = REPO + "/train.py"
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 

@@ -146,7 +146,10 @@ def test_without_restarts_every_survivor_names_the_failed_host(hosts, work):
             said = rf"error: rank \d \({host}\) at step \d+, .*{cause}"
             wait_for(lambda: re.search(said, h.text(host)), 8 + 10)
         if fault == "cut":
-            said = rf"error: rank {rank} \({gone}\) at step .*the store of rank 0 .* 10.77.0.1:29500 does not respond"
+            said = (
+                rf"error: rank {rank} \({gone}\) at step .*the store of rank 0 .* 10.77.0.1:29500 does "
+                r"not respond"
+            )
             wait_for(lambda: re.search(said, h.text(gone)), 10)
         assert time.monotonic() - began < 8 + 10 + 5
         for host in survivors:

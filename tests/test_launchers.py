@@ -383,7 +383,10 @@ def test_variables_of_a_launcher_that_has_exited(monkeypatch, capfd):
         )
         with pytest.raises(ValueError, match=f"^{problem} within 0.5 s.*{unset}"):
             connect_ranks("cpu", "gloo", 0.5)
-        expected = f"note: rank 0 of 2 waits for the other ranks at 127.0.0.1:{group['MASTER_PORT']}, as the environment"
+        expected = (
+            f"note: rank 0 of 2 waits for the other ranks at 127.0.0.1:{group['MASTER_PORT']}, as the "
+            "environment"
+        )
         said = capfd.readouterr().err.splitlines()
         assert len(said) == (rank == "0") and all(
             line.startswith(expected) and unset in line for line in said

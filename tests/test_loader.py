@@ -615,7 +615,8 @@ def test_the_width_of_ids_is_concluded_from_the_content(folder, capsys):
     # as few different ids occur in a text in which a space of id 0 follows each letter
     foreign(folder, LETTERS.astype(np.int32), **CHARACTERS)
     refused(
-        '32 bits, or ids of 16 bits of which every second is 0: write {"dtype": "int32"} to data/text/meta.json'
+        "32 bits, or ids of 16 bits of which every second is 0: "
+        'write {"dtype": "int32"} to data/text/meta.json'
     )
     (folder / "meta.json").write_text('{"dtype": "int32"}')
     assert_read(folder, capsys, LETTERS, "")

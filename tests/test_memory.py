@@ -31,7 +31,8 @@ def limited(self, idx, *args, **kwargs):
     return forward(self, idx, *args, **kwargs)
 model.GPT.forward = limited
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -413,7 +414,8 @@ def tell():
     leave()
 data.no_sync, process_group.leave_process_group = watched, tell
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -449,7 +451,8 @@ def tell():
     leave()
 process_group.leave_process_group = tell
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 

@@ -273,8 +273,10 @@ RAISED = {
         [("a", "1")] * 3, [["T4", "GPU-1"], ["T4", "GPU-2"], ["T4", "GPU-1"]]
     ),
     "cuda:0 (GTX 1080) has compute capability 6.1, but this PyTorch, 2.0, has kernels for sm_75, sm_80 "
-    "only: install a "
-    "PyTorch that supports this GPU (https://pytorch.org/get-started/previous-versions), or set --device=cpu": (
+    "only: install a "(
+        "PyTorch that supports this GPU (https://pytorch.org/get-started/previous-versions), or set "
+        "--device=cpu"
+    ): (
         lambda at: unusable_gpu(
             at, "CUDA error: no kernel image is available for execution on the device\nCompile"
         )
@@ -344,9 +346,9 @@ RAISED = {
     "ckpt.pt: its iter_num is '9'": lambda at: opened(at, iter_num="9"),
     "ckpt.pt does not fit the model: 'transformer.wpe.weight'": lambda at: weights_without(at, WPE),
     "ckpt.pt: its best_val_loss is 'low', not a number": lambda at: opened(at, best_val_loss="low"),
-    "out/ckpt.pt: use_rope=True, norm='rms' in its model_args changes the model, which is not nanoGPT's": lambda at: (
-        fork(at, args={"use_rope": True, "norm": "rms", "use_alibi": False})
-    ),
+    (
+        "out/ckpt.pt: use_rope=True, norm='rms' in its model_args changes the model, which is not nanoGPT's"
+    ): lambda at: fork(at, args={"use_rope": True, "norm": "rms", "use_alibi": False}),
     "ckpt.pt does not fit the model: it has no transformer.wpe.weight": lambda at: weights_without(
         at, WPE, check_weights
     ),
@@ -356,17 +358,17 @@ RAISED = {
     "lm_head.weight and transformer.wte.weight should be the same weights, but differ": lambda at: fork(
         at, model={"lm_head.weight": torch.ones(65, 8)}
     ),
-    "before May 2023: start a new run from the weights, with --init_from=FOLDER and a different --out_dir": lambda at: (
-        resume_fork(at, optimizer={"state": numbered_by_name(at)})
-    ),
+    (
+        "before May 2023: start a new run from the weights, with --init_from=FOLDER and a different --out_dir"
+    ): lambda at: resume_fork(at, optimizer={"state": numbered_by_name(at)}),
     "it contains posix.system, and only tensors and plain values are read": lambda at: (
         torch.save({"x": Evil()}, "ckpt.pt"),
         read_file(Path("ckpt.pt")),
     ),
-    "no valid checkpoint in out; out/ckpt.pt cannot be loaded: it contains argparse.Namespace, and only": lambda at: (
-        export.convert(
-            str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt"
-        )
+    (
+        "no valid checkpoint in out; out/ckpt.pt cannot be loaded: it contains argparse.Namespace, and only"
+    ): lambda at: export.convert(
+        str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt"
     ),
     "weights are not finite at step 7 (transformer.wpe.weight): no checkpoint was written": lambda at: (
         not_finite()
@@ -634,7 +636,10 @@ def test_a_hang_in_which_all_ranks_respond(at, capsys):
         thread.start()
     assert dog.over.wait(20) and codes == [1]
     dog.stop()
-    text = "error: rank 0 at step 5, forward: no progress for 0.1 s; all ranks respond: rank 0 at step 5, forward\n"
+    text = (
+        "error: rank 0 at step 5, forward: no progress for 0.1 s; all ranks respond: rank 0 at step 5, "
+        "forward\n"
+    )
     assert text in capsys.readouterr().err
     at.env("MASTER_ADDR", "h1")
     at.env("MASTER_PORT", "29500")
@@ -664,7 +669,10 @@ def test_out_of_memory(at, capsys):
     ]
 
 
-NCCL = "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:"
+NCCL = (
+    "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function "
+    "failed.\nLast error:"
+)
 FORMS = [
     (
         torch.OutOfMemoryError,
@@ -841,13 +849,19 @@ def test_mistakes_of_sample_py(at, capsys):
     state = torch.load("out/ckpt.pt", weights_only=True)
     state["model"]["transformer.wpe.weight"][0] = torch.nan
     save_in(at.path / "bad/out", model=state["model"])
-    problem = "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so that the model predicts nothing"
+    problem = (
+        "weights in bad/out/ckpt.pt are not finite (transformer.wpe.weight), so that the model "
+        "predicts nothing"
+    )
     advice = "use a checkpoint from before the loss became NaN"
     assert f"error: {problem}: {advice}\n" in fails("--out_dir=bad/out", "--start=A")
     with pytest.raises(ValueError, match=re.escape(problem)):
         export.convert("bad/out", "hf")
     shutil.rmtree("data")
-    unknown = "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say what they mean"
+    unknown = (
+        "the ids cannot be decoded: the checkpoint, whose data set letters is not here, does not say "
+        "what they mean"
+    )
     assert unknown in fails("--start=A")
 
 
@@ -871,7 +885,8 @@ def unmeasured(*args):
 devices.measured_matmul = unmeasured
 anomalies.SlowRanks.seen = lambda self, columns: ["rank 0: forward ms 40.0, others 10.0"]
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -933,7 +948,8 @@ import os, sys
 sys.path.insert(0, os.environ["REPO"])
 sys.modules["tensorboard"] = None
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -1168,7 +1184,10 @@ def test_messages_of_slurm_sh(at):
     env = {**os.environ, **slurm, "HEAD": "n1", "PATH": f"{at.path}:{os.environ['PATH']}"}
     command = ["bash", str(REPO / "cluster" / "slurm.sh")]
     run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)
-    text = "slurm.sh: set the run's folder with --out_dir=FOLDER, which tells the job whether the run is complete\n"
+    text = (
+        "slurm.sh: set the run's folder with --out_dir=FOLDER, which tells the job whether the run is "
+        "complete\n"
+    )
     assert run.returncode == 2 and run.stderr == text
     run = subprocess.run([*command, "--out_dir=out"], env=env, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", (

@@ -62,7 +62,10 @@ def test_a_run_with_fractional_steps(zygote, work):
     As in nanoGPT: the run ends after the last whole step, and an interval is due at the steps that it
     divides.
     """
-    steps = "max_iters = 7.5\neval_interval = max_iters * 0.2\nlog_interval = 0.5\nsave_interval = max_iters / 3\n"
+    steps = (
+        "max_iters = 7.5\neval_interval = max_iters * 0.2\nlog_interval = 0.5\nsave_interval = "
+        "max_iters / 3\n"
+    )
     (work / "c.py").write_text(f"{steps}warmup_iters = 1e-1\nlr_decay_iters = max_iters * 0.9\n")
     run = zygote.train(["c.py", "--out_dir=out", "--keep_last=0"], work)
     rates, c = (
@@ -177,7 +180,10 @@ def test_a_run_uses_and_prints_the_scaled_rate(zygote, work):
     """The log has it, and Muon's follows. 12 sequences, three times base_batch."""
     args = ["--gradient_accumulation_steps=3", "--max_iters=4", "--warmup_iters=1", "--lr_decay_iters=40"]
     run = zygote.train([*args, "--lr_scaling=linear", "--base_batch=4", "--out_dir=out"], work)
-    line = "rate:    0.003 = learning_rate 0.001 x 3 (linear in 12 sequences per step, base_batch 4), warm-up of 3 steps"
+    line = (
+        "rate:    0.003 = learning_rate 0.001 x 3 (linear in 12 sequences per step, base_batch 4), "
+        "warm-up of 3 steps"
+    )
     assert run.text().count(line) == 1
     rates = column(work / "out", "lr")
     assert [rates[s] for s in range(4)] == pytest.approx([0.00075, 0.0015, 0.00225, 0.003])
@@ -213,11 +219,10 @@ MISTAKES = {
     "base_batch is 8, but lr_scaling is 'none': set --lr_scaling=linear or sqrt, or --base_batch=0": [
         "--base_batch=8"
     ],
-    "lr_scaling multiplies warmup_iters by 16, to 160 steps: more than lr_decay_iters, 100: set --warmup_iters=6": [
-        "--lr_scaling=linear",
-        "--base_batch=1",
-        "--batch_size=8",
-    ],
+    (
+        "lr_scaling multiplies warmup_iters by 16, to 160 steps: more than lr_decay_iters, 100: set "
+        "--warmup_iters=6"
+    ): ["--lr_scaling=linear", "--base_batch=1", "--batch_size=8"],
 }
 
 

@@ -59,7 +59,8 @@ def probed(gpt, *args):
         torch.save(everyone, "probe.pt")
 gradients.complete_gradients, model.GPT.forward = probed, counted
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -232,7 +233,8 @@ def completed(gpt, *args):
 precision.seed_step, model.GPT.predict, gradients.complete_gradients = noted, faulty, completed
 model.GPT.embed = embedded
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -393,11 +395,10 @@ MISTAKES = {
         dict(pp=4),
         {},
     ),
-    "pp_schedule 'zbv' makes 4 stages with pp 2, but there are only 2 layers: set --pp=1 or --pp_schedule=1f1b": (
-        2,
-        dict(pp=2, pp_schedule="zbv"),
-        {},
-    ),
+    (
+        "pp_schedule 'zbv' makes 4 stages with pp 2, but there are only 2 layers: set --pp=1 or "
+        "--pp_schedule=1f1b"
+    ): (2, dict(pp=2, pp_schedule="zbv"), {}),
     "block_size is 33: it must be a multiple of tp, 2: set --block_size=32 or 34": (
         2,
         dict(tp=2),

@@ -76,7 +76,8 @@ def slowly(*args):
     return describe(*args)
 not_finite.describe_not_finite, time.perf_counter = slowly, lambda: perf_counter() + extra[0]
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -576,7 +577,10 @@ def test_a_folder_that_is_gone_during_a_run_is_reported_and_replaced(zygote, wor
     assert run.until(lambda text: "warning: " in text)
     run.kill(sig=signal.SIGTERM)
     run.wait(ok=False)
-    said = f"warning: {work}/out is not the folder in which this run began: it was deleted, or its file system is no"
+    said = (
+        f"warning: {work}/out is not the folder in which this run began: it was deleted, or its file "
+        "system is no"
+    )
     assert run.text().count(said) == 1, run.text()
     assert (work / "out/owner").read_text() == owner, "a restart continues what is here"
     (lost,) = events(work / "away", "folder_lost")
@@ -651,5 +655,8 @@ def test_a_data_set_with_different_metadata_on_some_ranks_is_named(zygote, work)
     (work / "data/tiny1/meta.pkl").unlink()
     (work / "config.py").write_text('import os\ndataset = "tiny" + os.environ["RANK"].strip("0")\n')
     run = zygote.start([*TINY, "config.py", "--dist_timeout_s=20"], work, 2).wait(ok=False)
-    said = "the ranks were started with different settings: the data's vocabulary size is 65 on rank 0, 50304 on rank 1"
+    said = (
+        "the ranks were started with different settings: the data's vocabulary size is 65 on rank 0, "
+        "50304 on rank 1"
+    )
     assert run.codes == [1, 1] and run.text().count(said) == 1, run.text()

@@ -366,7 +366,8 @@ def counted(*args):
     return optimizers
 optim.make_optimizers = counted
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -398,7 +399,8 @@ def tell():
     leave()
 mesh.init_device_mesh, process_group.leave_process_group = keep, tell
 sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 

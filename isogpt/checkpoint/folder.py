@@ -72,7 +72,10 @@ def look_for_start(
             problem = f"no checkpoint to resume from in {out_dir}: set --out_dir= to the run's folder"
             if resume_step != -1:
                 steps = ", ".join(map(str, steps_in(out_dir)))
-                problem = f"no step {resume_step} to resume from in {out_dir}, which has {steps or 'no checkpoints'}"
+                problem = (
+                    f"no step {resume_step} to resume from in {out_dir}, which has "
+                    f"{steps or 'no checkpoints'}"
+                )
                 problem += ": set --resume_step= to one of these, or --out_dir= to the run's folder"
             raise ValueError("; ".join([problem, *reports]))
     if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):

@@ -91,7 +91,10 @@ class Saver:
         seen, names = gather_objects((is_seen, str(out))), rank_names(hosts)
         blind = [f"{names[r]} looks in {folder}" for r, (is_seen, folder) in enumerate(seen) if not is_seen]
         others = "; ".join(blind[:4]) + (f"; and {len(blind) - 4} more" if len(blind) > 4 else "")
-        where = f"{names[0]} keeps this run in {seen[0][1]}, which is not what other ranks have as out_dir: {others}"
+        where = (
+            f"{names[0]} keeps this run in {seen[0][1]}, which is not what other ranks have as out_dir: "
+            f"{others}"
+        )
         advice = "set --out_dir= to one folder on a file system that all machines share"
         with exit_together():
             if blind and restarts_left():

@@ -234,7 +234,10 @@ def how_to_get_val(folder: Path) -> str:
     if others:
         return f"rename {folder / others[0]} to val.bin"
     if (folder / "prepare.py").exists():
-        return f"run: python {folder / 'prepare.py'}, or take it from the end of train.bin: {split_command(folder)}"
+        return (
+            f"run: python {folder / 'prepare.py'}, or take it from the end of train.bin: "
+            f"{split_command(folder)}"
+        )
     return f"take it from the end of train.bin: {split_command(folder)}"
 
 

@@ -119,7 +119,10 @@ def other_kind(path: Path, may_be_text: bool) -> str:
     with open(path, "rb") as f:
         start = f.read(2**16)
     if start.startswith(b"\x93NUMPY"):
-        return "a .npy file, whose header would be read as tokens: write the ids with numpy's tofile instead of save"
+        return (
+            "a .npy file, whose header would be read as tokens: write the ids with numpy's tofile "
+            "instead of save"
+        )
     if pointer := about_pointer(path):
         return pointer
     if start.startswith(b"PK\x03\x04") and zipfile.is_zipfile(path):

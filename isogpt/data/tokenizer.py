@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 # a model that was not trained on chats continues the text of the messages
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-SAMPLE = f"It's 1234567 naïve Ünits²; 東京 🙂\u00a0\r\n\t\tdef f(x):\n    return {{x}}  # DON'T\n\n  \n{END_OF_TEXT} \n"
+SAMPLE = (
+    f"It's 1234567 naïve Ünits²; 東京 🙂\u00a0\r\n\t\tdef f(x):\n    return {{x}}  # DON'T\n\n  \n"
+    f"{END_OF_TEXT} \n"
+)
 NO_TOKEN = "\ufffd"  # an id that no token has is decoded as this character
 
 
@@ -153,7 +156,10 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
 
     note = "the tokens of the vocabulary are words: they are joined with spaces" if is_words else ""
     if not is_words and not are_characters:
-        note = "some tokens of the vocabulary are longer than a character: text is cut into the longest ones that match"
+        note = (
+            "some tokens of the vocabulary are longer than a character: text is cut into the longest "
+            "ones that match"
+        )
     return Tokenizer(encode, encode, decode, vocabulary.size, ids.get(END_OF_TEXT), note)
 
 
@@ -277,7 +283,10 @@ def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     if vocabulary.kind == "tokenizer.json":
         return parse_json(vocabulary.content)
     if vocabulary.kind == "bytes":
-        advice = "put a tokenizer.json with the same ids in the data set's folder, and set --dataset= to the folder"
+        advice = (
+            "put a tokenizer.json with the same ids in the data set's folder, and set --dataset= to "
+            "the folder"
+        )
         raise ValueError(f"a table of bytes has no equivalent in transformers: {advice}")
     return of_table(vocabulary)
 

@@ -181,7 +181,10 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     if tables and not (known and lacks_tokens(tables, vocab_size_of(meta))):
         found = of_tables(tables)
         if is_ours and found.size not in (None, meta["tokenizer_size"]):
-            problem = f"{folder / 'meta.pkl'} contains {found.size} tokens, but meta.json says {meta['tokenizer_size']}"
+            problem = (
+                f"{folder / 'meta.pkl'} contains {found.size} tokens, but meta.json says "
+                f"{meta['tokenizer_size']}"
+            )
             raise ValueError(f"{problem}: they come from different prepare.py runs; run it again")
         return found
     if known:

@@ -58,7 +58,10 @@ class Ranks:
         counts = [self.hosts.count(name) for name in names]
         listed = ", ".join(names if len(names) <= 4 else [*names[:4], "..."])
         nodes = f"{len(names)} nodes ({listed})" if len(names) > 1 else "1 node"
-        return f"{self.world_size} = {nodes} x {counts[0] if len(set(counts)) == 1 else '+'.join(map(str, counts))}"
+        return (
+            f"{self.world_size} = {nodes} x "
+            f"{counts[0] if len(set(counts)) == 1 else '+'.join(map(str, counts))}"
+        )
 
     def group_options(self, timeout_s: float) -> dict:
         """

@@ -84,7 +84,10 @@ def step_line(record: dict, left_s: float) -> str:
 def routing_text(record: dict) -> str:
     """The end of a step's line with experts."""
     least, mean, most = (record[f"expert_tokens_{name}"] for name in ("min", "mean", "max"))
-    text = f", tokens per expert {least:.0f} to {most:.0f}, mean {mean:.0f}, entropy {record['router_entropy']:.2f}"
+    text = (
+        f", tokens per expert {least:.0f} to {most:.0f}, mean {mean:.0f}, entropy "
+        f"{record['router_entropy']:.2f}"
+    )
     if not (dead := record["dead_experts"]):
         return text
     more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
