@@ -438,7 +438,7 @@ class GPT(nn.Module):
         """
         return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak_flops
 
-    def generate(
+    def generate(  # noqa: PLR0913  (nanoGPT's, and sample.py's settings)
         self,
         idx: Tensor,
         max_new_tokens: int,

@@ -415,7 +415,7 @@ def prepare_documents(
     report(folder, meta)
 
 
-def write_documents(
+def write_documents(  # noqa: PLR0913  (the settings of prepare.py)
     folder: Path,
     documents: Iterable[str],
     source: dict,

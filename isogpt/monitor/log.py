@@ -165,7 +165,7 @@ class Logger:
         self.flops_per_step = flops_per_token * self.progress.tokens_per_step
         self.peak_flops, self.peak_source = peak_flops, peak_source
 
-    def banner(
+    def banner(  # noqa: PLR0913  (everything that a run is about to do)
         self,
         config: dict,
         data: Dataset,

@@ -63,7 +63,7 @@ def prepare(model: nn.Module, dtype: torch.dtype, pack: bool = True) -> None:
 
 
 @torch.no_grad()
-def generate(
+def generate(  # noqa: PLR0913  (sample.py's settings)
     model: nn.Module,
     idx: Tensor,
     max_new_tokens: int,

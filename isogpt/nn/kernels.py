@@ -432,7 +432,7 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  (autograd passes tensors one by one)
         ctx: FunctionCtx,
         x: Tensor,
         weight: Tensor,

@@ -18,7 +18,7 @@ from isogpt.parallel.local_parts import is_sharded
 from isogpt.parallel.mesh import Mesh
 
 
-def shard(
+def shard(  # noqa: PLR0913  (train.py's settings)
     model: nn.Module,
     mesh: Mesh,
     device: torch.device,

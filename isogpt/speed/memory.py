@@ -234,7 +234,7 @@ def counts_of(model_args: tuple[tuple[str, object], ...]) -> tuple[int, int, int
     return total + (c.block_size * C if c.arch == "gpt2" else 0), block, experts
 
 
-def activation_bytes(
+def activation_bytes(  # noqa: PLR0913  (the terms of a formula)
     model_args: dict,
     rows: int,
     size: int,

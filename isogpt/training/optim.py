@@ -21,7 +21,7 @@ from isogpt.training.step_numbers import StepNumbers
 HIDDEN_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp|mlp\.experts)\.c_\w+\.weight")
 
 
-def make_optimizers(
+def make_optimizers(  # noqa: PLR0913  (train.py's settings)
     model: nn.Module,
     optimizer: str,
     zero: int,

@@ -297,14 +297,19 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
     Raises:
         ValueError: one line for each problem.
     """
+    found = problems_with_ranks(world_size, config)
+    if model_args:
+        found += problems_with_shape(config, model_args, splits_sequence)
+    report(found)
+
+
+def problems_with_ranks(world_size: int, config: dict) -> list[str]:
+    """A sentence for each reason why settings cannot have this number of processes."""
     degrees = {
         name: config[name] for name in ("islands", "pp", "dp_replicate", "ep", "cp", "tp") if config[name] > 1
     }
-    pp, ep, cp, tp, product, found = (
-        *(config[name] for name in ("pp", "ep", "cp", "tp")),
-        prod(degrees.values()),
-        [],
-    )
+    product = prod(degrees.values())
+    found = []
     if world_size % product:
         text = " x ".join(f"{name} {n}" for name, n in degrees.items()) + (
             f" = {product}" if len(degrees) > 1 else ""
@@ -326,8 +331,13 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
         )
     if config.get("cuda_graphs") and world_size > 1:
         found.append(f"cuda_graphs is for one process, but there are {world_size}: set --cuda_graphs=False")
-    if not model_args:
-        return report(found)
+    return found
+
+
+def problems_with_shape(config: dict, model_args: dict, splits_sequence: bool) -> list[str]:
+    """A sentence for each reason why settings cannot have a model of this shape."""
+    pp, ep, cp, tp = (config[name] for name in ("pp", "ep", "cp", "tp"))
+    found = []
     heads = model_args["n_kv_head"] or model_args["n_head"]
     if heads % tp:
         name = "n_head" if heads == model_args["n_head"] else "n_kv_head"
@@ -358,7 +368,7 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
     for name in ("vocab_size", "n_hidden"):  # the last rank would have nothing
         if (size := model_args.get(name)) and (tp - 1) * ceil(size / tp) >= size:
             found.append(f"tp is {tp}, too many ranks for {name} {size}: set --tp={max(1, tp // 2)}")
-    return report(found)
+    return found
 
 
 def nearest_divisor(n: int, wanted: int) -> int:
