@@ -273,10 +273,9 @@ RAISED = {
         [("a", "1")] * 3, [["T4", "GPU-1"], ["T4", "GPU-2"], ["T4", "GPU-1"]]
     ),
     "cuda:0 (GTX 1080) has compute capability 6.1, but this PyTorch, 2.0, has kernels for sm_75, sm_80 "
-    "only: install a "(
-        "PyTorch that supports this GPU (https://pytorch.org/get-started/previous-versions), or set "
-        "--device=cpu"
-    ): (
+    "only: install a "
+    "PyTorch that supports this GPU (https://pytorch.org/get-started/previous-versions), or set "
+    "--device=cpu": (
         lambda at: unusable_gpu(
             at, "CUDA error: no kernel image is available for execution on the device\nCompile"
         )
