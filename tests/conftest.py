@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "measure")]
 
 from runs import Zygote, tiny_data
 

@@ -12,7 +12,7 @@ from runs import REPO
 def check(tmp_path, *args):
     command = [
         sys.executable,
-        str(REPO / "tests/gpu_check.py"),
+        str(REPO / "measure/gpu_check.py"),
         "--json",
         str(tmp_path / "table.json"),
         *args,

@@ -24,7 +24,11 @@ def tracked_files(pattern="*"):
     """The files of the repository outside tests/, also new ones that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
     listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [path for name in listed if not name.startswith("tests/") and (path := REPO / name).exists()]
+    return [
+        path
+        for name in listed
+        if not name.startswith(("tests/", "measure/")) and (path := REPO / name).exists()
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -469,7 +473,7 @@ def test_shuffle_has_the_same_curve_on_two_processes(zygote, work):
 
 
 def test_mutations_match_the_code_and_the_tests():
-    from mutate import MUTATIONS, places
+    from mutations import MUTATIONS, places
 
     for name, (file, old, _, tests) in MUTATIONS.items():
         assert len(places(old, (REPO / file).read_text())) == 1, f"{name}: {old!r} in {file}"

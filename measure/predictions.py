@@ -2,7 +2,7 @@
 Predicted beside measured: train.py on this machine in many layouts, each with two models (Linux, root,
 iproute2 for the runs over a link). It needs an idle machine and takes a quarter of an hour.
 
-    python tests/predictions.py [NPROC ...]     only runs with these numbers of processes
+    python measure/predictions.py [NPROC ...]     only runs with these numbers of processes
 """
 
 import json
@@ -14,7 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np
 import torch

@@ -1,8 +1,8 @@
 """
 Train over slow links: each host is a network namespace with one core and one process (Linux, root, iproute2).
 
-    python tests/slow_network.py --rate=100mbit --hosts=2 -- --zero=1 --max_iters=20     one run
-    python tests/slow_network.py --table                                                every mode at several
+    python measure/slow_network.py --rate=100mbit --hosts=2 -- --zero=1 --max_iters=20     one run
+    python measure/slow_network.py --table  every mode at several
     rates
 
 The table shows how long each mode needs to the training loss that DDP has after --steps steps. How many steps
@@ -27,6 +27,10 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
 from hosts import HAS_NAMESPACES, Hosts
 from runs import REPO, SHARED, column
 

@@ -2,7 +2,7 @@
 How much unequal shares gain: two processes, each on a core of its own, and a busy loop on the second core
 (Linux).
 
-    python tests/slow_rank.py [ROUNDS]
+    python measure/slow_rank.py [ROUNDS]
 
 Trains nanoGPT's small model for 100 steps with --shares=equal and auto by turns. Prints tokens/s, their
 ratio, the shares that auto measured, and the largest difference of a loss to one process's.
@@ -16,6 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runs import REPO, column, free_port
 from slow_network import prepare_shakespeare

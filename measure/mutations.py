@@ -1,5 +1,5 @@
 """
-Remove one thing at a time from the code and check that tests fail: python tests/mutate.py [NAME ...]
+Remove one thing at a time from the code and check that tests fail: python measure/mutations.py [NAME ...]
 
 Each mutation is made in a copy of the repository in a temporary folder. A line shows which test failed. The
 exit status is 1 if the tests passed with any of the mutations.
@@ -76,7 +76,8 @@ MUTATIONS = {
     "evaluation: other sequences each time": (
         "isogpt/monitor/evaluation.py",
         "reader.evaluation(split,",
-        '__import__("dataclasses").replace(reader, seed=seed + progress.step + ranks.world_size).evaluation(split,',
+        '__import__("dataclasses")'
+        ".replace(reader, seed=seed + progress.step + ranks.world_size).evaluation(split,",
         PARITY,
     ),
     "init: depends on the order of parameters": (

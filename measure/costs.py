@@ -1,19 +1,19 @@
 """
 Measurements for the documentation that depend too much on the machine for a test. They need an idle machine.
 
-    python tests/measure.py stall         how long a step waits for a checkpoint in the background, and a
+    python measure/costs.py stall         how long a step waits for a checkpoint in the background, and a
     blocking one
-    python tests/measure.py saves         what a checkpoint every 100 steps costs
-    python tests/measure.py grad_sync     memory with grad_sync last and every, for each stage of ZeRO
-    python tests/measure.py activations   memory of activations with and without recomputation, 12 layers x
+    python measure/costs.py saves         what a checkpoint every 100 steps costs
+    python measure/costs.py grad_sync     memory with grad_sync last and every, for each stage of ZeRO
+    python measure/costs.py activations  memory of activations with and without recomputation, 12 layers x
     1024 tokens
-    python tests/measure.py tax           train.py's step and a bare loop of forward, backward, clipping and
+    python measure/costs.py tax  train.py's step and a bare loop of forward, backward, clipping and
     optimizer
-    python tests/measure.py bare          that bare loop, for the 10.65M config (batch 8 x 256)
-    python tests/measure.py first         seconds from the command to the first step
-    python tests/measure.py serve         8 clients of transformers serve, with and without continuous
+    python measure/costs.py bare          that bare loop, for the 10.65M config (batch 8 x 256)
+    python measure/costs.py first         seconds from the command to the first step
+    python measure/costs.py serve         8 clients of transformers serve, with and without continuous
     batching
-    python tests/measure.py sampling      tokens per second of CPU time, GPT-2 124M, 10 samples of 256 tokens
+    python measure/costs.py sampling  tokens per second of CPU time, GPT-2 124M, 10 samples of 256 tokens
 """
 
 import argparse
@@ -27,7 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runs import REPO, column, records, tiny_data
 

@@ -3,7 +3,7 @@ Time to nanoGPT's loss, and the figure of README.md: nanoGPT's recipe for Shakes
 itself, and config/train_shakespeare_char_fast.py, by turns. It needs an idle machine and
 data/shakespeare_char.
 
-    python tests/time_to_loss.py --nanogpt=FOLDER     FOLDER: a clone of github.com/karpathy/nanoGPT
+    python measure/time_to_loss.py --nanogpt=FOLDER     FOLDER: a clone of github.com/karpathy/nanoGPT
 """
 
 import argparse
@@ -17,6 +17,10 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
 from runs import REPO, column
 
 NANOGPT = [

@@ -1,18 +1,18 @@
 """
 Kill runs at random moments, many times, and count what was lost. The test suite runs a short form of it.
 
-    python tests/soak.py saves --kills=200     SIGKILL around checkpoints: does the newest valid one resume?
-    python tests/soak.py saves --kills=100 --nproc=2 --zero=3   the same for shards, killing one rank or all
+    python measure/soak.py saves --kills=200  SIGKILL around checkpoints: does the newest valid one resume?
+    python measure/soak.py saves --kills=100 --nproc=2 --zero=3  the same for shards, killing one rank or all
     of them
-    python tests/soak.py bits --rounds=20      kills in the middle of steps: does the run end with the same
+    python measure/soak.py bits --rounds=20  kills in the middle of steps: does the run end with the same
     bits?
-    python tests/soak.py signals --kills=50    SIGTERM at random moments: checkpoint, exit within 10 s, same
+    python measure/soak.py signals --kills=50  SIGTERM at random moments: checkpoint, exit within 10 s, same
     bits?
-    python tests/soak.py elastic --kills=50    SIGKILL of random torchrun workers: same losses, how long to
+    python measure/soak.py elastic --kills=50  SIGKILL of random torchrun workers: same losses, how long to
     recover?
-    python tests/soak.py shrink                agents of one worker each are killed, 4 -> 3 -> 2 -> 3: same
+    python measure/soak.py shrink  agents of one worker each are killed, 4 -> 3 -> 2 -> 3: same
     losses?
-    python tests/soak.py phases --kills=200    SIGKILL in chosen phases, on changing numbers of processes and
+    python measure/soak.py phases --kills=200  SIGKILL in chosen phases, on changing numbers of processes and
     layouts
 """
 
@@ -30,7 +30,8 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runs import REPO, TINY, Zygote, children, column, free_port, records, steps_in, tiny_data, wait_for
 

@@ -2,8 +2,8 @@
 The bytes that the ways of parallelism send per step and rank: by formula, and counted in a network namespace
 of its own (Linux, root), where all ranks communicate over the loopback interface and nothing else does.
 
-    python tests/wire.py                  all layouts
-    python tests/wire.py "cp 2" "tp 4"    these
+    python measure/wire.py                  all layouts
+    python measure/wire.py "cp 2" "tp 4"    these
 """
 
 import os
@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runs import REPO, Zygote, tiny_data
 

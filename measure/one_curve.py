@@ -1,7 +1,7 @@
 """
 Plot the loss curves of the same training run on different numbers of processes, and how much they differ.
 
-    python tests/one_curve.py [--out=docs/one_curve.png] [--steps=300]
+    python measure/one_curve.py [--out=docs/one_curve.png] [--steps=300]
 
 Trains a small model on the CPU in float32 on 1, 2, 3 and 7 processes, on 4 with ZeRO-3, and on 2 that are
 killed twice and resumed. Takes a few minutes on two idle cores.
@@ -21,6 +21,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
 from runs import REPO, children, column, tiny_data
 
 # 25 sequences per step: no number of processes but 1 divides it, so some ranks have more sequences than
