@@ -48,7 +48,7 @@ from isogpt.speed.prediction import Plan, calibrated, two_blocks
 from isogpt.speed.profiler import PROFILE_SKIP, PROFILE_STEPS
 from isogpt.speed.step_report import bubble, figures, own_lines, reason_for, shown_bubble, split_step
 from isogpt.training import precision
-from isogpt.training.settings import RENAMED, model_args_of, problems_of, report
+from isogpt.training.settings import model_args_of, problems_of, report
 from model import GPT, GPTConfig
 
 # -- what to run ---------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ accepted |= {name: replace(accepted[name], **change) for name, change in changes
 try:
     adopt_launcher_variables()
     rank, world_size, *_ = rank_variables()
-    config = configure(globals(), extra=accepted, renamed=RENAMED)
+    config = configure(globals(), extra=accepted)
     is_launched, processes = "RANK" in os.environ, max(nproc, world_size)
     where = pick_device(device, 0, 1)
     if config.get("gradient_accumulation_steps") == 0:

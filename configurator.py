@@ -129,10 +129,7 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
 
 
 def configure(
-    script_globals: dict[str, Any],
-    argv: list[str] | None = None,
-    extra: dict[str, Setting] | None = None,
-    renamed: dict[str, str] | None = None,
+    script_globals: dict[str, Any], argv: list[str] | None = None, extra: dict[str, Setting] | None = None
 ) -> dict[str, Value]:
     """
     Apply `argv` to the settings in `script_globals` and return their final values.
@@ -143,14 +140,11 @@ def configure(
 
     `extra` holds settings of another script that are accepted too. Those that were set are returned, but
     never assigned
-    to the globals; their defaults are only shown by --help and read by config files. `renamed` maps old names
-    of
-    settings to new ones; using an old name is an error that gives the new one. All errors are reported
-    together; then
-    nothing is applied and the process exits with status 1.
+    to the globals; their defaults are only shown by --help and read by config files. All errors are reported
+    together; then nothing is applied and the process exits with status 1.
     """
     console.prepare()
-    script, renamed = script_globals["__file__"], renamed or {}
+    script = script_globals["__file__"]
     own = settings_of(script)
     # own settings come first in --help, and win over extra ones of the same name
     known = own | (extra or {}) | own
@@ -160,17 +154,17 @@ def configure(
             console.print_line(help_text(script, known))
         sys.exit(0)
 
-    arguments = _normalized(arguments, known, renamed)
+    arguments = _normalized(arguments, known)
     if argv is None:
         sys.argv[1:] = arguments
     final = {name: script_globals.get(name, setting.default) for name, setting in own.items()}
     findings = Findings()
     for argument in arguments:
         if _split(argument)[0] == "--":
-            final |= _from_option(argument, known, renamed, findings)
+            final |= _from_option(argument, known, findings)
         else:
             current = {name: setting.default for name, setting in known.items()} | final
-            final |= _from_config(argument, script_globals, known, current, renamed, findings)
+            final |= _from_config(argument, script_globals, known, current, findings)
     final |= {name: _in_home(final[name]) for name in PATHS & final.keys()}
     # the process that launched torchrun for this one, see launchers.start_workers, has printed them
     if _is_rank_0() and not console.is_worker_of_nproc():
@@ -242,7 +236,7 @@ def _split(argument: str) -> tuple[str, str, str, str]:
     return argument[: len(argument) - len(undashed)], *undashed.partition("=")
 
 
-def _normalized(arguments: list[str], settings: dict[str, Setting], renamed: dict[str, str]) -> list[str]:
+def _normalized(arguments: list[str], settings: dict[str, Setting]) -> list[str]:
     """
     Rewrite `--key value`, `--key = value`, `--key =value` and `--key= value` as `--key=value`, `--key` alone
     as
@@ -255,7 +249,7 @@ def _normalized(arguments: list[str], settings: dict[str, Setting], renamed: dic
         if not dashes:
             rewritten.append(argument)
             continue
-        setting = settings.get(renamed.get(name, name))
+        setting = settings.get(name)
         is_config = name == "config" and not setting
         kind = str if is_config else setting.kind if setting else None
         is_number = kind not in (str, None)
@@ -288,16 +282,11 @@ def _in_home(path: str) -> str:
     return prefix + os.path.expanduser(path.removeprefix(prefix))
 
 
-def _from_option(
-    argument: str, known: dict[str, Setting], renamed: dict[str, str], findings: Findings
-) -> dict[str, Value]:
+def _from_option(argument: str, known: dict[str, Setting], findings: Findings) -> dict[str, Value]:
     """Return the setting that `argument`, --key=value, sets."""
     name, equals, text = argument[2:].partition("=")
     problem = None
-    if name in renamed:
-        value = shlex.quote(text) if equals else "VALUE"
-        problem = f"--{name} was renamed: type --{renamed[name]}={value}"
-    elif name in known and not equals:
+    if name in known and not equals:
         problem = f"--{name}: missing value; type --{name}=VALUE"
     elif name in PATHS & known.keys() and text.startswith("="):
         problem = f"{argument}: type --{name}={shlex.quote(text.lstrip('='))}"
@@ -321,7 +310,6 @@ def _from_config(
     script_globals: dict[str, Any],
     known: dict[str, Setting],
     current: dict[str, Value],
-    renamed: dict[str, str],
     findings: Findings,
 ) -> dict[str, Value]:
     """Run the file `config` and return the settings it sets. `current` maps all settings to their values."""
@@ -356,9 +344,7 @@ def _from_config(
     plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not visible.get(name)}
     for name in sorted(plain - current.keys() - read):
         nearest = difflib.get_close_matches(name, current, 1, 0.85)
-        if name in renamed:
-            findings.notes.append(f"{config}: {name} is not used: it was renamed to {renamed[name]}")
-        elif nearest and not name.startswith("_"):
+        if nearest and not name.startswith("_"):
             findings.notes.append(
                 f"{config}: {name} is not used: no such setting; did you mean {nearest[0]}?"
             )

@@ -56,7 +56,6 @@ from isogpt.speed.usage import memory_gb
 from isogpt.training import optim, precision
 from isogpt.training.schedule import make_schedule
 from isogpt.training.settings import (
-    RENAMED,
     check_degrees,
     check_training,
     fit_model_args,
@@ -168,7 +167,7 @@ base_batch = 0  # with lr_scaling: the sequences per step for which learning_rat
 # settings, processes, process group
 try:
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
-    config = configure(globals(), renamed=RENAMED)
+    config = configure(globals())
     check_training(config)
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
     eval_sequences = eval_iters * batch_size  # of each split; a layout may change batch_size

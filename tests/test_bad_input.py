@@ -28,7 +28,6 @@ from isogpt.common.random_numbers import TRAIN, random_bits
 from isogpt.data.reader import Reader
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import share_of
-from isogpt.training.settings import RENAMED
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
@@ -226,19 +225,6 @@ CASES = {
         ["--activation_checkpointing=every:0"], ["every:0", "none, full, selective", "every:K"], BOTH
     ),
     "seed-too-large": Case([f"--seed={2**64}"], ["seed", str(2**64)]),
-    "renamed": Case(
-        [f"--{old}=1" for old in RENAMED],
-        [f"--{old} was renamed: type --{new}=1" for old, new in RENAMED.items()],
-        BOTH,
-        lines=len(RENAMED),
-    ),
-    "renamed-in-config": Case(
-        ["b.py"],
-        ["seed = 'x'", "stop_after_s is not used: it was renamed to time_limit_s"],
-        BOTH,
-        lambda f: write(f, "b.py", "stop_after_s = 60\nseed = 'x'"),
-        lines=2,
-    ),
     "save-bool": Case(["--save_checkpoint=2"], ["save_checkpoint='2'", "True or False"]),
     "tensorboard-bool": Case(["--tensorboard_log=out"], ["tensorboard_log='out'", "True or False"]),
     "resume-bad-value": Case([*RESUME, "--dropout=1.0"], ["dropout is 1", "[0, 1)"]),

@@ -65,14 +65,6 @@ DEFAULTS = {
     "weight_decay": 0.1,
 }
 
-RENAMED = {
-    "rate": "learning_rate",
-    "only": "eval_only",
-    "device_name": "device",
-    "json": "start",
-    "layers": "n_layer",
-}
-
 
 def sleep_on(monkeypatch, sleep):
     # Not time.sleep itself: subprocess.run waits with it.
@@ -104,7 +96,7 @@ def started(script):
 
 
 def run(script, *argv, extra=None):
-    return configure(started(script), list(argv), extra, RENAMED)
+    return configure(started(script), list(argv), extra)
 
 
 def config_file(text, path="c.py"):
@@ -117,7 +109,7 @@ def problems(capsys, script, *argv, extra=None):
     script_globals = started(script)
     untouched = dict(script_globals)
     with pytest.raises(SystemExit) as end:
-        configure(script_globals, list(argv), extra, RENAMED)
+        configure(script_globals, list(argv), extra)
     assert end.value.code == 1
     assert script_globals == untouched
     said = capsys.readouterr()
@@ -591,12 +583,11 @@ def test_a_number_too_large_for_a_float_is_an_error(script, capsys):
     assert problem(capsys, script, "c.py").endswith("not a finite number")
 
 
-TYPOS = "learning_rat = 1e-3\nmax_iter = 5\nbatchsize = True\nweight_deca = '1'\nrate = 1"
+TYPOS = "learning_rat = 1e-3\nmax_iter = 5\nbatchsize = True\nweight_deca = '1'"
 TYPO_NOTES = [
     "c.py: batchsize is not used: no such setting; did you mean batch_size?",
     "c.py: learning_rat is not used: no such setting; did you mean learning_rate?",
     "c.py: max_iter is not used: no such setting; did you mean max_iters?",
-    "c.py: rate is not used: it was renamed to learning_rate",
     "c.py: weight_deca is not used: no such setting; did you mean weight_decay?",
 ]
 
@@ -705,85 +696,16 @@ def test_an_exception_in_a_config_is_one_line(script, capsys, text, said):
     assert problem(capsys, script, "c.py") == f"error: train.py: c.py{said}"
 
 
-# -- settings that were renamed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "old", "typed"),
-    [
-        ("--rate=1e-3", "rate", "--learning_rate=1e-3"),
-        ("--rate 1e-3", "rate", "--learning_rate=1e-3"),
-        ("--rate -1", "rate", "--learning_rate=-1"),
-        ("--rate --seed=7", "rate", "--learning_rate=VALUE"),
-        ("--rate c.py", "rate", "--learning_rate=VALUE"),
-        ("--only", "only", "--eval_only=True"),
-        ("--only no", "only", "--eval_only=no"),
-        ("--device_name c.py", "device_name", "--device=c.py"),
-        ("--json 'two words'", "json", "--start='two words'"),
-        ("--json=", "json", "--start=''"),
-    ],
-)
-def test_a_renamed_key_says_what_to_type(script, capsys, arguments, old, typed):
-    config_file("seed = 2")
-    line = problem(capsys, script, *shlex.split(arguments))
-    assert line == f"error: train.py: command line: --{old} was renamed: type {typed}"
-
-
-def test_a_renamed_setting_in_a_config_is_noted(script, capsys, monkeypatch):
-    config_file("rate = 1\nonly = False\njson = 'x'\nseed = 2")
-    new = {"rate": "learning_rate", "only": "eval_only", "json": "start"}
-    expected = "".join(
-        f"note: c.py: {old} is not used: it was renamed to {new[old]}\n" for old in sorted(new)
-    )
-    assert run(script, "c.py") == DEFAULTS | {"seed": 2} and capsys.readouterr().err == expected
-    script_globals = started(script) | {"json": json}  # the script itself imports a module of this name
-    configure(script_globals, ["c.py"], renamed=RENAMED)
-    assert capsys.readouterr().err == expected
-    monkeypatch.syspath_prepend(os.getcwd())
-    Path("c.py").rename("configurator_test_renamed.py")
-    config_file("from configurator_test_renamed import *")
-    assert run(script, "c.py") == DEFAULTS | {"seed": 2} and capsys.readouterr().err == expected
-
-
-def test_helpers_with_the_name_of_a_renamed_setting(script):
-    """As a config that was written for nanoGPT may have them."""
-    config_file(
-        "import json\nfrom math import floor as only\n"  # no plain values
-        "rate = 1e-3\nlearning_rate = rate * 2\n"  # read
-        "def device_name(): pass\n"
-    )
-    assert run(script, "c.py") == DEFAULTS | {"learning_rate": 2e-3}
-    config_file("seed = 2")
-    assert configure(started(script) | {"json": "the script's own"}, ["c.py"], renamed=RENAMED)["seed"] == 2
-
-
-def test_without_renamed_settings_an_old_name_is_unknown(script, capsys):
-    with pytest.raises(SystemExit):
-        configure(started(script), ["--rate=1"])
-    assert "--rate: no such setting" in capsys.readouterr().err
-
-
 # -- errors
 
 
 def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys):
     config_file("seed = 'one'\nbatch_size = 0.5\nbatchsize = 3\ndevice = 'cpu'")
     config_file("1 / 0", "d.py")
-    arguments = [
-        "--max_iters=5",
-        "c.py",
-        "d.py",
-        "nowhere.py",
-        "--sed=1",
-        "--top_k=x",
-        "--batch_size",
-        "--rate",
-        "1",
-    ]
+    arguments = ["--max_iters=5", "c.py", "d.py", "nowhere.py", "--sed=1", "--top_k=x", "--batch_size"]
     lines = problems(capsys, script, *arguments, "--seed=8")  # checks that nothing is applied
     starts = ["c.py: seed = 'one'", "c.py: batch_size = 0.5", "d.py, line 1", "nowhere.py"]
     starts += ["command line: --sed:", "command line: --top_k='x'", "command line: --batch_size:"]
-    starts += ["command line: --rate was renamed"]
     assert lines.pop(0).startswith("note: c.py: batchsize is not used")
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts):
@@ -937,7 +859,6 @@ def test_extra_settings_with_other_defaults(script, capsys):
         r"^model:\n  --n_layer=6 +blocks\n  --accumulated=0 +micro-batches .*\(0: one per", text, re.M
     )
     assert re.search(r"^accepted, without effect:\n  --dropout=0.0 +share$", text, re.M)
-    assert "--layers was renamed: type --n_layer=3" in problem(capsys, script, "--layers=3", extra=extra)
 
 
 # -- as a user runs it

@@ -1106,10 +1106,6 @@ def test_mistakes_of_bench_py(at, capsys):
     assert fails("--sweep=nproc:1").err == text
     text = "error: sweep is 'batch_size': type --sweep='nproc:1,2;batch_size:4,8' or the like\n"
     assert fails("--sweep=batch_size").err == text
-    assert fails("--world_size=2", "--json=x").err.splitlines() == [
-        "error: bench.py: command line: --world_size was renamed: type --estimate_world_size=2",
-        "error: bench.py: command line: --json was renamed: type --json_path=x",
-    ]
 
 
 # ------------------------------------------------------------------------------------------------------------

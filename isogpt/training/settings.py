@@ -106,15 +106,6 @@ SHAPE = (
     "n_expert",
     "n_expert_active",
 )
-# old name -> new name
-RENAMED = {
-    "prefetch": "fsdp_prefetch",
-    "bucket_mb": "ddp_bucket_mb",
-    "timeout_s": "dist_timeout_s",
-    "stop_after_s": "time_limit_s",
-    "json": "json_path",
-    "world_size": "estimate_world_size",
-}
 
 
 def problems_of(config: dict) -> list[str]:
