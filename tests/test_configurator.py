@@ -614,6 +614,19 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
     ]
 
 
+def test_no_note_about_helpers_that_resemble_settings(script, capsys):
+    """Variables that the config reads, functions, and what it sees of the script are no forgotten settings."""
+    config_file(
+        "from math import floor as max_iter\n"
+        "learning_rat = 1e-3\n"
+        "learning_rate = learning_rat * 2\n"
+        "def batchsize(): pass\n"
+    )
+    script_globals = started(script) | {"weight_deca": 1}
+    assert configure(script_globals, ["c.py"]) == DEFAULTS | {"learning_rate": 2e-3}
+    assert capsys.readouterr() == ("", "")
+
+
 def test_names_that_nanogpts_scripts_have_imported(script):
     """A config may use them without an import, and what it imports or defines itself counts."""
     config_file(
