@@ -615,7 +615,7 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
 
 
 def test_no_note_about_helpers_that_resemble_settings(script, capsys):
-    """Variables that the config reads, functions, and what it sees of the script are no forgotten settings."""
+    """What the config reads, functions, and the script's own variables are no forgotten settings."""
     config_file(
         "from math import floor as max_iter\n"
         "learning_rat = 1e-3\n"

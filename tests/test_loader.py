@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import column
+from runs import REPO, column
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, SHUFFLE, TRAIN
@@ -564,7 +564,7 @@ def test_the_working_folder_as_a_data_set(folder, tmp_path, monkeypatch):
 
 
 def test_the_repository_is_the_folder_that_contains_the_package():
-    assert Path(dataset.__file__).resolve().parent.parent == REPOSITORY
+    assert REPO == REPOSITORY
 
 
 # ------------------------------------------------------------------------------------------------------------

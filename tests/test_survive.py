@@ -25,7 +25,7 @@ from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.common.files import write_whole
-from isogpt.launch import network, together
+from isogpt.launch import network, start_checks, together
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_alike, start_facts
 from isogpt.launch.together import Gathered, gather_numbers, wait_together
@@ -466,6 +466,16 @@ def test_ranks_must_start_with_the_same_settings_code_and_data():
     for key, value in (("the code's digest", "x"), ("the data's digest", "b"), ("seed", 2)):
         with pytest.raises(ValueError, match=f"{key} is .* on rank 1"):
             check_alike([facts[0], facts[0] | {key: value}])
+
+
+def test_the_digest_of_the_code_covers_the_scripts_and_all_rooms(monkeypatch, tmp_path):
+    monkeypatch.setattr(start_checks, "REPOSITORY", tmp_path)
+    (tmp_path / "isogpt/room").mkdir(parents=True)
+    digests = {start_facts({})["the code's digest"]}
+    for name in ("model.py", "isogpt/__init__.py", "isogpt/room/module.py"):
+        shutil.copyfile(REPO / "model.py", tmp_path / name)
+        digests.add(start_facts({})["the code's digest"])
+    assert len(digests) == 4
 
 
 def test_slow_ranks_and_spikes_are_detected():

@@ -7,6 +7,8 @@ from contextlib import suppress
 from enum import EnumMeta
 from pathlib import Path
 
+REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
+
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from isogpt.common.files import load_pickle
+from isogpt.common.files import REPOSITORY, load_pickle
 from isogpt.data import vocabulary
 from isogpt.data.token_files import DTYPES, Format, formats_of, parse_dtype
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.together import is_main
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 # plain values that a meta.pkl may contain besides builtin ones
 ARRAYS = {"scalar", "_reconstruct"}

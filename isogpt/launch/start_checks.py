@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from isogpt.common.files import REPOSITORY
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import exit_together, gather_objects
 
@@ -32,8 +33,7 @@ def start_facts(config: dict) -> dict:
     What should be the same on all ranks besides the data: settings, code, torch; and this machine's host
     name.
     """
-    repository = Path(__file__).resolve().parent.parent
-    sources = sorted([*repository.glob("*.py"), *repository.glob("isogpt/**/*.py")])
+    sources = sorted([*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py")])
     code = zlib.crc32(b"".join(path.read_bytes() for path in sources))
     facts = config | {"torch": torch.__version__, "the code's digest": code, "host": socket.gethostname()}
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
