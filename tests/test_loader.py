@@ -18,6 +18,7 @@ import torch
 from runs import REPO, column
 
 from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, SHUFFLE, TRAIN
 from isogpt.data import dataset
 from isogpt.data.dataset import (
@@ -161,7 +162,7 @@ def test_a_resume_with_another_batch_continues_the_epoch():
             "best_val_loss": float("inf"),
             "config": {},
         }
-        saved = SimpleNamespace(run=run, optimizer=None)
+        saved = OpenCheckpoint(found=None, run=run)
         progress = Progress(tokens_per_step=n * BLOCK)
         progress.load(saved)
         first = reader(n, progress)

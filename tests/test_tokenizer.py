@@ -202,7 +202,7 @@ def test_a_tokenizer_that_does_not_fit_the_model(tmp_path):
 def test_metadata_that_is_missing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for dataset in ("", "absent"):
-        run = {"model_args": {"vocab_size": 50304}, "config": {"dataset": dataset}}
+        run = {"model_args": {"vocab_size": 50304}, "config": {"dataset": dataset}, "isogpt": {}}
         assert run_vocabulary.vocabulary_of_run(run, tmp_path) == Vocabulary("tiktoken", "gpt2")
         run["model_args"]["vocab_size"] = 65
         unknown = run_vocabulary.vocabulary_of_run(run, tmp_path)

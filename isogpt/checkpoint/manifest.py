@@ -112,9 +112,9 @@ def damaged_file(path: Path, manifest: dict) -> str:
 
 def val_loss_of(manifest: dict) -> float | None:
     """The validation loss of the checkpoint with this manifest; None if it is not known."""
-    if manifest.get("best_step") == manifest["step"]:
-        return manifest.get("best_val_loss")
-    return manifest.get("val_loss")
+    if manifest["best_step"] == manifest["step"]:
+        return manifest["best_val_loss"]
+    return manifest["val_loss"]
 
 
 def identity(path: Path) -> tuple[str, int, int] | None:

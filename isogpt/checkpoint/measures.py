@@ -23,7 +23,7 @@ def best_step_of(run: dict) -> int:
 
 def measures_of(run: dict) -> dict:
     """What determined a checkpoint's validation losses, see `what_is_measured`."""
-    return run.get("isogpt", {}).get("measures") or what_is_measured(run.get("config") or {})
+    return run.get("isogpt", {}).get("measures") or what_is_measured(run["config"])
 
 
 def what_is_measured(config: dict, digest: str | None = None) -> dict:

@@ -58,7 +58,7 @@ class Progress:
     def rewind(self, run: dict) -> None:
         """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
         self.step = run["iter_num"]
-        ours = run.get("isogpt", {})
+        ours = run["isogpt"]
         self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
         self.position = ours.get("position", self.step * self.tokens_per_step)
 

@@ -34,8 +34,7 @@ def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
         return found
     if found := vocabulary.recorded(run) or vocabulary.of_folder(folder):
         return found
-    config = run.get("config") or {}
-    if not (name := config.get("dataset", "")):
+    if not (name := run["config"].get("dataset", "")):
         return vocabulary.resolve(None, size, "the checkpoint")
     try:
         place = find_dataset(name)

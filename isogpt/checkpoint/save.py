@@ -67,7 +67,7 @@ class Saver:
     def __post_init__(self) -> None:
         # whether ranks hold different parts of the state
         self.world_size = self.mesh.size(*AXES)
-        has_errors = keeps_errors(self.config.get("grad_compression", "none")) and self.world_size > 1
+        has_errors = keeps_errors(self.config["grad_compression"]) and self.world_size > 1
         self.is_sharded = self.zero > 0 or self.mesh.splits_model or self.mesh.islands > 1 or has_errors
         # shards are written from a thread, which needs a group of its own with a CPU backend
         if self.is_sharded:
@@ -171,12 +171,7 @@ class Saver:
         # shared
         shutil.rmtree(unfinished_folder(Path(self.out_dir), self.owner, self.step), ignore_errors=True)
         self.step, self.problem = progress.step, ""
-        extra = {
-            "dtype": dtype,
-            "scaler": scaler.state_dict(),
-            **progress.describe(),
-            "world_size": self.world_size,
-        }
+        extra = {"dtype": dtype, "scaler": scaler.state_dict(), **progress.describe()}
         extra["vocabulary"] = self.vocabulary.describe() if self.vocabulary else None
         run = {
             "model_args": self.model_args,

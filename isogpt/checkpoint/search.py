@@ -110,7 +110,7 @@ def best_checkpoint(out_dir: str) -> tuple[FoundCheckpoint | None, list[str]]:
         return found, [*reports, f"{folder} is damaged: {problem}"]
     its_best = open_folder(folder)
     if its_best.step == found.manifest["best_step"]:  # it may have been evaluated only after it was saved
-        its_best = replace(its_best, val_loss=found.manifest.get("best_val_loss"))
+        its_best = replace(its_best, val_loss=found.manifest["best_val_loss"])
     return its_best, reports
 
 
@@ -130,7 +130,7 @@ def best_folder(out: Path, manifest: dict) -> Path | None:
         other = read_manifest(folder)
         if not other or other["step"] > manifest["step"] or val_loss_of(other) is None:
             continue
-        if not changed_measures(other.get("measures", {}), manifest.get("measures", {})):
+        if not changed_measures(other["measures"], manifest["measures"]):
             losses[folder] = val_loss_of(other)
     return min(losses, key=losses.get, default=None)
 

@@ -130,7 +130,7 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
     weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
     run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
     args, notes = nanogpt_args(path, state["model_args"])
-    run["model_args"] = args | run["isogpt"].get("model_args", {"gelu": run["isogpt"].get("gelu", "none")})
+    run["model_args"] = args | run["isogpt"].get("model_args", {})
     if "isogpt" not in state:  # a fork's settings may have the names of ours
         run["config"] = {k: v for k, v in state["config"].items() if v is not None and k != "optimizer"}
     return OpenCheckpoint(found, run, weights, optim.by_name(weights, state.get("optimizer")), notes)

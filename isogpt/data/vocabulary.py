@@ -123,7 +123,7 @@ class Vocabulary:
 
 def recorded(run: dict) -> Vocabulary | None:
     """The vocabulary that a checkpoint's run records; None if it records none, as nanoGPT's."""
-    found = run.get("isogpt", {}).get("vocabulary")
+    found = run["isogpt"].get("vocabulary")
     return Vocabulary(**found) if found else None
 
 
