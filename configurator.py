@@ -138,16 +138,12 @@ def configure(
     Apply `argv` to the settings in `script_globals` and return their final values.
 
     `argv` defaults to the command line. In that case, sys.argv is rewritten with --key=value throughout, the
-    only form
-    that the code which passes it on to other processes has to understand.
+    only form that the code which passes it on to other processes has to understand.
 
     `extra` holds settings of another script that are accepted too. Those that were set are returned, but
-    never assigned
-    to the globals; their defaults are only shown by --help and read by config files. `renamed` maps old names
-    of
-    settings to new ones; using an old name is an error that gives the new one. All errors are reported
-    together; then
-    nothing is applied and the process exits with status 1.
+    never assigned to the globals; their defaults are only shown by --help and read by config files. `renamed`
+    maps old names of settings to new ones; using an old name is an error that gives the new one. All errors
+    are reported together; then nothing is applied and the process exits with status 1.
     """
     console.prepare()
     script, renamed = script_globals["__file__"], renamed or {}
@@ -245,8 +241,7 @@ def _split(argument: str) -> tuple[str, str, str, str]:
 def _normalized(arguments: list[str], settings: dict[str, Setting], renamed: dict[str, str]) -> list[str]:
     """
     Rewrite `--key value`, `--key = value`, `--key =value` and `--key= value` as `--key=value`, `--key` alone
-    as
-    `--key=True` if the setting is a boolean, and `--config=FILE` as `FILE`.
+    as `--key=True` if the setting is a boolean, and `--config=FILE` as `FILE`.
     """
     rest, rewritten = list(arguments), []
     while rest:

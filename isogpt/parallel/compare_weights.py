@@ -24,8 +24,7 @@ def check_equal_weights(model: nn.Module, step: int, on_error: Callable, island:
 def weight_differences(model: nn.Module, island: int = 0) -> str:
     """
     Compare a checksum of the weights between ranks of an island that hold the same ones (all ranks). Returns
-    which
-    parameter differs on which rank; '' if none.
+    which parameter differs on which rank; '' if none.
     """
     pieces = [(name, *piece) for name, part in local_parts_by_name(model).items() for piece in part.pieces]
     sums = [piece.contiguous().view(torch.int32).sum(dtype=torch.int64) for _, _, piece in pieces]

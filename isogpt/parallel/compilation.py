@@ -15,13 +15,13 @@ EXCHANGE = "expert parallelism: a step's token counts decide how many rows a ran
 def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_graphs: bool = False) -> str:
     """
     Compile the model in place (all ranks); its parameters keep their names. Not on a CPU, where compilation
-    takes 10 s
-    and gains nothing, and not if a trial compilation fails on any rank, for instance because there is no C
-    compiler.
+    takes 10 s and gains nothing, and not if a trial compilation fails on any rank, for instance because there
+    is no C compiler.
 
-    Args: by_block: compile each block and the loss by themselves, as FSDP needs it. cuda_graphs: record the
-        kernels of a forward or backward in a CUDA graph and launch them together. Gradients
-            must be allocated before, see `settle_gradients`.
+    Args:
+        by_block: compile each block and the loss by themselves, as FSDP needs it.
+        cuda_graphs: record the kernels of a forward or backward in a CUDA graph and launch them together.
+            Gradients must be allocated before, see `settle_gradients`.
 
     Returns:
         a sentence for the user about what was done.
@@ -45,8 +45,8 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_g
 def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
     """
     Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation has its own
-    graphs. Experts
-    on several ranks run uncompiled, because the number of rows that they receive is different each time.
+    graphs. Experts on several ranks run uncompiled, because the number of rows that they receive is different
+    each time.
     """
     for block in model.transformer.h:
         if isinstance(block.mlp, MoE) and block.mlp.exchanges_tokens:

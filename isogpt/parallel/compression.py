@@ -38,8 +38,7 @@ POWERSGD_GAIN = 12
 class Compression:
     """
     How data-parallel ranks exchange gradients, and what this rank's gradients have lost. For each parameter,
-    the mean
-    of the ranks' `errors` is what the mean gradient lacks so far.
+    the mean of the ranks' `errors` is what the mean gradient lacks so far.
     """
 
     kind: str  # fp16, bf16, int8, sign, powersgd or topk
@@ -145,8 +144,9 @@ class Compression:
         """
         Start without errors before a step.
 
-        Args: saved: the names (see sharded_files.flat) and shapes in a checkpoint; makes room for PowerSGD's
-            factors.
+        Args:
+            saved: the names (see sharded_files.flat) and shapes in a checkpoint; makes room for PowerSGD's
+                factors.
         """
         self.forget()
         if self.powersgd:
@@ -164,8 +164,7 @@ class Compression:
     def saved_parts(self, model: nn.Module) -> dict[str, dict[str, LocalPart]]:
         """
         The errors by parameter name, as rows of those of all ranks that hold the same part of a parameter,
-        and
-        PowerSGD's factors, whose order in a bucket only torch knows.
+        and PowerSGD's factors, whose order in a bucket only torch knows.
         """
         found = {}
         for name, p in model.named_parameters() if self.kind not in HALF else ():
@@ -263,8 +262,7 @@ def coded_mean(
 ) -> tuple[Tensor, Tensor]:
     """
     The mean of tensors (N,) over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888): each rank
-    receives
-    its share of all tensors, takes the mean, and sends it to all.
+    receives its share of all tensors, takes the mean, and sends it to all.
 
     Returns:
         (the mean, what this rank's tensor has lost; for its own share, the loss of the mean, times the ranks)
@@ -287,9 +285,8 @@ def coded_mean(
 def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Tensor:
     """
     Rows of numbers as bytes: 16 bits each (bf16), or in blocks with a float32 scale 8 bits each, rounded up
-    or down at
-    random so that the expected value stays (int8; Alistarh et al. 2017, arXiv:1610.02132), or only the signs
-    (sign).
+    or down at random so that the expected value stays (int8; Alistarh et al. 2017, arXiv:1610.02132), or only
+    the signs (sign).
 
     Args:
         x: (rows, elements), the elements a multiple of the largest block.
@@ -347,8 +344,7 @@ def signs_of_bytes(device: torch.device) -> Tensor:
 def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """
     The mean over a group of the largest elements of each rank's tensor (N,), the others taken for zero (Aji
-    and
-    Heafield 2017, arXiv:1704.05021), and what this rank's tensor has lost.
+    and Heafield 2017, arXiv:1704.05021), and what this rank's tensor has lost.
     """
     n, count = group.size(), max(1, round(fraction * len(corrected)))
     chosen = corrected.abs().topk(count, sorted=False).indices

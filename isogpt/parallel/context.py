@@ -49,8 +49,7 @@ def sum_over_ranks(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
 def last_rows_mask(T: int, S: int, device: torch.device) -> CausalBias | None:
     """
     On a GPU, the causal mask of the last T of S positions, with which FlashAttention runs. It is made once,
-    because
-    torch.compile cannot trace its constructor (torch 2.13).
+    because torch.compile cannot trace its constructor (torch 2.13).
     """
     return causal_lower_right(T, S) if device.type == "cuda" else None
 
@@ -68,8 +67,7 @@ def context_attention(  # noqa: PLR0913  (called in place of causal_attention)
     """
     kernels.causal_attention of this rank's positions over those of all ranks: q (B, T / cp, H, D), k and v
     (B, T / cp, K, D) -> (B, T / cp, H * D). The backward gathers the keys and values again instead of keeping
-    them, so
-    that activations are divided by cp; it also computes the attention's forward again.
+    them, so that activations are divided by cp; it also computes the attention's forward again.
 
     Args:
         order: the places of chunks 0, 1, ... in what Gather returns.
@@ -96,9 +94,9 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropo
     """
     Attention of the last T of S positions to all of them: (B, T, H, D), (B, S, H, D) twice -> (B, T, H * D).
 
-    Args: mask: see `last_rows_mask`. None: compute in float32. With a mask, some gradients in bfloat16 were
-        several times
-            too large on a CPU (torch 2.13).
+    Args:
+        mask: see `last_rows_mask`. None: compute in float32. With a mask, some gradients in bfloat16 were
+            several times too large on a CPU (torch 2.13).
     """
     T, S, dtype = q.size(1), k.size(1), q.dtype
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, D)

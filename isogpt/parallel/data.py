@@ -32,8 +32,7 @@ def shard(  # noqa: PLR0913  (train.py's settings)
     """
     ZeRO-2 and 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered when it is needed;
     embeddings, the tied head and the last norm are another. With zero 2 the gathered parameters stay until
-    the backward
-    is done; so they do in a pipeline whose schedule delays gradients of weights.
+    the backward is done; so they do in a pipeline whose schedule delays gradients of weights.
 
     Args:
         dtype: the blocks compute in it; weights and the reduction of gradients are float32.
@@ -72,8 +71,7 @@ def shard(  # noqa: PLR0913  (train.py's settings)
 def replicate(model: nn.Module, bucket_mb: float, group: dist.ProcessGroup) -> DistributedDataParallel:
     """
     DistributedDataParallel over the ranks of a group (all of them). Gradients are reduced in buckets of
-    bucket_mb MiB,
-    and are views of the buckets: there are no copies.
+    bucket_mb MiB, and are views of the buckets: there are no copies.
     """
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, process_group=group
@@ -99,13 +97,12 @@ def reshard(model: nn.Module) -> None:
 def no_sync(model: nn.Module, adds_shards: bool = False) -> Iterator[None]:
     """
     A micro-step whose backward adds to the local gradients and does not reduce them over the ranks: DDP's
-    no_sync, or
-    FSDP2's set_requires_gradient_sync(False).
+    no_sync, or FSDP2's set_requires_gradient_sync(False).
 
-    Args: adds_shards: FSDP2 does reduce the gradients to shards, which it adds up on the device. Only the
-        last micro-step
-            copies them to the CPU: with cpu_offload, adding to gradients there would wait for a GPU at each
-                of them.
+    Args:
+        adds_shards: FSDP2 does reduce the gradients to shards, which it adds up on the device. Only the last
+            micro-step copies them to the CPU: with cpu_offload, adding to gradients there would wait for a
+            GPU at each of them.
     """
     switch = None
     if hasattr(model, "set_requires_gradient_sync"):
@@ -127,21 +124,16 @@ def settle_gradients(
 ) -> bool:
     """
     Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns
-    whether
-    there are such gradients, which must be set to zero after a step and not to None.
+    whether there are such gradients, which must be set to zero after a step and not to None.
 
     DDP's are views of its buckets. DDP reorders the buckets after the first backward, and with three or more
-    ranks
-    another order of summation gives other bits: without one discarded forward and backward, a resumed run
-    would differ
-    in the last bits from an uninterrupted one. They are called exactly as in a step, so that torch.compile
-    does not
-    compile a second graph.
+    ranks another order of summation gives other bits: without one discarded forward and backward, a resumed
+    run would differ in the last bits from an uninterrupted one. They are called exactly as in a step, so that
+    torch.compile does not compile a second graph.
 
     With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
-    graph's next
-    run would overwrite it (pytorch issue 169545). To a gradient that already exists, autograd adds the
-    output.
+    graph's next run would overwrite it (pytorch issue 169545). To a gradient that already exists, autograd
+    adds the output.
     """
     if isinstance(model, DistributedDataParallel):
         with autocast:

@@ -21,12 +21,9 @@ def complete_gradients(
 ) -> None:
     """
     Add up what the backward has left on several ranks (all ranks): with tp, the gradients of parameters that
-    are on
-    every rank, each from its part of the sequence; with ep, those of the same experts; with pp, those of
-    data-parallel
-    ranks, since the pipeline's stages are not wrapped with DDP, and of wte tied to the head, if these are on
-    different
-    ranks; with compression, those of the replicas of sharded parameters.
+    are on every rank, each from its part of the sequence; with ep, those of the same experts; with pp, those
+    of data-parallel ranks, since the pipeline's stages are not wrapped with DDP, and of wte tied to the head,
+    if these are on different ranks; with compression, those of the replicas of sharded parameters.
 
     Args:
         reduces_data: False leaves out the data-parallel ranks, to measure what they cost.
@@ -81,8 +78,7 @@ def is_tied_over_ranks(model: nn.Module) -> bool:
 def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
     """
     This rank's parameters by how many ranks hold the same part of them. Islands count as well, although their
-    gradients
-    differ: so the squared norm is the mean over the islands.
+    gradients differ: so the squared norm is the mean over the islands.
     """
     found = defaultdict(list)
     for p in model.parameters():

@@ -18,10 +18,8 @@ Offsets = tuple[int, ...]  # of a piece in each dimension of the whole tensor
 class Split:
     """
     How tensor or expert parallelism (axis tp or ep of the mesh) divides a parameter: along one dimension,
-    where
-    matrices of these heights or widths are stacked (q, k and v; experts), each of which is divided evenly
-    over `count`
-    ranks. This rank is number `index` of them.
+    where matrices of these heights or widths are stacked (q, k and v; experts), each of which is divided
+    evenly over `count` ranks. This rank is number `index` of them.
     """
 
     axis: str
@@ -60,8 +58,7 @@ class Split:
 class LocalPart:
     """
     The part of a parameter, or of a tensor of its shape such as a moment, that this rank holds: `pieces` are
-    views of
-    the tensor in this rank's memory, with their offsets in the whole tensor of shape `shape`.
+    views of the tensor in this rank's memory, with their offsets in the whole tensor of shape `shape`.
     """
 
     shape: torch.Size
@@ -181,9 +178,8 @@ def local_parts_by_name(model: nn.Module) -> dict[str, LocalPart]:
 def whole_tensors(parts: list[LocalPart], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
     """
     The whole float32 tensors of parts of equal shape, stacked: (parts, *shape) (all ranks of the group that
-    shares
-    them). The sum of the ranks' pieces, in a single collective: the other places hold zeros, so nothing is
-    rounded.
+    shares them). The sum of the ranks' pieces, in a single collective: the other places hold zeros, so
+    nothing is rounded.
     """
     new = torch.zeros if group else torch.empty
     stacked = new(len(parts), *parts[0].shape, device=device)

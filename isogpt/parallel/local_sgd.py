@@ -24,16 +24,13 @@ from isogpt.parallel.mesh import Mesh
 class Islands:
     """
     What this rank knows of the islands. Every `local_steps` steps the mean change of their weights is the
-    gradient of
-    an outer step, SGD with Nesterov momentum (Sutskever et al. 2013), from which all islands continue. Each
-    keeps the
-    moments of its own optimizer. Learning rate 1 without momentum is Local SGD (Stich 2018,
-    arXiv:1805.09767).
+    gradient of an outer step, SGD with Nesterov momentum (Sutskever et al. 2013), from which all islands
+    continue. Each keeps the moments of its own optimizer. Learning rate 1 without momentum is Local SGD
+    (Stich 2018, arXiv:1805.09767).
 
     With several `parts`, each part of the model is averaged at another one of the local_steps, in the
-    background until
-    the next part's turn (Douillard et al. 2025, arXiv:2501.18512): what an island has learned meanwhile is
-    kept.
+    background until the next part's turn (Douillard et al. 2025, arXiv:2501.18512): what an island has
+    learned meanwhile is kept.
     """
 
     model: nn.Module
@@ -90,8 +87,7 @@ class Islands:
     def due_after(self, step: int) -> list[int]:
         """
         The parts whose averaging starts after a step that was taken: those whose turn it is, or was after one
-        of the
-        steps before, which were skipped.
+        of the steps before, which were skipped.
         """
         first = max(self.averaged_at, step - self.local_steps) + 1
         passed = {(s + 1) % self.local_steps for s in range(first, step + 1)}

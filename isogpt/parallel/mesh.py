@@ -26,14 +26,10 @@ READING_AXES = ("islands", "dp_replicate", "dp_shard", "ep")  # the ranks along 
 class Mesh:
     """
     The ranks as a grid with one axis for each way of dividing the work: groups that train by themselves for
-    some steps
-    (islands), pipeline stages (pp), copies of the model (dp_replicate), shards of each parameter (dp_shard,
-    ZeRO-2 and
-    3), groups of experts (ep), parts of each sequence (cp), and parts of each matrix (tp). Parameters are
-    sharded over
-    dp_shard x ep x cp, because ranks with parts of a sequence use the same ones; experts, which ep has
-    divided already,
-    over dp_shard x cp.
+    some steps (islands), pipeline stages (pp), copies of the model (dp_replicate), shards of each parameter
+    (dp_shard, ZeRO-2 and 3), groups of experts (ep), parts of each sequence (cp), and parts of each matrix
+    (tp). Parameters are sharded over dp_shard x ep x cp, because ranks with parts of a sequence use the same
+    ones; experts, which ep has divided already, over dp_shard x cp.
 
     Data is divided by `data_rank` and `data_size`, never by rank and world size.
     """
@@ -82,9 +78,8 @@ class Mesh:
     def chunks(self, index: int) -> tuple[int, int]:
         """
         The two of 2 cp chunks of a sequence that rank `index` of a cp group holds: an early and a late one.
-        Chunk i
-        attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and none
-        waits.
+        Chunk i attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and
+        none waits.
         """
         return index, 2 * self.cp - 1 - index
 
@@ -162,10 +157,8 @@ class Mesh:
 def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
     """
     The mesh for a ZeRO stage and the settings islands, pp, dp_replicate, ep, cp and tp: the ranks that pp, cp
-    and tp
-    leave divide the batch. Within an island, stages 0 and 1 replicate the parameters over them, stages 2 and
-    3 shard
-    them; ep divides experts.
+    and tp leave divide the batch. Within an island, stages 0 and 1 replicate the parameters over them, stages
+    2 and 3 shard them; ep divides experts.
     """
     islands, pp, ep, cp, tp, replicas = (
         config[n] for n in ("islands", "pp", "ep", "cp", "tp", "dp_replicate")

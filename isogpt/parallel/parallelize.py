@@ -22,8 +22,7 @@ def parallelize(
 ) -> str:
     """
     Distribute a model on the meta device, in place, and allocate this rank's part of it (all ranks). The
-    order of the
-    steps matters: each one applies to what the one before has made.
+    order of the steps matters: each one applies to what the one before has made.
 
     Args:
         dtype: see `shard`.
@@ -63,8 +62,7 @@ def split_model(
 ) -> dict[str, Splits]:
     """
     Leave this rank's layers and experts, and its part of each matrix, of a model on the meta device. Returns
-    how each
-    parameter has been split, since fully_shard replaces parameters.
+    how each parameter has been split, since fully_shard replaces parameters.
     """
     if mesh.pp > 1:
         from isogpt.parallel.pipeline import split_layers
@@ -126,10 +124,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
 def take_routing(model: nn.Module, is_logged: bool, device: torch.device) -> Tensor | None:
     """
     What the model's routers have done since the last logged step, over all ranks and divided by the number of
-    tokens
-    (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged. From a
-    GPU the
-    copy is only queued: it has arrived when numbers that were gathered after it have.
+    tokens (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged.
+    From a GPU the copy is only queued: it has arrived when numbers that were gathered after it have.
     """
     c = model.config
     if not c.n_expert or not is_logged:

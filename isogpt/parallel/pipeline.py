@@ -117,8 +117,7 @@ class Stage(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Token ids (B, T) in the first stage, else the output of the stage before, (B, T, C) -> (B, T, C). In
-        training
-        with experts also what run_blocks returns of them, of all blocks up to here.
+        training with experts also what run_blocks returns of them, of all blocks up to here.
         """
         model = self.methods[0]
         if positions is None:  # a training batch
@@ -257,8 +256,9 @@ class Pipeline:
         """
         Forward and backward of a step's micro-batches (all ranks).
 
-        Returns: this rank's share of the loss, such that the mean over all ranks is the global batch's mean:
-            0, except for the ranks with the last stage.
+        Returns:
+            this rank's share of the loss, such that the mean over all ranks is the global batch's mean: 0,
+            except for the ranks with the last stage.
         """
         with self.clock.on_cpu("data"):
             micro_batches = [next(batches) for _ in range(self.micro_steps)]
@@ -282,8 +282,7 @@ class Pipeline:
     ) -> tuple[Tensor | None, Tensor | None]:
         """
         GPT.forward without gradients, for evaluation and generation (all ranks of the group, with the same
-        arguments):
-        logits on all ranks, or the share of the loss, see `step`.
+        arguments): logits on all ranks, or the share of the loss, see `step`.
         """
         positions, x, me = self.model.next_positions(idx.size(1), caches, idx.device), idx, dist.get_rank()
         for number, stage in zip(self.numbers, self.stages, strict=True):

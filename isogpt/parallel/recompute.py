@@ -38,9 +38,9 @@ def recompute(model: nn.Module, mode: str) -> None:
     Keep only each block's input for the backward pass and recompute the rest, in place (Chen et al. 2016,
     arXiv:1604.06174). Dropout draws the same masks again.
 
-    Args: mode: 'none'; 'full' recomputes every block; 'selective' recomputes every block except for the
-        results of
-            matmuls and attention; 'every:K' recomputes one block in K.
+    Args:
+        mode: 'none'; 'full' recomputes every block; 'selective' recomputes every block except for the results
+            of matmuls and attention; 'every:K' recomputes one block in K.
     """
     every = recompute_every(mode)
     options = (

@@ -15,8 +15,7 @@ PADDING = -1  # the start of a padding row
 class Share:
     """
     How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows.
-    Islands get
-    sequences that follow each other in the batch, and the ranks of an island divide these.
+    Islands get sequences that follow each other in the batch, and the ranks of an island divide these.
     """
 
     sequences: int
@@ -50,8 +49,7 @@ class Share:
     def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
         """
         This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond the
-        end of the
-        batch, or of the island's part of it.
+        end of the batch, or of the island's part of it.
         """
         places, rows_of, rank = self.island()
         first = micro_step * sum(rows_of) + sum(rows_of[:rank])
@@ -74,16 +72,12 @@ def share_of(
 ) -> Share:
     """
     One rank's share: the same number of micro-steps and rows on every rank, as few micro-steps as batch_size
-    allows and
-    then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of which is
-    padding.
-    With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp. With `weights`, by data
-    rank, that
-    differ, rows are in proportion to them: see `divide_rows`.
+    allows and then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of
+    which is padding. With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp. With
+    `weights`, by data rank, that differ, rows are in proportion to them: see `divide_rows`.
 
     The sequences of an island depend on the batch, the number of islands and the sums of their ranks'
-    weights, so that
-    neither batch_size nor the number of ranks in an island changes what it learns.
+    weights, so that neither batch_size nor the number of ranks in an island changes what it learns.
     """
     if len(set(weights)) > 1:
         return weighted_share(sequences, data_rank, batch_size, weights, islands)
@@ -115,11 +109,9 @@ def divide_rows(
 ) -> tuple[int, tuple[int, ...]]:
     """
     The fewest micro-steps, but at least `least`, for which no rank has more than batch_size rows in
-    proportion to its
-    weight, and the rows of each rank, at least 1. A micro-step takes as long as the largest rows / weight:
-    each row
-    goes to the rank for which that becomes the smallest. 48 sequences for weights 2, 1 at batch_size 12 are 3
-    micro-steps of 11 and 5 rows.
+    proportion to its weight, and the rows of each rank, at least 1. A micro-step takes as long as the largest
+    rows / weight: each row goes to the rank for which that becomes the smallest. 48 sequences for weights 2,
+    1 at batch_size 12 are 3 micro-steps of 11 and 5 rows.
     """
     for micro_steps in count(max(least, -(-sequences // (batch_size * len(weights))))):
         rows, times = [1] * len(weights), [(2 / weight, rank) for rank, weight in enumerate(weights)]

@@ -70,9 +70,8 @@ class SlowNetwork:
     ) -> None:
         """
         Start from the model's weights at a step, without errors or an outer momentum; with room for what a
-        checkpoint
-        saved: its tensors' names (see sharded_files.flat) and shapes. `averaged_at`: what it has of
-        `describe`.
+        checkpoint saved: its tensors' names (see sharded_files.flat) and shapes. `averaged_at`: what it has
+        of `describe`.
         """
         if self.compression:
             self.compression.restart(step, saved or {})

@@ -49,8 +49,9 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
     """
     Divide the model's matrices over the tp ranks, in place, on the meta device (all ranks).
 
-    Args: splits_sequence: divide the sequence between the matmuls. False for generation, whose sequences have
-        any length.
+    Args:
+        splits_sequence: divide the sequence between the matmuls. False for generation, whose sequences have
+            any length.
     """
     split_parameters(model, mesh)
     group = mesh.group("tp")
