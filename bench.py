@@ -100,8 +100,7 @@ def say(text: str) -> None:
 def run_train(work: dict, timed: int, show: bool = False) -> dict:
     """
     Train for `timed` steps after a warm-up; returns the figures that train.py recorded (rank 0), or the
-    problem. Under
-    a launcher each rank starts one train.py, which inherits the launcher's variables.
+    problem. Under a launcher each rank starts one train.py, which inherits the launcher's variables.
     """
     number, n = next(launches), str(work["nproc"])
     if not n.isdecimal() or int(n) == 0:

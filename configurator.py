@@ -135,13 +135,11 @@ def configure(
     Apply `argv` to the settings in `script_globals` and return their final values.
 
     `argv` defaults to the command line. In that case, sys.argv is rewritten with --key=value throughout, the
-    only form
-    that the code which passes it on to other processes has to understand.
+    only form that the code which passes it on to other processes has to understand.
 
     `extra` holds settings of another script that are accepted too. Those that were set are returned, but
-    never assigned
-    to the globals; their defaults are only shown by --help and read by config files. All errors are reported
-    together; then nothing is applied and the process exits with status 1.
+    never assigned to the globals; their defaults are only shown by --help and read by config files. All
+    errors are reported together; then nothing is applied and the process exits with status 1.
     """
     console.prepare()
     script = script_globals["__file__"]
@@ -239,8 +237,7 @@ def _split(argument: str) -> tuple[str, str, str, str]:
 def _normalized(arguments: list[str], settings: dict[str, Setting]) -> list[str]:
     """
     Rewrite `--key value`, `--key = value`, `--key =value` and `--key= value` as `--key=value`, `--key` alone
-    as
-    `--key=True` if the setting is a boolean, and `--config=FILE` as `FILE`.
+    as `--key=True` if the setting is a boolean, and `--config=FILE` as `FILE`.
     """
     rest, rewritten = list(arguments), []
     while rest:

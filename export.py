@@ -47,15 +47,15 @@ from model import GPT, GPTConfig
 def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     Write the newest valid checkpoint of a run as 'ckpt.pt' or 'shards', or the best one as 'hf', since
-    sample.py uses
-    that one too; returns what was written.
+    sample.py uses that one too; returns what was written.
 
-    Args: dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint
-        records.
+    Args:
+        dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint
+            records.
 
-    Raises: ValueError: there is no checkpoint, it has this form already, its ids cannot be decoded, or, for
-        'hf', its
-            weights are not finite.
+    Raises:
+        ValueError: there is no checkpoint, it has this form already, its ids cannot be decoded, or, for 'hf',
+            its weights are not finite.
     """
     found, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
     if not found:
@@ -91,9 +91,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
     """
     The optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a
-    ckpt.pt. What the
-    config lacks is nanoGPT's default. (The state of Muon is stored without them, since nanoGPT cannot resume
-    it.)
+    ckpt.pt. What the config lacks is nanoGPT's default. (The state of Muon is stored without them, since
+    nanoGPT cannot resume it.)
     """
     c = {
         "optimizer": "adamw",
@@ -110,8 +109,8 @@ def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
 def unfinished_folder(out_dir: str) -> Iterator[Path]:
     """
     A new folder to write in, which is deleted at the end. It has a name of its own: neither a run that is
-    writing the
-    same step nor one that starts meanwhile may touch it. Raises ValueError if another conversion has one.
+    writing the same step nor one that starts meanwhile may touch it. Raises ValueError if another conversion
+    has one.
     """
     unfinished = Path(out_dir) / "unfinished_export"
     try:
@@ -127,8 +126,7 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
 def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
     """
     Write OUT_DIR/hf: weights, configuration and tokenizer; an older one is replaced. Returns the folder.
-    Raises
-    ValueError if the older one contains checkpoints.
+    Raises ValueError if the older one contains checkpoints.
     """
     c, target = model.config, Path(out_dir) / "hf"
     if is_run(str(target)):

@@ -125,9 +125,10 @@ class GPT(nn.Module):
     """
     A language model of one of the architectures in ARCHS.
 
-    Args: config: the architecture. seed: of the initial weights, see `init_weights`. Default: torch's seed,
-        so that `torch.manual_seed(1337)`
-            before `GPT(config)` has the usual effect.
+    Args:
+        config: the architecture.
+        seed: of the initial weights, see `init_weights`. Default: torch's seed, so that
+            `torch.manual_seed(1337)` before `GPT(config)` has the usual effect.
     """
 
     def __init__(self, config: GPTConfig, seed: int | None = None) -> None:
@@ -158,8 +159,7 @@ class GPT(nn.Module):
     def tie_weights(self) -> None:
         """
         Share one parameter between wte and lm_head (Press and Wolf 2017, arXiv:1608.05859) if the config says
-        so;
-        `to_empty` unties it.
+        so; `to_empty` unties it.
         """
         if self.config.tied and "wte" in self.transformer:  # some pipeline stages have neither of them
             self.lm_head.weight = self.transformer.wte.weight
@@ -174,10 +174,9 @@ class GPT(nn.Module):
     def initial_weight(self, name: str, shape: torch.Size, seed: int) -> Tensor:
         """
         A parameter's initial values: biases 0, weights of norms 1, the rest normal with the standard
-        deviation of
-        `initial_std`. Each parameter is drawn on the CPU from its own generator, seeded with (seed, name), so
-        the
-        values depend neither on the device nor on how parameters are distributed over ranks.
+        deviation of `initial_std`. Each parameter is drawn on the CPU from its own generator, seeded with
+        (seed, name), so the values depend neither on the device nor on how parameters are distributed over
+        ranks.
         """
         if len(shape) < 2:
             return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
@@ -189,10 +188,9 @@ class GPT(nn.Module):
     def initial_std(self, name: str) -> float:
         """
         Standard deviation of a matrix's initial weights. gpt2 and llama: 0.02, in residual projections
-        divided by
-        sqrt(2 n_layer), as in GPT-2. nanochat: projections into the residual stream start at 0, so that each
-        block
-        starts as the identity; the head starts near 0, the embeddings, which are normalized, at 1.
+        divided by sqrt(2 n_layer), as in GPT-2. nanochat: projections into the residual stream start at 0, so
+        that each block starts as the identity; the head starts near 0, the embeddings, which are normalized,
+        at 1.
         """
         is_projection = name.endswith("c_proj.weight")
         if self.config.arch != "nanochat":
@@ -221,20 +219,20 @@ class GPT(nn.Module):
         """
         Compute logits and loss.
 
-        Args: idx: token ids (B, T). targets: token ids (B, T); -1 is ignored. target_count: divide the summed
-            loss by this number instead of averaging it, so that the losses of a
-                batch's parts add up exactly. No logits are returned: for a large vocabulary they are never
-                all in
-                memory.
+        Args:
+            idx: token ids (B, T).
+            targets: token ids (B, T); -1 is ignored.
+            target_count: divide the summed loss by this number instead of averaging it, so that the losses of
+                a batch's parts add up exactly. No logits are returned: for a large vocabulary they are never
+                all in memory.
             positions: positions of the tokens (T,). Default: 0 to T - 1, or the positions that follow the
                 caches.
             caches: one KVCache per block, to which these tokens' keys and values are appended. With rotary
                 positions, single tokens can follow past block_size: the oldest position is overwritten.
 
         Returns:
-            (logits of the last position (B, 1, V), None) without targets;
-            (logits (B, T, V), mean loss) with targets;
-            (None, summed loss / target_count) with targets and target_count.
+            (logits of the last position (B, 1, V), None) without targets; (logits (B, T, V), mean loss) with
+            targets; (None, summed loss / target_count) with targets and target_count.
 
         Raises:
             ValueError: the sequence, including what the caches hold, is longer than block_size.
@@ -315,8 +313,7 @@ class GPT(nn.Module):
     def reset_routing(self, device: torch.device) -> None:
         """
         Count the routers' numbers from 0: in a tensor, because torch.compile would compile one graph that
-        finds None
-        and one that finds a tensor.
+        finds None and one that finds a tensor.
         """
         if self.config.n_expert:
             self.routing = torch.zeros(self.config.n_layer, self.config.n_expert + 2, device=device)
@@ -348,13 +345,14 @@ class GPT(nn.Module):
         """
         Load weights with transformers.
 
-        Args: model_type: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a saved
-            GPT2LMHeadModel,
-                NanoChatForCausalLM, LlamaForCausalLM or MixtralForCausalLM.
+        Args:
+            model_type: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a saved
+                GPT2LMHeadModel, NanoChatForCausalLM, LlamaForCausalLM or MixtralForCausalLM.
             override_args: only `dropout` can be overridden.
 
-        Raises: ValueError: the weights cannot be loaded, or have settings that this implementation does not
-            support.
+        Raises:
+            ValueError: the weights cannot be loaded, or have settings that this implementation does not
+                support.
         """
         if set(override_args or {}) - {"dropout"}:
             raise ValueError(f"only dropout can be overridden, not {sorted(override_args)}")
@@ -401,9 +399,8 @@ class GPT(nn.Module):
     ) -> torch.optim.AdamW:
         """
         AdamW with two groups: parameters with two or more dimensions (matmuls, embeddings), with weight
-        decay, and the
-        others (biases, LayerNorm), without. It is fused, one pass over the memory, if the device supports
-        that.
+        decay, and the others (biases, LayerNorm), without. It is fused, one pass over the memory, if the
+        device supports that.
         """
         params = [p for p in self.parameters() if p.requires_grad]
         decay, no_decay = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
@@ -415,10 +412,8 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """
         FLOPs of one token's forward and backward: 6 N + 12 L H Q T (PaLM, appendix B, arXiv:2204.02311), N
-        without
-        experts that the token does not use, and without embeddings, which are looked up and not multiplied,
-        unless the
-        head shares them.
+        without experts that the token does not use, and without embeddings, which are looked up and not
+        multiplied, unless the head shares them.
         """
         c = self.config
         looked_up = 0 if c.tied else self.transformer.wte.weight.numel()
@@ -455,21 +450,24 @@ class GPT(nn.Module):
         Append `max_new_tokens` sampled tokens to each row of `idx` (B, T); returns (B, T + max_new_tokens).
 
         Only the last block_size tokens of a prompt are used. Keys and values are cached. Past block_size,
-        models with
-        rotary positions attend to the last block_size positions, and each token still takes one step. GPT-2's
-        position
-        embeddings end there: each token takes a forward pass over the last block_size tokens.
+        models with rotary positions attend to the last block_size positions, and each token still takes one
+        step. GPT-2's position embeddings end there: each token takes a forward pass over the last block_size
+        tokens.
 
         The random numbers of row i depend on (seed, first_sample + i) alone, so a sample's text does not
-        depend on the
-        batch, except where rounding does: the order of the sums in a matmul can vary with the number of rows.
+        depend on the batch, except where rounding does: the order of the sums in a matmul can vary with the
+        number of rows.
 
-        Args: temperature: divides the logits; 0 selects the most likely token. top_k: sample only from the k
-            most likely tokens. None or 0: from all. top_p: sample only from the most likely tokens whose
-            probabilities add up to this. None or 1: from all. vocab_size: sample only ids below this. A
-            padded vocabulary has ids that the tokenizer cannot decode. use_cache: False recomputes all
-            positions for each token: slower, with the same result. seed: of the samples. Default: drawn from
-            torch's generator. first_sample: number of the first row's sample.
+        Args:
+            temperature: divides the logits; 0 selects the most likely token.
+            top_k: sample only from the k most likely tokens. None or 0: from all.
+            top_p: sample only from the most likely tokens whose probabilities add up to this. None or 1: from
+                all.
+            vocab_size: sample only ids below this. A padded vocabulary has ids that the tokenizer cannot
+                decode.
+            use_cache: False recomputes all positions for each token: slower, with the same result.
+            seed: of the samples. Default: drawn from torch's generator.
+            first_sample: number of the first row's sample.
         """
         return generation.generate(
             self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size, use_cache, seed, first_sample

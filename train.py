@@ -1,6 +1,7 @@
 """
-Train a GPT on one process or many: the same script, the same loss curve (at dropout 0: masks depend on the
-layout).
+Train a GPT on one process or many, with the same script and the same loss curve.
+
+With dropout, the curve depends on the layout, since the masks do.
 
     python train.py config/train_stdlib_char.py             one process, on a GPU if there is one
     python train.py --batch_size=32 --init_from=resume      override settings; resume
@@ -10,7 +11,7 @@ layout).
     srun, mpirun, accelerate launch, deepspeed: docs/launchers.md
 """
 
-import isogpt.launch.threads  # noqa: F401  (before torch: may set an environment variable that torch reads on import)
+import isogpt.launch.threads  # noqa: F401  (before torch: may set a variable that torch reads)
 
 import time
 from contextlib import nullcontext
@@ -69,35 +70,35 @@ from model import GPT, GPTConfig
 out_dir = "out"  # folder for checkpoints, metrics.jsonl and loss.png
 seed = 1337  # determines the initial weights, the order of the data and the dropout masks
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-dtype = "auto"  # auto (the fastest one that suits training), float32, tf32, bfloat16 or float16
+dtype = "auto"  # auto (the fastest that suits training), float32, tf32, bfloat16 or float16
 backend = "auto"  # auto (nccl for GPUs, else gloo), nccl or gloo
 nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started)
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
 cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
 deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
-eval_only = False  # evaluate once and exit
+eval_only = False  # evaluate once, then exit
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit)
 # -- checkpoints ---------------------------------------------------------------------------------------------
 init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, or a folder
 resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
 save_checkpoint = True  # False: write no checkpoints
-always_save_checkpoint = True  # save at each evaluation; False: only at the best one so far, and at the end
+always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end)
-keep_last = 2  # checkpoints to keep besides the best one (0: all)
+keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all)
 # -- logging -------------------------------------------------------------------------------------------------
 eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too
 eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split every time
 log_interval = 1  # steps between logged lines
 wandb_log = False  # log to Weights & Biases too
-wandb_project = "owt"  # its project
-wandb_run_name = "gpt2"  # the name of the run in it
+wandb_project = "owt"  # the project in Weights & Biases
+wandb_run_name = "gpt2"  # the name of the run in the project
 tensorboard_log = False  # log to <out_dir>/tensorboard too
 # -- data ----------------------------------------------------------------------------------------------------
 dataset = "openwebtext"  # a folder in data/ in which prepare.py was run, or a path
-data_order = "random"  # random (windows at any position, as in nanoGPT) or shuffle (each one once per epoch)
+data_order = "random"  # random (windows at any position, as in nanoGPT) or shuffle (each once per epoch)
 gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes: each runs its share
-batch_size = 12  # sequences per micro-batch; a step has gradient_accumulation_steps * batch_size sequences
+batch_size = 12  # sequences per micro-batch; a step reads gradient_accumulation_steps * batch_size sequences
 block_size = 1024  # tokens per sequence
 vocab_size = 0  # number of token ids (0: from the data set's metadata)
 # -- distribution and memory ---------------------------------------------------------------------------------
@@ -111,13 +112,13 @@ pp_schedule = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble or zbv (the last t
 cp = 1  # context parallelism: ranks that divide each sequence
 shares = "equal"  # of a step, by data-parallel rank: equal, a list such as 2,1,1, or auto (measured speeds)
 ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert)
-grad_sync = "auto"  # reduce gradients at the last micro-step, every one (less memory), never, or auto
+grad_sync = "auto"  # reduce gradients at the last micro-step, at every one (less memory), never, or auto
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
 grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
-islands = 1  # groups of ranks that take local_steps steps alone, then average weights (0: one per machine)
+islands = 1  # groups of ranks that take local_steps steps alone, then average weights (0: machines)
 local_steps = 1  # steps between two averages of the islands' weights
-outer_lr = 0.7  # rate of the outer step, whose gradient is the mean change of the weights (1: Local SGD)
-outer_momentum = 0.9  # its Nesterov momentum (0: Local SGD)
+outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD)
+outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD)
 outer_compression = "none"  # how islands send the changes: none, fp16 or int8
 outer_parts = 1  # parts of the model that islands average at different steps, in the background
 ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1)
@@ -135,25 +136,25 @@ arch = "gpt2"  # gpt2, nanochat (rotary, RMSNorm, QK-norm, ReLU squared) or llam
 n_layer = 12  # number of blocks
 n_head = 12  # attention heads per block
 n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head)
-n_embd = 768  # width
+n_embd = 768  # width of the model
 n_hidden = 0  # width of the MLP's hidden layer (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64)
 head = "auto"  # the output layer: tied to the token embedding, untied, or auto (gpt2: tied, others: untied)
 n_expert = 0  # mixture of experts: MLPs per block, of which a token uses n_expert_active (0: one MLP)
 n_expert_active = 2  # experts for each token
 balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts
 router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small
-dropout = 0.0  # 0 for pretraining; 0.1 or more for fine-tuning
+dropout = 0.0  # probability of dropout: 0 for pretraining, 0.1 or more for fine-tuning
 bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better and faster
 # -- optimizer -----------------------------------------------------------------------------------------------
 optimizer = "adamw"  # adamw, or muon (for the matrices of the blocks, AdamW for the rest)
-learning_rate = 6e-4  # the maximum, after warm-up
-muon_lr = 0.02  # Muon's maximum; it follows the same schedule
-embedding_lr = 0.0  # with muon: the maximum for token embeddings, if the head is untied (0: learning_rate)
-muon_momentum = 0.95  # reached after warming up from 0.85 over 300 steps
+learning_rate = 6e-4  # maximum learning rate, after warm-up
+muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule
+embedding_lr = 0.0  # with muon: maximum for the token embeddings, if the head is untied (0: learning_rate)
+muon_momentum = 0.95  # Muon's momentum, reached after warming up from 0.85 over 300 steps
 max_iters = 600000  # number of the last step, counted from 0: max_iters + 1 steps are trained, as in nanoGPT
-weight_decay = 1e-1  # for parameters of two or more dimensions
-beta1 = 0.9  # AdamW's decay of the first moment
-beta2 = 0.95  # AdamW's decay of the second moment
+weight_decay = 1e-1  # weight decay of parameters with two or more dimensions
+beta1 = 0.9  # AdamW's decay rate of the first moment
+beta2 = 0.95  # AdamW's decay rate of the second moment
 grad_clip = 1.0  # maximum norm of the gradient (0: no clipping)
 decay_lr = True  # warm up, then decay; False: learning_rate throughout
 lr_schedule = "cosine"  # cosine, linear, or wsd (constant, then linear over the last cooldown_iters)
@@ -161,7 +162,7 @@ warmup_iters = 2000  # steps of linear warm-up
 lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters
 cooldown_iters = 0  # steps of wsd's decay to min_lr
 min_lr = 6e-5  # usually learning_rate / 10
-lr_scaling = "none"  # multiply rates and warm-up by sequences per step / base_batch: none, linear or sqrt
+lr_scaling = "none"  # scale rates and warm-up by sequences per step / base_batch: none, linear or sqrt
 base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen
 # ------------------------------------------------------------------------------------------------------------
 # settings, processes, process group
@@ -170,7 +171,7 @@ try:
     config = configure(globals())
     check_training(config)
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
-    eval_sequences = eval_iters * batch_size  # of each split; a layout may change batch_size
+    eval_sequences = eval_iters * batch_size  # sequences of each split; a layout may change batch_size
     schedule = make_schedule(config, sequences_per_step)
     start_workers(nproc, __file__)
     ranks = connect_ranks(device, backend, dist_timeout_s)
@@ -181,14 +182,14 @@ try:
     watchdog.start()  # from here on, a rank that fails is named
     if ranks.store or fsdp or zero > 0:  # sharding needs a group even for a single process
         dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-    with exit_together():  # an error on any rank ends all
+    with exit_together():  # an error on any rank ends all ranks
         data = open_dataset(dataset, block_size, vocab_size)
     facts = {"the data's digest": data.digest, "the data's vocabulary size": data.vocab_size}
     check_start(ranks, config | facts)  # before anything that depends on settings
     with exit_together():
         degrees = {"islands": islands or island_count(ranks)}
         check_degrees(ranks.world_size, config | degrees, config if init_from == "scratch" else {})
-    progress.measures = what_is_measured(config, data.digest)  # by an evaluation
+    progress.measures = what_is_measured(config, data.digest)  # which losses can be compared
     stop = watch_signals(time_limit_s)
     source, is_resume = find_start(init_from, out_dir, resume_step, ranks)  # rank 0 looks, all ranks open it
     config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
@@ -198,7 +199,7 @@ try:
 except ValueError as e:
     fail(str(e))
 
-notes = progress.load(source) if is_resume else []  # of what is not continued; more notes are added below
+notes = progress.load(source) if is_resume else []  # what is not continued; more notes are added below
 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
 pretrained, weights_name = None, init_from.removeprefix("auto:")
@@ -224,8 +225,8 @@ with exit_together():
     if source:
         check_weights(source, raw_model)
     model_args = raw_model.describe()
-    recorded = config | settings_of_model(model_args)  # what is used: a model that exists has a shape already
-    # of the whole model
+    recorded = config | settings_of_model(model_args)  # an existing model determines the shape
+    # counted before the model is divided over the ranks
     parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()
     compute_dtype = precision.resolve_dtype(dtype, ranks.device, previous=source.dtype if is_resume else None)
 compute_dtype = precision.common_dtype(gather_objects(compute_dtype))
@@ -236,7 +237,7 @@ memory_cost = memory.cost_of(
 )
 job = memory.job_of(memory_cost)
 micro_batch = min(gather_objects(micro_batch_of(out_dir, job, batch_size)))
-# what reads, saves and watches; from here on a crash, such as running out of memory, is explained (all ranks)
+# checkpoints, batches and the watchdog; from here on a crash, such as out of memory, is explained (all ranks)
 saver = Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
 reader = Reader(
     data,
@@ -267,14 +268,14 @@ optimizers = optim.make_optimizers(
     mesh,
 )
 scaler = precision.make_scaler(compute_dtype, next(raw_model.parameters()).device)
-# FSDP computes in torch_dtype by its own mixed-precision policy
+# FSDP casts to torch_dtype itself, by a mixed-precision policy
 autocast = torch.autocast(
     ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2
 )
-island = mesh.place("islands")  # (this rank's one, their number)
+island = mesh.place("islands")  # (index of this rank's island, number of islands)
 if is_resume:
     do_together(partial(restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island))
-elif source:  # a new run from another run's weights
+elif source:  # a new run from the weights of a different run
     do_together(partial(restore_checkpoint, source, raw_model, seed=seed))
 with exit_together():
     if pretrained:
@@ -282,12 +283,12 @@ with exit_together():
     elif not source:
         init_weights(raw_model, seed)
 if shares == "auto":  # before DDP, whose hooks communicate
-    if len(progress.shares) != mesh.data_size:  # a resumed run keeps those that it began with
+    if len(progress.shares) != mesh.data_size:  # a resumed run keeps the shares that it began with
         progress.shares = measured_speeds(raw_model, reader.padding_batch(), autocast, ranks.device)
     reader.weights = progress.shares
 share = reader.share
 pipeline = make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torch_dtype, ranks.device)
-# over slow networks
+# gradient compression and islands; without either, an object that does nothing
 saver.slow_network = slow_network = make_slow_network(raw_model, mesh, config, zero_stage)
 model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
@@ -355,18 +356,18 @@ def evaluation_failed(reason: str) -> None:
 saver.step = progress.step  # what the run starts with need not be saved
 by_replica_count = parameters_by_replica_count(raw_model, mesh)
 nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
-adds_shards = grad_sync == "auto" and cpu_offload  # they are copied to the CPU at the last micro-step
+adds_shards = grad_sync == "auto" and cpu_offload  # shards are copied to the CPU at the last micro-step
 reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2 and not cpu_offload)
 # the mean over the ranks of an island is the mean over its sequences; without islands, over the batch
 copies = mesh.data_size // mesh.islands * cp  # ranks of an island with different tokens
 loss_divisor = share.island_sequences * block_size / copies
-# of an island's loss in the batch's
+# the weight of an island's loss in the loss of the batch
 island_weight = share.island_sequences * mesh.islands / sequences_per_step
 keeps_gradients = settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
 slow_network.attach(model)
 if is_resume:
     restore_slow_network(source, slow_network, progress.step)
-source = pretrained = None  # frees their memory
+source = pretrained = None  # frees the memory of the loaded tensors
 if pipeline:
     pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
 batches = reader.train(progress.step, progress.position, progress.skipped)
@@ -375,7 +376,7 @@ if profile and ranks.is_main:
 logger.start(eval_only)
 step_began = time.perf_counter()
 
-is_complete = progress.step > max_iters and not eval_only  # a run that ended before: nothing is left to do
+is_complete = progress.step > max_iters and not eval_only  # a complete run was resumed: nothing is left to do
 while not is_complete:
     step, val_loss = progress.step, None
     precision.seed_step(seed, step, ranks.rank)
@@ -386,7 +387,7 @@ while not is_complete:
     pause_began = time.perf_counter()
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
-        watchdog.armed = False  # the first evaluation compiles a graph of its own
+        watchdog.armed = False  # the first evaluation compiles a separate graph
         with exit_together(evaluation_failed), slow_network.evaluated_weights(), logger.traffic.paused():
             losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
         if stop.agreed:
@@ -410,10 +411,9 @@ while not is_complete:
         progress.skip()
         continue
 
-    # forward and backward of this rank's micro-batches; by default only the last backward reduces over the
-    # ranks
+    # forward and backward passes of this rank's micro-batches; by default only the last backward pass reduces
     loss_sum = torch.zeros((), device=ranks.device)
-    if pipeline:  # forward and backward of all micro-batches, each through all stages
+    if pipeline:  # forward and backward passes of all micro-batches, each through all stages
         loss_sum += pipeline.step(batches)
     for micro_step in range(0 if pipeline else share.micro_steps):
         with clock.on_cpu("data"):
@@ -427,7 +427,7 @@ while not is_complete:
                 scaler.scale(loss).backward()
         loss_sum += loss.detach()
 
-    with clock("reduce"):  # what the backward leaves to do with tp, ep and pp
+    with clock("reduce"):  # what the backward pass leaves to do with tp, ep and pp
         complete_gradients(raw_model, mesh, zero_stage, grad_sync != "never", slow_network.compression)
     with clock("clip"):
         for part in optimizers:
@@ -455,11 +455,11 @@ while not is_complete:
     with clock("optimizer"):  # changes nothing if a loss or gradient is not finite on any rank
         optim.step(optimizers, scaler, gathered, grad_clip)
     with clock("agree"):
-        numbers = gathered.read()  # waits for the GPU to finish the backward; it continues with the optimizer
+        numbers = gathered.read()  # waits until the GPU has finished the backward pass
     if not nan_policy.accepts(numbers):
         watchdog.armed = False
         clock.discard()
-        # advances progress.step; returns None to skip the step, or a checkpoint to roll back to; on_nan=stop
+        # advances progress.step; returns a checkpoint to roll back to, or None to skip the step; on_nan=stop
         # exits here
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
         model.zero_grad(set_to_none=not keeps_gradients)
@@ -506,8 +506,8 @@ slow_network.wait()
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()
 saver = slow_network = None
-# drop references to the process group
+# the process group can be destroyed only after the last reference to it is dropped
 model = raw_model = optimizers = batches = pipeline = by_replica_count = None
 leave_process_group()
-if is_preempted and stop.agreed > 0 and not ranks.store:  # a launcher would restart a run that failed
+if is_preempted and stop.agreed > 0 and not ranks.store:  # a launcher would restart it after an error
     raise SystemExit(128 + stop.agreed)

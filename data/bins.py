@@ -128,10 +128,8 @@ def folder_to_write(script: str, out: Path | None) -> Path:
 def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     """
     Yield the documents of a comma-separated list of files and globs, sorted by path: a .txt file is one
-    document, a
-    .jsonl file has one per line, a .parquet file one per row; the last two are streamed. ValueError if a file
-    does not
-    exist, has another extension or cannot be parsed.
+    document, a .jsonl file has one per line, a .parquet file one per row; the last two are streamed.
+    ValueError if a file does not exist, has another extension or cannot be parsed.
     """
     readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
     found: set[str] = set()
@@ -212,8 +210,7 @@ def get_text(record: Any, text_key: str, where: str) -> str:
 def read_shakespeare(folder: Path) -> tuple[str, dict]:
     """
     Return Tiny Shakespeare and its source: the text of input.txt in `folder`, which is downloaded if it does
-    not
-    exist. ValueError if the download fails or has a different SHA-256.
+    not exist. ValueError if the download fails or has a different SHA-256.
     """
     path, url = folder / "input.txt", SHAKESPEARE["url"]
     if not path.exists():
@@ -256,12 +253,9 @@ def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
 def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
     """
     Open temporary files for writing, by name. On exit, sync them to disk and move them to `folder`, in the
-    order of
-    `names`. An exception while they are written leaves `folder` unchanged. An earlier file with the last of
-    several
-    names is deleted before the others are replaced: after a kill it is missing, and no earlier file belongs
-    to a new
-    one.
+    order of `names`. An exception while they are written leaves `folder` unchanged. An earlier file with the
+    last of several names is deleted before the others are replaced: after a kill it is missing, and no
+    earlier file belongs to a new one.
     """
     with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
         with ExitStack() as stack:
@@ -312,8 +306,7 @@ def prepare_text(
 ) -> None:
     """
     Parse `argv` and write one text to --out or the folder of `script`: that of --data_files, or the text and
-    its
-    source that read(folder of `script`) returns. `tokenizer` is char, or the default of --tokenizer.
+    its source that read(folder of `script`) returns. `tokenizer` is char, or the default of --tokenizer.
     """
     args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
     if args.data_files is not None:
@@ -340,12 +333,9 @@ def write_text_dataset(
 ) -> dict:
     """
     Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin
-    (the
-    rest) and its metadata; returns the content of meta.json. With tokenizer char there is one id per
-    character, in
-    their sort order. `source` describes the origin of the text. ValueError if the text is too short, or
-    contains a
-    character that the vocabulary does not contain.
+    (the rest) and its metadata; returns the content of meta.json. With tokenizer char there is one id per
+    character, in their sort order. `source` describes the origin of the text. ValueError if the text is too
+    short, or contains a character that the vocabulary does not contain.
     """
     if len(text) < 2:
         raise ValueError(f"found {len(text)} characters, need 2: use files with more text")
@@ -376,8 +366,7 @@ def prepare_documents(
 ) -> None:
     """
     Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
-    folder of
-    `script`.
+    folder of `script`.
 
     Args:
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
@@ -428,8 +417,7 @@ def write_documents(  # noqa: PLR0913  (the settings of prepare.py)
     """
     Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
     documents keep their order, and each is followed by the end-of-text token. `num_proc` does not change the
-    result.
-    ValueError if there are fewer than two documents, or the tokenizer has no end-of-text token.
+    result. ValueError if there are fewer than two documents, or the tokenizer has no end-of-text token.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val_fraction={val_fraction} is not between 0 and 1, e.g. --val_fraction=0.0005")
@@ -454,8 +442,7 @@ def write_documents(  # noqa: PLR0913  (the settings of prepare.py)
 def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
     """
     Whether the document at `index` goes to val.bin: pseudo-random, a function of the arguments alone. One of
-    the
-    first two documents goes to each file, so that neither is empty.
+    the first two documents goes to each file, so that neither is empty.
     """
     if index < 2:
         return index == seed % 2
@@ -481,8 +468,7 @@ def write_meta(
 ) -> dict:
     """
     Write the metadata and return the content of meta.json. train.bin and val.bin must be written already;
-    `size` is
-    the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl.
+    `size` is the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl.
     """
     dtype = dtype_for(size)
     is_table = "meta.pkl" in files
@@ -511,8 +497,7 @@ def characters_of(text: str) -> Vocabulary:
 def find_vocabulary(name: str) -> Vocabulary:
     """
     The vocabulary that --tokenizer names: of a folder with a tokenizer, of a training run's folder, or an
-    encoding
-    of tiktoken. ValueError if there is none.
+    encoding of tiktoken. ValueError if there is none.
     """
     if not os.path.isdir(name):
         if os.sep in name:

@@ -23,14 +23,14 @@ BLOCK = 2**24  # tokens that are copied at once
 def split(folder: Path, val_fraction: float) -> dict[str, int]:
     """
     Write val.bin and train.bin in `folder` from all.bin, or from train.bin, which becomes all.bin. train.bin
-    is written
-    last: after a kill it is missing, and the command can be repeated.
+    is written last: after a kill it is missing, and the command can be repeated.
 
     Returns:
         the number of tokens of each split.
 
-    Raises: ValueError: there is nothing to divide, there is a val.bin of different origin, or a split would
-        be empty.
+    Raises:
+        ValueError: there is nothing to divide, there is a val.bin of different origin, or a split would be
+            empty.
     """
     whole, train, val = (folder / f"{name}.bin" for name in ("all", "train", "val"))
     source = whole if whole.exists() else train

@@ -29,9 +29,8 @@ def is_library_source(relative: str) -> bool:
 def read_library(library: Path) -> tuple[str, int]:
     """
     Return the source files in `library`, sorted by path and separated by blank lines, and their number. Files
-    with
-    other than ASCII characters are skipped: they would add many rare characters. ValueError if there are no
-    files.
+    with other than ASCII characters are skipped: they would add many rare characters. ValueError if there are
+    no files.
     """
     found = {path.relative_to(library).as_posix(): path for path in library.rglob("*.py")}
     found = {

@@ -26,12 +26,14 @@ def commit_checkpoint(
     Complete a checkpoint whose files are written: checksums, rename, links; then delete those that are not
     kept.
 
-    Args: manifest: what make_manifest returned. replace: whether to replace a valid checkpoint of the same
-        step. Without it that one is kept, since a run's
-            state at a step is always the same.
+    Args:
+        manifest: what make_manifest returned.
+        replace: whether to replace a valid checkpoint of the same step. Without it that one is kept, since a
+            run's state at a step is always the same.
 
     Raises:
-        ValueError: another run has claimed the folder. OSError: the disk is full, for instance.
+        ValueError: another run has claimed the folder.
+        OSError: the disk is full, for instance.
     """
     out = unfinished.parent
     folder = step_folder(out, manifest["step"])
@@ -88,8 +90,7 @@ def prune_checkpoints(
 ) -> None:
     """
     Delete all checkpoints but the last `keep_last` (0: keep all), the best, and those of another block_size,
-    which are
-    from before the context was shortened.
+    which are from before the context was shortened.
     """
     folders = [f for f in step_folders(out) if step_of(f) <= step_of(newest_folder)]
     for folder in folders[keep_last:] if keep_last else []:

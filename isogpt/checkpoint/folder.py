@@ -47,11 +47,11 @@ def look_for_start(
 ) -> tuple[FoundCheckpoint | None, bool, list[str]]:
     """
     What `init_from` means for a training run (rank 0). A restart of the launch that entered the folder
-    continues with
-    what this launch has written, whatever the command says: the command was followed at the launch's first
-    start.
+    continues with what this launch has written, whatever the command says: the command was followed at the
+    launch's first start.
 
-    Returns: (the checkpoint to load or None, whether to resume from it rather than to load its weights alone,
+    Returns:
+        (the checkpoint to load or None, whether to resume from it rather than to load its weights alone,
         warnings)
 
     Raises:
@@ -89,8 +89,7 @@ def look_for_start(
 def find_rollback(out_dir: str, owner: str) -> tuple[FoundCheckpoint | None, list[str]]:
     """
     The checkpoint that the folder's owner rolls back to, as `newest` returns it (rank 0). Newer ones, which
-    are
-    damaged, are renamed as on a resume.
+    are damaged, are renamed as on a resume.
 
     Raises:
         ValueError: another run has claimed the folder.
@@ -117,8 +116,7 @@ def make_writable(out_dir: str) -> None:
 def clean_up(out: Path) -> None:
     """
     Remove what killed runs left of unfinished checkpoints and deletions (the owner, before its first
-    checkpoint). A
-    checkpoint that a killed conversion was about to replace gets its name back.
+    checkpoint). A checkpoint that a killed conversion was about to replace gets its name back.
     """
     for path in out.glob("unfinished_*"):
         was_replaced = STEP.fullmatch(path.name)
@@ -131,10 +129,8 @@ def clean_up(out: Path) -> None:
 def enter_folder(out_dir: str, found: FoundCheckpoint | None, launch: Launch) -> str:
     """
     Prepare the folder for this run, which resumes from `found` or starts from scratch, and make the run its
-    owner;
-    returns the owner's identifier. Checkpoints that an earlier run, which is still alive, writes after this
-    do not
-    count.
+    owner; returns the owner's identifier. Checkpoints that an earlier run, which is still alive, writes after
+    this do not count.
     """
     make_writable(out_dir)
     out, owner = Path(out_dir), uuid.uuid4().hex
@@ -166,10 +162,8 @@ def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
 def continue_from(out_dir: str, found: FoundCheckpoint) -> None:
     """
     Prepare the folder for a run that resumes from `found`: rename newer checkpoints, which are damaged or
-    were not
-    chosen, since they must not count as kept; and turn a bare ckpt.pt into a step folder, so that the first
-    checkpoint
-    does not overwrite it.
+    were not chosen, since they must not count as kept; and turn a bare ckpt.pt into a step folder, so that
+    the first checkpoint does not overwrite it.
     """
     out = Path(out_dir)
     if not found.manifest:
@@ -194,8 +188,7 @@ def continue_from(out_dir: str, found: FoundCheckpoint) -> None:
 def abandon_bare(out: Path, found: FoundCheckpoint) -> None:
     """
     Rename a ckpt.pt that is not a link, such as export.py writes from shards, if `newest` would prefer it to
-    the step
-    folder that a run resumes from, or if a link would replace it.
+    the step folder that a run resumes from, or if a link would replace it.
     """
     bare = out / "ckpt.pt"
     if not bare.is_file() or bare.is_symlink():
@@ -216,8 +209,7 @@ def free_name(out: Path, name: str, first: int = 0) -> Path:
 def set_aside(out_dir: str) -> Path | None:
     """
     Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ...,
-    so that
-    nothing is overwritten or mistaken for the new run's. Returns where to, or None.
+    so that nothing is overwritten or mistaken for the new run's. Returns where to, or None.
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))

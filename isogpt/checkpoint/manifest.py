@@ -120,8 +120,7 @@ def val_loss_of(manifest: dict) -> float | None:
 def identity(path: Path) -> tuple[str, int, int] | None:
     """
     What two processes have in common if they see the same file or folder: the machine and its number. One
-    that two
-    machines share counts as two. None if it is not there.
+    that two machines share counts as two. None if it is not there.
     """
     with suppress(OSError):
         status = path.stat()

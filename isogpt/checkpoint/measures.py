@@ -8,10 +8,8 @@ NONE = -1  # best_step if no checkpoint on disk has the best loss
 def best_step_of(run: dict) -> int:
     """
     The step of the checkpoint that holds best_val_loss, as a checkpoint records it; NONE if none on disk
-    does. In
-    nanoGPT's checkpoints it is the loss of the checkpoint itself, since nanoGPT saves where it evaluates; the
-    step
-    shows that a fork saved at a different one.
+    does. In nanoGPT's checkpoints it is the loss of the checkpoint itself, since nanoGPT saves where it
+    evaluates; the step shows that a fork saved at a different one.
     """
     ours = run.get("isogpt", {})
     if "best_step" in ours:
@@ -29,8 +27,7 @@ def measures_of(run: dict) -> dict:
 def what_is_measured(config: dict, digest: str | None = None) -> dict:
     """
     What determines the value of a validation loss; None for what is not known. Losses are compared only if
-    they
-    measure the same. The number of processes and the micro-batch that they compute are not part of it.
+    they measure the same. The number of processes and the micro-batch that they compute are not part of it.
     """
     found = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
     counts = [config.get(name) for name in ("eval_iters", "batch_size")]

@@ -83,8 +83,7 @@ def check_owner(out: Path, owner: str) -> None:
 def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
     """
     If the file that enter_folder wrote is gone, write it again, so that a restart still finds what this
-    launch writes
-    from here on (the owner). Returns a sentence for the user, or ''.
+    launch writes from here on (the owner). Returns a sentence for the user, or ''.
     """
     if os.path.lexists(out / "owner"):
         return ""

@@ -14,8 +14,7 @@ class Progress:
     finite.
 
     `best_val_loss` is the lowest loss of those that `measures` the same, see measures.what_is_measured.
-    `best_step`
-    is the step of its checkpoint; NONE: there is none.
+    `best_step` is the step of its checkpoint; NONE: there is none.
     """
 
     tokens_per_step: int

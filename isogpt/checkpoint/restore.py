@@ -29,10 +29,9 @@ def restore_checkpoint(
 ) -> None:
     """
     Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout: each
-    rank
-    reads what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer of
-    them, and
-    MLPs are copied to the experts that the model has instead; `seed` is of the routers' weights then.
+    rank reads what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer
+    of them, and MLPs are copied to the experts that the model has instead; `seed` is of the routers' weights
+    then.
 
     Args:
         island: this rank's one and their number, each of which has optimizer state of its own.
@@ -113,8 +112,7 @@ def state_parts(
 ) -> dict[str, dict[str, LocalPart]]:
     """
     The parts of the optimizers' tensors that this rank holds, by parameter name (see optim.state_by_name).
-    With several
-    islands they are rows of a stack.
+    With several islands they are rows of a stack.
     """
     splits = {name: splits_of(p) for name, p in model.named_parameters()}
     return {
@@ -126,9 +124,8 @@ def state_parts(
 def restore_slow_network(source: OpenCheckpoint, slow_network: SlowNetwork, step: int) -> None:
     """
     Continue with a checkpoint's errors of compression and state of the islands, after `restore` (all ranks).
-    What it
-    lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file cannot be
-    read.
+    What it lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file
+    cannot be read.
     """
     do_together(partial(read_slow_network, source, slow_network, step))
     slow_network.resume()

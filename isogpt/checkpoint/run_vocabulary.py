@@ -15,8 +15,8 @@ FEW_IDS = 1000  # a page of text has larger ids in GPT-2's vocabulary, and small
 def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
     """
     What the ids of a run mean: what its checkpoint records; else, as in nanoGPT's runs, what the files of a
-    tokenizer
-    beside its checkpoints or its data set say. GPT-2's ids where nothing does, if the model can be for these.
+    tokenizer beside its checkpoints or its data set say. GPT-2's ids where nothing does, if the model can be
+    for these.
 
     Args:
         run: see source.OpenCheckpoint.run.
@@ -70,8 +70,7 @@ def vocabulary_for_run(
 ) -> tuple[Vocabulary, list[str]]:
     """
     What the ids of a training run mean, which its checkpoints record: what the data set says, else what the
-    weights
-    that the run starts from were trained with.
+    weights that the run starts from were trained with.
 
     Args:
         source: the checkpoint that the run starts from.
@@ -81,9 +80,9 @@ def vocabulary_for_run(
     Returns:
         (the vocabulary, notes for the user)
 
-    Raises: ValueError: the run is resumed, but the ids of the data now mean something different; or the data
-        set has more
-            ids than the model.
+    Raises:
+        ValueError: the run is resumed, but the ids of the data now mean something different; or the data set
+            has more ids than the model.
     """
     if data.vocabulary:
         vocabulary.check_size(data.vocabulary.size, vocab_size)

@@ -78,9 +78,8 @@ class Saver:
     def check_folder(self, hosts: tuple[str, ...]) -> None:
         """
         Check that every rank's out_dir is the folder that `owner`, which is known now, has claimed, and that
-        every rank
-        that writes checkpoints can write there (all ranks). Exits with a message if a checkpoint would be
-        incomplete.
+        every rank that writes checkpoints can write there (all ranks). Exits with a message if a checkpoint
+        would be incomplete.
 
         If rank 0 writes everything, a folder of its own is good enough until a checkpoint is read.
         """
@@ -126,8 +125,7 @@ class Saver:
     def copy(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
         """
         Start to copy this rank's part of the state to the CPU; without shards, ranks other than 0 have none.
-        It is
-        complete after `check`, which waits for a GPU, and is what `start` writes.
+        It is complete after `check`, which waits for a GPU, and is what `start` writes.
         """
         self.began = time.perf_counter()
         if not self.is_sharded:
@@ -144,8 +142,7 @@ class Saver:
     def check(self, model: nn.Module, step: int) -> str:
         """
         Wait for the device, and raise ValueError if weights are not finite, or another run owns the folder:
-        no
-        checkpoint must be written. Returns a sentence if the folder was lost, else ''.
+        no checkpoint must be written. Returns a sentence if the folder was lost, else ''.
         """
         if bad := names_of_not_finite(model):
             raise ValueError(
@@ -222,8 +219,7 @@ class Saver:
     def wait(self) -> "Saver | None":
         """
         Wait for the checkpoint under way, on ranks other than 0 for their part of it. Returns None if there
-        is none,
-        else this Saver with the outcome: folder and seconds (rank 0), or problem.
+        is none, else this Saver with the outcome: folder and seconds (rank 0), or problem.
         """
         if not self.pending:
             return None

@@ -24,8 +24,7 @@ from isogpt.launch.together import broadcast
 class FoundCheckpoint:
     """
     A checkpoint on disk: its ckpt.pt or its folder of shards, its step, its manifest (empty for a bare
-    ckpt.pt), and
-    the validation loss of its weights (None if that is not known).
+    ckpt.pt), and the validation loss of its weights (None if that is not known).
 
     `records` is the digest_of_records of a bare ckpt.pt. `is_verified` is whether this is the file or folder
     whose checksums rank 0 has compared, not a copy, see `share`.
@@ -61,8 +60,9 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | N
     Args:
         step: only this step's checkpoint; -1: the newest.
 
-    Returns: (the checkpoint or None, a sentence for each newer one that is damaged, and for a bare one that
-        is older)
+    Returns:
+        (the checkpoint or None, a sentence for each newer one that is damaged, and for a bare one that is
+        older)
     """
     out, reports, found = Path(out_dir), [], None
     for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
@@ -117,10 +117,8 @@ def best_checkpoint(out_dir: str) -> tuple[FoundCheckpoint | None, list[str]]:
 def best_folder(out: Path, manifest: dict) -> Path | None:
     """
     The checkpoint with the best validation loss, by the manifest of the newest one. If the step that it names
-    was not
-    saved, because the disk was full for instance, it is the checkpoint with the lowest loss that measures the
-    same.
-    None if no checkpoint was evaluated.
+    was not saved, because the disk was full for instance, it is the checkpoint with the lowest loss that
+    measures the same. None if no checkpoint was evaluated.
     """
     named = step_folder(out, manifest["best_step"])
     if named.exists():
@@ -138,8 +136,8 @@ def best_folder(out: Path, manifest: dict) -> Path | None:
 def share_found(found: FoundCheckpoint | None, folder: str) -> FoundCheckpoint | None:
     """
     Rank 0's `found`, which is in `folder`, with the path under which this rank sees it (all ranks): machines
-    may mount
-    the same folder under different paths, or have copies of it. `check_same` compares what is there.
+    may mount the same folder under different paths, or have copies of it. `check_same` compares what is
+    there.
     """
     # only a name below the folder is sent: rank 0's path need not exist on other machines
     name = broadcast(str(found.path.relative_to(folder)) if found else None)
@@ -153,8 +151,8 @@ def share_found(found: FoundCheckpoint | None, folder: str) -> FoundCheckpoint |
 def check_same(found: FoundCheckpoint) -> None:
     """
     Raise ValueError if `found`, which may come from rank 0, is not what is on the disk of this machine, or if
-    a
-    ckpt.pt, which rank 0 may not have read here, is damaged. Shards are verified by the ranks that read them.
+    a ckpt.pt, which rank 0 may not have read here, is damaged. Shards are verified by the ranks that read
+    them.
     """
     folder = found.path if found.path.is_dir() else found.path.parent
     where = f"{found.path.absolute()} on {socket.gethostname()}"

@@ -112,8 +112,7 @@ def read(
 ) -> None:
     """
     Fill parts from the saved parts that overlap with them: rows of a stack with as many rows from their own,
-    any others
-    from the mean of the rows.
+    any others from the mean of the rows.
 
     Args:
         is_optional: leave out what was not saved.

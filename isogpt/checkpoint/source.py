@@ -33,10 +33,8 @@ ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 class OpenCheckpoint:
     """
     An open checkpoint. `run` is everything that is not a tensor: model_args, iter_num, best_val_loss, config,
-    isogpt.
-    `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if they are in shards.
-    `notes` are
-    sentences about what is not used of a fork's checkpoint.
+    isogpt. `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if they are in
+    shards. `notes` are sentences about what is not used of a fork's checkpoint.
     """
 
     found: FoundCheckpoint
@@ -63,8 +61,7 @@ def find_start(
 ) -> tuple[OpenCheckpoint | None, bool]:
     """
     Find and open the checkpoint that `init_from` asks for (all ranks; rank 0 looks). Exits with a message if
-    there is
-    none but one is needed.
+    there is none but one is needed.
 
     Returns:
         (the checkpoint or None, whether the run resumes from it rather than starting with its weights)
@@ -115,9 +112,9 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
     """
     Read everything but the tensors.
 
-    Raises: ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, is not what rank 0
-        found, or is
-            a damaged copy of it.
+    Raises:
+        ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, is not what rank 0
+            found, or is a damaged copy of it.
     """
     check_same(found)
     if found.path.is_dir():

@@ -10,10 +10,8 @@ import sys
 def prepare() -> None:
     """
     Let stdout and stderr escape what the console's encoding lacks, such as U+00E9 in ASCII, or a lone
-    surrogate from a
-    file name that is not UTF-8: printing it would raise UnicodeEncodeError. Also let the process end quietly
-    if nobody
-    reads stdout, for example after `| head`. Every script calls this first.
+    surrogate from a file name that is not UTF-8: printing it would raise UnicodeEncodeError. Also let the
+    process end quietly if nobody reads stdout, for example after `| head`. Every script calls this first.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # neither None (no console) nor a notebook's stream
@@ -25,8 +23,7 @@ def prepare() -> None:
 def print_error(message: str, source: str = "") -> None:
     """
     Print the message that ends a run to stderr. Each line, which is a problem of its own, begins with 'error:
-    ' and the
-    source, such as 'rank 1: '.
+    ' and the source, such as 'rank 1: '.
     """
     message = message.partition("\nException raised from ")[0]  # torch.distributed appends C++ frames
     lines = [f"error: {source}{line}" for line in message.splitlines() or [""]]
@@ -36,8 +33,7 @@ def print_error(message: str, source: str = "") -> None:
 def is_worker_of_nproc() -> bool:
     """
     Whether this process is a worker of the torchrun that launchers.start_workers has started. The variable
-    contains the
-    process id of that torchrun: it may also be left over in a shell.
+    contains the process id of that torchrun: it may also be left over in a shell.
     """
     return os.environ.get("ISOGPT_STARTED") == str(os.getppid())
 

@@ -32,10 +32,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def reason_of(error: BaseException) -> str:
     """
     Why writing or reading files failed, in one line: the OSError behind an error if there is one, since
-    libraries
-    replace a full disk by an error of their own, else the error itself. Of a CheckpointException, whose text
-    is a
-    traceback, each reason with the ranks that failed for it.
+    libraries replace a full disk by an error of their own, else the error itself. Of a CheckpointException,
+    whose text is a traceback, each reason with the ranks that failed for it.
     """
     if failures := getattr(error, "failures", None):  # rank -> (the rank's error, traceback)
         ranks_of = {}

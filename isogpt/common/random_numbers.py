@@ -9,7 +9,6 @@ TRAIN, EVAL_TRAIN, EVAL_VAL, SHUFFLE, SAMPLING = range(5)
 def random_bits(seed: int, stream: int, step: int, n: int) -> np.ndarray:
     """
     n random 64-bit numbers that depend on the arguments alone: Philox (Salmon et al. 2011), with the step as
-    the high
-    word of its counter. Raw bits, since numpy guarantees that those do not change between versions.
+    the high word of its counter. Raw bits, since numpy guarantees that those do not change between versions.
     """
     return np.random.Philox(key=[seed, stream], counter=[0, 0, 0, step]).random_raw(n)

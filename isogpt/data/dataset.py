@@ -48,8 +48,7 @@ class Dataset:
 def find_dataset(name: str) -> Path:
     """
     The folder of data set `name`: data/<name> in the working folder or in the repository, or a path to the
-    folder or
-    to its train.bin.
+    folder or to its train.bin.
 
     Raises:
         ValueError: there is no train.bin in any of them.
@@ -94,9 +93,9 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
         block_size: each split must have at least block_size + 1 tokens.
         vocab_size: ids must be below it; 0: the size in the metadata.
 
-    Raises: ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or
-        the metadata
-            cannot be read.
+    Raises:
+        ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or the
+            metadata cannot be read.
     """
     folder = find_dataset(name)
     found = read_meta(folder)
@@ -125,8 +124,7 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
 def known_vocab_size(meta: dict, words: Vocabulary | None, folder: Path) -> int:
     """
     The size of the vocabulary according to the metadata, else of the ids that have a meaning; 0 if both are
-    unknown.
-    Raises ValueError if the metadata contains something that is not a number.
+    unknown. Raises ValueError if the metadata contains something that is not a number.
     """
     found = vocabulary.vocab_size_of(meta)
     if found is None and "vocab_size" not in meta:
@@ -147,8 +145,7 @@ def samples(tokens: np.ndarray, n: int) -> list[np.ndarray]:
 def range_of_ids(tokens: np.ndarray) -> tuple[int, int]:
     """
     The lowest and the highest id in a file: of all of it if it is small, else of a thousand samples (each
-    batch is
-    checked again when it is read).
+    batch is checked again when it is read).
     """
     parts = np.array_split(tokens, 64) if len(tokens) <= 2**26 else samples(tokens, 1000)
     lowest, highest = [], []
@@ -163,8 +160,7 @@ def range_of_ids(tokens: np.ndarray) -> tuple[int, int]:
 def release_pages(tokens: np.ndarray) -> None:
     """
     Take the pages of a mapped file that were read out of this process's resident set, which would otherwise
-    grow up to
-    the size of the file. They stay in the system's page cache.
+    grow up to the size of the file. They stay in the system's page cache.
     """
     if isinstance(tokens.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
         tokens.base.madvise(mmap.MADV_DONTNEED)
@@ -262,10 +258,8 @@ def map_tokens(path: Path, format: Format, block_size: int) -> np.ndarray:
 def read_meta(folder: Path) -> dict:
     """
     A data set's metadata: meta.json (ours) merged over meta.pkl (nanoGPT's, with stoi and itos); empty if
-    there is
-    neither. From a meta.json that prepare.py did not write, only the dtype and the vocabulary are taken. The
-    pickle may
-    hold plain values only: nothing in it runs.
+    there is neither. From a meta.json that prepare.py did not write, only the dtype and the vocabulary are
+    taken. The pickle may hold plain values only: nothing in it runs.
 
     Raises:
         ValueError: one of them cannot be read.

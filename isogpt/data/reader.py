@@ -26,8 +26,7 @@ def read_rows(
 ) -> tuple[Tensor, Tensor]:
     """
     Inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions of them; a
-    padding row is
-    zeros with targets of -1.
+    padding row is zeros with targets of -1.
     """
     padding = starts == PADDING
     windows = tokens[np.where(padding, 0, starts)[:, None] + np.arange(block_size + 1)].astype(np.int64)
@@ -93,12 +92,12 @@ class Reader:
     def evaluation(self, split: str, sequences: int) -> Batches:
         """
         This rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks that
-        compute a
-        model together need the same number of them: if data cannot be read, padding follows, and then the
-        error.
+        compute a model together need the same number of them: if data cannot be read, padding follows, and
+        then the error.
 
-        Raises: DataError: after the last micro-batch, if the file was truncated or an id is outside the
-            vocabulary.
+        Raises:
+            DataError: after the last micro-batch, if the file was truncated or an id is outside the
+                vocabulary.
         """
         tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
         starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
@@ -121,10 +120,8 @@ class Reader:
     ) -> Batches:
         """
         The micro-batches (x, y), each (rows, block_size) on the device, of the given steps in order. A thread
-        reads two
-        ahead, so that a slow disk does not delay a step, and the next one is copied to the device while this
-        one is
-        used.
+        reads two ahead, so that a slow disk does not delay a step, and the next one is copied to the device
+        while this one is used.
 
         Args:
             starts_of: the starts of a step's windows, for the global batch.

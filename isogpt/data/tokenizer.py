@@ -31,9 +31,9 @@ class Tokenizer:
     """
     encode(text) gives the ids of a text, decode(ids) the text of ids.
 
-    Args: begin: as encode, for a text that is to be continued: without the tokens that a tokenizer.json is
-        configured to
-            add at the end, after which a model begins a new document.
+    Args:
+        begin: as encode, for a text that is to be continued: without the tokens that a tokenizer.json is
+            configured to add at the end, after which a model begins a new document.
         n_ids: the highest id + 1.
         end_of_text: the id that ends a document; None if there is no such token.
         note: what a user should know about the way in which text is divided; usually empty.
@@ -50,16 +50,15 @@ class Tokenizer:
 def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
     """
     Make the tokenizer of a vocabulary. encode adds what the tokenizer of a tokenizer.json is configured to
-    add, for
-    instance a token at the start.
+    add, for instance a token at the start.
 
-    Args: special_tokens: whether the text of a special token, such as <|endoftext|>, is encoded as this
-        token; otherwise
-            it is encoded as any other text.
+    Args:
+        special_tokens: whether the text of a special token, such as <|endoftext|>, is encoded as this token;
+            otherwise it is encoded as any other text.
 
-    Raises: ValueError: the ids cannot be decoded, or the tokenizer cannot be loaded. encode raises ValueError
-        for a text
-            that it cannot encode.
+    Raises:
+        ValueError: the ids cannot be decoded, or the tokenizer cannot be loaded. encode raises ValueError for
+            a text that it cannot encode.
     """
     if vocabulary.kind == "unknown":
         raise ValueError(
@@ -116,8 +115,7 @@ def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
 def parse_json(text: str) -> "tokenizers.Tokenizer":
     """
     The tokenizer in the text of a tokenizer.json, without the file's padding and truncation, which
-    transformers ignores
-    too. Raises ValueError if it is damaged.
+    transformers ignores too. Raises ValueError if it is damaged.
     """
     from tokenizers import Tokenizer as JsonTokenizer
 
@@ -241,18 +239,17 @@ def save_tokenizer(
     reads.
 
     encode gives the ids of `load`, and decode gives the text exactly. The chat template joins the messages
-    and adds
-    nothing. A character that the vocabulary does not contain raises an exception in encode: an unknown token
-    would need
-    an id that the model was not trained on.
+    and adds nothing. A character that the vocabulary does not contain raises an exception in encode: an
+    unknown token would need an id that the model was not trained on.
 
     Args:
         vocab_size: of the model. Ids beyond the tokenizer's exist in the model only.
         block_size: of the model; the tokenizer warns about longer texts.
 
-    Returns: bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no
-        such token. The defaults of LlamaConfig and GPT2Config would end the text at any character that has
-        the id of their token.
+    Returns:
+        bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no such
+        token. The defaults of LlamaConfig and GPT2Config would end the text at any character that has the id
+        of their token.
 
     Raises:
         ValueError: the tokenizer has more ids than the model, or cannot be loaded or converted.
@@ -294,8 +291,7 @@ def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
 def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     """
     A tokenizer with the tokens of a table. Without an unknown token in its vocabulary, it raises an exception
-    for what
-    is no token.
+    for what is no token.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as JsonTokenizer
@@ -318,8 +314,9 @@ def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
     """
     A byte-level BPE with the ids of a tiktoken encoding.
 
-    Raises: ValueError: a sample text gets other ids, as the two libraries differ in the regular expressions
-        that they know.
+    Raises:
+        ValueError: a sample text gets other ids, as the two libraries differ in the regular expressions that
+            they know.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as JsonTokenizer

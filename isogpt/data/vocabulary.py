@@ -84,12 +84,10 @@ class Vocabulary:
     What token ids mean.
 
     Args:
-        kind: how to read `content`.
-            'table': {token: id}. If several tokens share an id, it is decoded as the first of them.
-            'bytes': the same, for tokens of bytes. Each byte is the character of Latin-1 with its number.
-            'tiktoken': the name of an encoding of tiktoken.
-            'tokenizer.json': the text of such a file, in the format of Hugging Face's tokenizers.
-            'unknown': why the ids cannot be decoded.
+        kind: how to read `content`. 'table': {token: id}. If several tokens share an id, it is decoded as the
+            first of them. 'bytes': the same, for tokens of bytes. Each byte is the character of Latin-1 with
+            its number. 'tiktoken': the name of an encoding of tiktoken. 'tokenizer.json': the text of such a
+            file, in the format of Hugging Face's tokenizers. 'unknown': why the ids cannot be decoded.
         end_of_text: the token that ends a document, if the vocabulary contains the token.
         aliases: of a table, the further ids of tokens that have several. They are decoded, and text never
             becomes them.
@@ -130,8 +128,7 @@ def recorded(run: dict) -> Vocabulary | None:
 def resolve(found: Vocabulary | None, vocab_size: int, where: str) -> Vocabulary:
     """
     The vocabulary that was found, or, as in nanoGPT, GPT-2's where nothing says what the ids mean, if a model
-    with
-    vocab_size ids can be for GPT-2's tokens. `where` names the place that says nothing.
+    with vocab_size ids can be for GPT-2's tokens. `where` names the place that says nothing.
     """
     if found:
         return found
@@ -156,9 +153,8 @@ def check_size(n_ids: int | None, vocab_size: int) -> None:
 def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     """
     The vocabulary of the data set in `folder` with this metadata: of a tokenizer.json beside train.bin, of a
-    table in
-    the metadata, or of the encoding or the file that the metadata names. None if nothing says what the ids
-    mean.
+    table in the metadata, or of the encoding or the file that the metadata names. None if nothing says what
+    the ids mean.
 
     Raises:
         ValueError: a file cannot be read, or meta.json and meta.pkl do not belong together.
@@ -232,9 +228,8 @@ def lacks_tokens(tables: list[dict | list | tuple], vocab_size: object) -> bool:
 def of_tables(tables: list[dict | list | tuple]) -> Vocabulary:
     """
     The vocabulary of tables from tokens to ids, or from ids to tokens; earlier ones decide how an id is
-    decoded. Text
-    beside bytes becomes the bytes of its UTF-8, and the marks of spaces in the tables of tokenizers become
-    spaces.
+    decoded. Text beside bytes becomes the bytes of its UTF-8, and the marks of spaces in the tables of
+    tokenizers become spaces.
     """
     pairs = [pair for table in tables for pair in pairs_of(table)]
     others = sorted({type(token).__name__ for token, _ in pairs if not isinstance(token, str | bytes)})
@@ -315,8 +310,7 @@ def is_id(value: object) -> bool:
 def of_folder(folder: Path | str) -> Vocabulary | None:
     """
     The vocabulary of a folder's tokenizer files: tokenizer.json; vocab.json with merges.txt, a BPE of bytes
-    as GPT-2's;
-    or vocab.json alone, a table. None if there is none of them.
+    as GPT-2's; or vocab.json alone, a table. None if there is none of them.
 
     Raises:
         ValueError: a file cannot be read.
@@ -330,10 +324,8 @@ def of_folder(folder: Path | str) -> Vocabulary | None:
 def of_other_files(folder: Path | str) -> Vocabulary | None:
     """
     The vocabulary of the only tokenizer in a folder, if the name of the file is different from those of
-    `of_folder`;
-    'unknown' if there are several, or only files that are not read: then the ids are not GPT-2's. None if
-    there are
-    none.
+    `of_folder`; 'unknown' if there are several, or only files that are not read: then the ids are not
+    GPT-2's. None if there are none.
 
     Raises:
         ValueError: the file cannot be read.
@@ -368,8 +360,7 @@ def is_tokenizers_file(path: Path) -> bool:
 def of_file(path: Path) -> Vocabulary:
     """
     The vocabulary of a tokenizer.json, under any name, or of a vocab.json, with the merges.txt beside it if
-    there is
-    one. Raises ValueError if it cannot be read.
+    there is one. Raises ValueError if it cannot be read.
     """
     folder, merges = path.parent, path.with_name("merges.txt")
     is_vocab = path.name == "vocab.json"

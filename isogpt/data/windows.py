@@ -17,8 +17,8 @@ def shuffled_windows(
 ) -> np.ndarray:
     """
     Starts (n,) of the step's windows if every window is read once per epoch, in a new order each time.
-    `shift`: by how
-    many windows more than step * n the run has read before, because the batch had a different size.
+    `shift`: by how many windows more than step * n the run has read before, because the batch had a different
+    size.
     """
     windows = (n_tokens - 1) // block_size
     epochs, places = np.divmod(shift + step * n + np.arange(n), windows)

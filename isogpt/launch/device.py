@@ -21,10 +21,9 @@ def collectives_timeout(timeout_s: float, backend: str) -> timedelta:
 def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     """
     The device called `name`: 'auto' is cuda, else mps (a single process only: it has no collectives), else
-    cpu; 'cuda'
-    is the GPU with the number of the local rank. Schedulers may let each process see a GPU of its own only,
-    which has
-    number 0 in every process: the numbers start again at 0. check_gpus finds processes that share a GPU.
+    cpu; 'cuda' is the GPU with the number of the local rank. Schedulers may let each process see a GPU of its
+    own only, which has number 0 in every process: the numbers start again at 0. check_gpus finds processes
+    that share a GPU.
 
     Raises:
         ValueError: it is not available.
@@ -57,8 +56,7 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
 def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     """
     The argument `backend` of init_process_group. With NCCL there is gloo too, for tensors on the CPU:
-    checkpoints and
-    offloaded state. Where PyTorch has no NCCL, as on Windows, gloo communicates for GPUs too.
+    checkpoints and offloaded state. Where PyTorch has no NCCL, as on Windows, gloo communicates for GPUs too.
 
     Raises:
         ValueError: the backend is unknown, not part of this PyTorch, or does not support the device.
@@ -120,8 +118,7 @@ def gpu_identity(device: torch.device) -> list[str]:
 def keep_freed_memory() -> None:
     """
     Make the C library keep freed memory for the next step (glibc). By default it returns large pieces to the
-    kernel
-    and pays for page faults to get them back: a tenth of a step with 10M parameters on a CPU.
+    kernel and pays for page faults to get them back: a tenth of a step with 10M parameters on a CPU.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):

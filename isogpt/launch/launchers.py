@@ -56,8 +56,7 @@ class Launch:
     common.
 
     torchrun's variables do not: its restart count is that of one agent, which does not count the failures
-    that other
-    agents see, and its run id is whatever the user passed as --rdzv-id.
+    that other agents see, and its run id is whatever the user passed as --rdzv-id.
     """
 
     agents: tuple[str, ...] = ()  # torchrun's agents; a restart has at least one of those before it
@@ -73,8 +72,7 @@ class Launch:
 def adopt_launcher_variables() -> None:
     """
     If srun or mpirun started this process, set the environment variables that torchrun would have set; the
-    rest of the
-    code reads only those. Changes nothing if RANK is set or this process was started alone.
+    rest of the code reads only those. Changes nothing if RANK is set or this process was started alone.
 
     Raises:
         ValueError: the processes are on several machines and rank 0's address is not known.
@@ -131,10 +129,8 @@ def slurm_variables() -> tuple[list[str], str, str] | None:
 def is_in_a_shell_of_slurm() -> bool:
     """
     Whether a person started this process in the shell of `srun --pty` or salloc. The variable does not tell:
-    an `srun`
-    that is typed there passes it on to its tasks. But Slurm gives a terminal only to the first task of `srun
-    --pty`,
-    here the shell, and slurmstepd is the parent of each task.
+    an `srun` that is typed there passes it on to its tasks. But Slurm gives a terminal only to the first task
+    of `srun --pty`, here the shell, and slurmstepd is the parent of each task.
     """
     if "SLURM_PTY_PORT" not in os.environ or not has_terminal():
         return False
@@ -169,8 +165,7 @@ def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
 def start_workers(nproc: int, script: str) -> None:
     """
     Replace this process by torchrun with `nproc` workers of `script` on this machine and the same arguments.
-    Returns
-    if nproc is 0 or a launcher has started this process.
+    Returns if nproc is 0 or a launcher has started this process.
 
     Raises:
         ValueError: the launcher started another number of processes.

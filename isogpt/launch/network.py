@@ -35,12 +35,9 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
     Rendezvous with the other ranks of this start (all ranks); returns a unique name for it.
 
     After a restart torchrun (2.4 to 2.13) gives its workers the store of the previous attempt, which holds
-    addresses of
-    processes that have exited, and its restart count differs across nodes (pytorch#135712). So each process
-    registers
-    under a unique name, rank 0 answers each name with the name of this start, and the start is complete when
-    every
-    rank has confirmed it.
+    addresses of processes that have exited, and its restart count differs across nodes (pytorch#135712). So
+    each process registers under a unique name, rank 0 answers each name with the name of this start, and the
+    start is complete when every rank has confirmed it.
 
     Raises:
         ValueError: some ranks are missing after timeout_s.
@@ -91,8 +88,7 @@ def gather_through_store(store: dist.Store, rank: int, world_size: int, key: str
 def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
     """
     What a request to the store returns. It runs in a thread: if the machine with the store was cut off or
-    suspended, a
-    request may never return, whatever its own timeout is.
+    suspended, a request may never return, whatever its own timeout is.
 
     Raises:
         TimeoutError: there is no answer within limit_s. And what the request raises.
@@ -128,8 +124,8 @@ def this_machine() -> tuple[str, str, list[int]]:
 def order_by_machine(machines: list[tuple[str, str]]) -> list[int]:
     """
     The ranks in their new order: those of one machine next to each other, as torchrun numbers them but
-    `mpirun
-    --map-by node` does not. Neighbours in a mesh, which shard a model together, are then on one machine.
+    `mpirun --map-by node` does not. Neighbours in a mesh, which shard a model together, are then on one
+    machine.
     """
     return sorted(range(len(machines)), key=lambda r: (machines.index(machines[r]), r))
 
@@ -148,8 +144,7 @@ def own_cores() -> list[int]:
 def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None:
     """
     Limit torch's threads to this rank's share of the cores that the ranks of its machine have in common:
-    thread pools
-    on the same cores slow each other down, and torchrun's default is one thread.
+    thread pools on the same cores slow each other down, and torchrun's default is one thread.
     """
     *here, cores = machines[rank]
     sharing = sum(there == here and bool(set(other) & set(cores)) for *there, other in machines)
@@ -160,8 +155,7 @@ def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None
 def bind_to_gpu(gpu: object) -> None:
     """
     Run on the cores of the GPU's NUMA node (Linux), unless the launcher has bound this process: memory of
-    another
-    socket is slower to access. `gpu` is what torch.cuda.get_device_properties returns.
+    another socket is slower to access. `gpu` is what torch.cuda.get_device_properties returns.
     """
     with suppress(OSError, AttributeError, ValueError):
         pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
@@ -179,13 +173,12 @@ def bind_to_gpu(gpu: object) -> None:
 def choose_interface(several_machines: bool, addresses_of_rank_0: list[str]) -> str:
     """
     Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0's machine, or to loopback on a single
-    machine. By
-    default gloo takes the interface of the host name's address, which on many systems is a loopback address.
-    If the
-    variable is set already, it is used. NCCL chooses by itself (NCCL_SOCKET_IFNAME).
+    machine. By default gloo takes the interface of the host name's address, which on many systems is a
+    loopback address. If the variable is set already, it is used. NCCL chooses by itself (NCCL_SOCKET_IFNAME).
 
-    Args: addresses_of_rank_0: MASTER_ADDR as each rank resolves it; rank 0's own machine may resolve it
-        differently.
+    Args:
+        addresses_of_rank_0: MASTER_ADDR as each rank resolves it; rank 0's own machine may resolve it
+            differently.
 
     Returns:
         the interface with its address, as 'eth0 (10.0.0.1)'; '' if it is not known.

@@ -139,11 +139,11 @@ def check_gpus(machines: Sequence[tuple[str, str]], gpus: Sequence[list[str]]) -
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     """
     Set up this process's device and connect to the other ranks' store, if a launcher started several. Waits
-    for all
-    ranks and numbers them by machine. The caller calls init_process_group next.
+    for all ranks and numbers them by machine. The caller calls init_process_group next.
 
-    Raises: ValueError: the device or the backend is not available here, or other ranks are missing after
-        timeout_s.
+    Raises:
+        ValueError: the device or the backend is not available here, or other ranks are missing after
+            timeout_s.
     """
     rank, world_size, local_rank, local_world_size = rank_variables()
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -244,8 +244,7 @@ def store_address() -> str:
 def check_debug_level() -> None:
     """
     Raise ValueError if DistributedDataParallel cannot be used: torch 2.13 ends with a segmentation fault in
-    its
-    constructor, since with DETAIL it wraps process groups. The other layouts work.
+    its constructor, since with DETAIL it wraps process groups. The other layouts work.
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         raise ValueError(

@@ -48,8 +48,8 @@ def start_facts(config: dict) -> dict:
 def check_alike(facts: list[dict]) -> None:
     """
     Compare the start_facts of all ranks: with different ones they would train weights that drift apart. Paths
-    may
-    differ between machines, that of a folder in init_from too, and a run name for wandb may contain the time.
+    may differ between machines, that of a folder in init_from too, and a run name for wandb may contain the
+    time.
 
     Raises:
         ValueError: they differ.

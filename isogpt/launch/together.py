@@ -48,8 +48,8 @@ def broadcast(value: object) -> object:
 def wait_together(future: Future | None) -> None:
     """
     Wait until every rank's future is done; None counts as done (all ranks). The ranks meet once a second, so
-    that a
-    disk slower than the collectives' timeout ends no run. Rank 0 says from time to time whose disk it is.
+    that a disk slower than the collectives' timeout ends no run. Rank 0 says from time to time whose disk it
+    is.
     """
     began, note_s, waiting = time.monotonic(), NOTE_S, [None]
     while waiting:
@@ -165,16 +165,13 @@ def about_restarts() -> str:
 def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[None]:
     """
     Run a block that can fail on any rank (all ranks; no collectives inside). If it raised ValueError or
-    OSError on any
-    of them, rank 0 prints each distinct message once and all ranks exit with status 1. Any other exception,
-    such as a
-    bug or running out of memory, is raised again on the first rank that has it. Rank 0 names this rank, and
-    the other
-    ranks exit.
+    OSError on any of them, rank 0 prints each distinct message once and all ranks exit with status 1. Any
+    other exception, such as a bug or running out of memory, is raised again on the first rank that has it.
+    Rank 0 names this rank, and the other ranks exit.
 
-    Args: on_error: called with the messages before the exit, for instance to log them. The crash hook of a
-        rank that
-            raises again logs by itself.
+    Args:
+        on_error: called with the messages before the exit, for instance to log them. The crash hook of a rank
+            that raises again logs by itself.
     """
     problem = unexpected = None
     try:
@@ -219,10 +216,8 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
 def do_together(work: Callable[[], Result], on_error: Callable[[str], object] | None = None) -> Result:
     """
     What `work` returns on this rank (all ranks; no collectives inside). It may take longer than the
-    collectives'
-    timeout, on some ranks only, such as reading files: it runs in a thread, and the ranks meet meanwhile.
-    Exits like
-    exit_together.
+    collectives' timeout, on some ranks only, such as reading files: it runs in a thread, and the ranks meet
+    meanwhile. Exits like exit_together.
     """
     thread = {}
     if torch.cuda.is_initialized():  # a new thread would use GPU 0

@@ -33,8 +33,7 @@ def evaluate(
 ) -> tuple[float, float] | None:
     """
     Mean losses over the fixed sequences of the training and the validation data (all ranks); None if a stop
-    was
-    requested. The host waits for a GPU once, at the end.
+    was requested. The host waits for a GPU once, at the end.
 
     Args:
         sequences: how many of each split.

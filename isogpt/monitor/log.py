@@ -50,8 +50,7 @@ class Logger:
     Everything that a run reports. On ranks other than 0 its methods only count the traffic and the steps.
 
     metrics.jsonl gets a line for each logged step, evaluation and event. wandb and TensorBoard get the steps
-    and the
-    evaluations, the alert command the events.
+    and the evaluations, the alert command the events.
     """
 
     out_dir: str | Path
@@ -100,10 +99,9 @@ class Logger:
     def cut_back(self) -> list[dict]:
         """
         Open the logs at progress.step (rank 0): without lines of this step and later ones, which are going to
-        be
-        repeated, and without torn lines. Events stay. So does the evaluation of this step's state if it is
-        not going to
-        be repeated, because it was made at the end of a run. Returns the records that were in metrics.jsonl.
+        be repeated, and without torn lines. Events stay. So does the evaluation of this step's state if it is
+        not going to be repeated, because it was made at the end of a run. Returns the records that were in
+        metrics.jsonl.
         """
         if not self.ranks.is_main:
             return []
@@ -133,8 +131,7 @@ class Logger:
     def start_services(self, config: dict) -> None:
         """
         Start a wandb run, or continue the one in progress.wandb_id, and check that TensorBoard is installed
-        (rank 0),
-        before anything on disk is changed.
+        (rank 0), before anything on disk is changed.
 
         Raises:
             ValueError: one of them is not installed or cannot start.
@@ -283,8 +280,7 @@ class Logger:
     def reopen(self) -> bool:
         """
         Open metrics.jsonl again after it was deleted or replaced (rank 0). Returns whether it is still this
-        run's: a
-        run that resumes in the same folder has replaced it, and two runs must not write to one file.
+        run's: a run that resumes in the same folder has replaced it, and two runs must not write to one file.
         """
         name = self.file.name
         self.file.close()

@@ -41,8 +41,7 @@ class NanPolicy:
     def accepts(self, numbers: StepNumbers) -> bool:
         """
         Whether the step needs no report (the same on all ranks): it is finite, or it is a float16 step whose
-        gradient
-        overflowed because of the loss scale, which is then halved. A scale of 1 cannot be the cause.
+        gradient overflowed because of the loss scale, which is then halved. A scale of 1 cannot be the cause.
         """
         accepted = bool(numbers.is_finite or (numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1))
         if accepted:
@@ -81,8 +80,7 @@ class NanPolicy:
     def find_rollback(self, text: str, saver: Saver, logger: Logger) -> FoundCheckpoint:
         """
         The checkpoint to roll back to (all ranks; rank 0 looks). Damaged ones are reported. Exits with a
-        message that
-        begins with `text` if there is none.
+        message that begins with `text` if there is none.
         """
         found, reports = do_together(partial(look_for_rollback, saver), logger.failed)
         for report in reports:

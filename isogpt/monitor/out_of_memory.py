@@ -26,16 +26,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader, cost: dict) -> None:
     """
     Install an excepthook that prints a message instead of a traceback if it can explain the exception, from
-    when it is
-    known what takes memory; until then Watchdog.start has installed one for lost ranks.
+    when it is known what takes memory; until then Watchdog.start has installed one for lost ranks.
 
     Out of memory: the first rank with this problem prints what the memory consists of and what would reduce
-    it. Often
-    all ranks run out alike, but the last stage of a pipeline computes the loss, and other programs may use a
-    GPU. In
-    the first steps the rank also records half of the rows as the micro-batch size, so that the same command,
-    repeated
-    or restarted by torchrun --max-restarts, continues.
+    it. Often all ranks run out alike, but the last stage of a pipeline computes the loss, and other programs
+    may use a GPU. In the first steps the rank also records half of the rows as the micro-batch size, so that
+    the same command, repeated or restarted by torchrun --max-restarts, continues.
 
     Args:
         job: what the recorded micro-batch size applies to.
@@ -81,9 +77,8 @@ def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:
     """
     The micro-batch size to use: batch_size, or the smaller one that a previous attempt at the same job, see
     memory.job_of, recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
-    The rank
-    that ran out of memory may be on another machine: all ranks look, and the smallest size of all ranks is
-    used.
+    The rank that ran out of memory may be on another machine: all ranks look, and the smallest size of all
+    ranks is used.
     """
     rows = recorded(Path(out_dir) / MICRO_BATCH, job)
     return min(batch_size, rows) if isinstance(rows, int) else batch_size

@@ -19,8 +19,7 @@ def step_record(
 ) -> dict:
     """
     A step's record. The loss is the mean over the ranks, which is the mean over the global batch. Since a
-    mean hides a
-    slow rank, times and memory have the maximum over the ranks too.
+    mean hides a slow rank, times and memory have the maximum over the ranks too.
 
     Args:
         numbers: (world_size,) each.
@@ -50,8 +49,8 @@ def step_record(
 def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
     """
     What the routers have done: tokens of an expert in a step, least, mean and most over all layers; mean
-    entropy of the
-    routers' probabilities in nats; the auxiliary loss; and experts without a token, as layer.expert.
+    entropy of the routers' probabilities in nats; the auxiliary loss; and experts without a token, as
+    layer.expert.
 
     Args:
         routing: from parallelize.take_routing (L, E + 2).

@@ -42,8 +42,8 @@ class Stop:
     def code(self, step_s: float = 0.0, checkpoint_s: float = 0.0) -> int:
         """
         0: continue; a signal's number; or TIME_IS_UP if the time left is not enough for another step, which
-        may take
-        twice as long as the last one, and two checkpoints: one that may be under way, and the final one.
+        may take twice as long as the last one, and two checkpoints: one that may be under way, and the final
+        one.
         """
         needed = EXIT_S + 2 * step_s + 2 * checkpoint_s
         is_late = self.time_limit_s and running_s() + needed > self.time_limit_s
@@ -60,8 +60,8 @@ class Stop:
     def in_evaluation(self, micro_batch: int, device: torch.device, checkpoint_s: float) -> bool:
         """
         Whether to stop, asked after each micro-batch of an evaluation (all ranks). With a GPU, the ranks ask
-        each other
-        at every fourth one and read the answer four later: reading it at once would wait for all queued work.
+        each other at every fourth one and read the answer four later: reading it at once would wait for all
+        queued work.
         """
         if device.type == "cpu":
             return self.decide(gather_number(self.code(checkpoint_s=checkpoint_s), device)) != 0
@@ -79,10 +79,8 @@ class Stop:
 def watch_signals(time_limit_s: float = 0) -> Stop:
     """
     From now on SIGTERM, SIGUSR1 and SIGINT are recorded in the returned Stop, which all ranks check together.
-    A second
-    SIGINT, more than a second later, ends the process at once: a single Ctrl-C often arrives twice, from the
-    terminal
-    and from the launcher.
+    A second SIGINT, more than a second later, ends the process at once: a single Ctrl-C often arrives twice,
+    from the terminal and from the launcher.
     """
     stop = Stop(time_limit_s)
 

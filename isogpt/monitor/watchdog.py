@@ -47,11 +47,9 @@ SILENT_S = 8  # how long a rank is silent before it counts as failed, if others 
 class Watchdog:
     """
     One thread of each rank writes its position to the store four times a second and looks whether the next
-    rank does.
-    Another ends the process if the main thread makes no progress: for timeout_s while `armed`, for instance
-    in a hung
-    collective, or for a moment after another rank has failed. Gloo notices a lost connection by itself, NCCL
-    does not.
+    rank does. Another ends the process if the main thread makes no progress: for timeout_s while `armed`, for
+    instance in a hung collective, or for a moment after another rank has failed. Gloo notices a lost
+    connection by itself, NCCL does not.
 
     With a single process there is nothing to watch, but the crash hook uses the same report.
     """
@@ -199,8 +197,7 @@ class Watchdog:
     def is_first(self, problem: str) -> bool:
         """
         Whether no other rank has asked this about a problem before: many ranks may have the same one, and one
-        of them
-        explains it. Also True if the store does not respond.
+        of them explains it. Also True if the store does not respond.
         """
         if not self.store:
             return True
@@ -215,8 +212,7 @@ class Watchdog:
     def announce(self, key: str, value: str = "") -> None:
         """
         Tell the other ranks that the run has failed here (key "failed"), why ("error/N"), or that rank N has
-        left
-        ("left/N").
+        left ("left/N").
         """
         if self.store:
             self.ask(partial(self.store.set, key, value), STORE_TIMEOUT_S)

@@ -43,9 +43,9 @@ class GPTConfig:
     """
     A model's shape. Fields that are 0 or None take the architecture's default.
 
-    Args: bias: use biases in Linear and LayerNorm, as GPT-2 does; False is slightly faster. The other
-        architectures have
-            none.
+    Args:
+        bias: use biases in Linear and LayerNorm, as GPT-2 does; False is slightly faster. The other
+            architectures have none.
         gelu: 'none' (the exact GELU, as in nanoGPT) or 'tanh' (the approximation that GPT-2 was trained
             with).
         arch: a key of ARCHS.

@@ -61,11 +61,9 @@ class MoE(nn.Module):
         probabilities, likewise; and the tokens of each expert.
 
         The balance loss is E times the sum over experts of (share of the sequence's tokens) x (mean
-        probability), 1 if
-        tokens are distributed evenly (Fedus et al. 2022, arXiv:2101.03961, eq. 4, for each sequence as in
-        arXiv:2412.19437, eq. 17, so that it does not depend on the layout). The z-loss is the mean squared
-        logsumexp of
-        the scores (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
+        probability), 1 if tokens are distributed evenly (Fedus et al. 2022, arXiv:2101.03961, eq. 4, for each
+        sequence as in arXiv:2412.19437, eq. 17, so that it does not depend on the layout). The z-loss is the
+        mean squared logsumexp of the scores (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
         """
         c, totals = self.config, self.count_sequences(counts)
         shares = totals / totals.sum(-1, keepdim=True)  # (B, E)
@@ -79,8 +77,7 @@ class MoE(nn.Module):
 class Reorder(torch.autograd.Function):
     """
     Row `order[i]` of `copies` copies of each row (N, C) -> (N copies, C); `place` is the inverse of `order`.
-    PyTorch's
-    index_select has the same forward, but its backward adds up rows one by one.
+    PyTorch's index_select has the same forward, but its backward adds up rows one by one.
     """
 
     @staticmethod
@@ -113,8 +110,7 @@ class Router(nn.Module):
 class ExpertLinear(nn.Module):
     """
     Linear layers of several experts. Their weights (out, in) are stacked in one parameter, and so are their
-    biases; a
-    process may hold only some of the experts.
+    biases; a process may hold only some of the experts.
     """
 
     def __init__(self, n_expert: int, n_in: int, n_out: int, bias: bool) -> None:
@@ -137,8 +133,7 @@ class ExpertLinear(nn.Module):
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     Each expert's rows of x (N, in) times its weight (E, out, in), transposed: (N, out). The host does not
-    wait for a
-    GPU to know the `counts`.
+    wait for a GPU to know the `counts`.
     """
     # torch 2.13: a GPU has a kernel for bfloat16 only, which is also the only dtype that torch.compile
     # accepts
@@ -158,8 +153,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def has_grouped_kernel(device_type: str) -> bool:
     """
     Whether PyTorch's grouped_mm is a kernel in bfloat16. On GPUs other than Hopper, Blackwell and AMD's
-    counterparts it
-    is a loop, for which the host waits in each matmul (torch 2.13).
+    counterparts it is a loop, for which the host waits in each matmul (torch 2.13).
     """
     return device_type != "cuda" or torch.cuda.get_device_capability()[0] in (9, 10)
 
@@ -172,8 +166,7 @@ BLOCKS_PER_EXPERT = 2
 def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
     """
     Divide N rows, sorted by expert, into blocks of equal size which each belong to one expert, padded with
-    zeros. There
-    are as many as the `counts` (E,) can need at most: no shape depends on them.
+    zeros. There are as many as the `counts` (E,) can need at most: no shape depends on them.
 
     Returns:
         the place of each row in the blocks (N,), the expert of each block (blocks,), and the rows of a block.
@@ -194,8 +187,7 @@ def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
 class BlockMatmul(torch.autograd.Function):
     """
     grouped_matmul as one batched matmul of blocks, see `blocks_of_rows`, with at most half as much arithmetic
-    again:
-    x (N, in), weight (E, out, in) -> (N, out).
+    again: x (N, in), weight (E, out, in) -> (N, out).
     """
 
     @staticmethod

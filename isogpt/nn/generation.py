@@ -15,8 +15,7 @@ class InferenceLinear(nn.Module):
     A Linear layer whose weights are stored in `dtype`, to which it casts its input. It cannot be trained.
 
     On a CPU the weights can be packed: stored in oneDNN's blocked layout. F.linear with 10 rows took 2.2
-    times as long
-    in float32 and 1.3 times as long in bfloat16 (GPT-2's shapes, torch 2.13).
+    times as long in float32 and 1.3 times as long in bfloat16 (GPT-2's shapes, torch 2.13).
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, pack: bool = True) -> None:
@@ -46,10 +45,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 def prepare(model: nn.Module, dtype: torch.dtype, pack: bool = True) -> None:
     """
     Replace the Linear layers of a model by InferenceLinear and convert its experts to `dtype`, in place. The
-    residual
-    stream, the norms and the routers stay in float32, as under autocast, which would cast the weights again
-    for each
-    token.
+    residual stream, the norms and the routers stay in float32, as under autocast, which would cast the
+    weights again for each token.
 
     Args:
         pack: pack the weights on a CPU. torch.compile cannot trace packed weights.
@@ -103,10 +100,8 @@ def generate(  # noqa: PLR0913  (sample.py's settings)
 def uniform_numbers(seed: int, samples: range, n: int) -> Tensor:
     """
     Random numbers in [0, 1) for n tokens of these samples, (n, B, 1). Those of a sample depend on (seed,
-    sample) alone,
-    and the first ones do not depend on n. They are multiples of 2^-23: the product of one and a float32 is
-    smaller than
-    the float32.
+    sample) alone, and the first ones do not depend on n. They are multiples of 2^-23: the product of one and
+    a float32 is smaller than the float32.
     """
     bits = np.array([random_bits(seed, SAMPLING, sample, n) for sample in samples]).T  # (n, B)
     return torch.from_numpy((bits >> np.uint64(41)).astype(np.float32) / 2**23)[:, :, None]
@@ -117,8 +112,7 @@ def next_token(
 ) -> Tensor:
     """
     Sample one token id per row by inverting the cumulative distribution. top_k is applied before top_p, which
-    is
-    nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751).
+    is nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751).
 
     Args:
         logits: (B, V).

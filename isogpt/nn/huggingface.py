@@ -94,8 +94,9 @@ def load(name: str) -> "PreTrainedModel":
     """
     Load a model with transformers, from a folder or by its name on the Hub. No code in the folder runs.
 
-    Raises: ValueError: it cannot be loaded, lacks weights, needs Python code of its folder, or is of another
-        architecture.
+    Raises:
+        ValueError: it cannot be loaded, lacks weights, needs Python code of its folder, or is of another
+            architecture.
     """
     import transformers
 

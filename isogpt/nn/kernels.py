@@ -24,10 +24,9 @@ IGNORE = -1  # targets with this value do not contribute to the loss
 def dropout_factors(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> Tensor:
     """
     The factors by which dropout multiplies on a CPU: 0 with probability p (rounded to a multiple of 1 /
-    65,536), else
-    1 / (1 - p). Ten times as fast as one draw per element: four elements share one 64-bit draw of NumPy's
-    SFC64, which
-    is twice as fast as PyTorch's generator and is seeded from it, and the rest is integer arithmetic.
+    65,536), else 1 / (1 - p). Ten times as fast as one draw per element: four elements share one 64-bit draw
+    of NumPy's SFC64, which is twice as fast as PyTorch's generator and is seeded from it, and the rest is
+    integer arithmetic.
     """
     n, scale = math.prod(shape), 1 / (1 - p)
     seed = int(torch.randint(2**62, (), device="cpu"))
@@ -182,8 +181,7 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """
         Store k and v of T more positions, (B, K, T, D); a batch of one is stored in all rows. Returns all
-        that are
-        stored, (B, K, S, D). Several positions at once must not go past the end of the ring.
+        that are stored, (B, K, S, D). Several positions at once must not go past the end of the ring.
         """
         if self.k is None:
             shape = (self.rows, k.size(1), self.size, k.size(3))
@@ -202,9 +200,9 @@ def causal_attention(
     """
     Causal self-attention: softmax(q k^T / sqrt(D)) v, where a position attends to itself and to earlier ones.
 
-    Args: q, k, v: queries (B, T, H, D), keys and values (B, T, K, D); they may be views of one tensor. Each
-        head of keys
-            serves H / K heads of queries.
+    Args:
+        q, k, v: queries (B, T, H, D), keys and values (B, T, K, D); they may be views of one tensor. Each
+            head of keys serves H / K heads of queries.
         dropout: probability of dropping an attention weight.
         cache: keys and values of the previous positions; k and v are appended to it.
 
@@ -246,12 +244,10 @@ class CPUHalfAttention(torch.autograd.Function):
     Causal self-attention on a CPU in bfloat16 or float16: q, k, v (B, T, H, D) -> (B, T, H * D).
 
     PyTorch's kernel multiplies small blocks one at a time, but processors with bfloat16 instructions need
-    large ones:
-    its forward and backward took 2 to 4 times as long. Here, each chunk of queries attends to all keys up to
-    its last
-    position in one batched matmul. The probabilities, (T + HALF_ATTENTION_CHUNK) / 2 * H numbers per token,
-    are kept
-    for the backward if the sequence is short or dropout needs them; otherwise they are recomputed.
+    large ones: its forward and backward took 2 to 4 times as long. Here, each chunk of queries attends to all
+    keys up to its last position in one batched matmul. The probabilities, (T + HALF_ATTENTION_CHUNK) / 2 * H
+    numbers per token, are kept for the backward if the sequence is short or dropout needs them; otherwise
+    they are recomputed.
     """
 
     @staticmethod
@@ -318,15 +314,12 @@ def causal_bias(i: int, j: int, dtype: torch.dtype) -> Tensor:
 def logits_at_once(on_cpu: bool, itemsize: int, vocab_size: int) -> tuple[int, int, int]:
     """
     The maximum number of logits held at once: (in float32 without chunks, per chunk of `itemsize`-byte
-    logits, in
-    float32 per chunk). On a CPU that is 64, 64 and 8 MiB. The 8 MiB fit its cache: a third less time than
-    with 64.
+    logits, in float32 per chunk). On a CPU that is 64, 64 and 8 MiB. The 8 MiB fit its cache: a third less
+    time than with 64.
 
     On a GPU it is an eighth of the memory without chunks, at the 12 bytes per logit of
-    memory.loss_activations, because
-    torch.compile fuses cross-entropy best if it is whole. A chunk has 8,192 rows, so that its matmuls fill
-    the GPU, or
-    fewer if these logits would take more than that eighth.
+    memory.loss_activations, because torch.compile fuses cross-entropy best if it is whole. A chunk has 8,192
+    rows, so that its matmuls fill the GPU, or fewer if these logits would take more than that eighth.
     """
     if on_cpu:
         return 2**24, 2**26 // itemsize, 2**21
@@ -349,9 +342,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class VocabularyPart:
     """
     Which rows of the output embeddings this process holds, if they are divided over several: those from
-    `first` on, and
-    no process has more than `longest`. `reduce(values, "max" or "sum")` combines values of all processes, in
-    place.
+    `first` on, and no process has more than `longest`. `reduce(values, "max" or "sum")` combines values of
+    all processes, in place.
     """
 
     first: int
@@ -365,9 +357,13 @@ def summed_loss(
     """
     Cross-entropy of the logits `x @ weight.T`, summed over the targets that are not -1: a float32 scalar.
 
-    Args: x: final hidden states (B, T, C). weight: output embeddings (V, C). targets: token ids (B, T). cap:
-        of the logits, see `soft_cap`. vocabulary: if each process has only some rows of `weight`. The
-        gradient of x is then this process's share.
+    Args:
+        x: final hidden states (B, T, C).
+        weight: output embeddings (V, C).
+        targets: token ids (B, T).
+        cap: of the logits, see `soft_cap`.
+        vocabulary: if each process has only some rows of `weight`. The gradient of x is then this process's
+            share.
     """
     x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
     on_cpu, V = x.device.type == "cpu", vocabulary.longest if vocabulary else weight.size(0)
@@ -402,8 +398,7 @@ FLOAT16_SCALE = 1024.0
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """
     Add the matrix product a @ b to `total`, in place. The product of float16 matrices is computed in float32,
-    because a
-    sum over many rows can exceed float16's range.
+    because a sum over many rows can exceed float16's range.
     """
     if a.device.type == "cuda":  # not addmm, which torch.compile cannot lower with an out_dtype (torch 2.13)
         total += torch.mm(a, b, out_dtype=torch.float32)
@@ -416,12 +411,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 class ChunkedLoss(torch.autograd.Function):
     """
     summed_loss for a large vocabulary, one chunk of rows at a time. The logits of a whole micro-batch would
-    be the
-    step's largest tensor, several times over. The gradient of a chunk does not depend on the other chunks, so
-    it is
-    computed immediately and overwrites the chunk's logits. F.linear_cross_entropy has the same purpose, but
-    was 4 to 8
-    times slower on a CPU and rounded the sum to bfloat16 (torch 2.13).
+    be the step's largest tensor, several times over. The gradient of a chunk does not depend on the other
+    chunks, so it is computed immediately and overwrites the chunk's logits. F.linear_cross_entropy has the
+    same purpose, but was 4 to 8 times slower on a CPU and rounded the sum to bfloat16 (torch 2.13).
 
     Args:
         x: final hidden states (N, C); weight: (V, C); targets: (N,).

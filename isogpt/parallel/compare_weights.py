@@ -1,4 +1,4 @@
-"""Comparing the weights of ranks that hold the same ones."""
+"""Compare the weights of ranks that hold the same parameters."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,7 +12,8 @@ from isogpt.parallel.local_parts import local_parts_by_name
 
 def check_equal_weights(model: nn.Module, step: int, on_error: Callable, island: int = 0) -> None:
     """
-    Compare the weights of ranks that hold the same ones, and exit with a message if they differ (all ranks).
+    Compare the weights of ranks that hold the same parameters, and exit with a message if they differ (all
+    ranks).
     """
     differences = weight_differences(model, island)
     with exit_together(on_error):
@@ -23,13 +24,12 @@ def check_equal_weights(model: nn.Module, step: int, on_error: Callable, island:
 @torch.no_grad()
 def weight_differences(model: nn.Module, island: int = 0) -> str:
     """
-    Compare a checksum of the weights between ranks of an island that hold the same ones (all ranks). Returns
-    which
-    parameter differs on which rank; '' if none.
+    Compare a checksum of the weights between ranks of an island that hold the same parameters (all ranks).
+    Returns which parameter differs on which rank; '' if none.
     """
     pieces = [(name, *piece) for name, part in local_parts_by_name(model).items() for piece in part.pieces]
     sums = [piece.contiguous().view(torch.int32).sum(dtype=torch.int64) for _, _, piece in pieces]
-    sums = torch.stack(sums).tolist() if sums else []  # one copy from the device
+    sums = torch.stack(sums).tolist() if sums else []  # a single copy from the device
     mine = {(name, offsets, island): value for (name, offsets, _), value in zip(pieces, sums, strict=True)}
     found = defaultdict(list)  # {(name, offsets, island): [(rank, checksum)]}
     for rank, theirs in enumerate(gather_objects(mine)):
@@ -48,5 +48,5 @@ def weight_differences(model: nn.Module, island: int = 0) -> str:
 
 
 def most_common(values: list[int]) -> int:
-    """The value that occurs most often; the smallest of several."""
+    """Return the value that occurs most often; of several such values, the smallest."""
     return min(values, key=lambda value: (-values.count(value), value))

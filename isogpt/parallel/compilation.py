@@ -14,17 +14,17 @@ EXCHANGE = "expert parallelism: a step's token counts decide how many rows a ran
 
 def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_graphs: bool = False) -> str:
     """
-    Compile the model in place (all ranks); its parameters keep their names. Not on a CPU, where compilation
-    takes 10 s
-    and gains nothing, and not if a trial compilation fails on any rank, for instance because there is no C
-    compiler.
+    Compile the model in place (all ranks); parameters keep their names. The model stays uncompiled on a CPU,
+    where compilation takes 10 s and gains nothing. It also stays uncompiled if a trial compilation fails on
+    any rank, for instance because there is no C compiler.
 
-    Args: by_block: compile each block and the loss by themselves, as FSDP needs it. cuda_graphs: record the
-        kernels of a forward or backward in a CUDA graph and launch them together. Gradients
-            must be allocated before, see `settle_gradients`.
+    Args:
+        by_block: compile each block and the loss separately, as FSDP requires.
+        cuda_graphs: record the kernels of a forward or backward pass in a CUDA graph and launch them
+            together. Gradients must be allocated before; see `settle_gradients`.
 
     Returns:
-        a sentence for the user about what was done.
+        A sentence for the user about what was done.
     """
     if device.type == "cpu":
         return "compile: off, since it gains nothing on a CPU"
@@ -44,21 +44,21 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_g
 
 def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
     """
-    Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation has its own
-    graphs. Experts
-    on several ranks run uncompiled, because the number of rows that they receive is different each time.
+    Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation uses separate
+    graphs. Experts on several ranks run uncompiled, because the number of rows that they receive is different
+    each time.
     """
     for block in model.transformer.h:
         if isinstance(block.mlp, MoE) and block.mlp.exchanges_tokens:
             block.mlp.experts.forward = torch.compiler.disable(block.mlp.experts.forward, reason=EXCHANGE)
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)
-    if by_block and model.loss is summed_loss:  # not the one of tensor parallelism, which communicates
+    if by_block and model.loss is summed_loss:  # not the loss of tensor parallelism, which communicates
         model.loss = torch.compile(model.loss, dynamic=False, **options)
 
 
 def compile_report() -> str:
-    """What torch.compile has compiled so far, and what it could not; '' if it is not used."""
+    """Describe what torch.compile has compiled so far and what failed; '' if torch.compile is not used."""
     if "torch._dynamo.utils" not in sys.modules:  # importing it takes a second
         return ""
     from torch._dynamo.utils import counters

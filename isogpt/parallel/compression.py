@@ -2,11 +2,11 @@
 Gradient compression: data-parallel ranks on a slow network send each other fewer bytes for the mean of their
 gradients.
 
-The lossy kinds have error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): what a
-rank's gradient has lost is added to its next one; with signs, only a part of it (Wu et al. 2018,
-arXiv:1806.08054), which trains better with AdamW. There is no momentum correction (Lin et al. 2018,
-arXiv:1712.01887): that is for SGD, whose momentum is linear in the gradients. AdamW divides by their second
-moment, which a rank cannot compute from its own gradients before the exchange.
+The lossy kinds use error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): what a
+rank's gradient has lost is added to the rank's next gradient. With signs, only a part of the error is added
+(Wu et al. 2018, arXiv:1806.08054), which trains better with AdamW. There is no momentum correction (Lin et
+al. 2018, arXiv:1712.01887), which is for SGD, whose momentum is linear in the gradients. AdamW divides by the
+second moment of the mean gradients, which a rank cannot compute from local gradients before they are reduced.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ from isogpt.parallel.data import in_buckets, views_of
 from isogpt.parallel.local_parts import LocalPart, is_sharded, is_split, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
 
-BLOCKS = {"int8": 256, "sign": 64}  # elements with one scale
-KEPT = {"sign": 0.3}  # the part of the errors that is added to the next gradient, where it is not all of them
+BLOCKS = {"int8": 256, "sign": 64}  # elements that share a scale
+KEPT = {"sign": 0.3}  # fraction of the errors that is added to the next gradient (otherwise 1)
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POWERSGD_START = 2  # torch's hook reduces whole gradients before this step
 # matrices that would not shrink to 1/12 are sent whole: small embeddings train badly at low rank
@@ -37,9 +37,8 @@ POWERSGD_GAIN = 12
 @dataclass
 class Compression:
     """
-    How data-parallel ranks exchange gradients, and what this rank's gradients have lost. For each parameter,
-    the mean
-    of the ranks' `errors` is what the mean gradient lacks so far.
+    How data-parallel ranks reduce gradients, and what this rank's gradients have lost. For each parameter,
+    the mean of the ranks' `errors` is what the mean gradient lacks so far.
     """
 
     kind: str  # fp16, bf16, int8, sign, powersgd or topk
@@ -49,7 +48,7 @@ class Compression:
     uses_feedback: bool = True
     errors: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     powersgd: PowerSGDState | None = None
-    # from a checkpoint, by PowerSGD's bucket
+    # PowerSGD's low-rank factors by bucket, also those read from a checkpoint
     factors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,7 +64,8 @@ class Compression:
 
     def attach(self, model: nn.Module) -> None:
         """
-        Let DistributedDataParallel exchange its buckets by this compression; does nothing to another model.
+        Let DistributedDataParallel reduce buckets with this compression; do nothing if the model is not
+        wrapped.
         """
         if not isinstance(model, DistributedDataParallel):
             return
@@ -80,7 +80,8 @@ class Compression:
     @torch.no_grad()
     def average(self, bucket: "Bucket", group: ProcessGroup) -> Tensor:
         """
-        Replace a bucket of gradients by their mean over the group, as far as it was sent (all ranks of it).
+        Replace a bucket of gradients by the mean over the group, as far as it was sent (all ranks of the
+        group).
         """
         flat = bucket.flat
         if self.kind in HALF:
@@ -113,21 +114,23 @@ class Compression:
             torch._foreach_copy_(grads, views_of(flat, grads))
 
     def error_of(self, p: nn.Parameter) -> Tensor:
-        """What this rank's gradient of a parameter has lost; a DTensor if the parameter is one."""
+        """
+        Return what this rank's gradient of a parameter has lost; a DTensor if the parameter is a DTensor.
+        """
         if p not in self.errors:
             self.errors[p] = torch.zeros_like(p, requires_grad=False)
         return self.errors[p]
 
     def low_rank_mean(self, bucket: "Bucket", group: ProcessGroup) -> None:
         """
-        torch's PowerSGD (Vogels et al. 2019, arXiv:1905.13727), without its own error feedback, in place.
+        Run torch's PowerSGD (Vogels et al. 2019, arXiv:1905.13727) in place, without torch's error feedback.
         """
         state, columns = self.powersgd, sum(matrix.size(-1) for matrix in bucket.gradients())
-        key = f"{bucket.name}:{len(bucket.flat)}:{columns}"  # another version may have cut them differently
+        key = f"{bucket.name}:{len(bucket.flat)}:{columns}"  # other versions may cut buckets differently
         if key in self.factors:
             state.p_memory_dict[bucket.name], state.q_memory_dict[bucket.name] = self.factors[key].values()
         state.process_group = group
-        # gloo's threads would start collectives of several buckets in any order
+        # wait, since gloo's threads would start the collectives of several buckets in any order
         powerSGD_hook(state, bucket).wait()
         if bucket.name in state.q_memory_dict:
             self.factors[key] = {"p": state.p_memory_dict[bucket.name], "q": state.q_memory_dict[bucket.name]}
@@ -139,14 +142,15 @@ class Compression:
         if self.powersgd:
             self.powersgd.p_memory_dict.clear()
             self.powersgd.q_memory_dict.clear()
-            self.powersgd.rng.seed(0)  # new factors are those of a run that was just started or resumed
+            self.powersgd.rng.seed(0)  # new factors equal those of a run that was just started or resumed
 
     def restart(self, step: int, saved: dict[str, torch.Size]) -> None:
         """
         Start without errors before a step.
 
-        Args: saved: the names (see sharded_files.flat) and shapes in a checkpoint; makes room for PowerSGD's
-            factors.
+        Args:
+            saved: the names (see sharded_files.flat) and shapes in a checkpoint; makes room for PowerSGD's
+                factors.
         """
         self.forget()
         if self.powersgd:
@@ -158,14 +162,13 @@ class Compression:
                 self.factors.setdefault(key, {})[letter] = torch.empty(shape, device=self.device)
 
     def own_name(self) -> str:
-        """The name in a checkpoint for what belongs to this rank alone."""
+        """Return the name in a checkpoint of what belongs to this rank alone."""
         return f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
     def saved_parts(self, model: nn.Module) -> dict[str, dict[str, LocalPart]]:
         """
-        The errors by parameter name, as rows of those of all ranks that hold the same part of a parameter,
-        and
-        PowerSGD's factors, whose order in a bucket only torch knows.
+        Return the errors by parameter name and PowerSGD's factors, whose order in a bucket only torch knows.
+        An error is a row of a stack, with the errors of all ranks that hold the same part of the parameter.
         """
         found = {}
         for name, p in model.named_parameters() if self.kind not in HALF else ():
@@ -180,7 +183,7 @@ class Compression:
                 and p is getattr(model.lm_head, "weight", None)
                 and model.config.tied
             )
-            # wte tied to the head on another rank has its own
+            # wte and the head, tied on different ranks, have separate errors
             key = "error_of_head" if is_second else "error"
             found[name] = {key: local_part_of(self.error_of(p), splits_of(p)).in_row(*row)}
         factors = {
@@ -194,7 +197,7 @@ class Compression:
 @dataclass
 class Bucket:
     """
-    Gradients that are exchanged together, with the methods of DDP's GradBucket that torch's PowerSGD calls.
+    Gradients that are reduced together, with the methods of DDP's GradBucket that torch's PowerSGD calls.
     """
 
     params: list[nn.Parameter]
@@ -208,14 +211,15 @@ class Bucket:
 
     def gradients(self) -> Iterator[Tensor]:
         """
-        Views of the buffer: the gradients, tall ones cut into square matrices (stacked q, k and v are three).
+        Return the gradients as views of the buffer; tall matrices are cut into squares (stacked q, k, v into
+        three).
         """
         for grad in filter(Tensor.numel, views_of(self.flat, [local(p) for p in self.params])):
             is_stack = grad.dim() == 2 and grad.size(0) % grad.size(1) == 0
             yield from grad.split(grad.size(1)) if is_stack else [grad]
 
     def index(self) -> str:
-        """The bucket's name, where DDP's have a number."""
+        """Return the bucket's name, where DDP's GradBucket returns a number."""
         return self.name
 
     def is_last(self) -> bool:
@@ -235,12 +239,14 @@ def average_bucket(
 
 
 def is_sent_as_bytes(kind: str, group: ProcessGroup) -> bool:
-    """Whether a half precision is sent as bytes, because the transport cannot add it."""
+    """Whether half-precision numbers are sent as bytes, because the backend cannot add them."""
     return kind == "bf16" and dist.get_backend(group) == "gloo"
 
 
 def mean_over(flat: Tensor, kind: str, group: ProcessGroup, generator: torch.Generator) -> Tensor:
-    """The mean of tensors (N,) over a group (all its ranks), sent as they are (none), in fp16 or in int8."""
+    """
+    Return the mean of tensors (N,) over a group (all its ranks), sent unchanged (none), in fp16 or in int8.
+    """
     if kind == "int8":
         return coded_mean(flat, kind, group, generator)[0]
     if kind in HALF:
@@ -262,9 +268,8 @@ def coded_mean(
     corrected: Tensor, kind: str, group: ProcessGroup, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    The mean of tensors (N,) over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888): each rank
-    receives
-    its share of all tensors, takes the mean, and sends it to all.
+    Return the mean of tensors (N,) over a group, sent twice as codes (Tang et al. 2021, arXiv:2102.02888).
+    Each rank receives a share of all tensors, computes the mean, and sends the mean to all ranks.
 
     Returns:
         (the mean, what this rank's tensor has lost; for its own share, the loss of the mean, times the ranks)
@@ -276,7 +281,7 @@ def coded_mean(
     received = torch.empty_like(codes)
     dist.all_to_all_single(received, codes, group=group)
     received = decode(received, kind)
-    received[rank] = shares[rank]  # it was not sent
+    received[rank] = shares[rank]  # the rank's own share was not sent
     mean = received.mean(0, keepdim=True)  # (1, elements of a share)
     code = encode(mean, kind, generator)
     lost[rank] = n * (mean - decode(code, kind))[0]
@@ -286,10 +291,11 @@ def coded_mean(
 
 def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Tensor:
     """
-    Rows of numbers as bytes: 16 bits each (bf16), or in blocks with a float32 scale 8 bits each, rounded up
-    or down at
-    random so that the expected value stays (int8; Alistarh et al. 2017, arXiv:1610.02132), or only the signs
-    (sign).
+    Encode rows of numbers as bytes.
+
+    bf16 uses 16 bits for each number. int8 uses 8 bits, in blocks with a float32 scale, rounded up or down at
+    random so that the expected value stays (Alistarh et al. 2017, arXiv:1610.02132). sign keeps only the
+    signs, in blocks with a scale.
 
     Args:
         x: (rows, elements), the elements a multiple of the largest block.
@@ -314,7 +320,7 @@ def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Te
 
 
 def decode(codes: Tensor, kind: str) -> Tensor:
-    """The numbers (rows, elements) that `encode` has made bytes (rows, bytes) of."""
+    """Decode bytes (rows, bytes) that `encode` returned into numbers (rows, elements)."""
     rows = len(codes)
     if kind == "bf16":
         return codes.view(torch.bfloat16).float()
@@ -332,23 +338,23 @@ def decode(codes: Tensor, kind: str) -> Tensor:
 @cache
 def bit_values(device: torch.device) -> Tensor:
     """
-    What each bit of a byte counts (8,), made once for a device: a copy for each use would wait for a GPU.
+    Return the value of each bit of a byte (8,), made once for a device: a copy for each use would wait for a
+    GPU.
     """
     return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
 
 
 @cache
 def signs_of_bytes(device: torch.device) -> Tensor:
-    """The eight signs, -1 or 1, that each byte stands for (256, 8), made once for a device."""
+    """Return the eight signs, -1 or 1, that each byte encodes (256, 8), made once for a device."""
     is_set = torch.arange(256, device=device)[:, None] & bit_values(device)
     return is_set.ne(0).float() * 2 - 1
 
 
 def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """
-    The mean over a group of the largest elements of each rank's tensor (N,), the others taken for zero (Aji
-    and
-    Heafield 2017, arXiv:1704.05021), and what this rank's tensor has lost.
+    Return the mean over a group of the largest elements of each rank's tensor (N,), and what this rank's
+    tensor has lost. Elements that are not sent count as zero (Aji and Heafield 2017, arXiv:1704.05021).
     """
     n, count = group.size(), max(1, round(fraction * len(corrected)))
     chosen = corrected.abs().topk(count, sorted=False).indices

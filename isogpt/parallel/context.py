@@ -1,6 +1,6 @@
 """
-Context parallelism: each rank of a group holds some positions of each sequence. Everything but attention
-treats positions alike; attention gathers the keys and values of all ranks (as Llama 3 does, arXiv:2407.21783,
+Context parallelism: each rank of a group holds some positions of each sequence. All layers except attention
+treat positions alike; attention gathers the keys and values of all ranks (as Llama 3 does, arXiv:2407.21783,
 section 3.3.2).
 """
 
@@ -30,7 +30,7 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
 
     model.positions = positions_here
     order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
-    size = model.config.block_size // len(order)  # of a chunk
+    size = model.config.block_size // len(order)  # tokens of a chunk
     own = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in mesh.chunks(mesh.index("cp"))]
     attention = partial(context_attention, mesh.group("cp"), order, own)
     for block in model.transformer.h:
@@ -40,7 +40,7 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
 
 
 def sum_over_ranks(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
-    """The sum of the ranks' numbers, which have no gradient."""
+    """Return the sum of the ranks' numbers, which need no gradient."""
     total = counts.clone()
     dist.all_reduce(total, group=group)
     return total
@@ -48,9 +48,8 @@ def sum_over_ranks(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
 
 def last_rows_mask(T: int, S: int, device: torch.device) -> CausalBias | None:
     """
-    On a GPU, the causal mask of the last T of S positions, with which FlashAttention runs. It is made once,
-    because
-    torch.compile cannot trace its constructor (torch 2.13).
+    Return, for a GPU, the causal mask of the last T of S positions, with which FlashAttention runs. The mask
+    is made once, because torch.compile cannot trace the constructor (torch 2.13).
     """
     return causal_lower_right(T, S) if device.type == "cuda" else None
 
@@ -66,14 +65,15 @@ def context_attention(  # noqa: PLR0913  (called in place of causal_attention)
     cache: None,
 ) -> Tensor:
     """
-    kernels.causal_attention of this rank's positions over those of all ranks: q (B, T / cp, H, D), k and v
-    (B, T / cp, K, D) -> (B, T / cp, H * D). The backward gathers the keys and values again instead of keeping
-    them, so
-    that activations are divided by cp; it also computes the attention's forward again.
+    Compute kernels.causal_attention of this rank's positions over the positions of all ranks.
+
+    q (B, T / cp, H, D), k and v (B, T / cp, K, D) -> (B, T / cp, H * D). The backward pass gathers the keys
+    and values again instead of keeping them, so that activations are divided by cp. It also computes the
+    attention's forward pass again.
 
     Args:
         order: the places of chunks 0, 1, ... in what Gather returns.
-        own: the numbers of this rank's two chunks, each with its `last_rows_mask`.
+        own: the numbers of this rank's two chunks, each with a `last_rows_mask`.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def context_attention(  # noqa: PLR0913  (called in place of causal_attention)
         k, v = torch.cat([chunks[place] for place in order], 1).chunk(2, -1)  # (B, T, K, D) each
         groups = q.size(2) // k.size(2)
         k, v = (t.repeat_interleave(groups, 2) if groups > 1 else t for t in (k, v))
-        size = q.size(1) // 2  # of a chunk
+        size = q.size(1) // 2  # positions of a chunk
         parts = []
         for part, (c, mask) in zip(q.split(size, 1), own, strict=True):
             end = (c + 1) * size
@@ -94,11 +94,11 @@ def context_attention(  # noqa: PLR0913  (called in place of causal_attention)
 
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropout: float) -> Tensor:
     """
-    Attention of the last T of S positions to all of them: (B, T, H, D), (B, S, H, D) twice -> (B, T, H * D).
+    Compute the attention of the last T of S positions: (B, T, H, D), (B, S, H, D) twice -> (B, T, H * D).
 
-    Args: mask: see `last_rows_mask`. None: compute in float32. With a mask, some gradients in bfloat16 were
-        several times
-            too large on a CPU (torch 2.13).
+    Args:
+        mask: see `last_rows_mask`; None: compute in float32. With a mask, some gradients in bfloat16 were
+            several times too large on a CPU (torch 2.13).
     """
     T, S, dtype = q.size(1), k.size(1), q.dtype
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T or S, D)

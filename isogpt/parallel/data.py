@@ -1,7 +1,7 @@
 """
 Data parallelism: DistributedDataParallel, and the stages of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054):
-1 shards the optimizer state over the data-parallel ranks (optim.py), 2 the gradients too, 3 the parameters
-too (FSDP2).
+1 shards the optimizer state over the data-parallel ranks (training/optim.py), 2 also the gradients, 3 also
+the parameters (FSDP2).
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ def shard(  # noqa: PLR0913  (train.py's settings)
     reduces_replicas: bool = True,
 ) -> None:
     """
-    ZeRO-2 and 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered when it is needed;
-    embeddings, the tied head and the last norm are another. With zero 2 the gathered parameters stay until
-    the backward
-    is done; so they do in a pipeline whose schedule delays gradients of weights.
+    Shard a model for ZeRO-2 or 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered
+    when it is needed; embeddings, the tied head and the last norm form the root unit. With zero 2 the
+    gathered parameters stay until the backward pass is done. The same holds in a pipeline whose schedule
+    delays gradients of weights.
 
     Args:
-        dtype: the blocks compute in it; weights and the reduction of gradients are float32.
+        dtype: the blocks compute in this dtype; weights and the reduction of gradients are float32.
         cpu_offload: keep parameters and optimizer state in CPU memory.
         prefetch: how many blocks ahead are gathered.
         reduces_replicas: whether fully_shard averages gradients over dp_replicate too.
@@ -44,7 +44,7 @@ def shard(  # noqa: PLR0913  (train.py's settings)
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
-    # numbers of the router arrive at pipeline stages
+    # pipeline stages receive float32 numbers of the routers, which must not be cast
     root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     settings = dict(mesh=mesh.fsdp_mesh(reduces_replicas, "dp_shard", "ep", "cp"), offload_policy=offload)
@@ -52,7 +52,8 @@ def shard(  # noqa: PLR0913  (train.py's settings)
     reshards = zero == 3 and not delays_weights
     for block in blocks:
         if isinstance(block.mlp, MoE):
-            fully_shard(block.mlp.router, reshard_after_forward=reshards, **settings)  # computes in float32
+            # routers compute in float32
+            fully_shard(block.mlp.router, reshard_after_forward=reshards, **settings)
         if mesh.ep > 1:
             expert_settings = settings | {"mesh": mesh.fsdp_mesh(reduces_replicas, "dp_shard", "cp")}
             fully_shard(
@@ -62,18 +63,18 @@ def shard(  # noqa: PLR0913  (train.py's settings)
     for i, block in enumerate(blocks if prefetch > 1 else []):  # 1 is FSDP2's default
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
-    # the root unit is needed at the end of the forward and right after it: resharding it would gain nothing
+    # the root unit is needed at the end of the forward pass and right after it: resharding would gain nothing
     for root in getattr(model, "stages", [model]):
-        # the head in the last stage can be tied to wte in the first one, which comes first, on the same rank
+        # the head in the last stage can be tied to wte in the first stage, which comes first, on the same
+        # rank
         done = {p for p in root.parameters() if is_sharded(p)}
         fully_shard(root, reshard_after_forward=False, mp_policy=root_policy, ignored_params=done, **settings)
 
 
 def replicate(model: nn.Module, bucket_mb: float, group: dist.ProcessGroup) -> DistributedDataParallel:
     """
-    DistributedDataParallel over the ranks of a group (all of them). Gradients are reduced in buckets of
-    bucket_mb MiB,
-    and are views of the buckets: there are no copies.
+    Wrap a model with DistributedDataParallel over a group (all its ranks). Gradients are reduced in buckets
+    of bucket_mb MiB. They are views of the buckets: there are no copies.
     """
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, process_group=group
@@ -90,7 +91,7 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters after a forward without a backward; does nothing without FSDP."""
+    """Free gathered parameters after a forward pass without a backward pass; does nothing without FSDP."""
     for unit in fsdp_units(model):
         unit.reshard()
 
@@ -98,14 +99,13 @@ def reshard(model: nn.Module) -> None:
 @contextmanager
 def no_sync(model: nn.Module, adds_shards: bool = False) -> Iterator[None]:
     """
-    A micro-step whose backward adds to the local gradients and does not reduce them over the ranks: DDP's
-    no_sync, or
-    FSDP2's set_requires_gradient_sync(False).
+    In the block, let the backward pass add to the local gradients without reducing them over the ranks: DDP's
+    no_sync, or FSDP2's set_requires_gradient_sync(False).
 
-    Args: adds_shards: FSDP2 does reduce the gradients to shards, which it adds up on the device. Only the
-        last micro-step
-            copies them to the CPU: with cpu_offload, adding to gradients there would wait for a GPU at each
-                of them.
+    Args:
+        adds_shards: let FSDP2 reduce the gradients to shards, which are added on the device. Only the last
+            micro-step copies the shards to the CPU: with cpu_offload, adding there would wait for the GPU at
+            each gradient.
     """
     switch = None
     if hasattr(model, "set_requires_gradient_sync"):
@@ -127,21 +127,16 @@ def settle_gradients(
 ) -> bool:
     """
     Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns
-    whether
-    there are such gradients, which must be set to zero after a step and not to None.
+    whether there are such gradients, which must be set to zero after a step and not to None.
 
-    DDP's are views of its buckets. DDP reorders the buckets after the first backward, and with three or more
-    ranks
-    another order of summation gives other bits: without one discarded forward and backward, a resumed run
-    would differ
-    in the last bits from an uninterrupted one. They are called exactly as in a step, so that torch.compile
-    does not
-    compile a second graph.
+    DDP's gradients are views of buckets. DDP reorders the buckets after the first backward pass, and with
+    three or more ranks a different order of summation gives different bits. Without one discarded forward and
+    backward pass, a resumed run would differ in the last bits from an uninterrupted run. The passes are
+    called exactly as in a step, so that torch.compile does not compile a second graph.
 
     With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
-    graph's next
-    run would overwrite it (pytorch issue 169545). To a gradient that already exists, autograd adds the
-    output.
+    graph's next run would overwrite it (pytorch issue 169545). To a gradient that already exists, autograd
+    adds the output.
     """
     if isinstance(model, DistributedDataParallel):
         with autocast:
@@ -156,7 +151,7 @@ def settle_gradients(
 
 
 def in_buckets(tensors: list[Tensor], bucket_bytes: int = 2**25) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of at most this size."""
+    """Yield the tensors in order, in lists of at most this size."""
     while tensors:
         n = 1
         while n < len(tensors) and sum(t.nbytes for t in tensors[: n + 1]) <= bucket_bytes:
@@ -172,7 +167,7 @@ def views_of(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def sum_in_buckets(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its sum over the group (all its ranks), many of them in one collective."""
+    """Replace each tensor by the sum over the group (all its ranks), many tensors in one collective."""
     for bucket in in_buckets(tensors):
         flat = torch.cat([t.flatten() for t in bucket])
         dist.all_reduce(flat, group=group)

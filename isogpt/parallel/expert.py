@@ -1,6 +1,6 @@
 """
 Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): each rank of a group holds some of the experts of
-each block. Tokens are sent to the ranks with their experts, and the results back, each in one all-to-all.
+each block. One all-to-all sends tokens to the ranks that hold their experts, and one sends the results back.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
     experts = [name for name in parameters if ".experts." in name]
     for name in experts:
         keep_local_part(model, name, Split("ep", 0, (parameters[name].size(0),), mesh.index("ep"), mesh.ep))
-    # complete_gradients reduces them, over fewer ranks than DDP
+    # complete_gradients reduces the experts' gradients, over fewer ranks than DDP
     model._ddp_params_and_buffers_to_ignore = experts
     for block in model.transformer.h:
         block.mlp.exchanges_tokens = True
@@ -30,18 +30,18 @@ def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
 
 def exchange_tokens(group: dist.ProcessGroup, run_experts: partial, x: Tensor, counts: Tensor) -> Tensor:
     """
-    The experts' results for this rank's rows (all ranks of the group).
+    Return the experts' results for this rank's rows (all ranks of the group).
 
     Args:
-        run_experts: forward of this rank's experts.
+        run_experts: the forward pass of this rank's experts.
         x: rows (N, C), sorted by expert.
         counts: how many rows each expert gets from this rank, (E,).
     """
     ranks = dist.get_world_size(group)
-    counts_here = torch.empty_like(counts)  # of this rank's experts, from each rank
+    counts_here = torch.empty_like(counts)  # rows for this rank's experts, from each rank
     dist.all_to_all_single(counts_here, counts, group=group)
     counts_here = counts_here.view(ranks, -1)  # (ranks, E / ranks)
-    # waits for a GPU
+    # the copy waits for a GPU
     sent, received = torch.stack((counts.view(ranks, -1).sum(1), counts_here.sum(1))).tolist()
     rows = all_to_all_single_autograd(x, received, sent, group)  # by rank, then by expert
     expert = torch.arange(counts_here.size(1), device=x.device).repeat(ranks)  # (E,)

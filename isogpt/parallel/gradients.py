@@ -1,4 +1,4 @@
-"""Gradients over all ways of sharding: what several ranks have to add up, and their norm."""
+"""Gradients over all ways of sharding: sums over several ranks, and the norm."""
 
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -20,16 +20,15 @@ def complete_gradients(
     model: nn.Module, mesh: Mesh, zero: int, reduces_data: bool, compression: "Compression | None" = None
 ) -> None:
     """
-    Add up what the backward has left on several ranks (all ranks): with tp, the gradients of parameters that
-    are on
-    every rank, each from its part of the sequence; with ep, those of the same experts; with pp, those of
-    data-parallel
-    ranks, since the pipeline's stages are not wrapped with DDP, and of wte tied to the head, if these are on
-    different
-    ranks; with compression, those of the replicas of sharded parameters.
+    Add the gradients that the backward pass has left on several ranks (all ranks).
+
+    With tp, gradients of parameters that are on every rank, each from a part of the sequence, are added. With
+    ep, gradients of the same experts are added. With pp, gradients of data-parallel ranks are averaged, since
+    the pipeline's stages are not wrapped with DDP. Gradients of wte and the tied head are added if these are
+    on different ranks. With compression, gradients of the replicas of sharded parameters are averaged.
 
     Args:
-        reduces_data: False leaves out the data-parallel ranks, to measure what they cost.
+        reduces_data: False leaves out the data-parallel ranks, to measure their cost.
     """
     if not (mesh.splits_model or compression):
         return
@@ -37,7 +36,8 @@ def complete_gradients(
     if mesh.tp > 1:
         sum_in_buckets([local(p.grad) for p in params if not is_split(p, "tp")], mesh.group("tp"))
     experts = [p for p in params if is_split(p, "ep")]
-    # each has gradients from all ranks of ep already; what follows is the mean over the other axes
+    # experts' gradients contain those of all ranks of ep already; what follows is the mean over the other
+    # axes
     if experts:
         torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)
     if zero >= 2 and compression and reduces_data:
@@ -60,7 +60,7 @@ def complete_gradients(
 
 
 def average(params: list[nn.Parameter], mesh: Mesh, compression: "Compression | None", *axes: str) -> None:
-    """Replace gradients by their mean over the ranks along these axes (all of them)."""
+    """Replace gradients by the mean over the ranks along these axes (all of these ranks)."""
     group = mesh.group(*axes)
     if not (group and params):
         return
@@ -73,16 +73,17 @@ def average(params: list[nn.Parameter], mesh: Mesh, compression: "Compression | 
 
 
 def is_tied_over_ranks(model: nn.Module) -> bool:
-    """Whether this rank of a pipeline has one of wte and the head, tied to the other one on another rank."""
+    """
+    Whether this rank of a pipeline holds one of wte and the head, tied to the other on a different rank.
+    """
     has_first, has_last = (any(getattr(s, name) for s in model.stages) for name in ("is_first", "is_last"))
     return model.config.tied and has_first != has_last
 
 
 def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[nn.Parameter]]:
     """
-    This rank's parameters by how many ranks hold the same part of them. Islands count as well, although their
-    gradients
-    differ: so the squared norm is the mean over the islands.
+    Group this rank's parameters by the number of ranks that hold the same part. Islands count as well,
+    although their gradients differ: so the squared norm is the mean over the islands.
     """
     found = defaultdict(list)
     for p in model.parameters():
@@ -96,8 +97,8 @@ def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[
 
 def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
     """
-    This rank's share of the gradient's squared norm, from `parameters_by_replica_count`: the sum over all
-    ranks is the whole.
+    Return this rank's share of the gradient's squared norm, from `parameters_by_replica_count`. The sum over
+    all ranks is the squared norm.
     """
     shares = []
     for n, params in copies.items():
@@ -114,7 +115,7 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
         if p.grad is not None:
             parts = local_part_of(p.grad, splits_of(p)).pieces
             pieces |= {(name, offsets): piece.double().square().sum() for offsets, piece in parts}
-    values = torch.stack(list(pieces.values())).tolist() if pieces else []  # one copy from the device
+    values = torch.stack(list(pieces.values())).tolist() if pieces else []  # a single copy from the device
     pieces = dict(zip(pieces, values, strict=True))
     squares = defaultdict(float)
     for (name, _), square in {k: v for found in gather_objects(pieces) for k, v in found.items()}.items():

@@ -1,6 +1,5 @@
 """
-Which part of each parameter this rank holds, whatever the layout: the common language of the ways of
-sharding.
+The part of each parameter that this rank holds, described in the same way for every layout.
 """
 
 from collections.abc import Iterator
@@ -11,17 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Offsets = tuple[int, ...]  # of a piece in each dimension of the whole tensor
+Offsets = tuple[int, ...]  # where a piece begins in each dimension of the whole tensor
 
 
 @dataclass(frozen=True)
 class Split:
     """
-    How tensor or expert parallelism (axis tp or ep of the mesh) divides a parameter: along one dimension,
-    where
-    matrices of these heights or widths are stacked (q, k and v; experts), each of which is divided evenly
-    over `count`
-    ranks. This rank is number `index` of them.
+    How tensor or expert parallelism (axis tp or ep of the mesh) divides a parameter along one dimension.
+
+    Along this dimension, matrices of the heights or widths in `sections` are stacked (q, k and v; experts).
+    Each matrix is divided evenly over `count` ranks, of which this rank is number `index`.
     """
 
     axis: str
@@ -43,10 +41,8 @@ class Split:
         return sum(length for _, length in self.ranges())
 
     def place(self, offsets: Offsets, piece: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
-        """
-        What a piece of this rank's part is of the whole: its parts in each section, with their offsets there.
-        """
-        dim, start = self.dim, 0  # start: of a section in this rank's part
+        """Yield the parts of a piece in each section, with their offsets in the whole parameter."""
+        dim, start = self.dim, 0  # start: where a section begins in this rank's part
         first, end = offsets[dim], offsets[dim] + piece.size(dim)
         for begin, length in self.ranges():
             low, high = max(start, first), min(start + length, end)
@@ -60,13 +56,13 @@ class Split:
 class LocalPart:
     """
     The part of a parameter, or of a tensor of its shape such as a moment, that this rank holds: `pieces` are
-    views of
-    the tensor in this rank's memory, with their offsets in the whole tensor of shape `shape`.
+    views of the tensor in this rank's memory, with their offsets in the whole tensor of shape `shape`.
     """
 
     shape: torch.Size
     pieces: tuple[tuple[Offsets, Tensor], ...]
-    # of a tensor that stacks what several groups of ranks hold: its first dimension are they
+    # whether the tensor is a stack, whose first dimension counts the groups of ranks that hold different
+    # values
     is_row: bool = False
 
     def in_row(self, index: int, count: int) -> "LocalPart":
@@ -84,10 +80,12 @@ class LocalPart:
 
     def fitted(self, saved: torch.Size) -> tuple["LocalPart", list[tuple[Tensor, Tensor]]]:
         """
-        The part to read from a saved tensor, which another number of groups of ranks may have stacked.
+        Return the part to read from a saved tensor, which a different number of groups of ranks may have
+        stacked.
 
         Returns:
-            (the part, [(a piece of this one, the rows that are read for it)]); the piece is to be their mean
+            (the part, [(a piece of this part, the rows that are read for it)]); the piece is to be the mean
+            of the rows
         """
         if saved == self.shape:
             return self, []
@@ -116,8 +114,8 @@ class LocalPart:
     @torch.no_grad()
     def put(self, whole: Tensor) -> None:
         """
-        Copy this rank's part of a whole tensor: no communication. Raises RuntimeError if its shape is
-        another.
+        Copy this rank's part from a whole tensor, without communication. Raises RuntimeError if shapes
+        differ.
         """
         if whole.shape != self.shape:
             raise RuntimeError(f"its shape is {tuple(whole.shape)}, not {tuple(self.shape)}")
@@ -125,19 +123,16 @@ class LocalPart:
             piece.copy_(values)
 
     def copy(self) -> "LocalPart":
-        """A copy on the CPU. From a GPU into pinned memory: the caller waits once for all queued copies."""
+        """Copy the part to the CPU. Copies from a GPU are queued, see `copy_to_cpu`."""
         copies = tuple((offsets, copy_to_cpu(piece)) for offsets, piece in self.pieces)
         return LocalPart(self.shape, copies, self.is_row)
 
 
-Splits = tuple[Split, ...]  # of a parameter, in this order: by expert parallelism, by tensor parallelism
+Splits = tuple[Split, ...]  # how a parameter is split, first by expert, then by tensor parallelism
 
 
 def local_part_of(tensor: Tensor, splits: Splits = ()) -> LocalPart:
-    """
-    What this rank holds of a tensor that may have been split, and may then have become a DTensor of
-    fully_shard.
-    """
+    """Return this rank's part of a tensor that may be split, and may then be a DTensor of fully_shard."""
     here, offsets, shape = local(tensor), (0,) * tensor.dim(), list(tensor.shape)
     if is_sharded(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -173,17 +168,17 @@ def is_split(p: Tensor, axis: str) -> bool:
 
 def local_parts_by_name(model: nn.Module) -> dict[str, LocalPart]:
     """
-    The parts of the model's parameters for a checkpoint, each parameter once (the head can be tied to wte).
+    Return the parts of the model's parameters for a checkpoint, each once (the head can be tied to wte).
     """
     return {name: local_part_of(p.detach(), splits_of(p)) for name, p in model.named_parameters()}
 
 
 def whole_tensors(parts: list[LocalPart], group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
     """
-    The whole float32 tensors of parts of equal shape, stacked: (parts, *shape) (all ranks of the group that
-    shares
-    them). The sum of the ranks' pieces, in a single collective: the other places hold zeros, so nothing is
-    rounded.
+    Gather the whole float32 tensors of parts of equal shape, stacked, (parts, *shape) (all ranks of the
+    group).
+
+    A single collective adds the ranks' pieces: all other places contain zeros, so nothing is rounded.
     """
     new = torch.zeros if group else torch.empty
     stacked = new(len(parts), *parts[0].shape, device=device)
@@ -196,7 +191,7 @@ def whole_tensors(parts: list[LocalPart], group: dist.ProcessGroup | None, devic
 
 
 def is_sharded(value: Tensor) -> bool:
-    """Whether it is a DTensor, of which a rank may hold only a part."""
+    """Whether a tensor is a DTensor, of which a rank may hold only a part."""
     return hasattr(value, "full_tensor")
 
 
@@ -207,8 +202,8 @@ def local(value: Tensor) -> Tensor:
 
 def copy_to_cpu(value: Tensor) -> Tensor:
     """
-    A copy on the CPU. From a GPU into pinned memory: the copies are queued, and the caller waits for all at
-    once.
+    Copy a tensor to the CPU. Copies from a GPU go to pinned memory and are queued: the caller waits once for
+    all copies.
     """
     on_gpu = value.device.type == "cuda"
     return torch.empty_like(value, device="cpu", pin_memory=on_gpu).copy_(value, non_blocking=on_gpu)

@@ -1,7 +1,7 @@
 """
-Local SGD: groups of ranks, islands, take steps of their own and average their weights now and then, for
-networks that cannot carry gradients at every step. With an outer optimizer this is DiLoCo (Douillard et al.
-2023, arXiv:2311.08105).
+Local SGD: groups of ranks (islands) take steps separately and average their weights periodically, for
+networks that are too slow to send gradients at every step. With an outer optimizer this is DiLoCo (Douillard
+et al. 2023, arXiv:2311.08105).
 """
 
 from collections.abc import Collection, Iterator
@@ -23,17 +23,16 @@ from isogpt.parallel.mesh import Mesh
 @dataclass
 class Islands:
     """
-    What this rank knows of the islands. Every `local_steps` steps the mean change of their weights is the
-    gradient of
-    an outer step, SGD with Nesterov momentum (Sutskever et al. 2013), from which all islands continue. Each
-    keeps the
-    moments of its own optimizer. Learning rate 1 without momentum is Local SGD (Stich 2018,
-    arXiv:1805.09767).
+    The islands' state on this rank, and the outer optimizer.
 
-    With several `parts`, each part of the model is averaged at another one of the local_steps, in the
-    background until
-    the next part's turn (Douillard et al. 2025, arXiv:2501.18512): what an island has learned meanwhile is
-    kept.
+    Every `local_steps` steps, the mean change of the islands' weights is the gradient of an outer step, from
+    which all islands continue. The outer step is SGD with Nesterov momentum (Sutskever et al. 2013). Each
+    island keeps the moments of its inner optimizer. Learning rate 1 without momentum is Local SGD (Stich
+    2018, arXiv:1805.09767).
+
+    With several `parts`, each part of the model is averaged at a different one of the local_steps (Douillard
+    et al. 2025, arXiv:2501.18512). The average is computed in the background, until the next part is due;
+    what an island learns in the meantime is kept.
     """
 
     model: nn.Module
@@ -41,17 +40,17 @@ class Islands:
     local_steps: int
     outer_lr: float
     outer_momentum: float
-    compression: str  # of the changes that are sent: none, fp16 or int8
+    compression: str  # how changes of the weights are sent: none, fp16 or int8
     parts: int
     group: dist.ProcessGroup = field(init=False)
-    names: list[list[str]] = field(init=False)  # of the parameters in each part
-    weights: dict[str, Tensor] = field(init=False)  # after the last outer step: the same on all islands
+    names: list[list[str]] = field(init=False)  # names of the parameters in each part
+    weights: dict[str, Tensor] = field(init=False)  # weights after the last outer step, equal on all islands
     momentum: dict[str, Tensor] = field(init=False)
     # this island's weights whose mean is being computed
     sent: dict[str, Tensor] = field(default_factory=dict)
     averaged_at: int = -1  # the step after which the last average was started
     pending: Future | None = None
-    # of the thread: one, since the allocator keeps memory for each stream
+    # of the background thread; only one, since the allocator reserves memory for each stream
     stream: "torch.cuda.Stream | None" = None
     thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="islands")
@@ -60,7 +59,7 @@ class Islands:
     def __post_init__(self) -> None:
         count, ranks = self.mesh.islands, dist.get_world_size() // self.mesh.islands
         groups = [[rank + i * ranks for i in range(count)] for rank in range(ranks)]
-        # a group of its own, since the background thread uses it
+        # a separate group, since the background thread uses it
         group = dist.new_subgroups_by_enumeration(groups, timedelta(seconds=self.mesh.timeout_s))[0]
         self.group = self.mesh.limit(group)
         self.params = dict(self.model.named_parameters())
@@ -75,7 +74,7 @@ class Islands:
         Start from the model's weights before step `step`, without momentum.
 
         Args:
-            saved: the names (see sharded_files.flat) in a checkpoint; makes room for what was being sent.
+            saved: the names (see sharded_files.flat) in a checkpoint; allocates what was being sent.
             averaged_at: from the checkpoint; None: no average is due from earlier steps.
         """
         self.wait()
@@ -89,9 +88,8 @@ class Islands:
 
     def due_after(self, step: int) -> list[int]:
         """
-        The parts whose averaging starts after a step that was taken: those whose turn it is, or was after one
-        of the
-        steps before, which were skipped.
+        Return the parts whose averaging starts after a step that was taken. These are the parts that are due
+        after this step, or after earlier steps that were skipped.
         """
         first = max(self.averaged_at, step - self.local_steps) + 1
         passed = {(s + 1) % self.local_steps for s in range(first, step + 1)}
@@ -113,7 +111,7 @@ class Islands:
     def start(self) -> None:
         """Start to compute the mean change of the weights in `sent`, in the background (all ranks)."""
         changes = [local(self.weights[name]) - local(sent) for name, sent in self.sent.items()]
-        if not changes:  # of a small model some parts are empty
+        if not changes:  # in a small model some parts are empty
             return
         ready = torch.cuda.current_stream().record_event() if changes[0].is_cuda else None
         self.pending = self.thread.submit(self.average, changes, self.averaged_at, ready)
@@ -131,7 +129,7 @@ class Islands:
         generator = torch.Generator(device).manual_seed(step * dist.get_world_size() + self.mesh.rank)
         if ready and not self.stream:
             self.stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self.stream):  # also makes its GPU the current device of this thread
+        with torch.cuda.stream(self.stream):  # also makes the stream's GPU this thread's current device
             if ready:
                 ready.wait()
             for bucket in in_buckets(changes):
@@ -155,11 +153,11 @@ class Islands:
             weight, p = local(self.weights[name]), local(self.params[name])
             momentum = local(self.momentum[name]).mul_(self.outer_momentum).add_(change)
             weight.sub_(change.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
-            p.sub_(local(sent)).add_(weight)  # with what the island has learned since
+            p.sub_(local(sent)).add_(weight)  # adds what the island has learned since
         self.sent = {}
 
     def wait(self) -> None:
-        """Wait for the background (all ranks)."""
+        """Wait for what runs in the background (all ranks)."""
         if self.pending:
             _, done = self.pending.result()
             if done:
@@ -168,26 +166,26 @@ class Islands:
     @contextmanager
     @torch.no_grad()
     def outer_weights(self) -> Iterator[None]:
-        """The model has the weights of the last outer step, for an evaluation."""
+        """In the block, the model contains the weights of the last outer step, for an evaluation."""
         reshard(self.model)
         inner = {name: local(p).clone() for name, p in self.params.items()}
         for name, p in self.params.items():
             local(p).copy_(local(self.weights[name]))
         try:
             yield
-        finally:  # the state is saved if the evaluation fails
+        finally:  # if the evaluation fails, the state is saved
             reshard(self.model)
             for name, p in self.params.items():
                 local(p).copy_(inner[name])
 
     def saved_weights(self) -> dict[str, LocalPart]:
-        """Those of the last outer step."""
+        """The weights of the last outer step."""
         return {
             name: local_part_of(weight, splits_of(self.params[name])) for name, weight in self.weights.items()
         }
 
     def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
-        """The outer momentum, and each island's own weights and those that it has sent."""
+        """The outer momentum, each island's current weights, and the weights that the island has sent."""
         index, found = self.mesh.place("islands"), {}
         for name, p in self.params.items():
             splits = splits_of(p)

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, get_backend_conf
 
 from isogpt.launch.device import collectives_timeout
 
-# of a mesh: torch 2.13 has no other way for HSDP
+# HSDP with further axes needs a slice of a flattened mesh dimension: torch 2.13 offers no other way
 warnings.filterwarnings("ignore", message="Slicing a flattened dim")
 # neighbouring ranks differ in tp, which communicates most
 AXES = ("islands", "pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
@@ -25,14 +25,12 @@ READING_AXES = ("islands", "dp_replicate", "dp_shard", "ep")  # the ranks along 
 @dataclass
 class Mesh:
     """
-    The ranks as a grid with one axis for each way of dividing the work: groups that train by themselves for
-    some steps
-    (islands), pipeline stages (pp), copies of the model (dp_replicate), shards of each parameter (dp_shard,
-    ZeRO-2 and
-    3), groups of experts (ep), parts of each sequence (cp), and parts of each matrix (tp). Parameters are
-    sharded over
-    dp_shard x ep x cp, because ranks with parts of a sequence use the same ones; experts, which ep has
-    divided already,
+    The ranks as a grid with one axis for each way of dividing the work.
+
+    The axes are groups that train separately for some steps (islands), pipeline stages (pp), copies of the
+    model (dp_replicate), shards of each parameter (dp_shard, ZeRO-2 and 3), groups of experts (ep), parts of
+    each sequence (cp), and parts of each matrix (tp). Parameters are sharded over dp_shard x ep x cp, because
+    ranks with parts of a sequence use the same parameters. Experts, which ep has divided already, are sharded
     over dp_shard x cp.
 
     Data is divided by `data_rank` and `data_size`, never by rank and world size.
@@ -46,20 +44,20 @@ class Mesh:
     ep: int = 1
     cp: int = 1
     tp: int = 1
-    timeout_s: float = 600.0  # of the collectives of the groups within the mesh
-    devices: DeviceMesh | None = field(default=None, compare=False)  # of the axes with more than one rank
+    timeout_s: float = 600.0  # timeout of collectives in the groups of the mesh
+    devices: DeviceMesh | None = field(default=None, compare=False)  # the axes with more than one rank
 
     def size(self, *axes: str) -> int:
         """Number of ranks along these axes together."""
         return prod(getattr(self, axis) for axis in axes)
 
     def index(self, axis: str, rank: int | None = None) -> int:
-        """This rank's coordinate, or another rank's."""
+        """The coordinate of this rank, or of a given rank, along an axis."""
         inner = prod(getattr(self, a) for a in AXES[AXES.index(axis) + 1 :])
         return (self.rank if rank is None else rank) // inner % getattr(self, axis)
 
     def place(self, *axes: str, rank: int | None = None) -> tuple[int, int]:
-        """This rank's number, or another one's, among the ranks along these axes, and how many they are."""
+        """(number of this or a given rank among the ranks along these axes, how many ranks these are)."""
         number = 0
         for axis in axes:
             number = number * self.size(axis) + self.index(axis, rank)
@@ -81,10 +79,9 @@ class Mesh:
 
     def chunks(self, index: int) -> tuple[int, int]:
         """
-        The two of 2 cp chunks of a sequence that rank `index` of a cp group holds: an early and a late one.
-        Chunk i
-        attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and none
-        waits.
+        The two of 2 cp chunks of a sequence that rank `index` of a cp group holds: an early and a late chunk.
+        Chunk i attends to i + 1 chunks, so each rank computes the attention of 2 cp + 1 pairs of chunks, and
+        none waits.
         """
         return index, 2 * self.cp - 1 - index
 
@@ -111,8 +108,9 @@ class Mesh:
         Create the process groups (all ranks).
 
         Args:
-            shards: fully_shard needs a mesh even for a single rank.
-            offloads: with cpu_offload, it needs an axis of replicas even for a single one, see data.no_sync.
+            shards: whether fully_shard is used, which needs a mesh even for a single rank.
+            offloads: with cpu_offload, the mesh needs an axis of replicas even for a single replica, see
+                data.no_sync.
         """
         kept = {"dp_shard": shards, "dp_replicate": shards and offloads}
         sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or kept.get(a)}
@@ -123,7 +121,7 @@ class Mesh:
 
     def limit(self, group: ProcessGroup, timeout_s: float | None = None) -> ProcessGroup:
         """
-        Set a group's timeout, by default the mesh's: that of a new group is the backend's, up to half an
+        Set a group's timeout, by default the mesh's. A new group uses the backend's timeout, up to half an
         hour.
         """
         _set_pg_timeout(
@@ -143,7 +141,8 @@ class Mesh:
 
     def group(self, *axes: str) -> ProcessGroup | None:
         """
-        The group of the ranks that differ from this one in these axes only (all ranks); None if it is alone.
+        The group of the ranks that differ from this one in these axes only (all ranks); None if this rank is
+        alone.
         """
         if self.size(*axes) == 1:
             return None
@@ -161,11 +160,9 @@ class Mesh:
 
 def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
     """
-    The mesh for a ZeRO stage and the settings islands, pp, dp_replicate, ep, cp and tp: the ranks that pp, cp
-    and tp
-    leave divide the batch. Within an island, stages 0 and 1 replicate the parameters over them, stages 2 and
-    3 shard
-    them; ep divides experts.
+    Make the mesh for a ZeRO stage and the settings islands, pp, dp_replicate, ep, cp and tp. The ranks that
+    pp, cp and tp leave divide the batch. Within an island, ZeRO stages 0 and 1 replicate the parameters over
+    these ranks, stages 2 and 3 shard them; ep divides experts.
     """
     islands, pp, ep, cp, tp, replicas = (
         config[n] for n in ("islands", "pp", "ep", "cp", "tp", "dp_replicate")

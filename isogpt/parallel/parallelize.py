@@ -1,5 +1,5 @@
 """
-The ways of distributing a model, one file each, applied from outside to a model that knows none of them.
+Apply the ways of distributing a model in the order that works, to a model that does not know them.
 
 `parallelize` works on the meta device, so that no rank ever holds a model that is larger than its memory.
 train.py then fills the model with weights and, with zero 0 and 1, wraps it with DistributedDataParallel.
@@ -22,15 +22,14 @@ def parallelize(
 ) -> str:
     """
     Distribute a model on the meta device, in place, and allocate this rank's part of it (all ranks). The
-    order of the
-    steps matters: each one applies to what the one before has made.
+    order of the steps matters: each step applies to the result of the step before.
 
     Args:
         dtype: see `shard`.
-        config: train.py's settings; those that are used here have the names of settings.
+        config: train.py's settings.
 
     Returns:
-        a sentence for the user about torch.compile.
+        A sentence for the user about torch.compile.
     """
     splits = split_model(model, mesh, config["pp_schedule"])
     if mesh.cp > 1:
@@ -63,8 +62,7 @@ def split_model(
 ) -> dict[str, Splits]:
     """
     Leave this rank's layers and experts, and its part of each matrix, of a model on the meta device. Returns
-    how each
-    parameter has been split, since fully_shard replaces parameters.
+    how each parameter was split, since fully_shard replaces parameters.
     """
     if mesh.pp > 1:
         from isogpt.parallel.pipeline import split_layers
@@ -90,7 +88,7 @@ def make_pipeline(
     device: torch.device,
     splits_sequence: bool = True,
 ) -> "Pipeline | None":
-    """The pipeline of a model from `split_model`, which its forward uses from now on; None if pp is 1."""
+    """Make the pipeline of a model from `split_model`, whose forward uses it from now on; None if pp is 1."""
     if mesh.pp == 1:
         return None
     from isogpt.parallel.pipeline import Pipeline
@@ -101,7 +99,7 @@ def make_pipeline(
 
 def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits] | None = None) -> None:
     """
-    Allocate memory for what this rank holds of a model on the meta device; the values are undefined.
+    Allocate memory for this rank's parts of a model on the meta device; the values are undefined.
 
     Args:
         splits: what `split_model` returned.
@@ -118,23 +116,21 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill this rank's parts with the initial weights that the whole model has on one process."""
+    """Fill this rank's parts with the initial weights of the whole model on one process."""
     for name, part in local_parts_by_name(model).items():
         part.put(model.initial_weight(name, part.shape, seed))
 
 
 def take_routing(model: nn.Module, is_logged: bool, device: torch.device) -> Tensor | None:
     """
-    What the model's routers have done since the last logged step, over all ranks and divided by the number of
-    tokens
-    (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged. From a
-    GPU the
-    copy is only queued: it has arrived when numbers that were gathered after it have.
+    Return the routers' statistics since the last logged step, over all ranks and divided by the number of
+    tokens (all ranks): (L, E + 2) as in MoE.routing_of. None without experts, or if this step is not logged.
+    A copy from a GPU is only queued: it has arrived when numbers that are gathered later have arrived.
     """
     c = model.config
     if not c.n_expert or not is_logged:
         return None
-    sums = model.routing  # of a pipeline's ranks, only the last one adds to them
+    sums = model.routing  # in a pipeline, only the last rank adds to these
     model.reset_routing(device)
     if dist.is_initialized():
         dist.all_reduce(sums)

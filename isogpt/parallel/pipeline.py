@@ -1,6 +1,6 @@
 """
-Pipeline parallelism: each rank of a group holds one or two stages, which are runs of consecutive blocks, and
-micro-batches pass through them. The schedules are those of torch.distributed.pipelining.
+Pipeline parallelism: each rank of a group holds one or two stages (runs of consecutive blocks), and
+micro-batches pass through the stages. The schedules are those of torch.distributed.pipelining.
 """
 
 import logging
@@ -21,8 +21,8 @@ from isogpt.nn.kernels import KVCache
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.shares import Share
 
-Timer = Callable[[str], AbstractContextManager]  # such as clock.Clock: times what is inside under a name
-# of the last stage's output, see Stage.forward: nothing changes it in place
+Timer = Callable[[str], AbstractContextManager]  # such as clock.Clock: times a block of code under a name
+# the last stage returns a view, see Stage.forward: nothing changes the view in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 # setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and
 # interleaved: Narayanan et al. 2021, arXiv:2104.04473. Zero bubble, zbv: Qi et al. 2023, arXiv:2401.10241.
@@ -38,16 +38,14 @@ SCHEDULES = {
 @lru_cache
 def cut_evenly(costs: tuple[float, ...], n: int) -> tuple[range, ...]:
     """
-    Cut a row of blocks into n runs of at least one block, such that the most expensive run is as cheap as it
-    can.
+    Cut a row of blocks into n runs of at least one block, so that the most expensive run is as cheap as
+    possible.
     """
     before = (0.0, *accumulate(costs))
 
     @cache
     def best(first: int, runs: int) -> tuple[float, int]:
-        """
-        The cost of the most expensive of the runs that begin at `first`, and where the first of them ends.
-        """
+        """The cost of the most expensive of the runs that begin at `first`, and where the first run ends."""
         if runs == 1:
             return before[-1] - before[first], len(costs)
         found = (inf, len(costs))
@@ -66,7 +64,8 @@ def cut_evenly(costs: tuple[float, ...], n: int) -> tuple[range, ...]:
 
 def block_costs(model: nn.Module) -> list[float]:
     """
-    FLOPs of each block's forward for a token, the last one with the head. Embeddings are looked up: no FLOPs.
+    Return the FLOPs of each block's forward pass for a token, the last block with the head. Embeddings are
+    looked up: no FLOPs.
     """
     c, block = model.config, model.transformer.h[0]
     used = sum(p.numel() for p in block.parameters()) - c.unused_count // c.n_layer
@@ -77,8 +76,8 @@ def block_costs(model: nn.Module) -> list[float]:
 
 def stages_of(rank: int, pp: int, pp_schedule: str) -> list[int]:
     """
-    The stages of a rank of the group: in turn, or for zbv along a V, so that rank 0 has the first and the
-    last.
+    Return the stages of a rank of the group: in order, or for zbv along a V (rank 0 holds the first and the
+    last).
     """
     if stages_per_rank(pp_schedule) == 1:
         return [rank]
@@ -86,7 +85,7 @@ def stages_of(rank: int, pp: int, pp_schedule: str) -> list[int]:
 
 
 def edges_of(stage: int, n: int, tied: bool) -> set[str]:
-    """The modules that one of n stages holds besides blocks; both ends hold a tied wte and head."""
+    """The modules that one of n stages contains besides blocks; both ends contain a tied wte and head."""
     names = {"wte", "wpe", "ln_0"} if stage == 0 else set()
     names |= {"ln_f", "lm_head"} if stage == n - 1 else set()
     return names | {"wte", "lm_head"} if tied and names else names
@@ -94,8 +93,8 @@ def edges_of(stage: int, n: int, tied: bool) -> set[str]:
 
 class Stage(nn.Module):
     """
-    Consecutive blocks of a model; the first stage has the embeddings, the last one the final norm and the
-    head.
+    Consecutive blocks of a model. The first stage also contains the embeddings, the last stage the final norm
+    and the head.
     """
 
     def __init__(self, model: nn.Module, number: int, n_stages: int, blocks: range) -> None:
@@ -116,9 +115,10 @@ class Stage(nn.Module):
         caches: list[KVCache] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
-        Token ids (B, T) in the first stage, else the output of the stage before, (B, T, C) -> (B, T, C). In
-        training
-        with experts also what run_blocks returns of them, of all blocks up to here.
+        Run the blocks on token ids (B, T) in the first stage, else on the output of the stage before, (B, T,
+        C).
+
+        Returns (B, T, C); in training with experts, also what run_blocks returns for all experts up to here.
         """
         model = self.methods[0]
         if positions is None:  # a training batch
@@ -137,8 +137,8 @@ class Stage(nn.Module):
 
 def routing_shapes(blocks: int, rows: int, config: GPTConfig) -> list[Tensor]:
     """
-    What experts in the first `blocks` blocks return for `rows` sequences, on the meta device; empty without
-    them.
+    Return, on the meta device, what experts in the first `blocks` blocks return for `rows` sequences; empty
+    without experts.
     """
     if not config.n_expert or not blocks:
         return []
@@ -151,19 +151,19 @@ def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     runs, own = cut_evenly(tuple(block_costs(model)), n), stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
     stages = [Stage(model, number, n, runs[number]) for number in own]
     for i in {*range(model.config.n_layer)} - {i for number in own for i in runs[number]}:
-        del model.transformer.h._modules[str(i)]  # deleting from a ModuleList would number the others anew
+        del model.transformer.h._modules[str(i)]  # deleting from a ModuleList would renumber the others
     kept = {name for stage in stages for name in stage.edges}
     for name in {"wte", "wpe", "ln_0", "ln_f"}.intersection(model.transformer) - kept:
         del model.transformer[name]
     if "lm_head" not in kept:
         model.lm_head = None
-    # their parameters are the model's: named_parameters lists each one once
+    # the stages' parameters are the model's: named_parameters lists each parameter once
     model.stages = nn.ModuleList(stages)
     return stages
 
 
 def timed(function: Callable, clock: Timer, context: AbstractContextManager | None = None) -> Callable:
-    """A stage's forward or backward, timed: the rest of a step is the bubble."""
+    """Wrap a stage's forward or backward pass, so that it is timed: the rest of a step is the bubble."""
 
     def timed_function(*args: object, **kwargs: object) -> object:
         with clock("stages"), context or nullcontext():
@@ -175,12 +175,12 @@ def timed(function: Callable, clock: Timer, context: AbstractContextManager | No
 @dataclass
 class Pipeline:
     """
-    This rank's stages and how micro-batches pass through them. The model's forward goes through all stages,
-    too.
+    This rank's stages and how micro-batches pass through them. The model's forward also goes through all
+    stages.
 
     Args:
-        dtype: of what stages send to each other.
-        tp_parts: into how many parts its sequences are divided.
+        dtype: the dtype of what stages send to each other.
+        tp_parts: how many parts a sequence is divided into.
     """
 
     model: nn.Module
@@ -197,7 +197,7 @@ class Pipeline:
             for r in range(pp)
             for s in stages_of(r, pp, self.pp_schedule)
         }
-        self.owners = [owners[s] for s in sorted(owners)]  # the rank with each stage
+        self.owners = [owners[s] for s in sorted(owners)]  # the rank that holds each stage
         self.numbers = stages_of(self.mesh.index("pp"), pp, self.pp_schedule)
         self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
         self.model.forward = self.forward
@@ -213,7 +213,7 @@ class Pipeline:
         """Make the schedule for steps with this rank's share of a batch."""
         from torch.distributed import pipelining
 
-        # if a stage fails, it would print the whole schedule before the error is raised
+        # if a stage fails, the library would log the whole schedule before the error is raised
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
         tokens = torch.empty(
             share.rows, self.model.config.block_size // self.mesh.cp, dtype=torch.int64, device="meta"
@@ -255,10 +255,11 @@ class Pipeline:
 
     def step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
         """
-        Forward and backward of a step's micro-batches (all ranks).
+        Run the forward and backward passes of a step's micro-batches (all ranks).
 
-        Returns: this rank's share of the loss, such that the mean over all ranks is the global batch's mean:
-            0, except for the ranks with the last stage.
+        Returns:
+            This rank's share of the loss, such that the mean over all ranks is the global batch's mean: 0 on
+            ranks without the last stage.
         """
         with self.clock.on_cpu("data"):
             micro_batches = [next(batches) for _ in range(self.micro_steps)]
@@ -268,7 +269,7 @@ class Pipeline:
         with self.clock("pipeline"):
             self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         total = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
-        # its get_scale() would wait for the GPU
+        # scaler.get_scale() would wait for the GPU
         scale = self.scaler.scale(torch.ones((), device=self.device))
         return total * self.mesh.pp / scale
 
@@ -281,9 +282,8 @@ class Pipeline:
         caches: list[KVCache] | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """
-        GPT.forward without gradients, for evaluation and generation (all ranks of the group, with the same
-        arguments):
-        logits on all ranks, or the share of the loss, see `step`.
+        Run GPT.forward without gradients, for evaluation and generation (all ranks of the group, with the
+        same arguments). Returns logits on all ranks, or the share of the loss, see `step`.
         """
         positions, x, me = self.model.next_positions(idx.size(1), caches, idx.device), idx, dist.get_rank()
         for number, stage in zip(self.numbers, self.stages, strict=True):

@@ -1,7 +1,4 @@
-"""
-Activation checkpointing: less memory for activations, at the cost of computing them again in the backward
-pass.
-"""
+"""Activation checkpointing: less memory for activations, which the backward pass computes again."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
-# the profiler's marks of FSDP's hooks: recomputing a block gathers its units at other times than its forward
-# did
+# FSDP's hooks mark gathers for the profiler, and a recomputed forward pass gathers at different times
 SAC_IGNORED_OPS.update(
     (
         torch.ops.profiler._record_function_enter_new.default,
@@ -36,11 +32,11 @@ KEPT = [
 def recompute(model: nn.Module, mode: str) -> None:
     """
     Keep only each block's input for the backward pass and recompute the rest, in place (Chen et al. 2016,
-    arXiv:1604.06174). Dropout draws the same masks again.
+    arXiv:1604.06174). Dropout draws the same masks in both passes.
 
-    Args: mode: 'none'; 'full' recomputes every block; 'selective' recomputes every block except for the
-        results of
-            matmuls and attention; 'every:K' recomputes one block in K.
+    Args:
+        mode: 'none'; 'full' recomputes every block; 'selective' recomputes every block except for the results
+            of matmuls and attention; 'every:K' recomputes one block in K.
     """
     every = recompute_every(mode)
     options = (
@@ -52,7 +48,7 @@ def recompute(model: nn.Module, mode: str) -> None:
 
 def recomputed(forward: Callable, options: dict) -> Callable:
     """
-    The forward of a block that is recomputed: a function, since torch.compile skips a partial of
+    Wrap a block's forward so that it is recomputed. A function, since torch.compile skips a partial of
     `checkpoint`.
     """
 
@@ -63,6 +59,6 @@ def recomputed(forward: Callable, options: dict) -> Callable:
 
 
 def recompute_every(mode: str) -> int:
-    """One block in how many is recomputed: 0 for 'none'. settings.problems_of checks the mode."""
+    """Return K if one block in K is recomputed, 0 for 'none'. settings.problems_of checks the mode."""
     known = {"none": 0, "full": 1, "selective": 1}
     return known[mode] if mode in known else int(mode.removeprefix("every:"))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-# the names since torch 2.13, which warns about the old ones; 2.11 has only the old ones
+# the names since torch 2.13, which warns about the old names; torch 2.11 provides only the old names
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -29,8 +29,8 @@ def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class Gather(torch.autograd.Function):
     """
-    `gathered`. Each rank's gradient is of what that rank computes from the whole, so the backward adds them
-    up.
+    `gathered`, with gradients. Each rank's gradient is for what this rank computes from the whole sequence,
+    so the backward pass adds the ranks' gradients.
     """
 
     @staticmethod
@@ -44,7 +44,7 @@ class Gather(torch.autograd.Function):
 
 
 class ScatterSum(torch.autograd.Function):
-    """`scattered`."""
+    """`scattered`, with gradients."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:

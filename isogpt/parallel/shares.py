@@ -15,25 +15,24 @@ PADDING = -1  # the start of a padding row
 class Share:
     """
     How a batch of `sequences` is divided: data rank r runs `micro_steps` micro-batches of rows_of[r] rows.
-    Islands get
-    sequences that follow each other in the batch, and the ranks of an island divide these.
+    Islands get sequences that follow each other in the batch, and the ranks of an island divide these.
     """
 
     sequences: int
     data_rank: int
     micro_steps: int
-    rows_of: tuple[int, ...]  # by data rank
-    islands: tuple[int, ...] = ()  # the sequences of each; (): there are none
+    rows_of: tuple[int, ...]  # rows of a micro-batch, by data rank
+    islands: tuple[int, ...] = ()  # sequences of each island; (): there are no islands
 
     @property
     def island_sequences(self) -> int:
-        """How many sequences this rank's island has; without islands all of the batch."""
+        """How many sequences this rank's island reads; without islands, all of the batch."""
         return len(self.island()[0])
 
     def island(self) -> tuple[range, tuple[int, ...], int]:
         """
-        This rank's island: its sequences' places in the batch, the rows of its ranks, this rank's number in
-        it.
+        This rank's island: (places of the island's sequences in the batch, rows of its ranks, this rank's
+        number).
         """
         counts = self.islands or (self.sequences,)
         size = len(self.rows_of) // len(counts)
@@ -50,8 +49,7 @@ class Share:
     def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
         """
         This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond the
-        end of the
-        batch, or of the island's part of it.
+        end of the batch, or of the island's part of it.
         """
         places, rows_of, rank = self.island()
         first = micro_step * sum(rows_of) + sum(rows_of[:rank])
@@ -73,17 +71,14 @@ def share_of(
     islands: int = 1,
 ) -> Share:
     """
-    One rank's share: the same number of micro-steps and rows on every rank, as few micro-steps as batch_size
-    allows and
-    then as few rows. 48 sequences on 7 ranks at batch_size 12 are one micro-step of 7 rows, one of which is
-    padding.
-    With a pipeline of `pp` ranks, the number of micro-steps is a multiple of pp. With `weights`, by data
-    rank, that
-    differ, rows are in proportion to them: see `divide_rows`.
+    Return one rank's share: the same number of micro-steps and rows on every rank. There are as few
+    micro-steps as batch_size allows, and then as few rows as possible. 48 sequences on 7 ranks at batch_size
+    12 are one micro-step of 7 rows, one of which is padding. With a pipeline of `pp` ranks, the number of
+    micro-steps is a multiple of pp. With `weights` of the data ranks that differ, rows are in proportion to
+    the weights: see `divide_rows`.
 
     The sequences of an island depend on the batch, the number of islands and the sums of their ranks'
-    weights, so that
-    neither batch_size nor the number of ranks in an island changes what it learns.
+    weights, so that neither batch_size nor the number of ranks in an island changes what it learns.
     """
     if len(set(weights)) > 1:
         return weighted_share(sequences, data_rank, batch_size, weights, islands)
@@ -98,7 +93,9 @@ def share_of(
 def weighted_share(
     sequences: int, data_rank: int, batch_size: int, weights: tuple[float, ...], islands: int
 ) -> Share:
-    """`share_of` for weights that differ. All islands run as many micro-steps as the one that needs most."""
+    """
+    `share_of` for weights that differ. All islands run as many micro-steps as the island that needs most.
+    """
     size = len(weights) // islands
     by_island = [weights[i * size : (i + 1) * size] for i in range(islands)]
     counts = (sequences,)
@@ -114,16 +111,14 @@ def divide_rows(
     sequences: int, weights: tuple[float, ...], batch_size: int, least: int = 1
 ) -> tuple[int, tuple[int, ...]]:
     """
-    The fewest micro-steps, but at least `least`, for which no rank has more than batch_size rows in
-    proportion to its
-    weight, and the rows of each rank, at least 1. A micro-step takes as long as the largest rows / weight:
-    each row
-    goes to the rank for which that becomes the smallest. 48 sequences for weights 2, 1 at batch_size 12 are 3
-    micro-steps of 11 and 5 rows.
+    Return the fewest micro-steps for which no rank runs more than batch_size rows, and the rows of each rank.
+    There are at least `least` micro-steps, and at least 1 row on each rank, in proportion to the weights. A
+    micro-step takes as long as the largest rows / weight: each row goes to the rank for which that becomes
+    the smallest. 48 sequences for weights 2, 1 at batch_size 12 are 3 micro-steps of 11 and 5 rows.
     """
     for micro_steps in count(max(least, -(-sequences // (batch_size * len(weights))))):
         rows, times = [1] * len(weights), [(2 / weight, rank) for rank, weight in enumerate(weights)]
-        heapify(times)  # with one more row, by rank
+        heapify(times)  # each rank's time with one more row
         for _ in range(len(weights), -(-sequences // micro_steps)):
             _, rank = times[0]
             rows[rank] += 1
@@ -134,11 +129,11 @@ def divide_rows(
 
 def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]:
     """
-    The weights in a list such as 2,1,1, one for each of data_size ranks, if that is known; () for equal and
+    Return the weights in a list such as 2,1,1, one for each of data_size ranks (if known); () for equal and
     auto.
 
     Raises:
-        ValueError: these are not that many positive numbers.
+        ValueError: the list does not contain one positive number for each rank.
     """
     if shares in ("equal", "auto"):
         return ()
@@ -166,5 +161,5 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
 
 
 def spell_shares(weights: tuple[float, ...]) -> str:
-    """Weights as they are typed."""
+    """Return weights in the form in which they are typed."""
     return ",".join(f"{weight:g}" for weight in weights)

@@ -1,6 +1,5 @@
 """
-What replicas send each other over a slow network, as one object for train.py: compressed gradients, or
-weights.
+Communication of replicas over a slow network, as one object for train.py: compressed gradients, or weights.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ from isogpt.parallel.mesh import Mesh
 
 @dataclass
 class SlowNetwork:
-    """Gradient compression and islands, where they are used; else its methods do nothing."""
+    """Gradient compression and islands; the methods do nothing where neither is used."""
 
     model: nn.Module
     compression: "Compression | None" = None
@@ -40,7 +39,7 @@ class SlowNetwork:
 
     def evaluated_weights(self) -> AbstractContextManager:
         """
-        Within it the model has the weights that an evaluation is for: with islands, those of the last
+        In the block, the model contains the weights to evaluate: with islands, the weights of the last
         average.
         """
         return self.islands.outer_weights() if self.islands else nullcontext()
@@ -62,17 +61,17 @@ class SlowNetwork:
         return found
 
     def describe(self) -> dict:
-        """What a checkpoint stores of it that is not a tensor."""
+        """What a checkpoint stores of this object that is not a tensor."""
         return {"averaged_at": self.islands.averaged_at} if self.islands else {}
 
     def restart(
         self, step: int, saved: dict[str, torch.Size] | None = None, averaged_at: int | None = None
     ) -> None:
         """
-        Start from the model's weights at a step, without errors or an outer momentum; with room for what a
-        checkpoint
-        saved: its tensors' names (see sharded_files.flat) and shapes. `averaged_at`: what it has of
-        `describe`.
+        Start from the model's weights at a step, without errors or an outer momentum.
+
+        Tensors are allocated for what a checkpoint saved, by names (see sharded_files.flat) and shapes.
+        `averaged_at` is what the checkpoint recorded of `describe`.
         """
         if self.compression:
             self.compression.restart(step, saved or {})
@@ -80,7 +79,7 @@ class SlowNetwork:
             self.islands.restart(step, saved or {}, averaged_at)
 
     def resume(self) -> None:
-        """Continue with what was read of a checkpoint's `saved_parts` (all ranks)."""
+        """Continue with the `saved_parts` that were read from a checkpoint (all ranks)."""
         if self.islands:
             self.islands.resume()
 
@@ -91,7 +90,9 @@ def keeps_errors(grad_compression: str) -> bool:
 
 
 def make_slow_network(model: nn.Module, mesh: Mesh, config: dict, zero: int) -> SlowNetwork:
-    """The exchange for the settings grad_compression, islands, local_steps and outer_* (all ranks)."""
+    """
+    Make the SlowNetwork for the settings grad_compression, islands, local_steps and outer_* (all ranks).
+    """
     exchange, compression = SlowNetwork(model), config["grad_compression"]
     if compression != "none" and mesh.replicas(zero) > 1:
         from isogpt.parallel.compression import Compression

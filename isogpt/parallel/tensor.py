@@ -2,7 +2,7 @@
 Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): each rank of a group holds a part of each matrix,
 namely some of the attention heads, of the hidden features, and of the vocabulary. Between these matmuls each
 rank holds a part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are
-divided too.
+divided, too.
 """
 
 import re
@@ -49,8 +49,9 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
     """
     Divide the model's matrices over the tp ranks, in place, on the meta device (all ranks).
 
-    Args: splits_sequence: divide the sequence between the matmuls. False for generation, whose sequences have
-        any length.
+    Args:
+        splits_sequence: divide the sequence between the matmuls. False for generation, whose sequences have
+            any length.
     """
     split_parameters(model, mesh)
     group = mesh.group("tp")
@@ -76,10 +77,10 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
 
 
 def combine(group: dist.ProcessGroup, splits_sequence: bool, x: Tensor) -> Tensor:
-    """The sum of the ranks' (B, T, C): all of it, or this rank's positions."""
+    """Return the sum of the ranks' (B, T, C): all positions, or this rank's positions."""
     if splits_sequence:
         return ScatterSum.apply(x, group)
-    dist.all_reduce(x, group=group)  # only without gradients
+    dist.all_reduce(x, group=group)  # used only without gradients
     return x
 
 
@@ -92,7 +93,7 @@ def gather_input(group: dist.ProcessGroup, layer: nn.Module, inputs: tuple) -> t
 def share_of_routing(
     ranks: int, layer: nn.Module, inputs: tuple, outputs: tuple
 ) -> tuple[Tensor, Tensor | None]:
-    """All ranks route the whole sequence: the sum of their shares is what one process has."""
+    """All ranks route the whole sequence: the sum of their shares is the result of one process."""
     y, routing = outputs
     return y, None if routing is None else routing / ranks
 
@@ -105,8 +106,8 @@ def row_parallel(linear: nn.Linear, add_up: partial, x: Tensor) -> Tensor:
 
 def embed_part(wte: nn.Embedding, first: int, add_up: partial, idx: Tensor) -> Tensor:
     """
-    An Embedding of which each rank holds the rows from `first` on: (B, T) -> (B, T, C), or this rank's
-    positions.
+    Look up an Embedding of which this rank holds the rows from `first` on: (B, T) -> (B, T, C), or this
+    rank's positions.
     """
     row, n = idx - first, wte.weight.size(0)
     is_mine = (row >= 0) & (row < n)
@@ -122,8 +123,8 @@ def gather_logits(
     group: dist.ProcessGroup, vocab_size: int, head: nn.Linear, inputs: tuple, logits: Tensor
 ) -> Tensor:
     """
-    All logits, in generation: (B, T, V / tp) -> (B, T, V). The last rank's part of the vocabulary can be
-    shorter.
+    Gather all logits, in generation: (B, T, V / tp) -> (B, T, V). The last rank's part of the vocabulary can
+    be shorter.
     """
     ranks = dist.get_world_size(group)
     logits = F.pad(logits, (0, ceil(vocab_size / ranks) - logits.size(-1))).contiguous()
@@ -142,7 +143,7 @@ def vocabulary_parallel_loss(
     cap: float,
 ) -> Tensor:
     """
-    summed_loss on (B, T / tp, C), each rank with the logits of its part of the vocabulary; equal on all
+    Compute summed_loss on (B, T / tp, C), with each rank's logits of a part of the vocabulary; equal on all
     ranks.
     """
 

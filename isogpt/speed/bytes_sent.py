@@ -36,12 +36,10 @@ class BytesSent:
     The bytes that this process sends per step, from `start` on.
 
     They are the payload of its TCP connections: gloo's, also to processes on the same machine, NCCL's if it
-    uses
-    sockets, and the few bytes of the store. Headers and acknowledgements are not included, retransmissions
-    are. What
-    NCCL sends over NVLink, shared memory or InfiniBand is not TCP and not seen. Neither is what a connection
-    sent after
-    the last count and before it was closed; the connections of a process group stay open.
+    uses sockets, and the few bytes of the store. Headers and acknowledgements are not included,
+    retransmissions are. What NCCL sends over NVLink, shared memory or InfiniBand is not TCP and not seen.
+    Neither is what a connection sent after the last count and before it was closed; the connections of a
+    process group stay open.
     """
 
     is_counted: bool = False
@@ -75,8 +73,7 @@ class BytesSent:
     def per_step(self, is_logged: bool) -> float:
         """
         Bytes sent per step since the last logged step, this one included; nan if the system does not count
-        them. 0 if
-        this step is not logged: counting has a cost.
+        them. 0 if this step is not logged: counting has a cost.
         """
         self.steps += 1
         if not is_logged:

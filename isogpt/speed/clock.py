@@ -12,8 +12,7 @@ import torch
 class Clock:
     """
     Times the parts of a step: `with clock("forward"):`. On a GPU a part is timed by events, for which the CPU
-    does not
-    wait; elsewhere by the CPU's clock. The profiler's trace shows the same names.
+    does not wait; elsewhere by the CPU's clock. The profiler's trace shows the same names.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -15,10 +15,10 @@ MESSAGE_SIZES = [2**k for k in range(10, 27, 2)]  # bytes
 def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dict]:
     """
     Measure each collective with each message size (all ranks) and print a table. As in nccl-tests, a message
-    is the
-    input or the output, whichever is larger, and bus bandwidth is what each link carries.
+    is the input or the output, whichever is larger, and bus bandwidth is what each link carries.
 
-    Returns: {operation, bytes, us, gb_per_s} of each, or {operation, bytes, problem} if the backend does not
+    Returns:
+        {operation, bytes, us, gb_per_s} of each, or {operation, bytes, problem} if the backend does not
         support it.
 
     Raises:

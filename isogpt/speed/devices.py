@@ -31,8 +31,7 @@ class Link:
 class Hardware:
     """
     What a device reaches in large operations. The figures for GPUs are data sheets' peaks, times the share of
-    them that
-    training programs reach (docs/scaling.md compares predictions with published runs).
+    them that training programs reach (docs/scaling.md compares predictions with published runs).
 
     Args:
         matmul: FLOP/s of a large matmul in 16 bits, or in the dtype of the run if it was measured.
@@ -192,9 +191,11 @@ class Gpu:
     """
     A GPU's data sheet.
 
-    Args: matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs
-        at half. bytes_per_s: of the memory; 0: not needed. plan: the entry of devices.HARDWARE that describes
-        it with its usual links; "": there is none.
+    Args:
+        matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs
+            at half.
+        bytes_per_s: of the memory; 0: not needed.
+        plan: the entry of devices.HARDWARE that describes it with its usual links; "": there is none.
     """
 
     matmul: float

@@ -40,8 +40,7 @@ def divisors(n: int, most: int) -> list[int]:
 def layouts(cost: dict, devices: int, per_node: int) -> Iterator[dict]:
     """
     The degrees of parallelism and stages of ZeRO that are possible. tp stays within a machine, and the copies
-    of HSDP
-    are machines: other choices communicate more over slower links.
+    of HSDP are machines: other choices communicate more over slower links.
     """
     args = cost["model_args"]
     experts, machines = args.get("n_expert", 0), devices // per_node
@@ -119,8 +118,7 @@ def plans_of(cost: dict, layout: dict, hw: Hardware, per_node: int) -> Iterator[
 def allows(cost: dict, layout: dict, schedule: str) -> bool:
     """
     Whether there are enough layers for the schedule. Without a pipeline one schedule is enough; with the
-    zero-bubble
-    ones ZeRO-3 is ZeRO-2 (isogpt/parallel/data.py).
+    zero-bubble ones ZeRO-3 is ZeRO-2 (isogpt/parallel/data.py).
     """
     if layout["pp"] == 1:
         return schedule in (LAYOUT["pp_schedule"], cost["pp_schedule"])
@@ -249,8 +247,7 @@ def table(plans: list[Plan], tokens: int, devices: int, flops: float, rows: int 
 def chosen(config: dict, source: OpenCheckpoint | None, vocab_size: int, ranks: Ranks) -> list[str]:
     """
     With layout=auto, the settings of the fastest plan for these processes, as arguments of a command line;
-    otherwise
-    none (all ranks). Exits with a message if no layout fits.
+    otherwise none (all ranks). Exits with a message if no layout fits.
 
     Args:
         source: the checkpoint whose model is trained further, if there is one.
@@ -269,8 +266,7 @@ def chosen(config: dict, source: OpenCheckpoint | None, vocab_size: int, ranks: 
 def choose(config: dict, model_args: dict, ranks: Ranks) -> dict:
     """
     The settings of the fastest plan (rank 0). They are printed with the reason, and recorded in out_dir: a
-    restart of
-    the same job on as many processes has the same layout, and on another number it plans again.
+    restart of the same job on as many processes has the same layout, and on another number it plans again.
     """
     args = asdict(GPTConfig(**model_args))
     dtype, n = resolve_dtype(config["dtype"], ranks.device), ranks.world_size

@@ -67,8 +67,7 @@ def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: i
 def job_of(cost: dict) -> dict:
     """
     What must be equal for a choice that an earlier attempt recorded to be good for this one, from `cost_of`:
-    the
-    smaller micro-batch after running out of memory, and the layout of --layout=auto.
+    the smaller micro-batch after running out of memory, and the layout of --layout=auto.
     """
     job = {name: cost[name] for name in (*STEP_SETTINGS, "dtype", "world_size", "device_type")}
     job["zero"] = 3 if job.pop("fsdp") else job["zero"]
@@ -80,10 +79,8 @@ def job_of(cost: dict) -> dict:
 def memory_estimate(cost: dict) -> dict[str, float]:
     """
     GB that a training step needs on a rank's device: weights, gradients, optimizer state (the moments, and
-    what
-    compression and islands keep), activations, and their total, from `cost_of`. In a pipeline, on the first
-    or the last
-    rank, whichever needs more.
+    what compression and islands keep), activations, and their total, from `cost_of`. In a pipeline, on the
+    first or the last rank, whichever needs more.
     """
     ranks = sorted({0, cost["pp"] - 1})
     return max((rank_estimate(cost, rank) for rank in ranks), key=lambda parts: parts["total"])
@@ -93,8 +90,7 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
     """
     `memory_estimate` for one rank of a pipeline. ZeRO divides all but the activations by the number of shards
     (Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Experts are divided by ep first, and then over the
-    ranks
-    that hold the same ones: into as many shards in all.
+    ranks that hold the same ones: into as many shards in all.
     """
     zero, tp, ep = 3 if cost["fsdp"] else cost["zero"], cost["tp"], cost["ep"]
     layers, edges, has_loss = pipeline_part(cost, pp_rank)
@@ -308,14 +304,15 @@ def activation_bytes(  # noqa: PLR0913  (the terms of a formula)
 def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) -> tuple[float, float, float]:
     """
     Activations of one block, in bytes per token, derived like those of Korthikanti et al. 2022
-    (arXiv:2205.05198,
-    section 4.1), but without their attention scores if the attention kernel recomputes them.
+    (arXiv:2205.05198, section 4.1), but without their attention scores if the attention kernel recomputes
+    them.
 
     Args:
         size: bytes per element of the dtype to compute in.
         stream: bytes per element of the residual stream.
 
-    Returns: (kept for the backward pass, kept by selective recomputation, and what the block's backward pass
+    Returns:
+        (kept for the backward pass, kept by selective recomputation, and what the block's backward pass
         allocates beyond what it has freed by then)
     """
     C, H, T, dropout = (model_args.get(name, 0) for name in ("n_embd", "n_head", "block_size", "dropout"))
@@ -358,8 +355,7 @@ def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) ->
 def routing_activations(model_args: dict, size: int) -> int:
     """
     Bytes per token that the router, dispatch and combine of a block with experts keep, if tokens are
-    distributed
-    evenly; 0 without experts. With ep the received rows are kept instead of the sent ones.
+    distributed evenly; 0 without experts. With ep the received rows are kept instead of the sent ones.
     """
     E, active, C = (model_args.get(name, 0) for name in ("n_expert", "n_expert_active", "n_embd"))
     if not E:

@@ -73,12 +73,9 @@ def with_backward_s(hw: Hardware, m: float, k: float, n: float, size: int) -> tu
 def block_s(hw: Hardware, cost: dict, size: int) -> tuple[float, float]:
     """
     Seconds of the forward and of the backward of a block, on `cost["rows"]` sequences. Attention has 4 T C
-    FLOPs per
-    token in the forward, halved by the causal mask, and 2.5 times as many in the backward (Dao 2023,
-    arXiv:2307.08691,
-    section 4.1). Each activation that is kept is written and read in the forward, read in the backward, and
-    its
-    gradient is written and read.
+    FLOPs per token in the forward, halved by the causal mask, and 2.5 times as many in the backward (Dao
+    2023, arXiv:2307.08691, section 4.1). Each activation that is kept is written and read in the forward,
+    read in the backward, and its gradient is written and read.
     """
     args, tp, cp, ep = (cost[name] for name in ("model_args", "tp", "cp", "ep"))
     C, T, hidden, E = (args.get(name, 0) for name in ("n_embd", "block_size", "n_hidden", "n_expert"))
@@ -160,11 +157,9 @@ def ring_s(
 ) -> float:
     """
     Seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes; an all-reduce takes
-    twice as
-    long. Latency grows with the logarithm of the ranks, as in trees (Sanders et al. 2009,
+    twice as long. Latency grows with the logarithm of the ranks, as in trees (Sanders et al. 2009,
     doi:10.1016/j.parco.2009.09.001); bytes move around a ring. A ring over several machines uses as many of a
-    machine's
-    links as it has ranks there.
+    machine's links as it has ranks there.
 
     Args:
         size: bytes of all `count` collectives together.
@@ -188,11 +183,9 @@ def ring_s(
 def activations_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int) -> float:
     """
     Seconds of a micro-step's collectives of activations, for which computation waits. With tp: each layer's
-    input is
-    gathered and its output scattered, in attention and the MLP, and the other way round in the backward. cp:
-    keys and
-    values are gathered twice, and their gradients scattered. ep: tokens go to their experts and back. pp:
-    sends.
+    input is gathered and its output scattered, in attention and the MLP, and the other way round in the
+    backward. cp: keys and values are gathered twice, and their gradients scattered. ep: tokens go to their
+    experts and back. pp: sends.
     """
     args, size = cost["model_args"], DTYPES[cost["dtype"]].itemsize
     layers = pipeline_part(cost, 0)[0]
@@ -217,10 +210,9 @@ def weights_s(
 ) -> float:
     """
     Seconds of a step's collectives of weights and gradients that no computation hides. ZeRO-0 and 1 reduce
-    gradients
-    in float32, in buckets, of which the last one is always exposed; ZeRO-1 then sends the weights. ZeRO-2 and
-    3 gather
-    the weights of each block in the dtype, once or twice in a micro-step, and scatter its gradients.
+    gradients in float32, in buckets, of which the last one is always exposed; ZeRO-1 then sends the weights.
+    ZeRO-2 and 3 gather the weights of each block in the dtype, once or twice in a micro-step, and scatter its
+    gradients.
     """
     zero, size = stage_of(cost), DTYPES[cost["dtype"]].itemsize
     dense, experts = parameters_held(cost, 0)
@@ -267,10 +259,9 @@ def weights_s(
 def lost_gb(cost: dict) -> float:
     """
     What ZeRO-2 and 3 and experts cost on a CPU besides memory_estimate: FSDP's modules, and gaps in the heap.
-    glibc
-    places pieces that come and go at ever new addresses; after ten steps the gaps were 32 times the largest
-    of them: a
-    block of weights, or the hidden layer of the experts. Pieces of more than 32 MiB are not in the heap.
+    glibc places pieces that come and go at ever new addresses; after ten steps the gaps were 32 times the
+    largest of them: a block of weights, or the hidden layer of the experts. Pieces of more than 32 MiB are
+    not in the heap.
     """
     if cost["device_type"] != "cpu":
         return 0.0
@@ -305,8 +296,7 @@ def two_blocks(cost: dict, n: int, tokens: int = 1024) -> dict:
 def calibrated(hw: Hardware, cost: dict, n: int, measured_s: float) -> Hardware:
     """
     `hw` with the speeds with which a step of `two_blocks` takes as long as it was measured to take: a
-    prediction knows
-    the large operations only.
+    prediction knows the large operations only.
     """
     two = cost | two_blocks(cost, n) | {"model_args": cost["model_args"] | {"n_layer": 2}, "world_size": n}
     seconds = predict(two, replace(hw, memory_gb=inf), n).seconds

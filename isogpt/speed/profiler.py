@@ -12,10 +12,8 @@ PROFILE_SKIP, PROFILE_STEPS = 5, 5  # the first steps are not typical
 def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
     """
     A profiler for a run of `steps` steps that skips 5, records 5, and writes to out_dir: trace.json,
-    operators.txt (the
-    operators by their own time) and on a GPU memory.pickle, a snapshot for https://pytorch.org/memory_viz.
-    Assign it to
-    Clock.profiler.
+    operators.txt (the operators by their own time) and on a GPU memory.pickle, a snapshot for
+    https://pytorch.org/memory_viz. Assign it to Clock.profiler.
     """
     out, on_gpu, needed = Path(out_dir), torch.cuda.is_available(), PROFILE_SKIP + PROFILE_STEPS
     if steps < needed:
@@ -46,10 +44,8 @@ def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
 def traced_collectives(path: Path, has_ep: bool) -> dict[str, float]:
     """
     Rank 0's ms per step in all-gather, all-reduce, reduce-scatter and, with ep, all-to-all, by the part of
-    the step:
-    from a trace of a launch in which no gradients are reduced, so that only the collectives of tp, cp and ep
-    are in it.
-    Computation waits for them. Those of ZeRO-3, which run in the background, count too.
+    the step: from a trace of a launch in which no gradients are reduced, so that only the collectives of tp,
+    cp and ep are in it. Computation waits for them. Those of ZeRO-3, which run in the background, count too.
     """
     if not path.exists():
         return {}

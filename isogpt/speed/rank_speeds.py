@@ -15,8 +15,7 @@ def measured_speeds(
 ) -> tuple[float, ...]:
     """
     How fast each rank computes a micro-batch by itself, by rank, as a multiple of the slowest one's speed in
-    steps of
-    1/8 (all ranks; the model does not communicate). Leaves no gradients.
+    steps of 1/8 (all ranks; the model does not communicate). Leaves no gradients.
     """
     # with this shape only for the measurement: compiling it would take a minute
     is_compiled = device.type == "cuda"
@@ -36,8 +35,7 @@ def seconds_per_pass(
 ) -> float:
     """
     Mean seconds of a forward and backward (all ranks), of as many as fit into `budget` seconds, at least
-    three. The
-    ranks begin together: those of one machine share its memory bandwidth, as in a step.
+    three. The ranks begin together: those of one machine share its memory bandwidth, as in a step.
     """
 
     def run_pass() -> None:

@@ -79,13 +79,10 @@ def shown_bubble(found: dict | None) -> str:
 def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | None]]:
     """
     The parts of a step in ms, each the mean over the ranks and the slowest rank's; these need not add up to
-    the slowest
-    step. `silent` is the same launch with grad_sync 'never': the difference is the exposed communication,
-    which no
-    computation hides, and its backward pass waits for no other rank. The collectives of tp, cp and ep, and
-    what is
-    reduced after the backward, are exposed too. In a pipeline, a rank computes in `stages` and waits in the
-    bubble.
+    the slowest step. `silent` is the same launch with grad_sync 'never': the difference is the exposed
+    communication, which no computation hides, and its backward pass waits for no other rank. The collectives
+    of tp, cp and ep, and what is reduced after the backward, are exposed too. In a pipeline, a rank computes
+    in `stages` and waits in the bubble.
     """
     parts = {}
     for kind in ("mean", "max"):

@@ -12,10 +12,8 @@ import torch
 def memory_gb(device: torch.device) -> float:
     """
     Peak memory of this process in GB: what PyTorch has allocated on the GPU. On a CPU, the resident set: what
-    the
-    process has allocated, and the code of libraries. The data set does not count, since dataset.release_pages
-    gives its
-    pages back. 0 if the system does not tell.
+    the process has allocated, and the code of libraries. The data set does not count, since
+    dataset.release_pages gives its pages back. 0 if the system does not tell.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9

@@ -35,17 +35,17 @@ def make_optimizers(  # noqa: PLR0913  (train.py's settings)
 ) -> list[torch.optim.Optimizer]:
     """
     The model's optimizers: AdamW as `model.configure_optimizers` makes it; with optimizer "muon" a Muon takes
-    the
-    matrices of the blocks from it, and what is left to AdamW has no weight decay. With zero 1 each rank keeps
-    the state
-    of its share of the parameters, updates them and sends them to the other ranks. Experts that are on some
-    of the
-    ranks only have optimizers of their own. Every group has an `lr_scale`, see `set_rates`.
+    the matrices of the blocks from it, and what is left to AdamW has no weight decay. With zero 1 each rank
+    keeps the state of its share of the parameters, updates them and sends them to the other ranks. Experts
+    that are on some of the ranks only have optimizers of their own. Every group has an `lr_scale`, see
+    `set_rates`.
 
-    Args: muon_lr: Muon's learning rate when AdamW's is `learning_rate`. embedding_lr: with Muon, AdamW's for
-        token embeddings that are not tied to the head (0: `learning_rate`). muon_dtype: the dtype in which
-        Muon orthogonalizes. mesh: over which parameters and optimizer state are divided. Default: a single
-        process.
+    Args:
+        muon_lr: Muon's learning rate when AdamW's is `learning_rate`.
+        embedding_lr: with Muon, AdamW's for token embeddings that are not tied to the head (0:
+            `learning_rate`).
+        muon_dtype: the dtype in which Muon orthogonalizes.
+        mesh: over which parameters and optimizer state are divided. Default: a single process.
     """
     mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
@@ -114,8 +114,7 @@ def make_optimizer(
 def step_shards(adamw: torch.optim.AdamW) -> None:
     """
     AdamW's step for parameters that are DTensors, on this rank's shards of them: the same arithmetic without
-    DTensor's
-    dispatch (a step of 148 small parameters takes 1.5 ms instead of 4 on a CPU, torch 2.13).
+    DTensor's dispatch (a step of 148 small parameters takes 1.5 ms instead of 4 on a CPU, torch 2.13).
     """
     create_state(adamw)
     amp = {name: getattr(adamw, name, None) for name in ("grad_scale", "found_inf")}  # set by GradScaler.step
@@ -139,9 +138,8 @@ def step_shards(adamw: torch.optim.AdamW) -> None:
 def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -> list[dict]:
     """
     Move the matrices of the blocks from AdamW's groups into groups for Muon, one for each shape: biases,
-    norms,
-    embeddings and the head stay with AdamW. `rows` are the heights of the matrices that are stacked in a
-    parameter.
+    norms, embeddings and the head stay with AdamW. `rows` are the heights of the matrices that are stacked in
+    a parameter.
     """
     groups = {}
     for name, p in model.named_parameters():
@@ -173,12 +171,9 @@ def take(groups: list[dict], params: list[nn.Parameter]) -> list[nn.Parameter]:
 class Muon(torch.optim.Muon):
     """
     torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with these differences:
-    matrices
-    that are stacked in a parameter, q, k and v, are orthogonalized each by itself; matrices of equal shape
-    are
-    orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the layout;
-    matrices
-    whose parts are on the ranks of `group` are gathered first.
+    matrices that are stacked in a parameter, q, k and v, are orthogonalized each by itself; matrices of equal
+    shape are orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the
+    layout; matrices whose parts are on the ranks of `group` are gathered first.
     """
 
     def __init__(
@@ -260,8 +255,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muon_momentum: float) -> None:
     """
     Set each group's learning rate to `lr` times its lr_scale, and Muon's momentum: linear warm-up from 0.85
-    to
-    muon_momentum over 300 steps, as nanochat and modded-nanogpt do.
+    to muon_momentum over 300 steps, as nanochat and modded-nanogpt do.
     """
     momentum = 0.85 + min(1.0, step / 300) * (muon_momentum - 0.85)
     for optimizer in optimizers:
@@ -279,10 +273,8 @@ def step(
 ) -> None:
     """
     Clip the gradients and update the parameters, or skip the update if a loss or a gradient is not finite on
-    any rank.
-    In both cases, update float16's loss scale. A fused AdamW clips and skips on the device, so that a GPU
-    does not wait
-    for the host between the backward and the optimizer.
+    any rank. In both cases, update float16's loss scale. A fused AdamW clips and skips on the device, so that
+    a GPU does not wait for the host between the backward and the optimizer.
 
     Args:
         scaler: its `unscale_` was called.
@@ -320,9 +312,8 @@ def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
 def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
     """
     {parameter name: its optimizer's tensors for it} of what this rank holds: with ZeRO-1 some of the
-    parameters, with
-    ZeRO-2 and 3 a shard of each. State that does not exist before the first step is created as the optimizer
-    would.
+    parameters, with ZeRO-2 and 3 a shard of each. State that does not exist before the first step is created
+    as the optimizer would.
     """
     names, found = {p: name for name, p in model.named_parameters()}, {}
     for optimizer in optimizers:
@@ -369,10 +360,8 @@ def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> di
 def by_name(weights: dict[str, Tensor], saved: object) -> dict[str, dict]:
     """
     The state of `saved_state` by parameter name; empty if there is none, or not AdamW's, as in checkpoints of
-    forks.
-    nanoGPT's numbers count the parameters of two or more dimensions first, then the rest, both in the order
-    of
-    `weights`.
+    forks. nanoGPT's numbers count the parameters of two or more dimensions first, then the rest, both in the
+    order of `weights`.
     """
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict) or not all(isinstance(moments, dict) for moments in state.values()):

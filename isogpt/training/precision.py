@@ -87,10 +87,9 @@ def make_scaler(dtype: str, device: torch.device) -> torch.amp.GradScaler:
     What scales the loss for float16; does nothing with other dtypes.
 
     GradScaler keeps its scale on the device of the first tensor that it scales. `unscale_` copies the inverse
-    of the
-    scale to the gradients' device without waiting for the copy (torch 2.13). With cpu_offload, the gradients
-    would be
-    multiplied by a number that has not arrived. Therefore, the scale is kept where the gradients are.
+    of the scale to the gradients' device without waiting for the copy (torch 2.13). With cpu_offload, the
+    gradients would be multiplied by a number that has not arrived. Therefore, the scale is kept where the
+    gradients are.
 
     Args:
         device: of the parameters and of their gradients.
@@ -117,8 +116,7 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """
     Seed all generators for one step. Dropout masks become a function of (seed, step, rank), so that a resumed
-    run
-    draws the same masks without any saved random state.
+    run draws the same masks without any saved random state.
     """
     number = int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])
     if torch.accelerator.is_available():

@@ -65,12 +65,9 @@ class Schedule:
 def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
     """
     The schedule of train.py's settings. With lr_scaling, learning_rate, min_lr and warmup_iters are
-    multiplied by
-    sequences_per_step / base_batch (linear; Goyal et al. 2017, arXiv:1706.02677) or by its square root (sqrt;
-    for SGD
-    Krizhevsky 2014, arXiv:1404.5997, for Adam Malladi et al. 2022, arXiv:2205.10782). The other optimizers'
-    rates
-    follow learning_rate, see optim.set_rates.
+    multiplied by sequences_per_step / base_batch (linear; Goyal et al. 2017, arXiv:1706.02677) or by its
+    square root (sqrt; for SGD Krizhevsky 2014, arXiv:1404.5997, for Adam Malladi et al. 2022,
+    arXiv:2205.10782). The other optimizers' rates follow learning_rate, see optim.set_rates.
 
     Raises:
         ValueError: the warm-up would become longer than the decay allows.

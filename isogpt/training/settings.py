@@ -400,16 +400,13 @@ def settings_of_model(model_args: dict) -> dict:
 def fit_model_args(model_args: dict, config: dict, world_size: int, data: Dataset, is_resume: bool) -> dict:
     """
     The fields of GPTConfig for this run, from those of a checkpoint, of a pretrained model or of one that
-    starts from
-    scratch: dropout, the length of the context and the router's losses are settings of the run. With
-    n_expert, a dense
-    model that the run does not resume is upcycled: each expert starts as a copy of the MLP (Komatsuzaki et
-    al. 2022,
-    arXiv:2212.05055).
+    starts from scratch: dropout, the length of the context and the router's losses are settings of the run.
+    With n_expert, a dense model that the run does not resume is upcycled: each expert starts as a copy of the
+    MLP (Komatsuzaki et al. 2022, arXiv:2212.05055).
 
-    Raises: ValueError: its context is shorter than block_size, the data set has other token ids, it has
-        another number of
-            experts, or the degrees of parallelism do not divide it.
+    Raises:
+        ValueError: its context is shorter than block_size, the data set has other token ids, it has another
+            number of experts, or the degrees of parallelism do not divide it.
     """
     length, size, block_size = model_args["block_size"], model_args["vocab_size"], config["block_size"]
     if block_size > length:
