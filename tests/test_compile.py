@@ -14,9 +14,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from isogpt.parallel import context, recompute, sequence_collectives
+from isogpt.parallel import context
 from isogpt.parallel.compilation import compile_parts, compile_report
 from isogpt.parallel.data import replicate, settle_gradients
+from isogpt.parallel.recompute import recompute
 from model import GPT, GPTConfig
 
 
@@ -193,7 +194,7 @@ def test_accumulation_with_graphs_that_reuse_their_memory():
 
 def test_the_masks_of_context_parallelism_on_a_gpu_are_in_the_graph(monkeypatch):
     """A rank with both chunks of the sequence; PyTorch's GPU masks also work on a CPU."""
-    monkeypatch.setattr(sequence_collectives, "Gather", SimpleNamespace(apply=lambda keys, group: keys))
+    monkeypatch.setattr(context, "Gather", SimpleNamespace(apply=lambda keys, group: keys))
     model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=False), seed=1)
     expected = train_and_evaluate(model, 65)
     own = [(c, context.last_rows_mask(32, (c + 1) * 32, torch.device("cuda"))) for c in range(2)]

@@ -17,10 +17,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
 
 from isogpt.checkpoint import folder as folder_module
-from isogpt.checkpoint import restore, sharded_files
+from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.commit import prune_checkpoints
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import read_manifest, step_folders
@@ -440,8 +441,9 @@ def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
 def test_the_group_that_writes_shards_waits_for_slow_disks_only(monkeypatch):
     """dist_timeout_s applies to connecting; after that, a slow disk of a rank ends no checkpoint."""
     made, limited = Mock(), Mock()
-    monkeypatch.setattr(restore.dist, "new_group", made)
+    monkeypatch.setattr(dist, "new_group", made)
     monkeypatch.setattr(mesh, "_set_pg_timeout", limited)
+    monkeypatch.setattr(mesh, "get_backend_config", lambda group: "gloo")
     Saver("out", 2, mesh.Mesh(dp_shard=2, timeout_s=77.0), 3, {}, {"grad_compression": "none"})
     assert made.call_args.kwargs["timeout"].total_seconds() == 77
     assert limited.call_args.args[0].days == 7
@@ -482,7 +484,7 @@ def test_data_that_is_truncated_during_a_run(zygote, work):
 UNREADABLE = """
 import os, sys
 sys.path.insert(0, REPO)
-from isogpt.data import dataset
+from isogpt.data import dataset, reader
 from isogpt.monitor import log as log_module
 check_ids, log_step, is_late = dataset.check_ids, log_module.Logger.step, []
 def check(highest, vocab_size, path, *lowest):
@@ -493,7 +495,7 @@ def log(logger, *args):
     if logger.progress.step == 6:
         is_late.append(True)
     log_step(logger, *args)
-dataset.check_ids, log_module.Logger.step = check, log
+reader.check_ids, log_module.Logger.step = check, log
 sys.argv[0] = REPO + "/train.py"
 code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
 exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})

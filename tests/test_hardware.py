@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,11 @@ import torch.distributed as dist
 from runs import REPO
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogpt.checkpoint import folder
+from isogpt.checkpoint import save, source
 from isogpt.checkpoint.save import Saver
 from isogpt.launch import device as device_module
-from isogpt.launch import together
 from isogpt.launch.together import Gathered, Number, gather_numbers
-from isogpt.monitor import evaluation
+from isogpt.monitor import evaluation, signals
 from isogpt.monitor.signals import Stop
 from isogpt.monitor.watchdog import is_connection_lost
 from isogpt.parallel import compression, data, gradients, mesh
@@ -331,8 +331,8 @@ def test_a_save_waits_once_for_the_check_of_the_weights_and_for_all_copies(monke
     optimizers = [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
     saver = Saver("out", 2, Mesh(), zero=0, model_args={}, config={"grad_compression": "none"})
     waits, wpe = [], model.transformer.wpe.weight
-    monkeypatch.setattr(device_module, "synchronize", waits.append)
-    monkeypatch.setattr(folder, "check_owner", lambda *args: None)
+    monkeypatch.setattr(source, "synchronize", waits.append)
+    monkeypatch.setattr(save, "check_owner", lambda *args: None)
     with Reads() as reads, torch.no_grad():
         copied = saver.copy(model, optimizers)
         assert waits == []
@@ -361,7 +361,8 @@ def test_the_norms_of_all_gradients_are_read_together():
 def test_an_evaluation_reads_both_losses_together(monkeypatch):
     """Its micro-batches are not waited for."""
     calls = []
-    monkeypatch.setattr(together, "gather_numbers", lambda *args: calls.append(args) or gather_numbers(*args))
+    counted = lambda *args: calls.append(args) or gather_numbers(*args)  # noqa: E731
+    monkeypatch.setattr(evaluation, "gather_numbers", counted)
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
     x, y = torch.zeros(2, 8, dtype=torch.int64), torch.arange(16).view(2, 8)
     read = {"train": [(x, y)], "val": [(x, y), (y, x)]}
@@ -388,7 +389,7 @@ def test_an_evaluation_on_a_gpu_asks_for_a_stop_in_advance(monkeypatch):
         answer = Number(torch.tensor([float(mine), 0.0]))
         return SimpleNamespace(read=lambda: read.append(mine) or answer)
 
-    monkeypatch.setattr(together, "gather_numbers", gather)
+    monkeypatch.setattr(signals, "gather_numbers", gather)
     stop, gpu = Stop(), torch.device("cuda")
     assert not any(stop.in_evaluation(i, gpu, 0.0) for i in range(9))
     assert asked == [0, 0, 0] and read == [0, 0]
@@ -410,7 +411,7 @@ def test_offloaded_gradients_are_copied_to_the_cpu_at_the_last_micro_step(monkey
         expected = None
         for adds_shards in (False, True):
             for batch in ((x, y), (y, x)):
-                with data.no_sync(model, adds_shards) if batch[0] is x else data.nullcontext():
+                with data.no_sync(model, adds_shards) if batch[0] is x else nullcontext():
                     model(*batch, 1.0)[1].backward()
                 if batch[0] is x:
                     assert all(p.grad is None for p in model.parameters())

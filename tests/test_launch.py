@@ -12,7 +12,7 @@ import torch.distributed as dist
 from runs import column, records
 
 from isogpt.checkpoint.progress import Progress
-from isogpt.launch import network, process_group, together
+from isogpt.launch import network, process_group
 from isogpt.launch.device import gpu_identity, pick_backend, pick_device
 from isogpt.launch.process_group import check_gpus, connect_ranks
 from isogpt.monitor.records import step_line, step_record
@@ -108,7 +108,7 @@ def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
     assert not compiled and "no compiler here" in message and "without it" in message
     monkeypatch.setattr(torch, "compile", lambda f: f)
     monkeypatch.setattr(
-        together, "gather_objects", lambda mine: [mine, "RuntimeError: the other rank's problem"]
+        compilation, "gather_objects", lambda mine: [mine, "RuntimeError: the other rank's problem"]
     )
     message = compilation.compile_model(model, OtherDevice(), by_block=False)
     assert not compiled and "other rank's problem" in message

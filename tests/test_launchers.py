@@ -19,7 +19,6 @@ from runs import REPO, TINY, column, free_port, records, wait_for
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
-from isogpt.launch import device as device_module
 from isogpt.launch import launchers, network, process_group
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, slurm_nodes, start_workers
 from isogpt.launch.process_group import Ranks, connect_ranks, rank_names
@@ -269,8 +268,8 @@ def test_cores_are_divided_among_ranks_with_gpus_too(monkeypatch):
         "MASTER_PORT": str(free_port()),
     }
     monkeypatch.setattr(os, "environ", os.environ | variables)
-    monkeypatch.setattr(device_module, "pick_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(device_module, "gpu_identity", lambda device: ["T4", "GPU-1"])
+    monkeypatch.setattr(process_group, "pick_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(process_group, "gpu_identity", lambda device: ["T4", "GPU-1"])
     for where, name in ((process_group, "use_gpu"), (network, "divide_cores")):
         monkeypatch.setattr(where, name, Mock())
     assert connect_ranks("cuda", "auto", 30).device.type == "cuda"

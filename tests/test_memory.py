@@ -405,8 +405,8 @@ from isogpt.parallel import data
 from model import GPTConfig
 no_sync, leave, storages = data.no_sync, process_group.leave_process_group, set()
 @contextmanager
-def watched(model):
-    with no_sync(model):
+def watched(model, *args):
+    with no_sync(model, *args):
         yield
     storages.update(p.grad.untyped_storage().data_ptr() for p in model.parameters())
 def tell():

@@ -24,8 +24,7 @@ from runs import REPO, TINY, script, script_that_fails
 
 import configurator
 import export
-from isogpt.checkpoint import folder as folder_module
-from isogpt.checkpoint import sharded_files
+from isogpt.checkpoint import search, sharded_files
 from isogpt.checkpoint.ckpt_file import damaged_zip, read_file
 from isogpt.checkpoint.folder import continue_from, make_writable
 from isogpt.checkpoint.manifest import damage, sealed
@@ -38,7 +37,6 @@ from isogpt.checkpoint.source import check_weights, open_checkpoint
 from isogpt.data import dataset as dataset_module
 from isogpt.data.dataset import open_dataset
 from isogpt.data.vocabulary import Vocabulary
-from isogpt.launch import process_group, together
 from isogpt.launch.device import pick_backend, pick_device, use_gpu
 from isogpt.launch.launchers import rank_variables
 from isogpt.launch.process_group import Ranks, check_gpus, connect_ranks
@@ -48,7 +46,7 @@ from isogpt.monitor.log import Logger
 from isogpt.monitor.out_of_memory import explain_crashes, is_out_of_memory
 from isogpt.monitor.records import step_line
 from isogpt.monitor.watchdog import Watchdog
-from isogpt.parallel import compilation, parallelize
+from isogpt.parallel import compare_weights, compilation
 from isogpt.parallel.compare_weights import weight_differences
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import share_of
@@ -413,7 +411,7 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
     else:
         continue_from("rank0", newest_checkpoint("rank0")[0])
     found, sent = newest_checkpoint("rank0")[0], []
-    at.set(folder_module, "broadcast", lambda value: sent.append(value) or value)
+    at.set(search, "broadcast", lambda value: sent.append(value) or value)
     assert share_found(found, "rank0").is_verified
     shutil.copytree("rank0", "copy", symlinks=True)
     os.symlink("rank0", "link")
@@ -422,7 +420,7 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
         """What a rank does that sees rank 0's checkpoint in this folder."""
         received = iter(sent)
         with at.context() as others:
-            others.setattr(together, "broadcast", lambda _: next(received))
+            others.setattr(search, "broadcast", lambda _: next(received))
             found = share_found(None, folder)
         assert found.path.is_relative_to(folder) and found.is_verified == (folder == "link")
         restore_checkpoint(open_checkpoint(found), tiny_model())
@@ -589,7 +587,7 @@ def test_the_note_about_compilation(at):
 
 def test_many_parameters_that_differ(at):
     at.set(
-        parallelize,
+        compare_weights,
         "gather_objects",
         lambda sums: [sums, {piece: value + 1 for piece, value in sums.items()}],
     )
@@ -1065,7 +1063,7 @@ def test_collectives_that_a_backend_does_not_support(at, capsys):
         raise RuntimeError("no such collective")
 
     two_ranks = Ranks(0, 2, CPU, "gloo", network="gloo")
-    at.set(process_group, "connect", lambda *args: two_ranks)
+    at.set(collective_speeds, "connect_ranks", lambda *args: two_ranks)
     at.set(dist, "init_process_group", lambda *args, **kw: None)
     at.set(collective_speeds, "mean_seconds", unknown)
     collective_speeds.measure_collectives("cpu", "auto", 1)
@@ -1073,7 +1071,7 @@ def test_collectives_that_a_backend_does_not_support(at, capsys):
     assert out.startswith("2 processes on cpu, gloo; bus bandwidth in GB/s:\n")
     assert "\n  all-reduce: not supported by this backend: no such collective\n" in out
     rank_of_two(at, WORLD_SIZE="1")
-    at.set(process_group, "connect", lambda *args: one_rank())
+    at.set(collective_speeds, "connect_ranks", lambda *args: one_rank())
     text = "error: comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU\n"
     assert script_that_fails(at, capsys, "bench.py", ["--comm", "--device=cpu"]).err == text
 

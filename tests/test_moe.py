@@ -427,7 +427,7 @@ def test_dropout_of_the_sum_and_not_within_experts():
 @pytest.mark.parametrize("mode", ["full", "selective", "every:2"])
 def test_recomputation_counts_tokens_once(mode):
     """Gradients and the routers' numbers are those without recomputation."""
-    from isogpt.parallel import recompute
+    from isogpt.parallel.recompute import recompute
 
     plain, other = (rough("gpt2-bias").train() for _ in range(2))
     recompute(other, mode)

@@ -16,7 +16,6 @@ from test_parity import same
 from test_zero import tensors_of
 
 from isogpt.data.reader import Reader
-from isogpt.launch import together as together_module
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import PADDING, Share, divide_rows, share_of
 from isogpt.speed import rank_speeds
@@ -263,7 +262,7 @@ def test_speeds_are_relative_to_the_slowest_in_eighths(monkeypatch):
     model.weight.grad = torch.ones(2, 2)
     monkeypatch.setattr(rank_speeds, "seconds_per_pass", lambda *args: 0.5)
     monkeypatch.setattr(
-        together_module, "gather_number", lambda value, device: torch.tensor([value, 1.0, 0.52, 1.04, 0.01])
+        rank_speeds, "gather_number", lambda value, device: torch.tensor([value, 1.0, 0.52, 1.04, 0.01])
     )
     speeds = measured_speeds(model, (), None, torch.device("cpu"))
     assert speeds == (2.125, 1.0, 2.0, 1.0, 104.0)

@@ -13,12 +13,12 @@ import torch
 from runs import REPO, TINY, column
 from test_parity import same
 
+from isogpt.checkpoint import save
 from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
 from isogpt.checkpoint.restore import restore_checkpoint
 from isogpt.checkpoint.save import nanogpt_state
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
-from isogpt.launch import device
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim
@@ -430,7 +430,7 @@ def test_copies_from_a_gpu_are_queued_into_pinned_memory(monkeypatch):
 
 def test_a_copy_of_the_state_waits_for_the_queued_copies(monkeypatch):
     waited = Mock()
-    monkeypatch.setattr(device, "synchronize", waited)
+    monkeypatch.setattr(save, "synchronize", waited)
     model = GPT(GPTConfig(block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=8), 0)
     optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95))
     nanogpt_state({"model_args": {}, "isogpt": {}}, model, optimizers)
