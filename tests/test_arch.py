@@ -454,6 +454,7 @@ def test_an_export_deletes_no_checkpoints(zygote, shared_work, one):
 MISTAKES = {
     "arch is 'gpt3'; possible are gpt2, nanochat and llama": ["--arch=gpt3"],
     "n_kv_head is 3: it must divide n_head, 2": ["--arch=llama", "--n_kv_head=3"],
+    "n_embd / n_head is 17: rotary positions need an even number": ["--arch=llama", "--n_embd=34"],
     "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0": ["--n_kv_head=1"],
     "arch 'gpt2' has a tied head: set --head=auto": ["--head=untied"],
     "arch 'llama' has no biases: set --bias=False": ["--arch=llama", "--bias=True"],

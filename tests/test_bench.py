@@ -213,8 +213,8 @@ def test_mistakes_exit_with_one_line(zygote, work):
 
 
 def test_a_launch_that_fails_prints_why(zygote, work):
-    text, found = bench(zygote, work, *TINY, "--n_head=3", ok=False)
-    assert "n_embd is 16: it must be a multiple of n_head, 3" in text and found is None
+    text, found = bench(zygote, work, *TINY, "--head=untied", ok=False)
+    assert "arch 'gpt2' has a tied head" in text and found is None
 
 
 def test_exposed_communication_is_what_the_silent_launch_saves():

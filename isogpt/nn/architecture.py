@@ -1,7 +1,8 @@
 """The architectures of the GPT family, and the shape of a model."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,8 @@ class GPTConfig:
     router_z_loss: float = 0.001
 
     def __post_init__(self) -> None:
-        if self.arch not in ARCHS:
-            raise ValueError(f"arch is {self.arch!r}; possible are {', '.join(ARCHS)}")
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}: it must be in [0, 1)")
+        if problems := problems_of_shape(vars(self)):
+            raise ValueError("\n".join(problems))
         arch = ARCHS[self.arch]
         self.bias = self.bias and self.arch == "gpt2"
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -97,18 +91,6 @@ class GPTConfig:
         self.n_hidden = self.n_hidden or (width if arch.activation == "swiglu" else 4 * self.n_embd)
         self.tied = arch.tied if self.tied is None else self.tied
         self.norm_eps = self.norm_eps or arch.norm_eps
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head is {self.n_kv_head}: it must divide n_head, {self.n_head}")
-        if self.n_expert < 0:
-            raise ValueError(f"n_expert is {self.n_expert}: it must not be negative")
-        if self.n_expert and not 1 <= self.n_expert_active <= self.n_expert:
-            raise ValueError(
-                f"n_expert_active is {self.n_expert_active}: it must be in 1 to n_expert, {self.n_expert}"
-            )
-        if arch.rotation and self.n_embd // self.n_head % 2:
-            raise ValueError(
-                f"n_embd / n_head is {self.n_embd // self.n_head}: rotary positions need an even number"
-            )
 
     @property
     def mlp_count(self) -> int:
@@ -127,3 +109,40 @@ class GPTConfig:
         """Heights of the query, key and value projections that are stacked in `c_attn`."""
         head_size = self.n_embd // self.n_head
         return self.n_head * head_size, self.n_kv_head * head_size, self.n_kv_head * head_size
+
+
+def problems_of_shape(values: dict) -> list[str]:
+    """
+    A sentence for each value that makes no model.
+
+    Args:
+        values: some of GPTConfig's fields; the others are assumed to be the defaults.
+    """
+    c = SimpleNamespace(**{field.name: field.default for field in fields(GPTConfig)} | values)
+    found = []
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_expert_active"):
+        if getattr(c, name) < 1:
+            found.append(f"{name} is {getattr(c, name)}: it must be at least 1")
+    for name in ("n_kv_head", "n_hidden", "n_expert"):
+        if getattr(c, name) < 0:
+            found.append(f"{name} is {getattr(c, name)}: it must not be negative")
+    if c.arch not in ARCHS:
+        *others, last = ARCHS
+        found.append(f"arch is {c.arch!r}; possible are {', '.join(others)} and {last}")
+    if not 0 <= c.dropout < 1:
+        found.append(f"dropout is {c.dropout}: it must be in [0, 1)")
+    if 0 < c.n_expert < c.n_expert_active:
+        found.append(f"n_expert_active is {c.n_expert_active}: set it to at most n_expert, {c.n_expert}")
+    return found if c.n_head < 1 else found + problems_of_heads(c)
+
+
+def problems_of_heads(c: SimpleNamespace) -> list[str]:
+    """The sentences of `problems_of_shape` about n_head heads, of which there is at least one."""
+    found, head_size = [], c.n_embd // c.n_head
+    if c.n_embd % c.n_head:
+        found.append(f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}")
+    elif c.arch in ARCHS and ARCHS[c.arch].rotation and head_size % 2:
+        found.append(f"n_embd / n_head is {head_size}: rotary positions need an even number")
+    if c.n_kv_head > 0 and c.n_head % c.n_kv_head:
+        found.append(f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}")
+    return found

@@ -4,11 +4,13 @@ import json
 import os
 import re
 import shlex
+from dataclasses import fields
 from math import ceil, gcd, prod
 from pathlib import Path
 from types import SimpleNamespace
 
 from isogpt.data.dataset import Dataset
+from isogpt.nn.architecture import GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.mesh import stages_per_rank
 from isogpt.parallel.shares import parse_shares
@@ -18,11 +20,6 @@ AT_LEAST_1 = (
     "eval_iters",
     "gradient_accumulation_steps",
     "batch_size",
-    "block_size",
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "n_expert_active",
     "per_node",
     "dp_replicate",
     "pp",
@@ -49,8 +46,6 @@ NOT_NEGATIVE = (
     "cooldown_iters",
     "muon_lr",
     "embedding_lr",
-    "n_kv_head",
-    "n_hidden",
     "weight_decay",
     "grad_clip",
     "keep_last",
@@ -62,7 +57,6 @@ NOT_NEGATIVE = (
     "top_k",
     "islands",
     "outer_lr",
-    "n_expert",
     "balance_loss",
     "router_z_loss",
     "base_batch",
@@ -74,7 +68,7 @@ RANGES = (
     (AT_LEAST_1, lambda v: v >= 1, "be at least 1"),
     (NOT_NEGATIVE, lambda v: v >= 0, "not be negative"),
     (("eval_interval", "log_interval", "dist_timeout_s", "ddp_bucket_mb"), lambda v: v > 0, "be above 0"),
-    (("beta1", "beta2", "dropout", "muon_momentum", "outer_momentum"), lambda v: 0 <= v < 1, "be in [0, 1)"),
+    (("beta1", "beta2", "muon_momentum", "outer_momentum"), lambda v: 0 <= v < 1, "be in [0, 1)"),
     (("top_p",), lambda v: 0 < v <= 1, "be in (0, 1]; 1 samples among all tokens"),
     (("seed",), lambda v: v < 2**63, "be below 2**63"),
 )
@@ -83,7 +77,6 @@ CHOICES = {
     "on_nan": ("stop", "skip"),
     "zero": (0, 1, 2, 3),
     "grad_sync": ("auto", "last", "every", "never"),
-    "arch": ("gpt2", "nanochat", "llama"),
     "head": ("auto", "tied", "untied"),
     "optimizer": ("adamw", "muon"),
     "lr_schedule": ("cosine", "linear", "wsd"),
@@ -93,6 +86,8 @@ CHOICES = {
     "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
     "layout": ("manual", "auto"),
 }
+# settings that are fields of GPTConfig with the same meaning; a vocab_size of 0 is the data set's
+MODEL_FIELDS = {field.name for field in fields(GPTConfig)} - {"vocab_size"}
 # settings that the model determines if it is not new
 SHAPE = (
     "arch",
@@ -119,6 +114,7 @@ def problems_of(config: dict) -> list[str]:
     for name, (*others, last) in CHOICES.items():
         if name in config and config[name] not in (*others, last):
             found.append(f"{name} is {config[name]!r}; possible are {', '.join(map(str, others))} and {last}")
+    found += problems_of_shape({name: value for name, value in config.items() if name in MODEL_FIELDS})
     mode = config.get("activation_checkpointing", "none")
     if not re.fullmatch(r"none|full|selective|every:0*[1-9]\d*", mode):
         found.append(
@@ -156,10 +152,6 @@ def check_training(config: dict) -> None:
     is_divided = c.zero >= 2 or c.fsdp or max(c.ep, c.cp, c.tp) > 1
     weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
     checks = (
-        (
-            c.n_kv_head > 0 and c.n_head % c.n_kv_head,
-            f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}",
-        ),
         (
             c.arch == "gpt2" and c.n_kv_head > 0 and c.n_kv_head != c.n_head,
             "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat",
@@ -200,18 +192,10 @@ def check_training(config: dict) -> None:
             "--learning_rate=",
         ),
         (
-            0 < c.n_expert < c.n_expert_active,
-            f"n_expert_active is {c.n_expert_active}: set it to at most n_expert, {c.n_expert}",
-        ),
-        (
             c.n_expert > 1 and c.n_expert_active == 1,
             "n_expert_active is 1: the weights of a token's experts add up to 1, and of a single one the "
             "router learns "
             "nothing: set --n_expert_active=2",
-        ),
-        (
-            c.n_head > 0 and c.n_embd % c.n_head,
-            f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}",
         ),
         (not c.out_dir.strip(), "out_dir is empty: set --out_dir= to a folder"),
         (
