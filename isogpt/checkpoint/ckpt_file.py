@@ -1,4 +1,4 @@
-"""Reading a ckpt.pt, which may be damaged or hostile."""
+"""Read a ckpt.pt, which may be damaged or hostile."""
 
 import hashlib
 import json
@@ -24,7 +24,9 @@ PLAIN = (
 
 
 def digest_of_records(path: Path) -> str:
-    """A digest of the names, sizes and checksums in the directory of a torch.save file; '' if it has none."""
+    """
+    A digest of the names, sizes and checksums in the directory of a torch.save file; '' without a directory.
+    """
     try:
         with zipfile.ZipFile(path) as z:
             records = [(entry.filename, entry.file_size, entry.CRC) for entry in z.infolist()]
@@ -45,13 +47,14 @@ def damaged_zip(path: Path) -> str:
 
 def read_file(path: Path, verify: bool = False) -> dict:
     """
-    The dict in a ckpt.pt, memory-mapped. Nothing in it runs: weights_only accepts tensors and plain values.
+    Read the dict in a ckpt.pt, memory-mapped. Nothing in the file runs: weights_only accepts only tensors and
+    plain values.
 
     Args:
-        verify: check its checksums, which reads the whole file.
+        verify: check the file's checksums, which reads the whole file.
 
     Raises:
-        ValueError: it is damaged, cannot be loaded, would run code, or is not a checkpoint.
+        ValueError: the file is damaged, cannot be loaded, would run code, or is not a checkpoint.
     """
     if pointer := about_pointer(path):
         raise ValueError(f"{path} is {pointer}")
@@ -74,7 +77,7 @@ def read_file(path: Path, verify: bool = False) -> dict:
         raise ValueError(f"{path}: its iter_num is {step!r}") from None
     if state["iter_num"] < 0:
         raise ValueError(f"{path}: its iter_num is {step!r}")
-    try:  # a tensor in nanoGPT's
+    try:  # nanoGPT stores best_val_loss as a tensor
         state["best_val_loss"] = math.inf if best_loss is None else float(best_loss)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{path}: its best_val_loss is {best_loss!r}, not a number") from None
@@ -83,7 +86,7 @@ def read_file(path: Path, verify: bool = False) -> dict:
 
 
 def why_not_loaded(error: Exception) -> str:
-    """Why torch.load refused a file, in one line: PyTorch's message is several, with escape codes."""
+    """Why torch.load refused a file, in one line: PyTorch's message has several lines, with escape codes."""
     refused = re.search(r"GLOBAL (\S+)", str(error))
     if refused:
         return f"it contains {refused[1]}, and only tensors and plain values are read"

@@ -1,4 +1,4 @@
-"""Completing a checkpoint, and deleting those that are not kept (rank 0)."""
+"""Complete a checkpoint on disk, and delete the checkpoints that are not kept (rank 0)."""
 
 import os
 import shutil
@@ -23,13 +23,13 @@ def commit_checkpoint(
     unfinished: Path, manifest: dict, keep_last: int, owner: str = "", replace: bool = False
 ) -> Path:
     """
-    Complete a checkpoint whose files are written: checksums, rename, links; then delete those that are not
-    kept.
+    Complete a checkpoint whose files are written: checksums, rename, links; then delete checkpoints that are
+    not kept.
 
     Args:
         manifest: what make_manifest returned.
-        replace: whether to replace a valid checkpoint of the same step. Without it that one is kept, since a
-            run's state at a step is always the same.
+        replace: whether to replace a valid checkpoint of the same step. Otherwise the existing checkpoint is
+            kept, since a run's state at a step is always the same.
 
     Raises:
         ValueError: another run has claimed the folder.
@@ -44,7 +44,7 @@ def commit_checkpoint(
         if folder.exists() and not replace and not damage(folder):
             shutil.rmtree(unfinished)
         else:
-            old = out / f"{REPLACED}{folder.name}"  # found under this name too, until the new one is in place
+            old = out / f"{REPLACED}{folder.name}"  # found here, too, until the new one is in place
             if folder.exists():
                 os.rename(folder, old)
             os.rename(unfinished, folder)
@@ -61,20 +61,20 @@ def commit_checkpoint(
 
 def link_checkpoints(out: Path, newest_folder: Path, best: Path | None) -> None:
     """
-    Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint (None: none is), unless it is in
-    shards.
+    Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint (None: there is none), unless it is
+    in shards.
     """
     for path, target in ((out / "ckpt.pt", newest_folder), (out / "ckpt_best.pt", best)):
         if target and (target / "ckpt.pt").exists():
             point_link(path, target / "ckpt.pt")
         elif path.is_symlink() and (not target or not path.exists()):
-            # it pointed to a checkpoint that was deleted or renamed, or that is no longer the best
+            # the link points to a checkpoint that was deleted or renamed, or that is no longer the best
             path.unlink()
 
 
 def point_link(path: Path, target: Path) -> None:
     """
-    Make `path` a relative symbolic link to `target`, or a copy if the file system has no links; atomically.
+    Make `path` a relative symbolic link to `target`, or a copy if the file system lacks links; atomically.
     """
     other = path.with_name(path.name + ".tmp")
     other.unlink(missing_ok=True)
@@ -89,13 +89,13 @@ def prune_checkpoints(
     out: Path, newest_folder: Path, best: Path | None, keep_last: int, block_size: int
 ) -> None:
     """
-    Delete all checkpoints but the last `keep_last` (0: keep all), the best, and those of another block_size,
-    which are from before the context was shortened.
+    Delete all checkpoints but the last `keep_last` (0: keep all) and the best. Checkpoints of a different
+    block_size stay: they are from before the context was shortened.
     """
     folders = [f for f in step_folders(out) if step_of(f) <= step_of(newest_folder)]
     for folder in folders[keep_last:] if keep_last else []:
         if folder != best and read_manifest(folder).get("block_size", block_size) == block_size:
-            doomed = out / f"unfinished_{folder.name}"  # half deleted, it must not be called step_*
+            doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
     link_checkpoints(out, newest_folder, best)  # ckpt.pt may have pointed to a deleted checkpoint

@@ -1,4 +1,4 @@
-"""How the settings of a run differ from those of the checkpoint that it starts from."""
+"""Differences between the settings of a run and the settings of the checkpoint that the run starts from."""
 
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.training.settings import settings_of_model
@@ -8,11 +8,11 @@ def differences(
     config: dict, model_args: dict, source: OpenCheckpoint | None, is_resume: bool = False
 ) -> list[str]:
     """
-    What a user should know about settings that differ from those of the model, a sentence each.
+    Describe settings that differ from the model's or the checkpoint's, a sentence for each.
 
     Args:
         model_args: the fields of GPTConfig of the model that the run starts with.
-        source: the checkpoint that contains the model, if it is from one.
+        source: the checkpoint that contains the model, if there is one.
     """
     found, model = [], settings_of_model(model_args)
     ignored = [
@@ -40,7 +40,7 @@ def differences(
 
 
 def reading_differences(config: dict, source: OpenCheckpoint) -> list[str]:
-    """What a user should know about settings that change which sequences a resumed run reads."""
+    """Describe settings that change which sequences a resumed run reads, a sentence for each."""
     found, before = [], config | source.run["config"]
     was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (before, config))
     if was != now:

@@ -1,14 +1,13 @@
 """
-A run's folder: find, verify, claim, link and prune its checkpoints.
+Enter a run's folder: find the checkpoint to start from, claim the folder, set aside what earlier runs left.
 
-    <out_dir>/step_00001200/ckpt.pt              the state in nanoGPT's form, if one process holds all of it
-    (zero 0)
-    <out_dir>/step_00001200/*.distcp, .metadata  or in shards, each rank's part, by parameter name
+    <out_dir>/step_00001200/ckpt.pt              the state in nanoGPT's form (zero 0, one process)
+    <out_dir>/step_00001200/*.distcp, .metadata  or in shards: each rank's part, by parameter name
     <out_dir>/step_00001200/manifest.json        the layout and a checksum of each file
     <out_dir>/ckpt.pt, ckpt_best.pt              links to the newest and the best ckpt.pt
 
-A checkpoint is written in a folder of another name and renamed when it is complete and on the disk: a folder
-called step_* is complete. The checksums detect damage that happens later.
+A checkpoint is written in a folder with a different name, which is renamed when the checkpoint is complete
+and on the disk: a folder called step_* is complete. The checksums detect damage that happens later.
 """
 
 import json
@@ -46,13 +45,12 @@ def look_for_start(
     init_from: str, out_dir: str, resume_step: int, launch: Launch
 ) -> tuple[FoundCheckpoint | None, bool, list[str]]:
     """
-    What `init_from` means for a training run (rank 0). A restart of the launch that entered the folder
-    continues with what this launch has written, whatever the command says: the command was followed at the
-    launch's first start.
+    Find what `init_from` means for a training run (rank 0). A restart of the launch that entered the folder
+    continues with what this launch has written, whatever the command says: the launch's first start followed
+    the command.
 
     Returns:
-        (the checkpoint to load or None, whether to resume from it rather than to load its weights alone,
-        warnings)
+        (the checkpoint to load or None, whether to resume from it or only to load its weights, warnings)
 
     Raises:
         ValueError: there is nothing to resume from.
@@ -88,8 +86,8 @@ def look_for_start(
 
 def find_rollback(out_dir: str, owner: str) -> tuple[FoundCheckpoint | None, list[str]]:
     """
-    The checkpoint that the folder's owner rolls back to, as `newest` returns it (rank 0). Newer ones, which
-    are damaged, are renamed as on a resume.
+    Find the checkpoint that the folder's owner rolls back to, as `newest_checkpoint` returns it (rank 0).
+    Newer checkpoints, which are damaged, are renamed as on a resume.
 
     Raises:
         ValueError: another run has claimed the folder.
@@ -128,8 +126,8 @@ def clean_up(out: Path) -> None:
 
 def enter_folder(out_dir: str, found: FoundCheckpoint | None, launch: Launch) -> str:
     """
-    Prepare the folder for this run, which resumes from `found` or starts from scratch, and make the run its
-    owner; returns the owner's identifier. Checkpoints that an earlier run, which is still alive, writes after
+    Prepare the folder for this run, which resumes from `found` or starts from scratch, and make the run the
+    owner. Returns the owner's identifier. If an earlier run is still alive, checkpoints that it writes after
     this do not count.
     """
     make_writable(out_dir)
@@ -153,7 +151,7 @@ def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
     Write the file that says that the run was stopped on request before its end; the next start removes it.
 
     Raises:
-        ValueError: another run has claimed the folder. A file in it would put that run back into the queue.
+        ValueError: another run has claimed the folder. A file here would put that run back into the queue.
     """
     check_owner(Path(out_dir), owner)
     (Path(out_dir) / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")
@@ -161,9 +159,9 @@ def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
 
 def continue_from(out_dir: str, found: FoundCheckpoint) -> None:
     """
-    Prepare the folder for a run that resumes from `found`: rename newer checkpoints, which are damaged or
-    were not chosen, since they must not count as kept; and turn a bare ckpt.pt into a step folder, so that
-    the first checkpoint does not overwrite it.
+    Prepare the folder for a run that resumes from `found`. Newer checkpoints, which are damaged or were not
+    chosen, are renamed, since they must not count as kept. A bare ckpt.pt is turned into a step folder, so
+    that the first checkpoint does not overwrite it.
     """
     out = Path(out_dir)
     if not found.manifest:
@@ -187,8 +185,9 @@ def continue_from(out_dir: str, found: FoundCheckpoint) -> None:
 
 def abandon_bare(out: Path, found: FoundCheckpoint) -> None:
     """
-    Rename a ckpt.pt that is not a link, such as export.py writes from shards, if `newest` would prefer it to
-    the step folder that a run resumes from, or if a link would replace it.
+    Rename a ckpt.pt that is not a link, such as export.py writes from shards. This is needed if
+    `newest_checkpoint` would prefer the file to the step folder that a run resumes from, or if a link would
+    replace the file.
     """
     bare = out / "ckpt.pt"
     if not bare.is_file() or bare.is_symlink():
@@ -209,7 +208,7 @@ def free_name(out: Path, name: str, first: int = 0) -> Path:
 def set_aside(out_dir: str) -> Path | None:
     """
     Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ...,
-    so that nothing is overwritten or mistaken for the new run's. Returns where to, or None.
+    so that nothing is overwritten or mistaken for the new run's. Returns the new folder, or None.
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))

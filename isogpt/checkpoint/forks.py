@@ -8,12 +8,12 @@ from pathlib import Path
 from isogpt.nn.architecture import GPTConfig
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
-# parts of parameters' names: of torch.compile, DataParallel and DDP, FSDP, activation checkpointing,
+# names of modules that wrap others: from torch.compile, DataParallel and DDP, FSDP, activation checkpointing,
 # DeepSpeed
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
-# Fields of forks in model_args, by parts of their names. HARMLESS ones concern speed, memory, training or
-# what nanoGPT's model has anyway. CHANGING ones change what is computed, and the names and shapes of the
-# weights do not show it; for all others, which the weights show, see check_weights.
+# Fields of forks in model_args, by parts of their names. HARMLESS fields concern speed, memory, training or
+# what nanoGPT's model contains anyway. CHANGING fields change what is computed, although names and shapes of
+# the weights stay the same. Other fields change the weights, see check_weights.
 HARMLESS = re.compile(
     r"flash|sdp|compile|checkpoint|fused|kernel|device|dtype|init|seed|batch|backend|drop|tie|tying"
 )
@@ -40,7 +40,7 @@ def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
     """
     args = {}
     for name in MODEL_ARGS:
-        with suppress(TypeError, KeyError):  # numbers of numpy are accepted too
+        with suppress(TypeError, KeyError):  # numbers of numpy are accepted, too
             args[name] = bool(saved[name]) if name == "bias" else operator.index(saved[name])
     absent = [name for name in MODEL_ARGS if name not in args]
     if absent:
@@ -50,7 +50,7 @@ def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
     others = {
         name: v for name, v in saved.items() if name not in args and v and v != getattr(default, name, None)
     }
-    # and what belongs to it
+    # a feature that is off makes the fields that begin with its name harmless
     off = tuple(f"{name.removeprefix('use_')}_" for name, v in saved.items() if v is False)
     others = {
         name: v for name, v in others.items() if not name.startswith(off) and str(v).lower() not in NANOGPTS
@@ -66,7 +66,7 @@ def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
     notes = []
     for name, value in others.items():
         reason = "it does not change the model"
-        if name not in harmless:  # nanoGPT ignores it too
+        if name not in harmless:  # nanoGPT also ignores the field
             reason = (
                 "its weights are those of nanoGPT's model, but if it changes what that computes, as "
                 "rope=True "

@@ -1,4 +1,4 @@
-"""The folders of checkpoints, and the manifest that says what is in each and how to verify it."""
+"""The folders of checkpoints, and the manifest that describes a checkpoint's files and their checksums."""
 
 import hashlib
 import json
@@ -11,16 +11,18 @@ import torch
 from isogpt.checkpoint.measures import best_step_of, measures_of
 from isogpt.launch.network import this_machine
 
-REPLACED = "unfinished_was_"  # a checkpoint that is being replaced by another form of it: see `commit`
+REPLACED = "unfinished_was_"  # a checkpoint that a different form of it replaces: see `commit_checkpoint`
 STEP = re.compile(rf"(?:{REPLACED})?step_(\d{{8,}})")
 # a checkpoint that a run was writing or deleting
 UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")
 
 
 def step_folders(out: Path) -> list[Path]:
-    """The step folders, newest first. A replaced one stands for its step until the new one is in place."""
+    """
+    The step folders, newest first. A replaced folder counts until the new folder of the step is in place.
+    """
     found = sorted((f for f in out.glob("*step_*") if STEP.fullmatch(f.name)), reverse=True)
-    folders = {step_of(f): f for f in found}  # of two names for a step, step_* comes last and thus counts
+    folders = {step_of(f): f for f in found}  # step_* comes last, and thus counts if a step has two folders
     return [folders[step] for step in sorted(folders, reverse=True)]
 
 
@@ -40,17 +42,17 @@ def steps_in(folder: str) -> list[int]:
 
 
 def is_run(folder: str) -> bool:
-    """Whether a folder holds checkpoints of a run: ours or nanoGPT's."""
+    """Whether a folder contains checkpoints of a run: ours or nanoGPT's."""
     return bool(folder) and (bool(step_folders(Path(folder))) or (Path(folder) / "ckpt.pt").exists())
 
 
 def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None) -> dict:
     """
-    What manifest.json holds besides the files' checksums.
+    What manifest.json contains besides the files' checksums.
 
     Args:
         run: the state that is not tensors.
-        val_loss: of this state, if it was evaluated.
+        val_loss: the loss of this state, if it was evaluated.
     """
     layout = {"world_size": world_size, "zero": zero}
     facts = {"step": run["iter_num"], "best_step": best_step_of(run), "best_val_loss": run["best_val_loss"]}
@@ -119,8 +121,8 @@ def val_loss_of(manifest: dict) -> float | None:
 
 def identity(path: Path) -> tuple[str, int, int] | None:
     """
-    What two processes have in common if they see the same file or folder: the machine and its number. One
-    that two machines share counts as two. None if it is not there.
+    Identify a file or folder: equal for two processes that see the same one on the same machine. A folder
+    that two machines share counts as two. None if there is nothing.
     """
     with suppress(OSError):
         status = path.stat()

@@ -1,4 +1,4 @@
-"""What a validation loss measures, and which of two losses can be compared."""
+"""What a validation loss measures, and which losses can be compared."""
 
 import math
 
@@ -7,9 +7,9 @@ NONE = -1  # best_step if no checkpoint on disk has the best loss
 
 def best_step_of(run: dict) -> int:
     """
-    The step of the checkpoint that holds best_val_loss, as a checkpoint records it; NONE if none on disk
-    does. In nanoGPT's checkpoints it is the loss of the checkpoint itself, since nanoGPT saves where it
-    evaluates; the step shows that a fork saved at a different one.
+    The step of the checkpoint with best_val_loss, as a checkpoint records it; NONE if no checkpoint on disk
+    has this loss. In nanoGPT's checkpoints, best_val_loss is the loss of the checkpoint itself, since nanoGPT
+    saves where it evaluates. The recorded step shows if a fork saved at a different step.
     """
     ours = run.get("isogpt", {})
     if "best_step" in ours:
@@ -27,7 +27,7 @@ def measures_of(run: dict) -> dict:
 def what_is_measured(config: dict, digest: str | None = None) -> dict:
     """
     What determines the value of a validation loss; None for what is not known. Losses are compared only if
-    they measure the same. The number of processes and the micro-batch that they compute are not part of it.
+    all of this is equal. The number of processes and their micro-batch are not part of it.
     """
     found = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
     counts = [config.get(name) for name in ("eval_iters", "batch_size")]
@@ -37,8 +37,8 @@ def what_is_measured(config: dict, digest: str | None = None) -> dict:
 
 def changed_measures(before: dict, now: dict) -> list[str]:
     """
-    A phrase for each difference between two results of `what_is_measured`. What one of them lacks does not
-    count.
+    A phrase for each difference between two results of `what_is_measured`. A field that one result lacks does
+    not count.
     """
     both = {name for name in now if now[name] is not None and before.get(name) is not None}
     names = ["digest" if "digest" in both else "dataset", "block_size", "sequences", "seed"]

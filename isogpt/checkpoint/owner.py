@@ -1,4 +1,4 @@
-"""Which run owns a folder: it claims the folder with a file that all ranks must see."""
+"""The owner of a folder: a run claims its folder with a file that all ranks must see."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from isogpt.launch.launchers import Launch
 
 def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
     """
-    Make `owner` the folder's owner; `launch`: the launch that has entered the folder, if the folder is
+    Make `owner` the folder's owner. `launch` is the launch that has entered the folder, if the folder is
     prepared.
     """
     write_whole(out / "owner", json.dumps({"owner": owner, "launch": asdict(launch) if launch else None}))
 
 
 def read_owner(out: Path) -> dict:
-    """What write_owner wrote; empty if there is nothing."""
+    """Read what write_owner wrote; empty if there is no file."""
     with suppress(OSError, ValueError):
         found = json.loads((out / "owner").read_text())
         return found if isinstance(found, dict) else {}
@@ -31,7 +31,7 @@ def read_owner(out: Path) -> dict:
 
 def was_entered_by(out: Path, launch: Launch) -> bool:
     """Whether an earlier start of this launch has entered the folder, and no other launch since then."""
-    with suppress(KeyError, TypeError):  # there is none, or someone else's
+    with suppress(KeyError, TypeError):  # there is no record of a launch, or not one of ours
         return launch.continues(Launch(**read_owner(out)["launch"]))
     return False
 
@@ -75,7 +75,7 @@ def try_to_write(out: Path, owner: str, rank: int) -> str:
 
 def check_owner(out: Path, owner: str) -> None:
     """Raise ValueError if another run has claimed the folder."""
-    now = read_owner(out).get("owner", owner)  # it may have been deleted
+    now = read_owner(out).get("owner", owner)  # the file may have been deleted
     if owner and now != owner:
         raise ValueError(f"another run was started in {out}: this one stops, and its checkpoints are kept")
 
@@ -87,7 +87,7 @@ def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
     """
     if os.path.lexists(out / "owner"):
         return ""
-    with suppress(OSError):  # then no checkpoint can be written either, which is reported
+    with suppress(OSError):  # then checkpoints cannot be written either, which is reported
         out.mkdir(parents=True, exist_ok=True)
         write_owner(out, owner, launch)
     kept = ", ".join(map(str, steps_in(str(out)))) or "none"

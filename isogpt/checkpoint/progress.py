@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""Progress of a run: the next step, the best loss, and what else continues after a resume."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ class Progress:
     How far a run has come. `step` is the next step; `skipped` are steps excluded because they were not
     finite.
 
-    `best_val_loss` is the lowest loss of those that `measures` the same, see measures.what_is_measured.
-    `best_step` is the step of its checkpoint; NONE: there is none.
+    `best_val_loss` is the lowest loss of evaluations with these `measures`, see measures.what_is_measured.
+    `best_step` is the step of the checkpoint with this loss; NONE: there is none.
     """
 
     tokens_per_step: int
     measures: dict = field(default_factory=dict)
     step: int = 0
     tokens: int = 0
-    position: int = 0  # tokens that the steps before `step` have read, those that were skipped included
+    position: int = 0  # tokens read by the steps before `step`, including skipped steps
     best_val_loss: float = math.inf
     best_step: int = NONE
     skipped: set[int] = field(default_factory=set)
@@ -62,17 +62,17 @@ class Progress:
         self.position = ours.get("position", self.step * self.tokens_per_step)
 
     def skip(self) -> None:
-        """A step is left out."""
+        """Leave out a step."""
         self.step += 1
         self.position += self.tokens_per_step
 
     def advance(self) -> None:
-        """A step has been taken."""
+        """Count a step that was taken."""
         self.skip()
         self.tokens += self.tokens_per_step
 
     def describe(self) -> dict:
-        """What a checkpoint stores of it besides iter_num and best_val_loss."""
+        """What a checkpoint stores of the progress besides iter_num and best_val_loss."""
         facts = {"best_step": self.best_step, "measures": self.measures}
         facts |= {"tokens": self.tokens, "position": self.position}
         return facts | {

@@ -1,4 +1,4 @@
-"""Restoring a model, its optimizers and the state of the slow_network on any layout."""
+"""Restore a model, its optimizers and the state of the slow network from a checkpoint, on any layout."""
 
 from functools import partial
 
@@ -28,16 +28,16 @@ def restore_checkpoint(
     island: tuple[int, int] = (0, 1),
 ) -> None:
     """
-    Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout: each
-    rank reads what it holds, and ranks do not communicate. Position embeddings are cut if the model has fewer
-    of them, and MLPs are copied to the experts that the model has instead; `seed` is of the routers' weights
-    then.
+    Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout. Each
+    rank reads what it holds, and ranks do not communicate. Position embeddings are cut if the model uses
+    fewer. MLPs are copied to experts if the model contains experts; `seed` then determines the routers'
+    weights.
 
     Args:
-        island: this rank's one and their number, each of which has optimizer state of its own.
+        island: (this rank's island, number of islands); islands have separate optimizer state.
 
     Raises:
-        ValueError: they do not fit, or a file cannot be read or would run code.
+        ValueError: the checkpoint does not fit, or a file cannot be read or would run code.
     """
     reshard(model)
     saved_by = source.run["config"].get("optimizer", "adamw")
@@ -60,12 +60,12 @@ def restore_checkpoint(
 
 
 def restore_moments(source: OpenCheckpoint, state: dict[str, dict[str, LocalPart]]) -> None:
-    """Copy a ckpt.pt's optimizer state into the parts that this rank holds, see `restore`."""
+    """Copy a ckpt.pt's optimizer state into the parts that this rank holds, see `restore_checkpoint`."""
     try:
         for name, saved in source.optimizer.items():
             for key, target in state.get(name, {}).items():
                 whole = torch.as_tensor(saved[key], dtype=torch.float32)
-                target = target.unstacked()  # the same on all islands
+                target = target.unstacked()  # the state is the same on all islands
                 target.put(adapt(whole, target, name))
     except (KeyError, RuntimeError) as e:
         problem = " ".join(str(e).split())[:200]
@@ -77,7 +77,7 @@ def restore_moments(source: OpenCheckpoint, state: dict[str, dict[str, LocalPart
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], seed: int = 0) -> None:
-    """Copy full tensors by parameter name into a model on any layout, see `restore`."""
+    """Copy full tensors by parameter name into a model on any layout, see `restore_checkpoint`."""
     targets = local_parts_by_name(model)
     if not any(".router." in name for name in weights):
         init_routers(model, targets, seed)
@@ -88,8 +88,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], seed: int = 0) ->
 
 def init_routers(model: nn.Module, targets: dict[str, LocalPart], seed: int) -> None:
     """
-    Initialize the routers of a model whose other weights come from a dense one; they are removed from
-    `targets`.
+    Initialize the routers of a model whose other weights come from a dense model. The routers are removed
+    from `targets`.
     """
     for name in [name for name in targets if ".router." in name]:
         target = targets.pop(name)
@@ -98,7 +98,7 @@ def init_routers(model: nn.Module, targets: dict[str, LocalPart], seed: int) -> 
 
 def adapt(saved: Tensor, target: LocalPart, name: str) -> Tensor:
     """
-    The saved tensor in the target's shape: fewer position embeddings, or copies of an MLP for each expert.
+    Give a saved tensor the target's shape: fewer position embeddings, or a copy of an MLP for each expert.
     """
     if name == WPE and target.shape:
         return saved[: target.shape[0]]
@@ -112,7 +112,7 @@ def state_parts(
 ) -> dict[str, dict[str, LocalPart]]:
     """
     The parts of the optimizers' tensors that this rank holds, by parameter name (see optim.state_by_name).
-    With several islands they are rows of a stack.
+    With several islands, the parts are rows of a stack.
     """
     splits = {name: splits_of(p) for name, p in model.named_parameters()}
     return {
@@ -123,9 +123,9 @@ def state_parts(
 
 def restore_slow_network(source: OpenCheckpoint, slow_network: SlowNetwork, step: int) -> None:
     """
-    Continue with a checkpoint's errors of compression and state of the islands, after `restore` (all ranks).
-    What it lacks starts anew; on another number of ranks each one starts with the mean. Exits if a file
-    cannot be read.
+    Continue with a checkpoint's errors of compression and state of the islands, after `restore_checkpoint`
+    (all ranks). What the checkpoint lacks starts again; on a different number of ranks, each rank starts with
+    the mean. Exits if a file cannot be read.
     """
     do_together(partial(read_slow_network, source, slow_network, step))
     slow_network.resume()
@@ -133,7 +133,7 @@ def restore_slow_network(source: OpenCheckpoint, slow_network: SlowNetwork, step
 
 def read_slow_network(source: OpenCheckpoint, slow_network: SlowNetwork, step: int) -> None:
     """The part of restore_slow_network in which ranks do not communicate."""
-    if source.weights is not None:  # a ckpt.pt has none of it
+    if source.weights is not None:  # a ckpt.pt does not contain this state
         slow_network.restart(step)
         return
     from isogpt.checkpoint import sharded_files
@@ -147,14 +147,16 @@ def read_slow_network(source: OpenCheckpoint, slow_network: SlowNetwork, step: i
 def restore_shards(
     source: OpenCheckpoint, model: nn.Module, state: dict[str, dict[str, LocalPart]], seed: int
 ) -> None:
-    """`restore` for shards: torch.distributed.checkpoint reads the parts that overlap with this rank's."""
+    """
+    Restore from shards: torch.distributed.checkpoint reads the parts that overlap with this rank's parts.
+    """
     args, weights = source.run["model_args"], local_parts_by_name(model)
     length, adapted = (
         args["block_size"],
         [],
-    )  # (name, this rank's part, a whole tensor of another shape to read into)
+    )  # (name, this rank's part, a whole tensor of the saved shape to read into)
     state = {name: dict(parts) for name, parts in state.items()}
-    moments = state.get(WPE, {})  # with zero 1 another rank may hold them
+    moments = state.get(WPE, {})  # with zero 1 a different rank may hold the moments
     for parts, key in ((weights, WPE), (moments, "exp_avg"), (moments, "exp_avg_sq")):
         if key in parts and parts[key].unstacked().shape[0] != length:
             target = parts[key].unstacked()

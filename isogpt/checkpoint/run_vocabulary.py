@@ -1,4 +1,4 @@
-"""Which vocabulary the token ids of a run belong to, and whether a data set fits it."""
+"""The vocabulary of a run's token ids, and whether a data set fits the vocabulary."""
 
 from pathlib import Path
 
@@ -9,18 +9,18 @@ from isogpt.data.dataset import Dataset, find_dataset, read_meta
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.nn.huggingface import GPT2
 
-FEW_IDS = 1000  # a page of text has larger ids in GPT-2's vocabulary, and smaller ones if they are characters
+FEW_IDS = 1000  # a page of text contains larger ids of GPT-2, and smaller ids of characters
 
 
 def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
     """
-    What the ids of a run mean: what its checkpoint records; else, as in nanoGPT's runs, what the files of a
-    tokenizer beside its checkpoints or its data set say. GPT-2's ids where nothing does, if the model can be
-    for these.
+    Find the vocabulary of a run: what the run's checkpoint records. If there is no record, as in nanoGPT's
+    runs, it is in the tokenizer's files next to the checkpoints or in the data set. Otherwise it is GPT-2's
+    vocabulary, if the model's size allows this.
 
     Args:
         run: see source.OpenCheckpoint.run.
-        folder: of the run.
+        folder: the run's folder.
         dataset: a data set to ask instead; '': none.
 
     Raises:
@@ -54,7 +54,7 @@ def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
 
 def vocabulary_of_weights(name: str, vocab_size: int) -> Vocabulary:
     """
-    What the ids of pretrained weights mean: GPT-2's, or what the tokenizer in a folder of transformers says.
+    Find the vocabulary of pretrained weights: GPT-2's, or that of the tokenizer in a folder of transformers.
 
     Raises:
         ValueError: a file cannot be read.
@@ -69,13 +69,13 @@ def vocabulary_for_run(
     data: Dataset, source: OpenCheckpoint | None, weights: str, vocab_size: int, is_resume: bool
 ) -> tuple[Vocabulary, list[str]]:
     """
-    What the ids of a training run mean, which its checkpoints record: what the data set says, else what the
-    weights that the run starts from were trained with.
+    Find the vocabulary of a training run, which the run's checkpoints record. It is the data set's
+    vocabulary, or else the vocabulary with which the run's first weights were trained.
 
     Args:
         source: the checkpoint that the run starts from.
-        weights: where it is: the run's folder; or the value of init_from.
-        vocab_size: of the model.
+        weights: where the weights are: the run's folder, or the value of init_from.
+        vocab_size: the model's number of ids.
 
     Returns:
         (the vocabulary, notes for the user)

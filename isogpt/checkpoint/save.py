@@ -1,4 +1,4 @@
-"""Saving a run on any layout, in the background."""
+"""Save a run on any layout, in the background."""
 
 import os
 import shutil
@@ -36,10 +36,10 @@ from isogpt.training import optim
 @dataclass
 class Saver:
     """
-    Writes one checkpoint at a time, in the background. Older ones are deleted only when a new one is
-    complete.
+    Write one checkpoint at a time, in the background. Older checkpoints are deleted only when a new
+    checkpoint is complete.
 
-    All ranks create it together. `owner` is what folder.enter_folder returned, known before the first
+    All ranks create the Saver together. `owner` is what folder.enter_folder returned, known before the first
     checkpoint.
     """
 
@@ -54,13 +54,13 @@ class Saver:
     owner: str = ""
     launch: Launch | None = None  # known like owner
     pending: Future | None = None
-    # of the last checkpoint that was written or restored: the state of this step need not be saved
+    # step of the last checkpoint that was written or restored, whose state need not be saved again
     step: int = 0
     began: float = 0.0  # when the last copy was started
-    # of the last checkpoint that was written:
+    # about the last checkpoint that was written:
     folder: Path | None = None
-    stall: float = 0.0  # how long it delayed its step
-    seconds: float = 0.0  # how long it took
+    stall: float = 0.0  # seconds by which it delayed a step
+    seconds: float = 0.0  # seconds that it took
     problem: str = ""  # why it failed
     group: dist.ProcessGroup | None = None
 
@@ -69,10 +69,10 @@ class Saver:
         self.world_size = self.mesh.size(*AXES)
         has_errors = keeps_errors(self.config["grad_compression"]) and self.world_size > 1
         self.is_sharded = self.zero > 0 or self.mesh.splits_model or self.mesh.islands > 1 or has_errors
-        # shards are written from a thread, which needs a group of its own with a CPU backend
+        # shards are written from a thread, which needs a separate group with a CPU backend
         if self.is_sharded:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.mesh.timeout_s))
-            # now that it is connected: disks may be slow
+            # long, since disks may be slow; set now that the group is connected
             self.group = self.mesh.limit(group, timeout_s=7 * 24 * 3600)
 
     def check_folder(self, hosts: tuple[str, ...]) -> None:
@@ -81,7 +81,8 @@ class Saver:
         every rank that writes checkpoints can write there (all ranks). Exits with a message if a checkpoint
         would be incomplete.
 
-        If rank 0 writes everything, a folder of its own is good enough until a checkpoint is read.
+        If rank 0 writes everything, rank 0 may use a folder that other ranks do not see until a checkpoint is
+        read.
         """
         if not self.owner or not self.config["save_checkpoint"]:
             return
@@ -124,8 +125,8 @@ class Saver:
 
     def copy(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
         """
-        Start to copy this rank's part of the state to the CPU; without shards, ranks other than 0 have none.
-        It is complete after `check`, which waits for a GPU, and is what `start` writes.
+        Start to copy this rank's part of the state to the CPU; without shards, only rank 0 copies. The copy,
+        which `start` writes, is complete after `check`, which waits for a GPU.
         """
         self.began = time.perf_counter()
         if not self.is_sharded:
@@ -141,8 +142,8 @@ class Saver:
 
     def check(self, model: nn.Module, step: int) -> str:
         """
-        Wait for the device, and raise ValueError if weights are not finite, or another run owns the folder:
-        no checkpoint must be written. Returns a sentence if the folder was lost, else ''.
+        Wait for the device, and raise ValueError if weights are not finite or another run owns the folder,
+        since then no checkpoint must be written. Returns a sentence if the folder was lost, else ''.
         """
         if bad := names_of_not_finite(model):
             raise ValueError(
@@ -161,11 +162,8 @@ class Saver:
         dtype: str,
         val_loss: float | None,
     ) -> None:
-        """
-        Start to write the state that `copy` returned (all ranks; without shards, others than 0 have none).
-        """
-        # shards of this rank that rank 0 did not see when it discarded a checkpoint: in a folder that is not
-        # shared
+        """Start to write the state that `copy` returned (all ranks; without shards, only rank 0 writes)."""
+        # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
         shutil.rmtree(unfinished_folder(Path(self.out_dir), self.owner, self.step), ignore_errors=True)
         self.step, self.problem = progress.step, ""
         extra = {"dtype": dtype, "scaler": scaler.state_dict(), **progress.describe()}
@@ -212,14 +210,14 @@ class Saver:
         return self.wait() if self.pending and self.pending.done() else None
 
     def wait_together(self) -> "Saver | None":
-        """`wait`, all ranks until the slowest one's part is written."""
+        """`wait`, on all ranks until the slowest rank's part is written."""
         wait_together(self.pending)
         return self.wait()
 
     def wait(self) -> "Saver | None":
         """
-        Wait for the checkpoint under way, on ranks other than 0 for their part of it. Returns None if there
-        is none, else this Saver with the outcome: folder and seconds (rank 0), or problem.
+        Wait for the checkpoint under way; ranks other than 0 wait for their own part. Returns None if there
+        is no checkpoint under way, else this Saver with the outcome: folder and seconds (rank 0), or problem.
         """
         if not self.pending:
             return None
@@ -236,7 +234,8 @@ class Saver:
 
 def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
     """
-    A copy of the state on the CPU in nanoGPT's form, which its train.py and sample.py load if it is a GPT-2.
+    Copy the state to the CPU in nanoGPT's form, which nanoGPT's train.py and sample.py load if the model is a
+    GPT-2.
     """
     copied = copied_state(model, optimizers)
     synchronize(next(model.parameters()).device)
@@ -245,8 +244,7 @@ def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Opti
 
 def copied_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
     """
-    Copies on the CPU of the weights and of the optimizer's state: complete when the device has been waited
-    for.
+    Copy the weights and the optimizer's state to the CPU: complete when the caller has waited for the device.
     """
     weights = {name: copy_to_cpu(p.detach()) for name, p in model.named_parameters()}
     state = optim.saved_state(model, optimizers)
@@ -259,7 +257,7 @@ def copied_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> d
 def in_nanogpts_form(run: dict, copied: dict) -> dict:
     """What nanoGPT stores, from a run's description and `copied_state`."""
     args, others = {}, {}
-    for name, value in run["model_args"].items():  # others: unknown to nanoGPT
+    for name, value in run["model_args"].items():  # other fields are unknown to nanoGPT
         (args if name in (*MODEL_ARGS, "dropout") else others)[name] = value
     extra = run["isogpt"] | {"model_args": others}
     return {**copied, **run, "model_args": args, "isogpt": extra}
@@ -271,7 +269,7 @@ def write_file(path: Path, state: dict) -> None:
     with open(path, "wb") as f:
         try:
             torch.save(state, f)
-        except RuntimeError as e:  # it hides an OSError, such as a full disk
+        except RuntimeError as e:  # torch.save hides an OSError, such as a full disk
             raise OSError(reason_of(e)) from e
         f.flush()
         os.fsync(f.fileno())

@@ -1,4 +1,4 @@
-"""Finding the checkpoint to load: the newest or the best one that verifies."""
+"""Find the checkpoint to load: the newest or the best that is not damaged."""
 
 import socket
 from dataclasses import dataclass, field, replace
@@ -23,11 +23,11 @@ from isogpt.launch.together import broadcast
 @dataclass(frozen=True)
 class FoundCheckpoint:
     """
-    A checkpoint on disk: its ckpt.pt or its folder of shards, its step, its manifest (empty for a bare
-    ckpt.pt), and the validation loss of its weights (None if that is not known).
+    A checkpoint on disk: the ckpt.pt or the folder of shards, the step, the manifest (empty for a bare
+    ckpt.pt), and the validation loss of the weights (None if not known).
 
-    `records` is the digest_of_records of a bare ckpt.pt. `is_verified` is whether this is the file or folder
-    whose checksums rank 0 has compared, not a copy, see `share`.
+    `records` is the digest_of_records of a bare ckpt.pt. `is_verified` says whether rank 0 has compared the
+    checksums of this very file or folder, not of a copy, see `share_found`.
     """
 
     path: Path
@@ -54,15 +54,15 @@ def open_bare(path: Path, state: dict) -> FoundCheckpoint:
 
 def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | None, list[str]]:
     """
-    The checkpoint to resume from: the newest that verifies, a step folder or a bare ckpt.pt that nanoGPT
+    Find the checkpoint to resume from: the newest undamaged step folder, or a bare ckpt.pt that nanoGPT
     wrote.
 
     Args:
         step: only this step's checkpoint; -1: the newest.
 
     Returns:
-        (the checkpoint or None, a sentence for each newer one that is damaged, and for a bare one that is
-        older)
+        (the checkpoint or None, a sentence for each newer checkpoint that is damaged, and for an older bare
+        ckpt.pt)
     """
     out, reports, found = Path(out_dir), [], None
     for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
@@ -74,8 +74,8 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | N
     if not bare.exists() or step != -1:
         return found, reports
     # ckpt.pt is normally our link to a checkpoint that was verified above. A file that nanoGPT wrote, perhaps
-    # through the link, is newer than all of ours, since each of our checkpoints restores the link; a copy of
-    # one of ours is used if it is further on than what was found.
+    # through the link, is newer than all of ours, since each of our checkpoints restores the link. A copy of
+    # a checkpoint of ours is used if its step is later than that of what was found.
     linked = STEP.fullmatch(bare.resolve().parent.name)
     if linked and found and int(linked[1]) <= found.step and not any(linked[0] in r for r in reports):
         return found, reports
@@ -96,8 +96,8 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | N
 
 def best_checkpoint(out_dir: str) -> tuple[FoundCheckpoint | None, list[str]]:
     """
-    The checkpoint with the best validation loss, or the newest if that one is damaged; as `newest` returns
-    it.
+    Find the checkpoint with the best validation loss, or the newest if the best is damaged; returned as by
+    `newest_checkpoint`.
     """
     found, reports = newest_checkpoint(out_dir)
     alone = Path(out_dir) / "ckpt_best.pt"
@@ -109,16 +109,16 @@ def best_checkpoint(out_dir: str) -> tuple[FoundCheckpoint | None, list[str]]:
     if problem := damage(folder):
         return found, [*reports, f"{folder} is damaged: {problem}"]
     its_best = open_folder(folder)
-    if its_best.step == found.manifest["best_step"]:  # it may have been evaluated only after it was saved
+    if its_best.step == found.manifest["best_step"]:  # the state may be evaluated only after it was saved
         its_best = replace(its_best, val_loss=found.manifest["best_val_loss"])
     return its_best, reports
 
 
 def best_folder(out: Path, manifest: dict) -> Path | None:
     """
-    The checkpoint with the best validation loss, by the manifest of the newest one. If the step that it names
-    was not saved, because the disk was full for instance, it is the checkpoint with the lowest loss that
-    measures the same. None if no checkpoint was evaluated.
+    Find the checkpoint with the best validation loss, by the newest checkpoint's manifest. If the step that
+    the manifest names was not saved (the disk was full, for instance), it is the checkpoint with the lowest
+    comparable loss. None if no checkpoint was evaluated.
     """
     named = step_folder(out, manifest["best_step"])
     if named.exists():
@@ -135,9 +135,9 @@ def best_folder(out: Path, manifest: dict) -> Path | None:
 
 def share_found(found: FoundCheckpoint | None, folder: str) -> FoundCheckpoint | None:
     """
-    Rank 0's `found`, which is in `folder`, with the path under which this rank sees it (all ranks): machines
-    may mount the same folder under different paths, or have copies of it. `check_same` compares what is
-    there.
+    Share rank 0's `found`, which is in `folder`, with the path under which this rank sees it (all ranks).
+    Machines may mount the same folder under different paths, or contain copies. `check_same` compares the
+    contents.
     """
     # only a name below the folder is sent: rank 0's path need not exist on other machines
     name = broadcast(str(found.path.relative_to(folder)) if found else None)
@@ -150,9 +150,8 @@ def share_found(found: FoundCheckpoint | None, folder: str) -> FoundCheckpoint |
 
 def check_same(found: FoundCheckpoint) -> None:
     """
-    Raise ValueError if `found`, which may come from rank 0, is not what is on the disk of this machine, or if
-    a ckpt.pt, which rank 0 may not have read here, is damaged. Shards are verified by the ranks that read
-    them.
+    Raise ValueError if this machine's disk does not contain `found`, which may come from rank 0. A ckpt.pt
+    that rank 0 has not read here is also verified. Shards are verified by the ranks that read them.
     """
     folder = found.path if found.path.is_dir() else found.path.parent
     where = f"{found.path.absolute()} on {socket.gethostname()}"

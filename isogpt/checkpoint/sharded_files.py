@@ -24,7 +24,7 @@ from isogpt.parallel.local_parts import LocalPart
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
 ERRORS = (Exception, CheckpointException)
-FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # it has no dicts in dicts
+FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # the state contains no nested dicts
 PATHS = {"PosixPath", "Path", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 # the classes in the pickle of DCP's metadata
 METADATA = {
@@ -81,10 +81,10 @@ def write(folder: Path, weights: dict[str, LocalPart], state: dict[str, dict[str
 
 def check_complete(folder: Path) -> None:
     """
-    Raise OSError if a file that the metadata names is missing or too short, as if ranks wrote to other
+    Raise OSError if a file that the metadata names is missing or too short, as when ranks write to different
     folders.
     """
-    ends = {}  # by file, where the last tensor in it ends
+    ends = {}  # where the last tensor of each file ends
     for saved in PlainReader(folder).read_metadata().storage_data.values():
         ends[saved.relative_path] = max(saved.offset + saved.length, ends.get(saved.relative_path, 0))
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
@@ -111,12 +111,13 @@ def read(
     manifest: dict | None = None,
 ) -> None:
     """
-    Fill parts from the saved parts that overlap with them: rows of a stack with as many rows from their own,
-    any others from the mean of the rows.
+    Fill parts from the saved parts that overlap with them. Rows of a stack are filled from the saved rows if
+    there are as many, otherwise from the mean of the saved rows.
 
     Args:
-        is_optional: leave out what was not saved.
-        manifest: the folder's, to verify each file that this rank reads; None: its files have been verified.
+        is_optional: whether to leave out what was not saved.
+        manifest: the folder's manifest, to verify each file that this rank reads; None: the files have been
+            verified.
 
     Raises:
         any of ERRORS: a file is damaged, or its pickle would run code.
@@ -145,13 +146,15 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, *args: object) -> object:
         try:
             return super().write_data(*args)
-        # torch.save's, whose context, a full disk, is lost on the way to the other ranks
+        # the context of torch.save's error, such as a full disk, is lost on the way to the other ranks
         except Exception as e:
             raise OSError(reason_of(e)) from e
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's planner for Parts: ranks can hold several pieces of a tensor. Equal pieces are written once."""
+    """
+    DCP's planner for LocalParts: ranks can hold several pieces of a tensor. Equal pieces are written once.
+    """
 
     def create_local_plan(self) -> dcp.SavePlan:
         items = []
@@ -171,7 +174,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """The same for loading."""
+    """DCP's planner for loading LocalParts."""
 
     def set_up_planner(self, state_dict: dict, metadata: dcp.Metadata, is_coordinator: bool) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
@@ -202,12 +205,12 @@ class PlainReader(dcp.FileSystemReader):
     """
 
     def __init__(self, folder: Path, manifest: dict | None = None) -> None:
-        """`manifest`: to verify the files that are read; None: they have been verified."""
+        """`manifest`: used to verify the files that are read; None: the files have been verified."""
         super().__init__(folder)
         self.manifest = manifest
 
     def verify(self, names: set[str]) -> None:
-        """Raise ValueError if one of these files of the folder does not match its checksum."""
+        """Raise ValueError if one of these files of the folder does not match the manifest's checksum."""
         for name in sorted(names) if self.manifest else ():
             if problem := damaged_file(Path(self.path) / name, self.manifest):
                 host = socket.gethostname()
@@ -221,6 +224,6 @@ class PlainReader(dcp.FileSystemReader):
         self.verify({".metadata"})
         metadata = load_pickle(Path(self.path) / ".metadata", METADATA)
         if not all(isinstance(m, dcp.TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
-            # DCP would unpickle them unchecked
+            # DCP would unpickle such objects unchecked
             raise pickle.UnpicklingError("it holds objects other than tensors")
         return metadata

@@ -1,4 +1,4 @@
-"""Opening a checkpoint and checking that it fits the model."""
+"""Open the checkpoint that a run starts from, and check that it fits the model."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 class OpenCheckpoint:
     """
     An open checkpoint. `run` is everything that is not a tensor: model_args, iter_num, best_val_loss, config,
-    isogpt. `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if they are in
-    shards. `notes` are sentences about what is not used of a fork's checkpoint.
+    isogpt. `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if the tensors
+    are in shards. `notes` are sentences about parts of a fork's checkpoint that are not used.
     """
 
     found: FoundCheckpoint
@@ -61,10 +61,10 @@ def find_start(
 ) -> tuple[OpenCheckpoint | None, bool]:
     """
     Find and open the checkpoint that `init_from` asks for (all ranks; rank 0 looks). Exits with a message if
-    there is none but one is needed.
+    a checkpoint is needed and there is none.
 
     Returns:
-        (the checkpoint or None, whether the run resumes from it rather than starting with its weights)
+        (the checkpoint or None, whether the run resumes from it or only starts with its weights)
     """
     found, is_resume, steps_seen = None, False, gather_objects(steps_in(out_dir))
     look = partial(look_for_start, init_from, out_dir, resume_step, ranks.launch)
@@ -86,14 +86,14 @@ def find_start(
 
 def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: list[str]) -> None:
     """
-    Check that no rank sees a newer checkpoint than the one that rank 0 has chosen, unless rank 0 sees it too.
+    Check that no rank sees a newer checkpoint than rank 0 has chosen, unless rank 0 sees it, too.
 
     Args:
         step: the checkpoint's step; -1: rank 0 has found none.
         steps_seen: the steps of the checkpoints in each rank's out_dir.
 
     Raises:
-        ValueError: a rank does; out_dir is not one folder.
+        ValueError: a rank sees a newer checkpoint: out_dir is not one folder.
     """
     newer = [[s for s in steps if s > step and s not in steps_seen[0]] for steps in steps_seen]
     found = [f"{name} sees step {', '.join(map(str, s))}" for name, s in zip(names, newer, strict=True) if s]
@@ -135,11 +135,10 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
 
 def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     """
-    Check that a model, which is not divided yet, uses all weights of a ckpt.pt and lacks none, as nanoGPT
-    does.
+    Check, as nanoGPT does, that a model that is not divided yet uses exactly the weights of a ckpt.pt.
 
     Raises:
-        ValueError: it does not.
+        ValueError: weights are missing or not used.
     """
     if source.weights is None:  # in shards, which only this program writes
         return
@@ -167,16 +166,13 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal. Tied weights are one tensor in the file: then nothing is read."""
+    """Whether two tensors are equal. Tied weights are a single tensor in the file: then nothing is read."""
     is_same_kind = a.shape == b.shape and a.dtype == b.dtype
     return is_same_kind and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
 
 
 def names_of_not_finite(model: nn.Module) -> list[str]:
-    """
-    The names of the parameters of which this rank holds values that are not finite. Waits for the device
-    once.
-    """
+    """The names of the parameters whose values on this rank are not all finite. Waits for the device once."""
     flags = {name: local(p).isfinite().all() for name, p in model.named_parameters()}
     is_finite = copy_to_cpu(torch.stack(list(flags.values())))
     synchronize(next(model.parameters()).device)
@@ -184,7 +180,7 @@ def names_of_not_finite(model: nn.Module) -> list[str]:
 
 
 def check_finite(model: nn.Module, where: object) -> None:
-    """Raise ValueError if weights from `where` are not finite: nanoGPT saves them too."""
+    """Raise ValueError if weights from `where` are not finite: nanoGPT also saves such weights."""
     if bad := names_of_not_finite(model):
         problem = f"weights in {where} are not finite ({some_of(bad)}), so that the model predicts nothing"
         raise ValueError(f"{problem}: use a checkpoint from before the loss became NaN")

@@ -13,20 +13,22 @@ from isogpt.launch import network
 
 def collectives_timeout(timeout_s: float, backend: str) -> timedelta:
     """
-    How long collectives wait with a backend: NCCL ends the process, so the watchdog has to report before.
+    Return how long collectives wait with a backend: NCCL ends the process, so the watchdog must report
+    earlier.
     """
     return timedelta(seconds=timeout_s + 30 if "nccl" in backend else timeout_s)
 
 
 def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     """
-    The device called `name`: 'auto' is cuda, else mps (a single process only: it has no collectives), else
-    cpu; 'cuda' is the GPU with the number of the local rank. Schedulers may let each process see a GPU of its
-    own only, which has number 0 in every process: the numbers start again at 0. check_gpus finds processes
-    that share a GPU.
+    Return the device called `name`.
+
+    'auto' is cuda, else mps (only for a single process, since MPS supports no collectives), else cpu. 'cuda'
+    is the GPU with the number of the local rank. Schedulers may let each process see only one GPU, with
+    number 0 in every process: then the numbers start again at 0. check_gpus finds processes that share a GPU.
 
     Raises:
-        ValueError: it is not available.
+        ValueError: the device is not available.
     """
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
@@ -55,8 +57,8 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
 
 def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     """
-    The argument `backend` of init_process_group. With NCCL there is gloo too, for tensors on the CPU:
-    checkpoints and offloaded state. Where PyTorch has no NCCL, as on Windows, gloo communicates for GPUs too.
+    Return the argument `backend` of init_process_group. With NCCL, gloo is also used, for tensors on the CPU:
+    checkpoints and offloaded state. Where PyTorch lacks NCCL, as on Windows, gloo also communicates for GPUs.
 
     Raises:
         ValueError: the backend is unknown, not part of this PyTorch, or does not support the device.
@@ -75,7 +77,7 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
 
 def use_gpu(device: torch.device) -> None:
     """
-    Make a GPU the current device of this process, and run on the cores near it.
+    Make a GPU the current device of this process, and run on the cores near the GPU.
 
     Raises:
         ValueError: the GPU runs no kernel.
@@ -106,7 +108,7 @@ def about_unusable_gpu(device: torch.device, error: str) -> str:
 
 
 def gpu_identity(device: torch.device) -> list[str]:
-    """[name, what distinguishes this GPU from the others of its machine]; [] for other devices."""
+    """[name, what distinguishes this GPU from other GPUs of the machine]; [] for other devices."""
     if device.type != "cuda":
         return []
     found = torch.cuda.get_device_properties(device)
@@ -117,8 +119,9 @@ def gpu_identity(device: torch.device) -> list[str]:
 
 def keep_freed_memory() -> None:
     """
-    Make the C library keep freed memory for the next step (glibc). By default it returns large pieces to the
-    kernel and pays for page faults to get them back: a tenth of a step with 10M parameters on a CPU.
+    Make the C library keep freed memory for the next step (glibc). By default, the library returns large
+    pieces to the kernel and pays for page faults to get them back: a tenth of a step with 10M parameters on a
+    CPU.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):

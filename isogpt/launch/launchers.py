@@ -20,8 +20,8 @@ MPI = {
     "Open MPI's mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
     "MPICH's mpirun": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
 }
-# What launchers set for each process. A variable that ends in _ stands for all that begin with it. A Slurm
-# job's own variables are none of them, such as SLURM_JOB_ID.
+# Variables that launchers set for each process. A name that ends in _ stands for all variables that begin
+# with it. Variables of the whole Slurm job, such as SLURM_JOB_ID, are not included.
 OF_A_PROCESS = (
     "RANK",
     "WORLD_SIZE",
@@ -52,15 +52,15 @@ OF_A_PROCESS = (
 @dataclass(frozen=True)
 class Launch:
     """
-    What distinguishes a launch from a later one of the same command. All restarts of a launch have it in
-    common.
+    Facts that distinguish a launch from a later launch of the same command. All restarts of a launch share
+    them.
 
-    torchrun's variables do not: its restart count is that of one agent, which does not count the failures
-    that other agents see, and its run id is whatever the user passed as --rdzv-id.
+    torchrun's variables do not suffice. The restart count belongs to one agent, which does not count failures
+    that other agents see. The run id is whatever the user passed as --rdzv-id.
     """
 
-    agents: tuple[str, ...] = ()  # torchrun's agents; a restart has at least one of those before it
-    job: str = ""  # Slurm's job
+    agents: tuple[str, ...] = ()  # torchrun's agents; a restart shares one with the start before
+    job: str = ""  # id of Slurm's job
     requeued: int = 0  # how many times Slurm has put the job back into the queue
 
     def continues(self, before: "Launch") -> bool:
@@ -91,7 +91,8 @@ def adopt_launcher_variables() -> None:
 
 def mpi_variables() -> tuple[list[str], str, str] | None:
     """
-    ([rank, world size, local rank, local world size], rank 0's address, job) from mpirun; None without it.
+    ([rank, world size, local rank, local world size], rank 0's address, job) from mpirun; None without
+    mpirun.
     """
     env = os.environ
     launcher = next((name for name in MPI if set(MPI[name]) <= env.keys()), None)
@@ -111,7 +112,7 @@ def mpi_variables() -> tuple[list[str], str, str] | None:
 
 
 def slurm_variables() -> tuple[list[str], str, str] | None:
-    """The same from srun; None without it, and in the shell of `srun --pty` or salloc."""
+    """The same from srun; None without srun, and in the shell of `srun --pty` or salloc."""
     env = os.environ
     if (
         is_in_a_shell_of_slurm()
@@ -164,11 +165,11 @@ def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
 
 def start_workers(nproc: int, script: str) -> None:
     """
-    Replace this process by torchrun with `nproc` workers of `script` on this machine and the same arguments.
+    Replace this process by torchrun, with `nproc` workers of `script` on this machine and the same arguments.
     Returns if nproc is 0 or a launcher has started this process.
 
     Raises:
-        ValueError: the launcher started another number of processes.
+        ValueError: the launcher started a different number of processes.
     """
     if not nproc or console.is_worker_of_nproc():  # a worker of this function; its config may set nproc again
         return
@@ -176,10 +177,9 @@ def start_workers(nproc: int, script: str) -> None:
         if nproc != (started := rank_variables()[3]):
             raise ValueError(f"nproc is {nproc}, but the launcher started {started} processes: omit --nproc")
         return
-    os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun's, since it replaces this process
+    os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
     sys.stdout.flush()
-    # torchrun would take --nproc as an abbreviation of its own option; configure has normalized it to
-    # --nproc=N
+    # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     os.execv(
         torchrun[0], [*torchrun, script, *(word for word in sys.argv[1:] if not word.startswith("--nproc="))]
@@ -201,7 +201,7 @@ def rank_variables() -> tuple[int, int, int, int]:
             f"RANK is set but {', '.join(missing)} is not: no launcher started this process, and "
             f"RANK={os.environ['RANK']} is left over in the shell. Type unset RANK, or start with torchrun"
         )
-    local_size = os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])  # DeepSpeed's name for it
+    local_size = os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])  # LOCAL_SIZE is DeepSpeed's name
     values = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": local_size, **os.environ}
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     if wrong := [f"{name} is {values[name]!r}" for name in names if not values[name].isdigit()]:
@@ -228,8 +228,7 @@ def agent_start() -> int | None:
 
 def own_agent() -> str:
     """
-    A name of this process's torchrun agent that no other process has, not even on another day; '' without
-    one.
+    A name of this process's torchrun agent, unique among all processes, also over time; '' without an agent.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""

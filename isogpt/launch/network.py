@@ -1,5 +1,5 @@
 """
-How processes find each other: rendezvous, numbering by machine, network interfaces, and their share of the
+The network and the machines: rendezvous of the processes, numbering by machine, interfaces, shares of the
 cores.
 """
 
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 Answer = TypeVar("Answer")
-# how much longer than its own timeout a request to the store may take until the store counts as dead
+# seconds beyond the timeout of a request after which the store counts as dead
 ANSWER_S = 10
 PCI = Path("/sys/bus/pci/devices")
-# the end of messages about variables of a launcher that has exited; configurator.fail says which rank it is
+# the end of messages about variables of a launcher that has exited; configurator.fail names the rank
 UNSET = (
     "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE"
 )
@@ -32,7 +32,7 @@ LEFT_OVER = f". If no launcher started this process, RANK is left over in the sh
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
     """
-    Rendezvous with the other ranks of this start (all ranks); returns a unique name for it.
+    Meet the other ranks of this start (all ranks); returns a unique name for the start.
 
     After a restart torchrun (2.4 to 2.13) gives its workers the store of the previous attempt, which holds
     addresses of processes that have exited, and its restart count differs across nodes (pytorch#135712). So
@@ -43,7 +43,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
         ValueError: some ranks are missing after timeout_s.
     """
     mine, deadline, pause = uuid.uuid4().hex, time.monotonic() + timeout_s, 0.005
-    welcomed = {}  # on rank 0: by rank, the name that was answered
+    welcomed = {}  # on rank 0: the name that was answered, by rank
     while time.monotonic() < deadline:
         if rank == 0:
             for r in range(1, world_size):
@@ -76,10 +76,11 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
 
 def gather_through_store(store: dist.Store, rank: int, world_size: int, key: str, value: object) -> list:
     """
-    `value` of every rank, by rank, through the store (all ranks): for use before there is a process group.
+    Gather `value` from every rank, by rank, through the store (all ranks): for use before there is a process
+    group.
     """
     store.set(f"{key}/{rank}", json.dumps(value))
-    # collects them once: with every rank reading every other's, requests grow with world_size squared
+    # rank 0 collects the values: if every rank read all values, requests would grow with world_size squared
     if rank == 0:
         store.set(key, json.dumps([json.loads(store.get(f"{key}/{r}")) for r in range(world_size)]))
     return json.loads(store.get(key))
@@ -87,11 +88,11 @@ def gather_through_store(store: dist.Store, rank: int, world_size: int, key: str
 
 def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
     """
-    What a request to the store returns. It runs in a thread: if the machine with the store was cut off or
-    suspended, a request may never return, whatever its own timeout is.
+    Return what a request to the store returns. The request runs in a thread: if the store's machine was cut
+    off or suspended, a request may never return, whatever its timeout.
 
     Raises:
-        TimeoutError: there is no answer within limit_s. And what the request raises.
+        TimeoutError: there is no answer within limit_s. Errors of the request are raised as well.
     """
     answer = Future()
 
@@ -111,10 +112,11 @@ def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
 
 def this_machine() -> tuple[str, str, list[int]]:
     """
-    (host name, identifier that differs between machines of the same name, cores available to this process).
+    Return (host name, identifier that differs between machines of equal name, cores available to this
+    process).
     """
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    # containers can share a kernel and a host name; a network of its own makes one a machine of its own
+    # containers can share a kernel and a host name; a container with a separate network counts as a machine
     unique = (
         f"{boot.read_text().strip()} {os.readlink(network)}" if boot.exists() and network.is_symlink() else ""
     )
@@ -123,16 +125,16 @@ def this_machine() -> tuple[str, str, list[int]]:
 
 def order_by_machine(machines: list[tuple[str, str]]) -> list[int]:
     """
-    The ranks in their new order: those of one machine next to each other, as torchrun numbers them but
-    `mpirun --map-by node` does not. Neighbours in a mesh, which shard a model together, are then on one
-    machine.
+    Return the ranks in a new order: ranks of one machine are neighbours, as with torchrun but not with
+    `mpirun --map-by node`. Neighbours in a mesh, which shard a model together, are then on one machine.
     """
     return sorted(range(len(machines)), key=lambda r: (machines.index(machines[r]), r))
 
 
 def own_cores() -> list[int]:
     """
-    The cores that this process may run on; a container or a scheduler often allows fewer than there are.
+    Return the cores that this process may run on; a container or a scheduler often allows fewer than there
+    are.
     """
     return (
         sorted(os.sched_getaffinity(0))
@@ -143,8 +145,8 @@ def own_cores() -> list[int]:
 
 def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None:
     """
-    Limit torch's threads to this rank's share of the cores that the ranks of its machine have in common:
-    thread pools on the same cores slow each other down, and torchrun's default is one thread.
+    Limit torch's threads to this rank's share of the cores that the machine's ranks share. Thread pools on
+    the same cores slow each other down, and torchrun's default is one thread.
     """
     *here, cores = machines[rank]
     sharing = sum(there == here and bool(set(other) & set(cores)) for *there, other in machines)
@@ -173,15 +175,15 @@ def bind_to_gpu(gpu: object) -> None:
 def choose_interface(several_machines: bool, addresses_of_rank_0: list[str]) -> str:
     """
     Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0's machine, or to loopback on a single
-    machine. By default gloo takes the interface of the host name's address, which on many systems is a
-    loopback address. If the variable is set already, it is used. NCCL chooses by itself (NCCL_SOCKET_IFNAME).
+    machine. By default, gloo takes the interface of the host name's address, which on many systems is a
+    loopback address. A variable that is already set is kept. NCCL chooses independently (NCCL_SOCKET_IFNAME).
 
     Args:
         addresses_of_rank_0: MASTER_ADDR as each rank resolves it; rank 0's own machine may resolve it
             differently.
 
     Returns:
-        the interface with its address, as 'eth0 (10.0.0.1)'; '' if it is not known.
+        The interface and its address, as 'eth0 (10.0.0.1)'; '' if not known.
 
     Raises:
         ValueError: GLOO_SOCKET_IFNAME names no interface of this machine, or several interfaces are possible.
@@ -212,14 +214,14 @@ def choose_interface(several_machines: bool, addresses_of_rank_0: list[str]) -> 
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one (Linux; empty elsewhere)."""
+    """The IPv4 addresses of network interfaces, by name (Linux; empty elsewhere)."""
     found = {}
     if sys.platform == "linux":
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             for _, name in socket.if_nameindex():
-                with suppress(OSError):  # the interface has no address
+                with suppress(OSError):  # the interface lacks an address
                     # SIOCGIFADDR
                     reply = fcntl.ioctl(s.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
                     found[name] = socket.inet_ntoa(reply[20:24])
@@ -227,7 +229,7 @@ def interfaces() -> dict[str, str]:
 
 
 def address_of(host: str) -> str:
-    """The address that the host name resolves to on this machine; '' if it does not."""
+    """The address that the host name resolves to on this machine; '' if there is none."""
     with suppress(OSError):
         return socket.gethostbyname(host)
     return ""

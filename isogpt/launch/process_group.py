@@ -1,4 +1,4 @@
-"""Joining the other processes, and leaving them."""
+"""Join the process group: connect this process to the other ranks, number them, and leave at the end."""
 
 import ctypes
 import gc
@@ -28,7 +28,7 @@ from isogpt.launch.device import (
 )
 from isogpt.launch.launchers import Launch, make_launch, own_agent, rank_variables
 
-WAITING_S = 10  # until rank 0 says that it waits for other ranks
+WAITING_S = 10  # seconds until rank 0 says that it waits for other ranks
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    backend: str  # for init_process_group
+    backend: str  # argument of init_process_group
     store: dist.Store | None = None
     start: str = ""  # the unique name of this start of the run, the prefix of its keys in the store
     hosts: tuple[str, ...] = ("this host",)  # host name, by rank
     network: str = "no process group"  # the backend and gloo's network interface: 'gloo over eth0 (10.0.0.1)'
     launch: Launch = Launch()
-    # by rank, the number of processes on its machine, as the launcher says
+    # number of processes on each rank's machine, as the launcher says
     local_sizes: tuple[int, ...] = (1,)
 
     @property
@@ -65,7 +65,7 @@ class Ranks:
 
     def group_options(self, timeout_s: float) -> dict:
         """
-        The arguments of init_process_group besides the backend; without a launcher, for a group of one
+        Return the arguments of init_process_group besides the backend; without a launcher, for a group of one
         process.
         """
         return dict(
@@ -78,21 +78,19 @@ class Ranks:
 
 
 def rank_names(hosts: Sequence[str]) -> list[str]:
-    """
-    The ranks' names in messages, from their hosts: 'rank 3', with the host name if there are several hosts.
-    """
+    """Return the ranks' names in messages: 'rank 3', with the host name if there are several hosts."""
     return [f"rank {r} ({host})" if len(set(hosts)) > 1 else f"rank {r}" for r, host in enumerate(hosts)]
 
 
 def machine_count() -> int:
-    """How many machines the processes are on, if there are equally many on each."""
+    """How many machines the processes are on, if each machine runs equally many."""
     _, world_size, _, local_world_size = rank_variables()
     return max(1, world_size // local_world_size)
 
 
 def island_count(ranks: Ranks) -> int:
     """
-    The number of islands if each machine is one.
+    Return the number of islands if each machine is an island.
 
     Raises:
         ValueError: the launcher has started different numbers of processes on the machines.
@@ -117,7 +115,7 @@ def check_gpus(machines: Sequence[tuple[str, str]], gpus: Sequence[list[str]]) -
         gpus: gpu_identity by rank.
 
     Raises:
-        ValueError: two processes do.
+        ValueError: two processes use the same GPU.
     """
     ranks_of = {}
     for rank, (machine, gpu) in enumerate(zip(machines, gpus, strict=True)):
@@ -138,8 +136,8 @@ def check_gpus(machines: Sequence[tuple[str, str]], gpus: Sequence[list[str]]) -
 
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     """
-    Set up this process's device and connect to the other ranks' store, if a launcher started several. Waits
-    for all ranks and numbers them by machine. The caller calls init_process_group next.
+    Set up this process's device, and connect to the other ranks' store if a launcher started several ranks.
+    Waits for all ranks and numbers them by machine. The caller calls init_process_group next.
 
     Raises:
         ValueError: the device or the backend is not available here, or other ranks are missing after
@@ -148,7 +146,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     rank, world_size, local_rank, local_world_size = rank_variables()
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # exit when torchrun's agent is killed: a worker would otherwise keep writing where the workers of the
-        # next attempt write. On other systems folder.enter_folder makes its checkpoints not count.
+        # next attempt write. On other systems, folder.enter_folder makes the worker's checkpoints not count.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     chosen = pick_device(device, local_rank, world_size)
     group_backend = pick_backend(backend, chosen, world_size)
@@ -198,7 +196,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         ) from e
     except TimeoutError as e:
         raise ValueError(no_answer(limit_s)) from e
-    if chosen.type != "mps":  # GPUs too: with cpu_offload the optimizer runs on the CPU
+    if chosen.type != "mps":  # also with GPUs: with cpu_offload the optimizer runs on the CPU
         network.divide_cores(machines, rank, local_world_size)
     hosts = tuple(name for name, _, _ in machines)
     used = "nccl" if "nccl" in group_backend else f"gloo over {interface}" if interface else "gloo"
@@ -208,15 +206,15 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
     """
-    A connection to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.
+    Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.
 
     Raises:
-        ValueError: nobody serves it within timeout_s, or what listens there does not answer.
+        ValueError: nobody serves the store within timeout_s, or what listens there does not answer.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not serves:
         wait_for_server(address, port, timeout_s)
-    # does not wait for the other ranks: network.meet does, and names those that are missing
+    # only network.meet waits for the other ranks, and names the ranks that are missing
     timeout, limit_s = timedelta(seconds=timeout_s), timeout_s + network.ANSWER_S
     connecting = partial(dist.TCPStore, address, port, None, serves, timeout, wait_for_workers=False)
     try:
@@ -237,14 +235,14 @@ def no_answer(limit_s: float) -> str:
 
 
 def store_address() -> str:
-    """Where the store is, for messages."""
+    """The address of the store, for messages."""
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def check_debug_level() -> None:
     """
-    Raise ValueError if DistributedDataParallel cannot be used: torch 2.13 ends with a segmentation fault in
-    its constructor, since with DETAIL it wraps process groups. The other layouts work.
+    Raise ValueError if DistributedDataParallel cannot be used. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch
+    2.13 wraps process groups, and DDP's constructor ends with a segmentation fault. Other layouts work.
     """
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         raise ValueError(
@@ -255,7 +253,7 @@ def check_debug_level() -> None:
 
 def wait_for_server(address: str, port: int, timeout_s: float) -> None:
     """
-    Wait until a process listens at this address. TCPStore waits too, but prints a page of C++ frames at each
+    Wait until a process listens at this address. TCPStore also waits, but prints a page of C++ frames at each
     attempt.
 
     Raises:
@@ -277,7 +275,7 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
 
 @contextmanager
 def saying_that_it_waits(rank: int, world_size: int) -> Iterator[None]:
-    """Rank 0 prints a note if the block takes long: the other ranks may not exist."""
+    """Let rank 0 print a note if the block takes long: the other ranks may not exist."""
     text = (
         f"note: rank 0 of {world_size} waits for the other ranks at {store_address()}, as the environment "
         f"says{network.LEFT_OVER}"
@@ -294,8 +292,8 @@ def saying_that_it_waits(rank: int, world_size: int) -> Iterator[None]:
 
 def leave_process_group() -> None:
     """
-    Destroy the process group, if there is one. The caller has deleted its references to a wrapped model.
+    Destroy the process group, if there is one. The caller must have deleted references to a wrapped model.
     """
-    gc.collect()  # objects of the model that reference the group can make its destruction hang
+    gc.collect()  # the model's objects that reference the group can make its destruction hang
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks: code, settings, data and versions of packages."""
+"""Checks at the start that all ranks use the same code, settings, data and versions of packages."""
 
 import socket
 import zlib
@@ -29,15 +29,12 @@ def check_start(ranks: Ranks, config: dict) -> None:
 
 
 def start_facts(config: dict) -> dict:
-    """
-    What should be the same on all ranks besides the data: settings, code, torch; and this machine's host
-    name.
-    """
+    """Return what should be the same on all ranks (settings, code, torch), and this machine's host name."""
     sources = sorted([*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py")])
     code = zlib.crc32(b"".join(path.read_bytes() for path in sources))
     facts = config | {"torch": torch.__version__, "the code's digest": code, "host": socket.gethostname()}
     weights = Path(config.get("init_from", "").removeprefix("auto:"))
-    if (weights / "config.json").exists():  # a model of transformers; checkpoints of a run: search.check_same
+    if (weights / "config.json").exists():  # of transformers; search.check_same compares checkpoints
         sizes = [(path.name, path.stat().st_size) for path in sorted(weights.glob("*.*"))]
         facts |= {
             "the weights' digest": zlib.crc32(f"{sizes}{(weights / 'config.json').read_text()}".encode())
@@ -47,12 +44,11 @@ def start_facts(config: dict) -> dict:
 
 def check_alike(facts: list[dict]) -> None:
     """
-    Compare the start_facts of all ranks: with different ones they would train weights that drift apart. Paths
-    may differ between machines, that of a folder in init_from too, and a run name for wandb may contain the
-    time.
+    Compare the start_facts of all ranks: with different facts, they would train weights that drift apart.
+    Paths may differ between machines, also the path in init_from. A run name for wandb may contain the time.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the facts differ.
     """
     may_differ = {"out_dir", "dataset", "host", "alert_command", "has_weights"}
     if all(f.get("has_weights") for f in facts):

@@ -1,10 +1,10 @@
 """
-Imported before torch: how OpenMP's threads wait.
+Choose how OpenMP's threads wait; imported before torch.
 
-libgomp's threads spin while they wait for work. On cores that other processes keep busy that slows everyone
-down: two CPU runs at once took 125 ms a step instead of 19, and 30 with the passive policy. An idle machine
-gains nothing from it (25 instead of 19), so it is set only if others are busy. libgomp reads the variable
-when torch is imported.
+libgomp's threads spin while they wait for work. On cores that other processes keep busy, this slows all
+processes down: two CPU runs at once took 125 ms a step instead of 19, and 30 with the passive policy. On an
+idle machine the passive policy is slower (25 instead of 19), so it is set only if other processes are busy.
+libgomp reads the variable when torch is imported.
 """
 
 import os
@@ -14,8 +14,8 @@ from contextlib import suppress
 
 def busy_cores(seconds: float = 0.03) -> float:
     """
-    How many cores other processes keep busy (Linux; 0 elsewhere): the fewest runnable threads seen, less our
-    own.
+    Return how many cores other processes keep busy (Linux; 0 elsewhere): the fewest runnable threads seen,
+    without this process's.
     """
     with suppress(OSError, ValueError, IndexError):
         end, fewest = time.monotonic() + seconds, float("inf")

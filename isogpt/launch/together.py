@@ -1,4 +1,4 @@
-"""How ranks decide together: gather, broadcast, and leaving together if one of them found an error."""
+"""What all ranks do together: gather, broadcast, and exit if one of them found an error."""
 
 import os
 import sys
@@ -19,8 +19,8 @@ from isogpt.common import console
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
-NOTE_S = 60.0  # until rank 0 says that it waits for files
-LEAVE_TIMEOUT = timedelta(seconds=10)  # for the other ranks to report their errors
+NOTE_S = 60.0  # seconds until rank 0 says that it waits for files
+LEAVE_TIMEOUT = timedelta(seconds=10)  # time for the other ranks to report their errors
 
 
 def is_main() -> bool:
@@ -29,7 +29,7 @@ def is_main() -> bool:
 
 
 def gather_objects(value: object) -> list:
-    """`value` of every rank, by rank (all ranks)."""
+    """Gather `value` from every rank, by rank (all ranks)."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -38,7 +38,7 @@ def gather_objects(value: object) -> list:
 
 
 def broadcast(value: object) -> object:
-    """Rank 0's `value` (all ranks)."""
+    """Return rank 0's `value` (all ranks)."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
@@ -47,9 +47,9 @@ def broadcast(value: object) -> object:
 
 def wait_together(future: Future | None) -> None:
     """
-    Wait until every rank's future is done; None counts as done (all ranks). The ranks meet once a second, so
-    that a disk slower than the collectives' timeout ends no run. Rank 0 says from time to time whose disk it
-    is.
+    Wait until every rank's future is done; None counts as done (all ranks). The ranks communicate once a
+    second, so that a disk slower than the collectives' timeout does not end a run. Rank 0 says periodically
+    which rank's disk is slow.
     """
     began, note_s, waiting = time.monotonic(), NOTE_S, [None]
     while waiting:
@@ -81,19 +81,18 @@ class Gathered(Generic[Numbers]):
     kind: type[Numbers]
     columns: Tensor  # (fields, world_size) on the device
     copy: Tensor  # the same on the CPU, once it has arrived
-    arrived: torch.cuda.Event | None  # None: it is there
+    arrived: torch.cuda.Event | None  # None: the copy is complete
 
     def on(self, device: torch.device) -> Numbers:
         """
-        The same NamedTuple with tensors (world_size,) for computations on a device, which need not wait for
-        them.
+        Return the same NamedTuple with tensors (world_size,) for computations on a device, without waiting.
         """
         return self.kind(*self.columns) if device == self.columns.device else self.read()
 
     def read(self) -> Numbers:
         """
-        The same NamedTuple with float64 CPU tensors (world_size,). The first call waits for what precedes
-        them.
+        Return the same NamedTuple with float64 CPU tensors (world_size,). The first call waits for the
+        device.
         """
         if self.arrived:
             self.arrived.synchronize()
@@ -103,8 +102,7 @@ class Gathered(Generic[Numbers]):
 
 def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
     """Gather a NamedTuple of scalars from every rank (all ranks): the one small collective of a step."""
-    # numbers of the CPU go to the device in one copy from pinned memory: each other copy would wait for the
-    # device
+    # numbers on the CPU go to the device in one copy from pinned memory: any other copy waits for the device
     is_there = [torch.is_tensor(v) and v.device.type == device.type for v in numbers]
     mine = torch.tensor(
         [0.0 if there else float(v) for there, v in zip(is_there, numbers, strict=True)],
@@ -118,7 +116,7 @@ def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
     rows = mine
     if dist.is_initialized() and dist.get_world_size() > 1:
         rows = mine.new_empty(dist.get_world_size() * len(mine))
-        # the name since torch 2.13, which warns about the old one; 2.11 has only the old one
+        # the name since torch 2.13, which warns about the old name; torch 2.11 provides only the old name
         getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, mine)
     columns = rows.view(-1, len(mine)).T  # (fields, world_size)
     # from a GPU the copy goes to pinned memory, behind what has been queued so far
@@ -146,7 +144,7 @@ def restarts_left() -> int:
 
 def about_restarts() -> str:
     """
-    A line to print after an error message under torchrun, which repeats a user's mistake at each restart; or
+    Return a line to print after an error message if torchrun will repeat a user's mistake at restarts; else
     ''.
     """
     left = restarts_left()
@@ -166,12 +164,12 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     """
     Run a block that can fail on any rank (all ranks; no collectives inside). If it raised ValueError or
     OSError on any of them, rank 0 prints each distinct message once and all ranks exit with status 1. Any
-    other exception, such as a bug or running out of memory, is raised again on the first rank that has it.
-    Rank 0 names this rank, and the other ranks exit.
+    other exception, such as a bug or running out of memory, is raised again on the first rank where it
+    occurred. Rank 0 names this rank, and the other ranks exit.
 
     Args:
         on_error: called with the messages before the exit, for instance to log them. The crash hook of a rank
-            that raises again logs by itself.
+            that raises again does its own logging.
     """
     problem = unexpected = None
     try:
@@ -188,7 +186,7 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     problems = [p for p, _ in gathered]
     rank = dist.get_rank() if dist.is_initialized() else 0
     raises_again = unexpected and not any(is_unexpected for _, is_unexpected in gathered[:rank])
-    own = problem if raises_again else None  # is reported with its traceback
+    own = problem if raises_again else None  # reported with a traceback
     messages = [p for p in dict.fromkeys(problems) if p and p != own]
     if on_error and messages and not raises_again:
         on_error("; ".join(messages))
@@ -205,8 +203,8 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     if not dist.is_initialized():
         sys.exit(1)
     with suppress(RuntimeError):  # other ranks may have left already
-        # a rank that leaves early makes the launcher kill those that have not printed yet. A number on the
-        # CPU, since a barrier would use the GPU, which may be what has failed
+        # a rank that leaves early makes the launcher kill ranks that have not printed yet. The number is on
+        # the CPU, since a barrier would use the GPU, which may have failed
         dist.all_reduce(torch.zeros(1), async_op=True).wait(LEAVE_TIMEOUT)
     # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
     sys.stdout.flush()
@@ -215,9 +213,9 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
 
 def do_together(work: Callable[[], Result], on_error: Callable[[str], object] | None = None) -> Result:
     """
-    What `work` returns on this rank (all ranks; no collectives inside). It may take longer than the
-    collectives' timeout, on some ranks only, such as reading files: it runs in a thread, and the ranks meet
-    meanwhile. Exits like exit_together.
+    Return what `work` returns on this rank (all ranks; no collectives inside). `work`, such as reading files,
+    runs in a thread, while the ranks communicate: on some ranks it may take longer than the collectives'
+    timeout. Exits like exit_together.
     """
     thread = {}
     if torch.cuda.is_initialized():  # a new thread would use GPU 0

@@ -1,4 +1,4 @@
-"""Passing events to the user's command."""
+"""Alerts: pass a run's events to the user's command."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ from isogpt.launch.launchers import environment_without_launcher
 
 def alert(command: str, record: dict, wait_s: float = 0) -> None:
     """
-    Run the user's command with a line of JSON on its standard input (rank 0). Its failure does not stop the
-    run.
+    Run the user's command with a line of JSON on standard input (rank 0). A failure of the command does not
+    stop the run.
     """
     if not command:
         return

@@ -1,4 +1,4 @@
-"""Detecting loss spikes and slow ranks."""
+"""Detect loss spikes, repeated overflows and slow ranks."""
 
 import statistics
 from collections import deque
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass
 class LossSpikes:
-    """Detects a loss far above those of the last hundred logged steps."""
+    """Detects a loss far above the losses of the last hundred logged steps."""
 
     losses: deque = field(default_factory=lambda: deque(maxlen=100))
 
@@ -26,21 +26,21 @@ class Overflows:
     Detects float16 steps that are skipped in succession: the gradient overflows whatever the loss scale is.
     """
 
-    patience: int = 8  # the first steps of a run often overflow; by then the scale has fallen to 1/256
+    patience: int = 8  # a run's first steps often overflow; after 8 steps the scale is 1/256
     count: int = 0
 
     def seen(self, is_finite: bool) -> bool:
-        """Whether this step is the last of `patience` skipped ones; once in each succession."""
+        """Whether this step is the last of `patience` skipped steps; True once in each succession."""
         self.count = 0 if is_finite else self.count + 1
         return self.count == self.patience
 
 
 @dataclass
 class SlowRanks:
-    """Detects a rank that stays well above the others in its own forward time, in data wait or in memory."""
+    """Detects a rank that stays well above the others in forward time, in data wait or in memory."""
 
     patience: int = 20  # consecutive logged steps
-    counts: dict = field(default_factory=dict)  # by (column, rank)
+    counts: dict = field(default_factory=dict)  # consecutive steps by (column, rank)
 
     def seen(self, columns: dict[str, list[float]]) -> list[str]:
         """
@@ -48,7 +48,7 @@ class SlowRanks:
             columns: what was measured -> its value by rank.
 
         Returns:
-            a sentence for each rank that has been above the others for `patience` steps; once each time.
+            A sentence for each rank that has been above the others for `patience` steps; once each time.
         """
         found = []
         for what, values in columns.items():

@@ -1,4 +1,4 @@
-"""The loss over fixed sequences, divided among the ranks."""
+"""Evaluation: the loss over fixed sequences, divided over the ranks."""
 
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -32,11 +32,11 @@ def evaluate(
     checkpoint_s: float,
 ) -> tuple[float, float] | None:
     """
-    Mean losses over the fixed sequences of the training and the validation data (all ranks); None if a stop
-    was requested. The host waits for a GPU once, at the end.
+    Compute the mean losses over fixed sequences of the training and the validation data (all ranks). Returns
+    None if a stop was requested. The host waits for a GPU only at the end.
 
     Args:
-        sequences: how many of each split.
+        sequences: number of sequences of each split.
         checkpoint_s: how long a checkpoint takes, see Stop.code.
 
     Raises:
@@ -52,7 +52,7 @@ def evaluate(
                     sums[split] += model(x, y, 1.0)[1].to(number_dtype(device))  # the sum over the targets
                 if stop.in_evaluation(i, device, checkpoint_s):
                     break
-        # raised after the last micro-batch: this rank has computed as many as the others
+        # raised after the last micro-batch: this rank has computed as many micro-batches as the others
         except DataError as e:
             problems.append(str(e))
         if stop.agreed:
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def raise_together(problem: str) -> None:
-    """Raise DataError on all ranks if any of them found a problem; '' is none (all ranks)."""
+    """Raise DataError on all ranks if any rank found a problem; '' is no problem (all ranks)."""
     found = gather_objects(problem)
     ranks = {
         text: ", ".join(str(r) for r, other in enumerate(found) if other == text) for text in found if text

@@ -1,5 +1,5 @@
 """
-Logging: the console, metrics.jsonl, wandb, TensorBoard, the user's alert command, and the plot of the loss
+The logger: console, metrics.jsonl, wandb, TensorBoard, the user's alert command, and the plot of the loss
 curve.
 """
 
@@ -47,7 +47,7 @@ FINAL_EVENTS = ("end", "preempted", "failed")  # the alert command gets time to 
 @dataclass
 class Logger:
     """
-    Everything that a run reports. On ranks other than 0 its methods only count the traffic and the steps.
+    Everything that a run reports. On ranks other than 0, the methods only count the bytes sent and the steps.
 
     metrics.jsonl gets a line for each logged step, evaluation and event. wandb and TensorBoard get the steps
     and the evaluations, the alert command the events.
@@ -66,12 +66,12 @@ class Logger:
     wandb: Any = None
     summary_writer: type | None = None  # TensorBoard's SummaryWriter, if it is used
     tensorboard: Any = None
-    owner: str = ""  # of the run's folder, like Saver's: known before the file is opened
+    owner: str = ""  # owner of the run's folder, like Saver.owner: known before the file is opened
     is_full: bool = False  # whether a line of metrics.jsonl could not be written
     # when the run before a resume wrote its last line, in seconds since the epoch
     interrupted_at: float | None = None
     began: float = 0.0
-    steps_taken: int = 0  # since then; after a rollback more than the difference of the steps' numbers
+    steps_taken: int = 0  # steps taken by this process, including steps that a rollback repeats
     spikes: LossSpikes = field(default_factory=LossSpikes)
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     overflows: Overflows = field(default_factory=Overflows)
@@ -92,16 +92,18 @@ class Logger:
         interrupted.
         """
         records = self.cut_back()
-        with suppress(LookupError, TypeError, ValueError):  # no records, or someone else's
+        with suppress(LookupError, TypeError, ValueError):  # there are no records, or not ours
             if self.progress.step:
                 self.interrupted_at = datetime.fromisoformat(records[-1]["time"]).timestamp()
 
     def cut_back(self) -> list[dict]:
         """
-        Open the logs at progress.step (rank 0): without lines of this step and later ones, which are going to
-        be repeated, and without torn lines. Events stay. So does the evaluation of this step's state if it is
-        not going to be repeated, because it was made at the end of a run. Returns the records that were in
+        Cut the logs back to progress.step and open them (rank 0); returns the records that were in
         metrics.jsonl.
+
+        Lines of this and later steps, which will be repeated, are removed, and so are torn lines. Events
+        stay. The evaluation of this step's state stays if it will not be repeated, because it was made at the
+        end of a run.
         """
         if not self.ranks.is_main:
             return []
@@ -116,14 +118,14 @@ class Logger:
             evaluation = [r for r in records if "val_loss" in r and r.get("iter") == step][-1:]
         kept += evaluation
         write_whole(path, "".join(json.dumps(r) + "\n" for r in kept))
-        self.file = open(path, "ab", buffering=0)  # unbuffered: a line is in the file, or there is an error
+        self.file = open(path, "ab", buffering=0)  # unbuffered: a line is written, or there is an error
         if self.summary_writer:
             if self.tensorboard:
                 self.tensorboard.close()
             self.tensorboard = self.summary_writer(
                 Path(self.out_dir, "tensorboard"), purge_step=self.progress.step
             )
-            for r in evaluation:  # purged too
+            for r in evaluation:  # TensorBoard purges this evaluation, too
                 for name in ("train", "val"):
                     self.tensorboard.add_scalar(f"{name}/loss", r[f"{name}_loss"], step)
         return records
@@ -131,10 +133,10 @@ class Logger:
     def start_services(self, config: dict) -> None:
         """
         Start a wandb run, or continue the one in progress.wandb_id, and check that TensorBoard is installed
-        (rank 0), before anything on disk is changed.
+        (rank 0). This happens before anything on disk is changed.
 
         Raises:
-            ValueError: one of them is not installed or cannot start.
+            ValueError: wandb or TensorBoard is not installed or cannot start.
         """
         if config["tensorboard_log"]:
             try:
@@ -150,7 +152,7 @@ class Logger:
 
             resume = "allow" if run_id else None
             self.wandb = wandb.init(project=project, name=name, id=run_id, resume=resume, config=config)
-        except Exception as e:  # wandb's errors have no common base class but Exception
+        except Exception as e:  # Exception is the only common base class of wandb's errors
             reason = " ".join(str(e).split())
             raise ValueError(
                 f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False"
@@ -158,7 +160,7 @@ class Logger:
         self.progress.wandb_id = self.wandb.id
 
     def describe_speed(self, flops_per_token: float, peak_flops: float | None, peak_source: str) -> None:
-        """What the MFU is computed from."""
+        """Record what the MFU is computed from."""
         self.flops_per_step = flops_per_token * self.progress.tokens_per_step
         self.peak_flops, self.peak_source = peak_flops, peak_source
 
@@ -237,14 +239,12 @@ class Logger:
             self.print(f"threads: {threads.NOTE}")
 
     def notes(self, notes: list[str]) -> None:
-        """Print what a user should know about the settings, a line each."""
+        """Print what a user should know about the settings, a line for each note."""
         for note in notes:
             self.print(f"note:    {note}")
 
     def start(self, eval_only: bool) -> None:
-        """
-        The first step is about to begin: the remaining time is estimated, and traffic counted, from here.
-        """
+        """Start to estimate the remaining time and to count bytes sent, just before the first step."""
         self.began, step = time.perf_counter(), self.progress.step
         if step > self.max_iters and not eval_only:
             hint = f"to continue, set --max_iters={2 * step} or so"
@@ -279,8 +279,9 @@ class Logger:
 
     def reopen(self) -> bool:
         """
-        Open metrics.jsonl again after it was deleted or replaced (rank 0). Returns whether it is still this
-        run's: a run that resumes in the same folder has replaced it, and two runs must not write to one file.
+        Open metrics.jsonl again after the file was deleted or replaced (rank 0). Returns whether the file is
+        still this run's: a run that resumes in the same folder replaces the file, and two runs must not write
+        to one file.
         """
         name = self.file.name
         self.file.close()
@@ -297,7 +298,7 @@ class Logger:
         return True
 
     def folder_lost(self, reason: str) -> None:
-        """Report that the run's folder is not the one that it had, see Saver.check; '': it is."""
+        """Report that the run's folder was lost, see Saver.check; '': it was not lost."""
         if reason:
             self.print(f"warning: {reason}")
             self.event("folder_lost", reason=reason)
@@ -321,7 +322,7 @@ class Logger:
 
     def step(self, numbers: StepNumbers, lr: float, log_interval: int, routing: Tensor | None) -> None:
         """
-        Report a step, and a loss spike or a slow rank if there is one. `routing`: see
+        Report a step, and a loss spike or a slow rank if there is one. For `routing` see
         parallelize.take_routing.
         """
         self.steps_taken += 1
@@ -382,9 +383,7 @@ class Logger:
             )
 
     def plot(self) -> str:
-        """
-        Plot the loss curve; returns a sentence about it. No error while drawing is a reason to stop a run.
-        """
+        """Plot the loss curve; returns a sentence about the plot. Errors while drawing do not stop a run."""
         try:
             return f"the loss curve: {plot_loss(Path(self.out_dir))}" if self.ranks.is_main else ""
         except ImportError:
@@ -403,7 +402,7 @@ class Logger:
         self.print(plot)
 
     def end(self, stop: Stop | None, spans_ms: dict) -> None:
-        """Record the end of the run, or the reason why it stopped before, and close the files."""
+        """Record the end of the run, or the reason why the run stopped early, and close the files."""
         if stop:
             has_checkpoint = is_run(str(self.out_dir))
             hint = (

@@ -1,4 +1,4 @@
-"""The policy for steps whose loss or gradient is not finite."""
+"""The policy for steps whose loss or gradient is not finite: skip the step, roll back, or stop."""
 
 import math
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class NanPolicy:
     on_nan: str  # stop or skip
     patience: int  # consecutive steps until a rollback
     max_rollbacks: int
-    consecutive: list[int] = field(default_factory=list)  # the steps since the last finite one
+    consecutive: list[int] = field(default_factory=list)  # the steps since the last finite step
     rollbacks: int = 0
 
     def decide(self, step: int) -> str:
@@ -40,8 +40,9 @@ class NanPolicy:
 
     def accepts(self, numbers: StepNumbers) -> bool:
         """
-        Whether the step needs no report (the same on all ranks): it is finite, or it is a float16 step whose
-        gradient overflowed because of the loss scale, which is then halved. A scale of 1 cannot be the cause.
+        Whether the step needs no report (the same on all ranks). A finite step needs none. Neither does a
+        float16 step whose gradient overflowed because of the loss scale, which is then halved. A scale of 1
+        cannot be the cause.
         """
         accepted = bool(numbers.is_finite or (numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1))
         if accepted:
@@ -61,7 +62,7 @@ class NanPolicy:
         Report a step that is not finite and move past it (all ranks).
 
         Returns:
-            the checkpoint to roll back to; None if the step is skipped. Exits if the run cannot continue.
+            The checkpoint to roll back to; None if the step is skipped. Exits if the run cannot continue.
         """
         text, facts = describe_not_finite(progress.step, numbers, model, reader)
         logger.event("not_finite", **facts)
@@ -79,8 +80,8 @@ class NanPolicy:
 
     def find_rollback(self, text: str, saver: Saver, logger: Logger) -> FoundCheckpoint:
         """
-        The checkpoint to roll back to (all ranks; rank 0 looks). Damaged ones are reported. Exits with a
-        message that begins with `text` if there is none.
+        Find the checkpoint to roll back to (all ranks; rank 0 looks). Damaged checkpoints are reported. Exits
+        with a message that begins with `text` if there is no checkpoint.
         """
         found, reports = do_together(partial(look_for_rollback, saver), logger.failed)
         for report in reports:
@@ -110,7 +111,7 @@ class NanPolicy:
 
 
 def look_for_rollback(saver: Saver) -> tuple[FoundCheckpoint | None, list[str]]:
-    """What folder.find_rollback returns, on rank 0; nothing on the other ranks."""
+    """Return what folder.find_rollback returns, on rank 0; nothing on the other ranks."""
     return folder.find_rollback(saver.out_dir, saver.owner) if is_main() else (None, [])
 
 
@@ -118,14 +119,15 @@ def describe_not_finite(
     step: int, numbers: StepNumbers, model: nn.Module, reader: Reader
 ) -> tuple[str, dict]:
     """
-    Which ranks had a loss that is not finite, what they read and the largest gradients (all ranks).
+    Describe which ranks computed a loss that is not finite, what they read, and the largest gradients (all
+    ranks).
 
     Returns:
         (a sentence for the user, the facts for metrics.jsonl)
     """
     everyone, starts = range(len(numbers.loss)), reader.starts(step)
     guilty = [r for r in everyone if not numbers.loss[r].isfinite()] or list(everyone)
-    rows_read = {}  # by rank, where its rows start
+    rows_read = {}  # where each rank's rows start
     for r in guilty:
         share = reader.share_of_rank(r)
         picked = [share.pick(starts, m) for m in range(share.micro_steps)]

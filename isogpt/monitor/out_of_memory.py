@@ -1,4 +1,4 @@
-"""Running out of memory: explaining it, and continuing with smaller micro-batches."""
+"""Out of memory: explain why, and continue with smaller micro-batches at the next start."""
 
 import sys
 from pathlib import Path
@@ -25,17 +25,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader, cost: dict) -> None:
     """
-    Install an excepthook that prints a message instead of a traceback if it can explain the exception, from
-    when it is known what takes memory; until then Watchdog.start has installed one for lost ranks.
+    Install an excepthook that prints a message instead of a traceback if it can explain the exception. It
+    replaces the hook of Watchdog.start, which explains lost ranks, as soon as it is known what takes memory.
 
-    Out of memory: the first rank with this problem prints what the memory consists of and what would reduce
-    it. Often all ranks run out alike, but the last stage of a pipeline computes the loss, and other programs
-    may use a GPU. In the first steps the rank also records half of the rows as the micro-batch size, so that
-    the same command, repeated or restarted by torchrun --max-restarts, continues.
+    When memory runs out, the first rank with this problem prints what the memory consists of and what would
+    reduce it. Often all ranks run out alike, but the last stage of a pipeline computes the loss, and other
+    programs may use a GPU. In the first steps the rank also records half of the rows as the micro-batch size,
+    so that the same command, repeated or restarted by torchrun --max-restarts, continues.
 
     Args:
         job: what the recorded micro-batch size applies to.
-        reader: with the rows of each rank.
+        reader: contains the rows of each rank.
         cost: the arguments of memory.memory_report.
     """
     first_step, rank = watchdog.progress.step, watchdog.ranks.rank
@@ -51,7 +51,7 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
             explain_out_of_memory(error)
 
     def explain_out_of_memory(error: BaseException) -> None:
-        is_allocating = watchdog.clock.doing == "the start"  # the model and its optimizer
+        is_allocating = watchdog.clock.doing == "the start"  # allocating the model and the optimizer
         rows, most = reader.share.rows, max(reader.share.rows_of)
         cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
         name = rank_names(watchdog.ranks.hosts)[rank]
@@ -75,10 +75,10 @@ MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running ou
 
 def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:
     """
-    The micro-batch size to use: batch_size, or the smaller one that a previous attempt at the same job, see
-    memory.job_of, recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
-    The rank that ran out of memory may be on another machine: all ranks look, and the smallest size of all
-    ranks is used.
+    Return the micro-batch size to use: batch_size, or a smaller size that an attempt at the same job (see
+    memory.job_of) recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
+    The rank that ran out of memory may be on a different machine: all ranks look, and the smallest size is
+    used.
     """
     rows = recorded(Path(out_dir) / MICRO_BATCH, job)
     return min(batch_size, rows) if isinstance(rows, int) else batch_size

@@ -9,7 +9,8 @@ from isogpt.common.files import read_records, write_whole
 
 def plot_loss(out_dir: Path) -> Path:
     """
-    Plot metrics.jsonl to loss.png: the loss of each logged step, and the evaluations. Raises nearly anything.
+    Plot metrics.jsonl to loss.png: the loss of each logged step, and the evaluations. Can raise nearly any
+    exception.
     """
     from matplotlib.figure import Figure
 
@@ -24,7 +25,7 @@ def plot_loss(out_dir: Path) -> Path:
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
-    # $ is no formula
+    # a $ in the name does not begin a formula
     axes.set_title(os.fsencode(out_dir.resolve().name).decode(errors="replace"), parse_math=False)
     if axes.lines:
         axes.legend()

@@ -10,7 +10,7 @@ from isogpt.training.step_numbers import StepNumbers
 
 
 def as_json(record: dict) -> dict:
-    """The record with nan and infinity as strings, 'nan' and 'inf': JSON has neither."""
+    """Return the record with nan and infinity as strings, 'nan' and 'inf': JSON knows neither."""
     return json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
 
 
@@ -18,11 +18,11 @@ def step_record(
     progress: Progress, numbers: StepNumbers, lr: float, flops_per_step: float, peak_flops: float | None
 ) -> dict:
     """
-    A step's record. The loss is the mean over the ranks, which is the mean over the global batch. Since a
-    mean hides a slow rank, times and memory have the maximum over the ranks too.
+    Return a step's record. The loss is the mean over the ranks, which is the mean over the global batch.
+    Since a mean hides a slow rank, times and memory also contain the maximum over the ranks.
 
     Args:
-        numbers: (world_size,) each.
+        numbers: tensors (world_size,).
     """
     mean = StepNumbers(*(values.mean().item() for values in numbers))
     most = StepNumbers(*(values.max().item() for values in numbers))
@@ -48,9 +48,9 @@ def step_record(
 
 def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
     """
-    What the routers have done: tokens of an expert in a step, least, mean and most over all layers; mean
-    entropy of the routers' probabilities in nats; the auxiliary loss; and experts without a token, as
-    layer.expert.
+    Return the routers' statistics. These are the fewest, mean and most tokens of an expert in a step over all
+    layers; the mean entropy of the routers' probabilities in nats; the auxiliary loss; and experts without a
+    token, as layer.expert.
 
     Args:
         routing: from parallelize.take_routing (L, E + 2).
@@ -94,7 +94,7 @@ def routing_text(record: dict) -> str:
 
 
 def duration(seconds: float) -> str:
-    """1:02:03 or 2:03."""
+    """Format seconds as 1:02:03 or 2:03."""
     minutes, s = divmod(int(seconds + 0.5), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

@@ -1,4 +1,4 @@
-"""Stopping on request: signals and the time limit."""
+"""Stop on request: signals and the time limit."""
 
 import os
 import signal
@@ -13,13 +13,14 @@ from isogpt.launch.launchers import agent_start
 from isogpt.launch.together import Gathered, Number, gather_number, gather_numbers
 
 PROCESS_START = time.monotonic()  # approximately
-TIME_IS_UP = -1  # Stop.code for the time limit; signals have positive numbers
-EXIT_S = 1.0  # reserved for leaving the process group and exiting
+TIME_IS_UP = -1  # Stop.code for the time limit; signals are positive numbers
+EXIT_S = 1.0  # seconds reserved for leaving the process group and exiting
 
 
 def running_s() -> float:
     """
-    Seconds since the start of this process, or of torchrun's agent, which may have restarted it (Linux).
+    Return the seconds since the start of this process, or of torchrun's agent, which may have restarted the
+    process (Linux).
     """
     started = agent_start()
     if started is not None:
@@ -41,9 +42,10 @@ class Stop:
 
     def code(self, step_s: float = 0.0, checkpoint_s: float = 0.0) -> int:
         """
-        0: continue; a signal's number; or TIME_IS_UP if the time left is not enough for another step, which
-        may take twice as long as the last one, and two checkpoints: one that may be under way, and the final
-        one.
+        Return 0 to continue, a signal's number, or TIME_IS_UP.
+
+        The time is up if it is too short for a step, which may take twice as long as the last step, and two
+        checkpoints. One checkpoint may be under way, and the final checkpoint follows.
         """
         needed = EXIT_S + 2 * step_s + 2 * checkpoint_s
         is_late = self.time_limit_s and running_s() + needed > self.time_limit_s
@@ -51,36 +53,36 @@ class Stop:
 
     def decide(self, codes: torch.Tensor) -> int:
         """
-        What all ranks stop by, from every rank's code: a signal takes precedence over TIME_IS_UP; 0:
-        continue.
+        Decide from every rank's code why all ranks stop; 0: continue. A signal takes precedence over
+        TIME_IS_UP.
         """
         self.agreed = int(codes.max() or codes.min())
         return self.agreed
 
     def in_evaluation(self, micro_batch: int, device: torch.device, checkpoint_s: float) -> bool:
         """
-        Whether to stop, asked after each micro-batch of an evaluation (all ranks). With a GPU, the ranks ask
-        each other at every fourth one and read the answer four later: reading it at once would wait for all
-        queued work.
+        Whether to stop; called after each micro-batch of an evaluation (all ranks). With a GPU, the ranks ask
+        each other at every fourth micro-batch and read the answer four micro-batches later: reading at once
+        would wait for all queued work.
         """
         if device.type == "cpu":
             return self.decide(gather_number(self.code(checkpoint_s=checkpoint_s), device)) != 0
         if micro_batch % 4:
             return False
-        answer = self.asked if micro_batch else None  # at the first micro-batch: of an earlier evaluation
+        answer = self.asked if micro_batch else None  # not the codes of an earlier evaluation
         self.asked = gather_numbers(Number(self.code(checkpoint_s=checkpoint_s)), device)
         return answer is not None and self.decide(answer.read().value) != 0
 
     def reason(self) -> str:
-        """The agreed code's name."""
+        """The name of the agreed code."""
         return "time_limit_s" if self.agreed == TIME_IS_UP else signal.Signals(self.agreed).name
 
 
 def watch_signals(time_limit_s: float = 0) -> Stop:
     """
-    From now on SIGTERM, SIGUSR1 and SIGINT are recorded in the returned Stop, which all ranks check together.
-    A second SIGINT, more than a second later, ends the process at once: a single Ctrl-C often arrives twice,
-    from the terminal and from the launcher.
+    Record SIGTERM, SIGUSR1 and SIGINT in the returned Stop, which all ranks check together. A second SIGINT,
+    more than a second later, ends the process at once: a single Ctrl-C often arrives twice, from the terminal
+    and from the launcher.
     """
     stop = Stop(time_limit_s)
 

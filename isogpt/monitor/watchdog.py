@@ -1,7 +1,4 @@
-"""
-The watchdog names the rank that failed or hung, and the crash hook turns exceptions into messages that say
-what to do.
-"""
+"""The watchdog, which names a rank that failed or hung, and the crash hook, which explains exceptions."""
 
 import json
 import os
@@ -40,16 +37,18 @@ CONNECTION_LOST = (
     "communicator was aborted",
 )
 STORE_TIMEOUT_S = 5
-SILENT_S = 8  # how long a rank is silent before it counts as failed, if others also wait for something
+SILENT_S = 8  # seconds of silence after which a rank counts as failed, if other ranks also wait for something
 
 
 @dataclass
 class Watchdog:
     """
-    One thread of each rank writes its position to the store four times a second and looks whether the next
-    rank does. Another ends the process if the main thread makes no progress: for timeout_s while `armed`, for
-    instance in a hung collective, or for a moment after another rank has failed. Gloo notices a lost
-    connection by itself, NCCL does not.
+    Two threads that watch this rank and the next rank.
+
+    One thread writes the rank's position to the store four times a second, and checks that the next rank does
+    the same. The other thread ends the process if the main thread makes no progress: for timeout_s while
+    `armed` (for instance in a hung collective), or for a moment after a different rank has failed. Gloo
+    notices a lost connection, NCCL does not.
 
     With a single process there is nothing to watch, but the crash hook uses the same report.
     """
@@ -60,11 +59,11 @@ class Watchdog:
     clock: Clock
     logger: Logger
     saver: Saver | None = None  # known before the first checkpoint
-    default_hook: Callable | None = None  # the excepthook that was there before ours
-    # disarmed while a step may take long: compilation at the first, a slow disk at a checkpoint
+    default_hook: Callable | None = None  # the excepthook that ours replaced
+    # disarmed while a step may take long: compilation in the first step, a slow disk at a checkpoint
     armed: bool = False
     store: dist.Store | None = None
-    has_failed: bool = False  # whether another rank has
+    has_failed: bool = False  # whether a different rank has failed
     silent: list[int] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
@@ -72,13 +71,13 @@ class Watchdog:
 
     def start(self) -> None:
         """
-        Install an excepthook that names lost ranks; connect to the store if there are others; start the
+        Install an excepthook that names lost ranks; connect to the store if there are other ranks; start the
         threads.
         """
         install(self, partial(explain_failure, self))
         if self.ranks.world_size == 1 or not self.ranks.store:
             return
-        # a connection of its own, since a request blocks all others on the same connection
+        # a separate connection, since a request blocks all others on the same connection
         self.store = dist.PrefixStore(self.ranks.start, connect_store(self.timeout_s))
         self.store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         # two threads: if the network is cut, a request to the store may never return
@@ -110,7 +109,7 @@ class Watchdog:
         next_rank = (self.ranks.rank + 1) % self.ranks.world_size
         before, unchanged, reached = None, 0, time.monotonic()
         for number in count():
-            with suppress(Exception):  # the store ends with rank 0 or its agent
+            with suppress(Exception):  # the store ends with rank 0 or with the agent
                 self.store.set(f"beat/{self.ranks.rank}", json.dumps([number, self.position()[1]]))
                 if number % 4 == 0:
                     now = (
@@ -135,15 +134,17 @@ class Watchdog:
         return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
 
     def errors(self) -> dict[int, str]:
-        """{rank: the error that ends it} of the ranks that have announced one."""
+        """{rank: the error that ends the rank}, for ranks that have announced an error."""
         keys = {rank: f"error/{rank}" for rank in range(self.ranks.world_size)}
         return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
 
     def find_silent(self) -> str:
-        """Which ranks do not respond and where each one was: compares two looks that are some beats apart."""
+        """
+        Which ranks do not respond and where each rank was: compares two looks that are some beats apart.
+        """
         names = rank_names(self.ranks.hosts)
         self.store.set(f"left/{self.ranks.rank}", "")
-        self.store.set("failed", "")  # the others report too, while rank 0's store is there
+        self.store.set("failed", "")  # the others also report, while rank 0's store exists
         before = self.beats()
         time.sleep(1.5)
         after = self.beats()
@@ -162,12 +163,12 @@ class Watchdog:
 
     def ask(self, question: Callable[[], str], wait_s: float) -> str:
         """
-        The answer to a question that needs the store, which may be unreachable: then a request may never
-        return.
+        Return the answer to a question that needs the store, which may be unreachable: then a request may
+        never return.
         """
         try:
             return network.answer_of(question, wait_s)
-        except Exception:  # the store's, or TimeoutError
+        except Exception:  # an error of the store, or TimeoutError
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             return f"the store of rank 0 or its agent at {address} does not respond"
 
@@ -180,7 +181,7 @@ class Watchdog:
         cause = self.ask(self.find_silent, 6 + len(names) / 50) if self.store else ""
         text = f"{names[self.ranks.rank]} at {self.position()[1]}: {problem}; {cause}"
         print(f"error: {text}", file=sys.stderr, flush=True)
-        # in a thread: if the file system of metrics.jsonl is the cause, writing to it does not return either
+        # in a thread: if the file system of metrics.jsonl is the cause, writing does not return either
         self.ask(partial(self.logger.failed, text), 15)
         if self.store:
             self.ask(self.let_others_finish, 5)
@@ -196,8 +197,8 @@ class Watchdog:
 
     def is_first(self, problem: str) -> bool:
         """
-        Whether no other rank has asked this about a problem before: many ranks may have the same one, and one
-        of them explains it. Also True if the store does not respond.
+        Whether no other rank has asked this about a problem before: many ranks may meet the same problem, and
+        one rank explains it. Also True if the store does not respond.
         """
         if not self.store:
             return True
@@ -205,20 +206,20 @@ class Watchdog:
         return number == "1" or not number.isdigit()
 
     def finish_checkpoint(self) -> None:
-        """Wait for a checkpoint under way if this rank can complete it alone: it is worth having."""
+        """Wait for a checkpoint under way if this rank can complete the checkpoint alone."""
         if self.saver and self.saver.writes_alone():
             self.logger.saved(self.saver.wait())
 
     def announce(self, key: str, value: str = "") -> None:
         """
-        Tell the other ranks that the run has failed here (key "failed"), why ("error/N"), or that rank N has
-        left ("left/N").
+        Tell the other ranks that the run has failed here (key "failed"), why (key "error/N"), or that rank N
+        has left (key "left/N").
         """
         if self.store:
             self.ask(partial(self.store.set, key, value), STORE_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Stop watching, before the store is gone."""
+        """Stop watching, before the store ends."""
         self.announce(f"left/{self.ranks.rank}")
         self.over.set()
         for thread in self.threads:
@@ -234,7 +235,7 @@ def is_connection_lost(error: BaseException) -> bool:
 
 
 def explain_failure(watchdog: Watchdog, kind: type, raised: BaseException, trace: object) -> None:
-    """Name the rank that was lost, if that is what `raised` is about; else print the traceback."""
+    """Name the rank that was lost, if this is why `raised` was raised; else print the traceback."""
     error = cause_of(raised)
     if is_connection_lost(error):
         reason = str(error).splitlines()[0].split(". ")[0][:200]
@@ -246,7 +247,8 @@ def explain_failure(watchdog: Watchdog, kind: type, raised: BaseException, trace
 
 def cause_of(error: BaseException) -> BaseException:
     """
-    The first error of a chain: torch.distributed.pipelining raises a RuntimeError from what a stage raised.
+    Return the first error of a chain: torch.distributed.pipelining raises a RuntimeError from what a stage
+    raised.
     """
     while error.__cause__:
         error = error.__cause__
@@ -254,15 +256,13 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def line_of(error: BaseException) -> str:
-    """
-    The line of an error's message that says that memory is missing, if there is one; else the first line.
-    """
+    """Return the line of an error's message that says that memory is missing; else the first line."""
     lines = str(error).splitlines() or [""]
     return next((line for line in lines if OUT_OF_MEMORY.search(line)), lines[0])
 
 
 def summary_of(error: BaseException) -> str:
-    """An error's type and line."""
+    """Return an error's type, and the line of the message that `line_of` chooses."""
     return f"{type(error).__name__}: {line_of(error)[:200]}".removesuffix(": ")
 
 

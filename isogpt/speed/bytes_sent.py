@@ -9,23 +9,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-# the option of getsockopt and, in its struct tcp_info, the place of tcpi_bytes_sent (linux/tcp.h)
+# an option of getsockopt, and the offset of tcpi_bytes_sent in the struct tcp_info that it returns
+# (linux/tcp.h)
 TCP_INFO = 11
 BYTES_SENT = slice(200, 208)
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" and os.path.isdir("/proc/self/fd") else None
 
 
 def bytes_by_socket() -> dict[int, int]:
-    """{inode: bytes sent} of this process's TCP sockets; none if this is not Linux 4.19 or newer."""
+    """{inode: bytes sent} of this process's TCP sockets; empty unless this is Linux 4.19 or newer."""
     found = {}
     info, size = ctypes.create_string_buffer(256), ctypes.c_uint32()
     # not by socket.socket(fileno=...), which may change the descriptor's flags
     for fd in map(int, os.listdir("/proc/self/fd") if LIBC else ()):
         size.value = len(info)
-        # fails without a socket
+        # fails if the descriptor is not a socket
         status = LIBC.getsockopt(fd, socket.IPPROTO_TCP, TCP_INFO, info, ctypes.byref(size))
         if status == 0 and size.value >= BYTES_SENT.stop:
-            with suppress(OSError):  # another thread may have closed it
+            with suppress(OSError):  # a different thread may have closed it
                 found[os.fstat(fd).st_ino] = int.from_bytes(info[BYTES_SENT], sys.byteorder)
     return found
 
@@ -35,17 +36,17 @@ class BytesSent:
     """
     The bytes that this process sends per step, from `start` on.
 
-    They are the payload of its TCP connections: gloo's, also to processes on the same machine, NCCL's if it
-    uses sockets, and the few bytes of the store. Headers and acknowledgements are not included,
-    retransmissions are. What NCCL sends over NVLink, shared memory or InfiniBand is not TCP and not seen.
-    Neither is what a connection sent after the last count and before it was closed; the connections of a
-    process group stay open.
+    These are the payload of the TCP connections: gloo's, also to processes on the same machine, NCCL's if
+    NCCL uses sockets, and the few bytes of the store. Headers and acknowledgements are not included;
+    retransmissions are included. What NCCL sends over NVLink, shared memory or InfiniBand is not TCP and is
+    not counted. What a connection sends between the last count and its close is not counted either; the
+    connections of a process group stay open.
     """
 
     is_counted: bool = False
     counts: dict[int, int] = field(default_factory=dict)  # bytes_by_socket, at the last count
     sent: int = 0  # bytes since the last logged step, up to a pause
-    steps: int = 0  # since the last logged step
+    steps: int = 0  # steps since the last logged step
 
     def start(self, world_size: int) -> None:
         """Forget what was sent before. A single process sends nothing and is not counted."""
@@ -54,7 +55,7 @@ class BytesSent:
 
     def count(self) -> int:
         """
-        Bytes sent since the last count. It lists all open files, which takes a few microseconds for each.
+        Return the bytes sent since the last count. Counting lists all open files, at a few microseconds each.
         """
         before, self.counts = self.counts, bytes_by_socket()
         return sum(sent - before.get(inode, 0) for inode, sent in self.counts.items())
@@ -62,7 +63,7 @@ class BytesSent:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """
-        Leave out what is sent inside: an evaluation with sharded parameters gathers them for each batch.
+        Leave out what the block sends: an evaluation with sharded parameters gathers them for each batch.
         """
         if self.is_counted:
             self.sent += self.count()
@@ -72,8 +73,8 @@ class BytesSent:
 
     def per_step(self, is_logged: bool) -> float:
         """
-        Bytes sent per step since the last logged step, this one included; nan if the system does not count
-        them. 0 if this step is not logged: counting has a cost.
+        Return the bytes sent per step since the last logged step, including this step. nan if the system does
+        not count bytes; 0 if this step is not logged, since counting takes time.
         """
         self.steps += 1
         if not is_logged:

@@ -1,4 +1,4 @@
-"""Timing the parts of a step."""
+"""Time the parts of a step."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ class Clock:
         self.on_gpu, self.now = device.type == "cuda", {}
         self.count, self.doing = 0, "the start"  # for the watchdog: grows with each part; the current part
         self.cpu, self.profiler = {}, None  # ms of parts of the current step that are timed on the CPU
-        self.waiting, self.steps = deque(), deque(maxlen=1000)  # for each step {part: ms}
+        self.waiting, self.steps = deque(), deque(maxlen=1000)  # {part: ms} for each step
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -32,13 +32,13 @@ class Clock:
 
     @contextmanager
     def on_cpu(self, name: str) -> Iterator[None]:
-        """Time a part by the CPU's clock: waiting for data, which the GPU does not see."""
+        """Time a part by the CPU's clock, such as waiting for data, which the GPU does not see."""
         start = time.perf_counter()
         yield
         self.cpu[name] = self.cpu_ms(name) + (time.perf_counter() - start) * 1e3
 
     def cpu_ms(self, name: str) -> float:
-        """The ms that a part timed by `on_cpu` has taken in this step."""
+        """The milliseconds that a part timed by `on_cpu` has taken in this step."""
         return self.cpu.get(name, 0.0)
 
     def mark(self) -> object:
@@ -68,11 +68,11 @@ class Clock:
         self.now, self.cpu = {}, {}
 
     def last(self, name: str) -> float:
-        """A part's ms in the latest step that is known; 0 before there is one."""
+        """A part's milliseconds in the latest step whose times are known; 0 before."""
         return self.steps[-1].get(name, 0.0) if self.steps else 0.0
 
     def medians(self) -> dict[str, float]:
-        """The median of each part in ms, over the last thousand steps."""
+        """The median of each part in milliseconds, over the last thousand steps."""
         names = self.steps[-1] if self.steps else {}
         return {name: statistics.median(s[name] for s in self.steps if name in s) for name in names}
 

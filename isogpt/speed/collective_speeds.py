@@ -1,4 +1,4 @@
-"""Bus bandwidth and latency of the collectives, by message size."""
+"""Measure bus bandwidth and latency of the collectives, by message size."""
 
 from collections.abc import Callable
 
@@ -18,8 +18,8 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
     is the input or the output, whichever is larger, and bus bandwidth is what each link carries.
 
     Returns:
-        {operation, bytes, us, gb_per_s} of each, or {operation, bytes, problem} if the backend does not
-        support it.
+        {operation, bytes, us, gb_per_s} for each measurement, or {operation, bytes, problem} if the backend
+        does not support the collective.
 
     Raises:
         ValueError: there is only one process, or the others cannot be reached.
@@ -55,7 +55,7 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
 
 
 def shown(value: float | None, form: str) -> str:
-    """A figure, or n/a if it is not known."""
+    """Format a figure; n/a if it is not known."""
     return "n/a" if value is None else format(value, form)
 
 
@@ -63,7 +63,7 @@ def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
     """Measure the collectives of n ranks with messages of `size` bytes, or slightly less (all ranks)."""
     whole, other = (torch.zeros(size // 4 // n * n, device=device) for _ in range(2))
     part, cells = torch.zeros(len(whole) // n, device=device), []
-    # the names since torch 2.13, which warns about the old ones; 2.11 has only the old ones
+    # the names since torch 2.13, which warns about the old names; torch 2.11 provides only the old names
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     # factor: bytes that each link carries per byte of the message
@@ -86,7 +86,8 @@ def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
 
 def mean_seconds(device: torch.device, function: Callable, *arguments: object, budget: float = 0.1) -> float:
     """
-    Mean time of a call, over as many calls as fit into `budget` seconds, of the slowest rank (all ranks).
+    Return the slowest rank's mean time of a call, over as many calls as fit into `budget` seconds (all
+    ranks).
     """
     names = {"function": function, "arguments": arguments}
     timer = Timer("function(*arguments)", globals=names, num_threads=torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""What devices and links reach: known GPUs, and this machine, measured."""
+"""Speeds of devices and of the links between them: data sheets of GPUs, and measurements of this machine."""
 
 import math
 import os
@@ -30,21 +30,21 @@ class Link:
 @dataclass(frozen=True)
 class Hardware:
     """
-    What a device reaches in large operations. The figures for GPUs are data sheets' peaks, times the share of
-    them that training programs reach (docs/scaling.md compares predictions with published runs).
+    The speeds that a device reaches in large operations. Figures for GPUs are data sheets' peaks, times the
+    fraction that training programs reach (docs/scaling.md compares predictions with published runs).
 
     Args:
         matmul: FLOP/s of a large matmul in 16 bits, or in the dtype of the run if it was measured.
-        half: the size of a matmul's smallest dimension at which it reaches half of this speed.
+        half: the size of a matmul's smallest dimension at which the matmul reaches half of this speed.
         attention: the speed of attention as a fraction of `matmul`.
         bytes_per_s: memory traffic.
         kernel_s: seconds to launch an operation.
         local, network: a device's link to others on its machine, and a machine's link to other machines.
         gather, scatter: time of the bytes of an all-gather and of a reduce-scatter, as a multiple of half an
             all-reduce's; more than 1 where the backend copies, as gloo does.
-        overlaps: whether collectives run beside computation; on a CPU they take its time.
+        overlaps: whether collectives run at the same time as computation; on a CPU they slow it down.
         sharing: processes per device; more than 1 where processes share the cores of a CPU.
-        fixed_gb: memory that a process takes before it has a model.
+        fixed_gb: memory that a process takes before it allocates a model.
     """
 
     memory_gb: float
@@ -62,7 +62,7 @@ class Hardware:
     fixed_gb: float = 1.5
 
 
-BANDWIDTH = 0.85  # the share of a data sheet's memory bandwidth that is reached
+BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
 HARDWARE = {
     "h100": Hardware(
         80, 0.65 * 989e12, BANDWIDTH * 3.35e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128
@@ -72,7 +72,7 @@ HARDWARE = {
     ),
     "a100": Hardware(80, 0.75 * 312e12, BANDWIDTH * 2.0e12, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
     "4090": Hardware(24, 0.85 * 165e12, BANDWIDTH * 1.0e12, Link(1e-5, 20e9), Link(5e-5, 1.2e9)),
-    # of a core, with gloo; `--hardware=this` measures
+    # one core, with gloo; `--hardware=this` measures
     "cpu": Hardware(
         4,
         40e9,
@@ -91,7 +91,7 @@ HARDWARE = {
 
 
 def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
-    """What is known of a GPU, or this device as it is measured now, with usual links."""
+    """The Hardware of a known GPU, or this device as measured now, with usual links."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu = known_gpu(properties.name)
@@ -106,10 +106,10 @@ def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
 
 def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: list[dict]) -> Hardware:
     """
-    This machine with `nproc` processes, measured now: a large and a narrow matmul, attention, and a copy.
+    Measure this machine with `nproc` processes: a large and a narrow matmul, attention, and a copy.
 
     Args:
-        collectives: what measure_collectives found for that many processes; empty for one.
+        collectives: the result of measure_collectives for `nproc` processes; empty for one process.
     """
     set_numerics(device, dtype, False)
     is_gpu, threads, cores = device.type == "cuda", torch.get_num_threads(), len(own_cores())
@@ -140,7 +140,7 @@ def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: lis
     )
     if is_gpu:
         return found
-    # a process is a device: it has some of the cores, and shares them if there are more processes than cores
+    # a process is a device: it uses some of the cores, and shares them if there are more processes than cores
     torch.set_num_threads(threads)
     part = max(1, cores // nproc) / cores
     return replace(
@@ -155,8 +155,7 @@ def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: lis
 
 def links_of(collectives: list[dict], is_gpu: bool) -> dict:
     """
-    The fields of Hardware that describe links: as measured within the machine, and usual ones where nothing
-    is known.
+    Return the fields of Hardware that describe links: as measured within the machine, else usual values.
     """
     usual = HARDWARE["4090" if is_gpu else "cpu"]
     links = {name: getattr(usual, name) for name in ("local", "network", "gather", "scatter")}
@@ -169,7 +168,7 @@ def links_of(collectives: list[dict], is_gpu: bool) -> dict:
     large = [[cell["gb_per_s"] * 1e9 for cell in cells if cell["bytes"] >= 2**20] for cells in found.values()]
     (reduce, gather, scatter), smallest = map(np.array, large), found["all-reduce"][0]
     latency = smallest["us"] * 1e-6 / (2 * ceil(log2(smallest["ranks"])))
-    # between computations threads have to be woken up, which takes as long again as a small collective
+    # between computations, threads have to be woken up, which takes as long as a small collective
     local = Link(latency if is_gpu else 2 * latency, float(np.median(reduce)))
     slowness = {"gather": float(np.median(reduce / gather)), "scatter": float(np.median(reduce / scatter))}
     return links | {"local": local} | slowness
@@ -177,8 +176,8 @@ def links_of(collectives: list[dict], is_gpu: bool) -> dict:
 
 def named_hardware(name: str, network_gbit: float, here: Hardware | None = None) -> Hardware:
     """
-    A key of HARDWARE, or 'this' machine as it was measured; network_gbit: of each machine to others (0:
-    usual).
+    Return the Hardware with a name: a key of HARDWARE, or 'this' for the measured machine. `network_gbit` is
+    each machine's bandwidth to other machines (0: usual).
     """
     found = here if name == "this" else HARDWARE[name]
     if network_gbit:
@@ -194,8 +193,8 @@ class Gpu:
     Args:
         matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs
             at half.
-        bytes_per_s: of the memory; 0: not needed.
-        plan: the entry of devices.HARDWARE that describes it with its usual links; "": there is none.
+        bytes_per_s: memory bandwidth; 0: not needed.
+        plan: the entry of HARDWARE that describes the GPU with the usual links; "": there is none.
     """
 
     matmul: float
@@ -215,7 +214,7 @@ GPUS = {
     "H100 PCIe": Gpu(756e12),
     "A100-SXM4-80GB": Gpu(312e12, 2.0e12, "a100"),
     "A100-SXM4-40GB": Gpu(312e12, 1.555e12, "a100"),
-    "A100-PCIE-[48]0GB|A100 80GB PCIe": Gpu(312e12),  # without the links of SXM
+    "A100-PCIE-[48]0GB|A100 80GB PCIe": Gpu(312e12),  # lacks the links of SXM
     "A10": Gpu(125e12),
     "A10G": Gpu(70e12),
     "RTX 6000 Ada Generation": Gpu(364e12),
@@ -258,7 +257,8 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
 
 def total_peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     """
-    The sum of all ranks' peak_flops (all ranks), None if one is unknown, and the source of rank 0's figure.
+    Return the sum of all ranks' peak_flops (all ranks), None if one is unknown, and the source of rank 0's
+    figure.
     """
     peak, source = peak_flops(device, dtype)
     peaks = gather_objects(peak)
@@ -281,7 +281,7 @@ def measured_copy(device: torch.device) -> float:
 def fastest(
     function: Callable[[torch.Tensor], object], argument: torch.Tensor, budget: float = 0.15
 ) -> float:
-    """Seconds of the fastest call of function(argument), of as many as fit into `budget` seconds."""
+    """Seconds of the fastest call of function(argument), among as many calls as fit into `budget` seconds."""
     best, end = math.inf, time.perf_counter() + budget
     while best == math.inf or time.perf_counter() < end:
         synchronize(argument.device)
@@ -294,8 +294,8 @@ def fastest(
 
 def forget_peak_memory(device: torch.device) -> None:
     """
-    Give cached memory back to the GPU, and let memory_gb begin at what is allocated now. Does nothing on a
-    CPU.
+    Give cached memory back to the GPU, and restart the peak of memory_gb at what is allocated now. Does
+    nothing on a CPU.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """
-The layouts that a number of devices allows, ranked by prediction.py: the table of `bench.py --plan`, and the
-choice of `train.py --layout=auto`. A setting of the layout that is not at its default is kept.
+The layouts that a number of devices allows, ranked by predicted speed: the table of `bench.py --plan`, and
+the choice of `train.py --layout=auto`. A layout's setting that is not at the default is kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ def divisors(n: int, most: int) -> list[int]:
 
 def layouts(cost: dict, devices: int, per_node: int) -> Iterator[dict]:
     """
-    The degrees of parallelism and stages of ZeRO that are possible. tp stays within a machine, and the copies
+    Yield the possible degrees of parallelism and stages of ZeRO. tp stays within a machine, and the replicas
     of HSDP are machines: other choices communicate more over slower links.
     """
     args = cost["model_args"]
@@ -77,14 +77,14 @@ def sequences_of(cost: dict) -> int:
 
 
 def fixed_or(cost: dict, name: str, values: Sequence) -> Sequence:
-    """The value that a setting has, if it is not the default, else `values`."""
+    """The value of a setting, if it is not the default, else `values`."""
     return values if cost[name] == LAYOUT[name] else [cost[name]]
 
 
 def is_valid(settings: dict, devices: int) -> bool:
     """Whether train.py accepts these settings."""
     try:
-        check_training(settings | {"out_dir": "out"})  # bench.py has none
+        check_training(settings | {"out_dir": "out"})  # bench.py's settings lack out_dir
         check_degrees(devices, settings, settings["model_args"])
         parse_shares(settings["shares"], make_mesh(0, devices, settings, stage_of(settings)).data_size)
     except ValueError:
@@ -102,7 +102,7 @@ def plans_of(cost: dict, layout: dict, hw: Hardware, per_node: int) -> Iterator[
     schedules = [s for s in fixed_or(cost, "pp_schedule", SCHEDULES) if allows(cost, layout, s)]
     for mode, schedule in product(modes, schedules):
         if mode != modes[0] and has_fit:
-            return  # recomputation only costs time if a plan without it fits
+            return  # if a plan without recomputation fits, recomputation only costs time
         fits = 0
         for size in sizes:
             changes = {"pp_schedule": schedule, "activation_checkpointing": mode, "batch_size": size}
@@ -117,8 +117,8 @@ def plans_of(cost: dict, layout: dict, hw: Hardware, per_node: int) -> Iterator[
 
 def allows(cost: dict, layout: dict, schedule: str) -> bool:
     """
-    Whether there are enough layers for the schedule. Without a pipeline one schedule is enough; with the
-    zero-bubble ones ZeRO-3 is ZeRO-2 (isogpt/parallel/data.py).
+    Whether there are enough layers for the schedule. Without a pipeline, one schedule is enough; with the
+    zero-bubble schedules, ZeRO-3 equals ZeRO-2 (isogpt/parallel/data.py).
     """
     if layout["pp"] == 1:
         return schedule in (LAYOUT["pp_schedule"], cost["pp_schedule"])
@@ -127,7 +127,7 @@ def allows(cost: dict, layout: dict, schedule: str) -> bool:
 
 
 def order(plan: Plan) -> tuple[float, float]:
-    """What plans are sorted by: the time, then the memory."""
+    """The key by which plans are sorted: the time, then the memory."""
     return plan.total_s, plan.gb
 
 
@@ -140,10 +140,10 @@ def all_plans(cost: dict, hw: Hardware, per_node: int) -> Iterator[Plan]:
 
 def ranked(cost: dict, hw: Hardware, per_node: int) -> list[Plan]:
     """
-    All plans, fastest first; those that do not fit are last.
+    Return all plans, fastest first; plans that do not fit are last.
 
     Raises:
-        ValueError: there are none, or the settings do not describe the model.
+        ValueError: there are no plans, or the settings do not describe the model.
     """
     if cost["init_from"] not in ("scratch", "auto", "resume"):
         raise ValueError(
@@ -160,7 +160,9 @@ def ranked(cost: dict, hw: Hardware, per_node: int) -> list[Plan]:
 
 
 def check_fits(plans: list[Plan], cost: dict, hw: Hardware, per_node: int) -> None:
-    """Raise ValueError if none of the ranked plans fits, with the number of devices that would do."""
+    """
+    Raise ValueError if none of the ranked plans fits, with the number of devices on which one would fit.
+    """
     if plans[0].problem:
         fewest = smallest_world(cost, hw, per_node)
         hint = f": start with {fewest}, the fewest that do" if fewest else ""
@@ -168,7 +170,7 @@ def check_fits(plans: list[Plan], cost: dict, hw: Hardware, per_node: int) -> No
 
 
 def degrees(plan: Plan) -> tuple[int, ...]:
-    """What makes a layout; its plans differ in schedule, recomputation and micro-batch."""
+    """The degrees that define a layout, whose plans differ in schedule, recomputation and micro-batch."""
     return tuple(plan.settings[name] for name in DEGREES)
 
 
@@ -204,7 +206,7 @@ def smallest_world(cost: dict, hw: Hardware, per_node: int) -> int:
 
 
 def spelled(settings: dict) -> str:
-    """The settings of a plan that differ from the defaults, as they are typed."""
+    """The settings of a plan that differ from the defaults, in the form in which they are typed."""
     return " ".join(f"--{name}={value}" for name, value in settings.items() if value != LAYOUT.get(name))
 
 
@@ -221,11 +223,11 @@ def reason(plan: Plan, best: Plan) -> str:
 
 def table(plans: list[Plan], tokens: int, devices: int, flops: float, rows: int = 15) -> str:
     """
-    The fastest layouts, and some of those that do not fit.
+    Format the fastest layouts, and some layouts that do not fit.
 
     Args:
-        tokens: of a step.
-        flops: of the model per token; the table shows those of a device.
+        tokens: tokens per step.
+        flops: the model's FLOPs per token; the table shows FLOP/s per device.
     """
     lines = [f"  {'ms/step':>9} {'tokens/s':>12} {'TFLOP/s':>8} {'GB':>6}  settings (why they are slower)"]
     best = best_of_layouts(plans)
@@ -246,8 +248,8 @@ def table(plans: list[Plan], tokens: int, devices: int, flops: float, rows: int 
 
 def chosen(config: dict, source: OpenCheckpoint | None, vocab_size: int, ranks: Ranks) -> list[str]:
     """
-    With layout=auto, the settings of the fastest plan for these processes, as arguments of a command line;
-    otherwise none (all ranks). Exits with a message if no layout fits.
+    With layout=auto, return the settings of the fastest plan for these processes, as command-line arguments
+    (all ranks). Otherwise return an empty list. Exits with a message if no layout fits.
 
     Args:
         source: the checkpoint whose model is trained further, if there is one.
@@ -265,8 +267,9 @@ def chosen(config: dict, source: OpenCheckpoint | None, vocab_size: int, ranks: 
 
 def choose(config: dict, model_args: dict, ranks: Ranks) -> dict:
     """
-    The settings of the fastest plan (rank 0). They are printed with the reason, and recorded in out_dir: a
-    restart of the same job on as many processes has the same layout, and on another number it plans again.
+    Choose the settings of the fastest plan (rank 0). They are printed with the reason, and recorded in
+    out_dir: a restart of the same job on as many processes uses the same layout. On a different number of
+    processes, the layout is planned again.
     """
     args = asdict(GPTConfig(**model_args))
     dtype, n = resolve_dtype(config["dtype"], ranks.device), ranks.world_size

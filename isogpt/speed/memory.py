@@ -1,6 +1,6 @@
 """
-Estimates of the memory that a training step needs, by formula: for `bench.py --estimate` and for the message
-after running out of memory.
+Estimate by formula the memory that a training step needs: for `bench.py --estimate`, for plans, and for the
+message after running out of memory.
 """
 
 import re
@@ -21,12 +21,12 @@ from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import keeps_errors
 from isogpt.training.precision import DTYPES
 
-# in the messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate by
-# themselves
+# matches messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate
+# separately
 OUT_OF_MEMORY = re.compile(
     r"out[ _]?of[ _]?memory|alloc(ation)?_failed|DefaultCPUAllocator|status_memory_error", re.I
 )
-# the settings that determine how much memory a step takes, and, with the network's, how long
+# the settings that determine how much memory and, together with the network, how much time a step takes
 STEP_SETTINGS = (
     "batch_size",
     "gradient_accumulation_steps",
@@ -57,7 +57,8 @@ STEP_SETTINGS = (
 
 def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: int, device_type: str) -> dict:
     """
-    What a training step's memory depends on: train.py's settings, and sequences per micro-batch, dtype, ...
+    Return what a training step's memory depends on: train.py's settings, sequences per micro-batch, dtype,
+    and others.
     """
     return config | dict(
         model_args=model_args, rows=rows, dtype=dtype, world_size=world_size, device_type=device_type
@@ -66,8 +67,9 @@ def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: i
 
 def job_of(cost: dict) -> dict:
     """
-    What must be equal for a choice that an earlier attempt recorded to be good for this one, from `cost_of`:
-    the smaller micro-batch after running out of memory, and the layout of --layout=auto.
+    Return what must be equal, from `cost_of`, so that a choice recorded by an earlier attempt applies to this
+    attempt. Such choices are the smaller micro-batch after running out of memory, and the layout of
+    --layout=auto.
     """
     job = {name: cost[name] for name in (*STEP_SETTINGS, "dtype", "world_size", "device_type")}
     job["zero"] = 3 if job.pop("fsdp") else job["zero"]
@@ -78,9 +80,10 @@ def job_of(cost: dict) -> dict:
 
 def memory_estimate(cost: dict) -> dict[str, float]:
     """
-    GB that a training step needs on a rank's device: weights, gradients, optimizer state (the moments, and
-    what compression and islands keep), activations, and their total, from `cost_of`. In a pipeline, on the
-    first or the last rank, whichever needs more.
+    Estimate the GB that a training step needs on a rank's device, from `cost_of`.
+
+    The parts are weights, gradients, optimizer state (the moments, and what compression and islands keep),
+    activations, and the total. In a pipeline, this is the first or the last rank, whichever needs more.
     """
     ranks = sorted({0, cost["pp"] - 1})
     return max((rank_estimate(cost, rank) for rank in ranks), key=lambda parts: parts["total"])
@@ -90,7 +93,7 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
     """
     `memory_estimate` for one rank of a pipeline. ZeRO divides all but the activations by the number of shards
     (Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Experts are divided by ep first, and then over the
-    ranks that hold the same ones: into as many shards in all.
+    ranks that hold the same experts: into as many shards in total.
     """
     zero, tp, ep = 3 if cost["fsdp"] else cost["zero"], cost["tp"], cost["ep"]
     layers, edges, has_loss = pipeline_part(cost, pp_rank)
@@ -103,7 +106,7 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
     size = DTYPES[cost["dtype"]].itemsize
     weights, gradients, moments = 4 * n, 4 * n, 8 * (shard if zero >= 1 else n)
     if cost["cuda_graphs"] and cost["device_type"] == "cuda":
-        gradients *= 2  # the graph's, and those to which they are added
+        gradients *= 2  # gradients of the graph, and gradients to which these are added
     if cost.get("optimizer") == "muon":  # one moment for the matrices of the blocks
         moments -= 4 * layers * (whole / shards if zero >= 1 else block)
     if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in
@@ -116,12 +119,12 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
         gradients = 4 * shard + size * (gathered if reduces_always else n)
     if cost["cpu_offload"]:
         weights, moments = weights - 4 * shard, 0
-        if cost["grad_sync"] != "auto":  # which adds up the shards of the gradients on the device
+        if cost["grad_sync"] != "auto":  # 'auto' adds up the shards of the gradients on the device
             gradients -= 4 * shard
     own = shard if zero >= 2 else n
     if keeps_errors(cost["grad_compression"]) and cost["world_size"] > islands:
         moments += 4 * own  # the errors
-    # weights and momentum of the outer step; of a part, the weights that are sent and their change
+    # weights and momentum of the outer step; for one part, the weights that are sent and their change
     if islands > 1:
         moments += 8 * own + 8 * own / cost["outer_parts"]
     mode, on_cpu = cost["activation_checkpointing"], cost["device_type"] == "cpu"
@@ -145,7 +148,7 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
 
 def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
     """
-    Number of blocks of a rank of a pipeline, number of its other parameters, and whether it computes the
+    Return a pipeline rank's number of blocks, number of other parameters, and whether the rank computes the
     loss.
     """
     model_args, pp, schedule = cost["model_args"], cost["pp"], cost["pp_schedule"]
@@ -166,8 +169,8 @@ def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
 
 def in_flight(cost: dict, pp_rank: int) -> float:
     """
-    The micro-batches whose activations a rank of a pipeline holds at once, as a multiple of all of its
-    blocks'.
+    Return how many micro-batches' activations a pipeline rank holds at once, as a multiple of the activations
+    of all of its blocks.
     """
     pp, schedule = cost["pp"], cost["pp_schedule"]
     if pp == 1:
@@ -181,7 +184,8 @@ def in_flight(cost: dict, pp_rank: int) -> float:
 
 def largest_micro_batch(cost: dict, gb: float) -> int:
     """
-    The largest micro-batch, a power of two up to 256, that is estimated to fit into 80% of `gb`; at least 1.
+    Return the largest micro-batch, a power of two up to 256, that is estimated to fit into 80% of `gb`; at
+    least 1.
     """
     fits = [
         rows
@@ -193,7 +197,8 @@ def largest_micro_batch(cost: dict, gb: float) -> int:
 
 def memory_report(cost: dict) -> str:
     """
-    The parts of memory_estimate(cost), and the settings that would lower the total, each with its total.
+    Describe the parts of memory_estimate(cost), and the settings that would lower the total, each with the
+    new total.
     """
     parts, half = memory_estimate(cost), max(1, cost["rows"] // 2)
     full, fsdp = {"activation_checkpointing": "full"}, {"fsdp": True}
@@ -219,12 +224,12 @@ def parameter_counts(model_args: dict) -> tuple[int, int, int]:
 
 @lru_cache
 def counts_of(model_args: tuple[tuple[str, object], ...]) -> tuple[int, int, int]:
-    """`parameter_counts`, which the planner asks for thousands of times."""
+    """`parameter_counts`, cached: isogpt/speed/layouts.py asks for them thousands of times."""
     c = GPTConfig(**dict(model_args))
     C, qkv, experts = c.n_embd, sum(c.qkv_rows), c.n_expert * c.mlp_count
     norm = (2 if c.bias else 1) * C if ARCHS[c.arch].norm_weights else 0
     attention = C * (qkv + C) + (qkv + C if c.bias else 0)
-    # with the router
+    # including the router
     block = attention + 2 * norm + (c.n_expert * C + experts if c.n_expert else c.mlp_count)
     total = c.n_layer * block + norm + c.vocab_size * C * (1 if c.tied else 2)
     return total + (c.block_size * C if c.arch == "gpt2" else 0), block, experts
@@ -244,28 +249,29 @@ def activation_bytes(  # noqa: PLR0913  (the terms of a formula)
     has_loss: bool = True,
 ) -> float:
     """
-    Peak of the activations and of the backward pass's temporary tensors in a micro-step of `rows` sequences,
-    in bytes.
+    Return the peak bytes of activations and of the backward pass's temporary tensors in a micro-step of
+    `rows` sequences.
 
     Args:
         size: bytes per element of the dtype to compute in.
-        in_flight: micro-batches at once, in a pipeline, whose last stage computes the loss (has_loss).
+        in_flight: micro-batches at once in a pipeline.
+        has_loss: whether this rank computes the loss, as a pipeline's last stage does.
     """
     L, C, V = model_args["n_layer"], model_args["n_embd"], ceil(model_args["vocab_size"] / tp)
-    gathered_tokens = rows * model_args["block_size"] // cp  # of attention, the MLP and the loss
+    gathered_tokens = rows * model_args["block_size"] // cp  # tokens in attention, the MLP and the loss
     tokens = gathered_tokens / tp
     # autocast leaves the residual stream in float32, FSDP's mixed precision does not
     stream = 4 if zero < 2 else size
     kept, selective, temporary = block_activations(model_args, size, stream, on_cpu)
     # the inputs of attention and MLP are gathered, and each rank routes all tokens
     kept += (2 * size * C + routing_activations(model_args, size)) * (tp - 1)
-    # gathered, ordered; with their gradients
+    # keys and values, gathered and then ordered, with their gradients
     keys = 4 * size * C * model_args["n_kv_head"] // model_args["n_head"]
     temporary += 2 * size * C * (tp - 1) + (2 * keys * cp if cp > 1 else 0)
     loss_forward, loss_backward = (
         loss_activations(gathered_tokens, V, C, size, on_cpu) if has_loss else (0, 0)
     )
-    if model_args["arch"] == "nanochat" and has_loss:  # the soft cap's logits, in and out of tanh
+    if model_args["arch"] == "nanochat" and has_loss:  # logits of the soft cap, before and after tanh
         logits = 8 * gathered_tokens * V
         loss_forward, loss_backward = loss_forward + logits, loss_backward + logits
 
@@ -282,30 +288,31 @@ def activation_bytes(  # noqa: PLR0913  (the terms of a formula)
     copied = 2 if size == 2 and zero < 2 else 0  # bytes of a copy's element
     _, block, experts = parameter_counts(model_args)
     block_copy, head_copy = copied * (block - experts) / tp, copied * V * C if has_loss else 0
-    expert_copy = copied * experts / (ep * tp)  # not autocast's: a recomputed block's is freed at once
+    expert_copy = copied * experts / (ep * tp)  # not a copy by autocast: a recomputed block frees it at once
     copies = (L - recomputed) * (block_copy + expert_copy)
-    # of lm_head; wte's is added to it at the end of the backward pass
+    # gradient of lm_head, to which wte's gradient is added at the end of the backward pass
     head_gradient = 4 * V * C if has_loss else 0
 
     end_of_forward = blocks + norm + copies + recomputed * block_copy + head_copy + loss_forward
     start_of_backward = blocks + norm + copies + head_copy + loss_backward
     last_block = blocks + copies + head_gradient + tokens * temporary
-    # a stacked gradient
+    # the gradient of the stacked experts
     last_block += 4 * model_args.get("n_expert", 0) * C * model_args["n_hidden"] / (ep * tp)
     if recomputed:
         last_block += block_copy + expert_copy
     if every and (L - 1) % every == 0:  # the last block is recomputed
         last_block += tokens * (kept - checkpoint)
-    # tied: of lm_head, of wte, and their sum, besides that of earlier micro-steps
+    # tied: gradients of lm_head and of wte, and their sum, besides the sum of earlier micro-steps
     end_of_backward = (3 if model_args["tied"] else 1) * head_gradient
     return max(end_of_forward, start_of_backward, last_block, end_of_backward)
 
 
 def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) -> tuple[float, float, float]:
     """
-    Activations of one block, in bytes per token, derived like those of Korthikanti et al. 2022
-    (arXiv:2205.05198, section 4.1), but without their attention scores if the attention kernel recomputes
-    them.
+    Return the activations of one block, in bytes per token.
+
+    The derivation follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), but without attention
+    scores if the attention kernel recomputes them.
 
     Args:
         size: bytes per element of the dtype to compute in.
@@ -325,7 +332,7 @@ def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) ->
         if dropout or T <= HALF_ATTENTION_KEEPS_UP_TO:
             scores = size * H * min(T, (T + HALF_ATTENTION_CHUNK) / 2)
             attention += 2 * scores if dropout else scores  # probabilities, and dropout's factors
-    elif on_cpu and dropout:  # PyTorch's kernels for a CPU have no dropout: it composes attention in float32
+    elif on_cpu and dropout:  # PyTorch's CPU kernels lack dropout: attention is composed in float32
         attention = 4 * qkv + size * C + 12 * H * T  # with three T x T matrices
         attention_selective = 4 * C + 4 * H * T
         score_gradients = 4 * H * T
@@ -335,17 +342,17 @@ def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) ->
         attention += size * (C + keys)  # the rotated queries and keys
     norms = 2 * (stream + size) * C + 16  # inputs, outputs and float32 statistics
     if arch == "llama":
-        norms += 2 * size * C  # before the multiplication by the weights
+        norms += 2 * size * C  # outputs before the multiplication by the weights
     gated = arch == "llama"  # SwiGLU keeps the gate, its SiLU, the other factor and the product
     n_expert = model_args.get("n_expert", 0)
     active = model_args["n_expert_active"] if n_expert else 1  # MLPs for each token
     # the hidden layer before and after the activation function
     mlp = (4 if gated else 2) * size * hidden * active
     mlp += routing_activations(model_args, size)
-    masks = 2 * C * (size if on_cpu else 1) if dropout else 0  # torch's own masks have 1 byte per element
-    # results of the Linear layers, and the router's
+    masks = 2 * C * (size if on_cpu else 1) if dropout else 0  # torch's masks use 1 byte per element
+    # results of the Linear layers and of the router
     linear = size * (qkv + C + active * (C + (2 if gated else 1) * hidden)) + 4 * n_expert
-    # of the residual stream, the block's output and the hidden layer
+    # gradients of the residual stream, the block's output and the hidden layer
     mlp_gradients = stream * C + size * active * (C + (3 if gated else 1) * hidden)
     attention_gradients = stream * C + 2 * size * qkv + score_gradients - mlp
     kept, selective = norms + attention + mlp + masks, stream * C + linear + attention_selective
@@ -354,8 +361,8 @@ def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) ->
 
 def routing_activations(model_args: dict, size: int) -> int:
     """
-    Bytes per token that the router, dispatch and combine of a block with experts keep, if tokens are
-    distributed evenly; 0 without experts. With ep the received rows are kept instead of the sent ones.
+    Return the bytes per token that the router, dispatch and combine of a block with experts keep, if tokens
+    are distributed evenly; 0 without experts. With ep, received rows are kept instead of sent rows.
     """
     E, active, C = (model_args.get(name, 0) for name in ("n_expert", "n_expert_active", "n_embd"))
     if not E:
@@ -372,7 +379,7 @@ def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> tu
         # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two
         # gradients
         return 10 * tokens * V, 12 * tokens * V
-    gradients = 4 * V * C + size * tokens * C  # of the weight, in float32, and of the hidden states
+    gradients = 4 * V * C + size * tokens * C  # gradients of the weight, in float32, and of the hidden states
     logits = size * V * min(tokens, max(1, per_chunk // V))
     weight_part = (size if on_cpu else 4) * min(per_chunk_float, V * C)
     if size == 4:

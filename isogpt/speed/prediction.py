@@ -1,5 +1,5 @@
 """
-Predicts the memory and the time of a training step, for `bench.py --plan` and `--tune`.
+Predict the memory and the time of a training step, for `bench.py --plan` and `--tune`.
 
 Times follow the roofline model (Williams et al. 2009, doi:10.1145/1498765.1498785): an operation takes as
 long as its FLOPs or its memory traffic, whichever is longer. Collectives cost a latency per message plus
@@ -28,25 +28,25 @@ LAYOUT = {
     "ep": 1,
     "activation_checkpointing": "none",
 }
-SHARD_AXES = ("dp_shard", "ep", "cp")  # of the stages 2 and 3 of ZeRO
+SHARD_AXES = ("dp_shard", "ep", "cp")  # axes over which ZeRO stages 2 and 3 shard
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-# the idle part of a pipeline as a multiple of 1F1B's: zero_bubble fills two thirds of it with gradients of
-# weights, and zbv nearly all of it (Qi et al. 2023, arXiv:2401.10241, table 2)
+# the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
+# gradients of weights, and zbv nearly all (Qi et al. 2023, arXiv:2401.10241, table 2)
 IDLE = {"interleaved": 1 / 2, "zero_bubble": 1 / 3, "zbv": 1 / 6}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout, and what a step with it is predicted to take."""
+    """A layout, and the predicted time and memory of a step."""
 
-    settings: dict  # of train.py
+    settings: dict  # settings of train.py
     gb: float
     seconds: dict[str, float] = field(default_factory=dict)  # compute, bubble, communication, optimizer
     problem: str = ""
 
     @property
     def total_s(self) -> float:
-        """Seconds of a step; infinite if it does not fit."""
+        """Seconds of a step; infinite if the layout does not fit."""
         return inf if self.problem else sum(self.seconds.values())
 
 
@@ -64,7 +64,8 @@ def matmul_s(hw: Hardware, m: float, k: float, n: float, size: int) -> float:
 
 def with_backward_s(hw: Hardware, m: float, k: float, n: float, size: int) -> tuple[float, float]:
     """
-    Seconds of a Linear layer's forward, and of its backward: the gradients of its input and of its weight.
+    Seconds of a Linear layer's forward pass, and of the backward pass: gradients of the input and of the
+    weight.
     """
     forward = matmul_s(hw, m, k, n, size)
     return forward, matmul_s(hw, m, n, k, size) + matmul_s(hw, k, m, n, size)
@@ -72,17 +73,18 @@ def with_backward_s(hw: Hardware, m: float, k: float, n: float, size: int) -> tu
 
 def block_s(hw: Hardware, cost: dict, size: int) -> tuple[float, float]:
     """
-    Seconds of the forward and of the backward of a block, on `cost["rows"]` sequences. Attention has 4 T C
-    FLOPs per token in the forward, halved by the causal mask, and 2.5 times as many in the backward (Dao
-    2023, arXiv:2307.08691, section 4.1). Each activation that is kept is written and read in the forward,
-    read in the backward, and its gradient is written and read.
+    Return the seconds of a block's forward and backward pass on `cost["rows"]` sequences.
+
+    Attention takes 4 T C FLOPs per token in the forward pass, halved by the causal mask, and 2.5 times as
+    many in the backward pass (Dao 2023, arXiv:2307.08691, section 4.1). Each kept activation is written and
+    read in the forward pass and read in the backward pass, and the gradient is written and read.
     """
     args, tp, cp, ep = (cost[name] for name in ("model_args", "tp", "cp", "ep"))
     C, T, hidden, E = (args.get(name, 0) for name in ("n_embd", "block_size", "n_hidden", "n_expert"))
-    tokens = cost["rows"] * T / cp  # of attention and the MLP
+    tokens = cost["rows"] * T / cp  # tokens in attention and the MLP
     kv = C * args["n_kv_head"] // args["n_head"]
     active, gated = args["n_expert_active"] if E else 1, ARCHS[args["arch"]].activation == "swiglu"
-    copies = E / ep if E else 1  # matmuls of the experts of a rank, one after the other
+    copies = E / ep if E else 1  # a rank's experts run one matmul after the other
     m = tokens * active * (ep / E if E else 1)
     layers = [(1, tokens, C, (C + 2 * kv) / tp), (1, tokens, C / tp, C)]
     layers += [(copies, m, C, (2 if gated else 1) * hidden / tp), (copies, m, hidden / tp, C)]
@@ -95,23 +97,23 @@ def block_s(hw: Hardware, cost: dict, size: int) -> tuple[float, float]:
     kept, _, _ = block_activations(args, size, stream, cost["device_type"] == "cpu")
     traffic = kept * tokens / tp / hw.bytes_per_s
     forward += attention + 2 * traffic
-    backward += (2.5 + (cp > 1)) * attention + 3 * traffic  # context_attention computes its forward again
+    backward += (2.5 + (cp > 1)) * attention + 3 * traffic  # context_attention repeats the forward pass
     kernels = (20 + 12 * copies) * hw.kernel_s
     return max(forward, kernels), max(backward, 2 * kernels)
 
 
 def head_s(hw: Hardware, cost: dict, size: int) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of the head and the loss (kernels.summed_loss)."""
+    """Seconds of the forward and backward pass of the head and the loss (kernels.summed_loss)."""
     args = cost["model_args"]
     tokens, V = cost["rows"] * args["block_size"] / cost["cp"], args["vocab_size"] / cost["tp"]
     forward, backward = with_backward_s(hw, tokens, args["n_embd"], V, size)
-    # logits in the dtype and in float32, log_softmax, and the gradients
+    # logits in the computing dtype and in float32, log_softmax, and the gradients
     traffic = tokens * V / hw.bytes_per_s
     return forward + (8 + 2 * size) * traffic, backward + (4 + 2 * size) * traffic
 
 
 def micro_step_s(hw: Hardware, cost: dict, pp_rank: int) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of a micro-batch on one rank of a pipeline."""
+    """Seconds of the forward and backward pass of a micro-batch on one rank of a pipeline."""
     size = DTYPES[cost["dtype"]].itemsize
     layers, _, has_loss = pipeline_part(cost, pp_rank)
     forward, backward = block_s(hw, cost, size)
@@ -126,7 +128,7 @@ def micro_step_s(hw: Hardware, cost: dict, pp_rank: int) -> tuple[float, float]:
     held = sum(parameters_held(cost, pp_rank))
     if size == 2 and stage_of(cost) < 2:  # autocast reads each weight in float32 and writes it
         forward += 6 * held / hw.bytes_per_s
-    backward += 12 * held / hw.bytes_per_s  # adds to the gradient: two are read, one is written
+    backward += 12 * held / hw.bytes_per_s  # adding to the gradient reads two tensors and writes one
     return forward, backward
 
 
@@ -135,7 +137,7 @@ def micro_step_s(hw: Hardware, cost: dict, pp_rank: int) -> tuple[float, float]:
 
 
 def parameters_held(cost: dict, pp_rank: int) -> tuple[float, float]:
-    """How many parameters a rank of a pipeline has before ZeRO divides them: experts', after the others'."""
+    """Numbers of parameters of a pipeline's rank before ZeRO divides them: (dense parameters, experts)."""
     layers, edges, _ = pipeline_part(cost, pp_rank)
     _, block, experts = parameter_counts(cost["model_args"])
     return ((block - experts) * layers + edges) / cost["tp"], experts * layers / cost["tp"] / cost["ep"]
@@ -156,19 +158,20 @@ def ring_s(
     slowness: float = 1.0,
 ) -> float:
     """
-    Seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes; an all-reduce takes
-    twice as long. Latency grows with the logarithm of the ranks, as in trees (Sanders et al. 2009,
-    doi:10.1016/j.parco.2009.09.001); bytes move around a ring. A ring over several machines uses as many of a
-    machine's links as it has ranks there.
+    Return the seconds of all-gathers, reduce-scatters or all-to-alls over the ranks along some axes.
+
+    An all-reduce takes twice as long. Latency grows with the logarithm of the ranks, as in trees (Sanders et
+    al. 2009, doi:10.1016/j.parco.2009.09.001); bytes move around a ring. A ring over several machines uses as
+    many of a machine's links as the ring contains ranks on this machine.
 
     Args:
         size: bytes of all `count` collectives together.
-        slowness: of the operation: Hardware.gather or scatter.
+        slowness: the operation's factor: Hardware.gather or scatter.
     """
     n = mesh.size(*axes)
     if n == 1 or not size:
         return 0.0
-    here = inner = 1  # ranks of the ring on a machine; ranks that the axes so far count
+    here = inner = 1  # here: ranks of the ring on a machine; inner: ranks along the axes so far
     for axis in reversed(AXES):
         if axis in axes:
             here *= min(mesh.size(axis), max(1, per_node // inner))
@@ -182,16 +185,17 @@ def ring_s(
 
 def activations_s(hw: Hardware, cost: dict, mesh: Mesh, per_node: int) -> float:
     """
-    Seconds of a micro-step's collectives of activations, for which computation waits. With tp: each layer's
-    input is gathered and its output scattered, in attention and the MLP, and the other way round in the
-    backward. cp: keys and values are gathered twice, and their gradients scattered. ep: tokens go to their
-    experts and back. pp: sends.
+    Return the seconds of a micro-step's collectives of activations, for which computation waits.
+
+    With tp, attention and the MLP gather the input and scatter the output; the backward pass does the
+    reverse. With cp, keys and values are gathered twice, and their gradients scattered. With ep, tokens are
+    sent to their experts and back. With pp, stages send activations and gradients.
     """
     args, size = cost["model_args"], DTYPES[cost["dtype"]].itemsize
     layers = pipeline_part(cost, 0)[0]
     hidden = size * cost["rows"] * args["block_size"] / cost["cp"] * args["n_embd"]
     kv = 2 * hidden * cost["cp"] * args["n_kv_head"] / args["n_head"] / cost["tp"]
-    count = 4 * layers + 2  # of gathers, and of scatters
+    count = 4 * layers + 2  # number of gathers, and of scatters
     seconds = ring_s(hw, mesh, per_node, ("tp",), count * hidden, count, hw.gather)
     seconds += ring_s(hw, mesh, per_node, ("tp",), count * hidden, count, hw.scatter)
     seconds += ring_s(hw, mesh, per_node, ("cp",), 2 * layers * kv, 2 * layers, hw.gather)
@@ -209,10 +213,11 @@ def weights_s(
     hw: Hardware, cost: dict, mesh: Mesh, per_node: int, micro_steps: int, forward: float, backward: float
 ) -> float:
     """
-    Seconds of a step's collectives of weights and gradients that no computation hides. ZeRO-0 and 1 reduce
-    gradients in float32, in buckets, of which the last one is always exposed; ZeRO-1 then sends the weights.
-    ZeRO-2 and 3 gather the weights of each block in the dtype, once or twice in a micro-step, and scatter its
-    gradients.
+    Return the seconds of a step's collectives of weights and gradients that no computation hides.
+
+    ZeRO-0 and 1 reduce gradients in float32, in buckets, the last of which is always exposed; ZeRO-1 then
+    sends the weights. ZeRO-2 and 3 gather each block's weights in the computing dtype, once or twice in a
+    micro-step, and scatter the block's gradients.
     """
     zero, size = stage_of(cost), DTYPES[cost["dtype"]].itemsize
     dense, experts = parameters_held(cost, 0)
@@ -226,7 +231,7 @@ def weights_s(
         piece: float,
         slowness: float = 1.0,
     ) -> float:
-        """Of the dense weights and of the experts, in pieces of so many parameters."""
+        """Seconds for the dense weights and for the experts, in pieces of so many parameters."""
         sizes = ((axes, dense), (expert_axes, experts))
         return sum(
             ring_s(hw, mesh, per_node, along, element * n, ceil(n / piece), slowness) for along, n in sizes
@@ -258,10 +263,10 @@ def weights_s(
 
 def lost_gb(cost: dict) -> float:
     """
-    What ZeRO-2 and 3 and experts cost on a CPU besides memory_estimate: FSDP's modules, and gaps in the heap.
-    glibc places pieces that come and go at ever new addresses; after ten steps the gaps were 32 times the
-    largest of them: a block of weights, or the hidden layer of the experts. Pieces of more than 32 MiB are
-    not in the heap.
+    Return the GB that ZeRO-2, ZeRO-3 and experts take on a CPU besides memory_estimate: FSDP's modules, and
+    gaps in the heap. glibc allocates short-lived pieces at new addresses each time. After ten steps the gaps
+    were 32 times the largest piece: a block of weights, or the hidden layer of the experts. Pieces of more
+    than 32 MiB are not in the heap.
     """
     if cost["device_type"] != "cpu":
         return 0.0
@@ -278,8 +283,8 @@ def lost_gb(cost: dict) -> float:
 
 def two_blocks(cost: dict, n: int, tokens: int = 1024) -> dict:
     """
-    The settings with which n processes train two of the model's blocks by themselves, on about `tokens`
-    tokens each.
+    Return the settings with which n processes train two of the model's blocks alone, each on about `tokens`
+    tokens.
     """
     rows = max(1, tokens // cost["model_args"]["block_size"])
     run = {"n_layer": 2, "batch_size": rows, "gradient_accumulation_steps": n, "grad_sync": "never"}
@@ -295,8 +300,8 @@ def two_blocks(cost: dict, n: int, tokens: int = 1024) -> dict:
 
 def calibrated(hw: Hardware, cost: dict, n: int, measured_s: float) -> Hardware:
     """
-    `hw` with the speeds with which a step of `two_blocks` takes as long as it was measured to take: a
-    prediction knows the large operations only.
+    Scale the speeds of `hw` so that the predicted time of a step of `two_blocks` equals the measured time: a
+    prediction includes only the large operations.
     """
     two = cost | two_blocks(cost, n) | {"model_args": cost["model_args"] | {"n_layer": 2}, "world_size": n}
     seconds = predict(two, replace(hw, memory_gb=inf), n).seconds
@@ -305,9 +310,7 @@ def calibrated(hw: Hardware, cost: dict, n: int, measured_s: float) -> Hardware:
 
 
 def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
-    """
-    What a step with the settings in `cost` (memory.cost_of) takes on `per_node` devices of each machine.
-    """
+    """Predict a step with the settings in `cost` (memory.cost_of) on `per_node` devices of each machine."""
     zero, pp = stage_of(cost), cost["pp"]
     mesh = make_mesh(0, cost["world_size"], cost, zero)
     sequences = cost["batch_size"] * cost["gradient_accumulation_steps"]
@@ -324,16 +327,16 @@ def predict(cost: dict, hw: Hardware, per_node: int) -> Plan:
         share.micro_steps * sum(map(sum, stages)) / len(stages),
     )
     idle = (pp - 1) * (forward + backward) * IDLE.get(cost["pp_schedule"], 1.0)
-    # where processes share cores, those of a rank that waits are used by others
+    # where processes share cores, other ranks use the cores of a rank that waits
     compute = max(busy, mean_busy * hw.sharing)
     bubble = max(busy + idle, mean_busy * hw.sharing) - compute
     exposed = share.micro_steps * activations_s(hw, cost, mesh, per_node)
     exposed += weights_s(hw, cost, mesh, per_node, share.micro_steps, forward, backward)
-    dense, experts = parameters_held(cost, 0)  # ZeRO divides experts, which ep has divided already, by less
+    dense, experts = parameters_held(cost, 0)  # ZeRO divides experts less, since ep has divided them already
     shard_axes = {0: (), 1: DATA_AXES}.get(zero, SHARD_AXES)
     own = dense / mesh.size(*shard_axes) + experts / mesh.size(*(axis for axis in shard_axes if axis != "ep"))
-    # AdamW reads weights, gradients and two moments, and writes all but the gradients, which clipping scales
-    # before
+    # AdamW reads weights, gradients and two moments, and writes all but the gradients; clipping scales the
+    # gradients first
     optimizer = 40 * own / hw.bytes_per_s * hw.sharing
     seconds = {"compute": compute, "bubble": bubble, "communication": exposed, "optimizer": optimizer}
     return Plan(settings, gb, seconds)

@@ -1,4 +1,4 @@
-"""The profiler, and what its trace says about collectives."""
+"""Profile a run, and read the times of collectives from the profiler's trace."""
 
 import json
 import re
@@ -11,9 +11,9 @@ PROFILE_SKIP, PROFILE_STEPS = 5, 5  # the first steps are not typical
 
 def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
     """
-    A profiler for a run of `steps` steps that skips 5, records 5, and writes to out_dir: trace.json,
-    operators.txt (the operators by their own time) and on a GPU memory.pickle, a snapshot for
-    https://pytorch.org/memory_viz. Assign it to Clock.profiler.
+    Start a profiler for a run of `steps` steps that skips 5 steps, records 5, and writes files to out_dir.
+    These are trace.json, operators.txt (the operators by self time) and on a GPU memory.pickle, a snapshot
+    for https://pytorch.org/memory_viz. Assign the profiler to Clock.profiler.
     """
     out, on_gpu, needed = Path(out_dir), torch.cuda.is_available(), PROFILE_SKIP + PROFILE_STEPS
     if steps < needed:
@@ -36,23 +36,25 @@ def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
     schedule = torch.profiler.schedule(
         skip_first=PROFILE_SKIP - 1, wait=0, warmup=1, active=PROFILE_STEPS, repeat=1
     )
-    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)  # of the CPU and the GPU
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=write)  # profiles the CPU and the GPU
     profiler.start()
     return profiler
 
 
 def traced_collectives(path: Path, has_ep: bool) -> dict[str, float]:
     """
-    Rank 0's ms per step in all-gather, all-reduce, reduce-scatter and, with ep, all-to-all, by the part of
-    the step: from a trace of a launch in which no gradients are reduced, so that only the collectives of tp,
-    cp and ep are in it. Computation waits for them. Those of ZeRO-3, which run in the background, count too.
+    Return rank 0's milliseconds per step in all-gather, all-reduce, reduce-scatter and, with ep, all-to-all,
+    by the part of the step.
+
+    The trace is of a launch that reduces no gradients, so that it contains only the collectives of tp, cp and
+    ep, for which computation waits. Collectives of ZeRO-3, which run in the background, are also counted.
     """
     if not path.exists():
         return {}
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
-    kernels = "All|Reduce|SendRecv" if has_ep else "All|Reduce"  # a pipeline's messages are SendRecv too
+    kernels = "All|Reduce|SendRecv" if has_ep else "All|Reduce"  # a pipeline's messages are also SendRecv
     calls = [e for e in events if re.match(rf"gloo:(all|reduce)|ncclDevKernel_({kernels})", e["name"])]
-    kinds, found = {e["cat"] for e in calls}, {}  # on a GPU, spans of its own queue
+    kinds, found = {e["cat"] for e in calls}, {}  # on a GPU, spans of the GPU's queue
     kinds = {"gpu_user_annotation"} if "kernel" in kinds else {"user_annotation"}
     for part in ("forward", "backward", "stages"):
         spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == part and e["cat"] in kinds]

@@ -1,4 +1,4 @@
-"""How fast each rank computes by itself."""
+"""Measure how fast each rank computes alone."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -14,10 +14,10 @@ def measured_speeds(
     model: nn.Module, batch: tuple[Tensor, Tensor], autocast: AbstractContextManager, device: torch.device
 ) -> tuple[float, ...]:
     """
-    How fast each rank computes a micro-batch by itself, by rank, as a multiple of the slowest one's speed in
+    Measure how fast each rank computes a micro-batch alone, as a multiple of the slowest rank's speed in
     steps of 1/8 (all ranks; the model does not communicate). Leaves no gradients.
     """
-    # with this shape only for the measurement: compiling it would take a minute
+    # only the measurement uses this shape, for which compilation would take a minute
     is_compiled = device.type == "cuda"
     with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         seconds = seconds_per_pass(model, batch, autocast, device)
@@ -34,8 +34,9 @@ def seconds_per_pass(
     budget: float = 3.0,
 ) -> float:
     """
-    Mean seconds of a forward and backward (all ranks), of as many as fit into `budget` seconds, at least
-    three. The ranks begin together: those of one machine share its memory bandwidth, as in a step.
+    Measure the mean seconds of a forward and backward pass (all ranks), over as many as fit into `budget`
+    seconds, at least three. The ranks begin together: ranks of one machine share the memory bandwidth, as in
+    a step.
     """
 
     def run_pass() -> None:

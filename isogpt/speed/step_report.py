@@ -1,4 +1,4 @@
-"""What a launch of train.py recorded: its figures, the parts of a step, and why it failed."""
+"""Report on a launch of train.py, for bench.py: figures, parts of a step, and why the launch failed."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,8 @@ from isogpt.speed.profiler import traced_collectives
 
 def own_lines(errors: str) -> str:
     """
-    What train.py wrote to stderr. torchrun adds warnings before it, and its report of a failure after it.
+    Return what train.py wrote to stderr, without torchrun's warnings before and torchrun's report of a
+    failure after.
     """
     return re.sub(r"^[WI]\d{4} .*\n", "", re.split(r"^E\d{4} ", errors, flags=re.M)[0], flags=re.M)
 
@@ -37,7 +38,7 @@ def reason_for(code: int, errors: str) -> str:
 
 def figures(out: Path, timed: int) -> dict:
     """
-    What train.py recorded in folder `out`: mostly medians over the timed steps of the ranks' mean and
+    Return what train.py recorded in folder `out`: mostly medians over the timed steps of the ranks' mean and
     maximum.
     """
     records = read_records(out / "metrics.jsonl")
@@ -45,7 +46,7 @@ def figures(out: Path, timed: int) -> dict:
     config, mean_ms = start["config"], median(r["step_ms"] for r in steps)
     tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
     sends = steps[0]["bytes_sent"] is not None
-    # a mean over the steps, since not all of them may send
+    # a mean over the steps, since some steps may send nothing
     sent = {"mean": "bytes_sent", "max": "bytes_sent_max"}
     return {name: start[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
         "processes": start["world_size"],
@@ -72,17 +73,18 @@ def bubble(run: dict) -> dict[str, float | None]:
 
 
 def shown_bubble(found: dict | None) -> str:
-    """Both figures of `bubble`; n/a without a pipeline."""
+    """Format both figures of `bubble`; n/a without a pipeline."""
     return f"{found['measured']:.1%} ({shown(found['formula'], '.1%')})" if found else "n/a"
 
 
 def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | None]]:
     """
-    The parts of a step in ms, each the mean over the ranks and the slowest rank's; these need not add up to
-    the slowest step. `silent` is the same launch with grad_sync 'never': the difference is the exposed
-    communication, which no computation hides, and its backward pass waits for no other rank. The collectives
-    of tp, cp and ep, and what is reduced after the backward, are exposed too. In a pipeline, a rank computes
-    in `stages` and waits in the bubble.
+    Return the parts of a step in milliseconds, each as the mean over the ranks and the slowest rank's.
+
+    The slowest rank's parts need not add up to the slowest step. `silent` is the same launch with grad_sync
+    'never', whose backward pass does not wait for other ranks. The difference is the exposed communication,
+    which no computation hides. The collectives of tp, cp and ep, and what is reduced after the backward pass,
+    are also exposed. In a pipeline, a rank computes in `stages` and waits in the bubble.
     """
     parts = {}
     for kind in ("mean", "max"):
@@ -92,7 +94,7 @@ def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | No
         if silent:
             other = {name: span[kind] for name, span in silent["spans_ms"].items()}
             without = silent["step_ms"][kind] - other["clip"] - other["optimizer"]
-            # to average gradients of
+            # whether there are replicas, over which gradients are averaged
             has_copies = run["processes"] > run["settings"]["tp"] * run["settings"]["pp"]
             exposed = max(0.0, step_ms - ms["clip"] - ms["optimizer"] - without) if has_copies else 0.0
             exposed += other.get("reduce", 0.0) + sum(waits.values())

@@ -1,4 +1,4 @@
-"""How much memory this process takes, and how busy its GPU is."""
+"""Memory of this process, and utilization of the GPU."""
 
 import re
 import time
@@ -11,9 +11,9 @@ import torch
 
 def memory_gb(device: torch.device) -> float:
     """
-    Peak memory of this process in GB: what PyTorch has allocated on the GPU. On a CPU, the resident set: what
-    the process has allocated, and the code of libraries. The data set does not count, since
-    dataset.release_pages gives its pages back. 0 if the system does not tell.
+    Return the peak memory of this process in GB: what PyTorch has allocated on the GPU. On a CPU it is the
+    resident set: what the process has allocated, and the code of libraries. The data set does not count,
+    since dataset.release_pages gives its pages back. 0 if the system does not tell.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
@@ -30,8 +30,8 @@ def memory_gb(device: torch.device) -> float:
 
 def utilization(device: torch.device) -> float | None:
     """
-    Percent of a second in which the GPU was busy, read every five seconds; None if it cannot be (needs
-    pynvml).
+    Return the percentage of a second in which the GPU was busy, read every five seconds; None if it cannot be
+    read (needs pynvml).
     """
     return read_utilization(device, int(time.monotonic() / 5))
 
@@ -39,5 +39,5 @@ def utilization(device: torch.device) -> float | None:
 @lru_cache(maxsize=1)
 def read_utilization(device: torch.device, period: int) -> float | None:
     """The percentage of this period; asking the driver takes a millisecond."""
-    with suppress(Exception):  # a missing package or a driver without support: no reason to stop a run
+    with suppress(Exception):  # a missing package or a driver without support is no reason to stop a run
         return float(torch.cuda.utilization(device)) if device.type == "cuda" else None
