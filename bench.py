@@ -4,14 +4,12 @@ accepts train.py's configs and settings too. If they do not choose a model, a GP
 devices a small model of 10.65M parameters, which takes a minute.
 
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
-    python bench.py --nproc=2                                          two processes; or torchrun ... bench.py
-    python bench.py --sweep='nproc:1,2,4;batch_size:4,8'               every combination, each in a launch of
-    its own
-    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'                  layouts of four processes; also cp, ep
-    and zero
-    python bench.py --comm --nproc=2                                   the collectives, by message size
+    python bench.py --nproc=2                               two processes; or torchrun ... bench.py
+    python bench.py --sweep='nproc:1,2,4;batch_size:4,8'    every combination, in separate launches
+    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'       layouts of four processes; also cp, ep and zero
+    python bench.py --comm --nproc=2                        the collectives, by message size
     python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
-    python bench.py config/train_gpt2.py --tune                        measure the plan's best few here
+    python bench.py config/train_gpt2.py --tune             measure the plan's best few layouts here
 """
 
 import isogpt.launch.threads  # noqa: F401  (before torch, which reads the variable that this may set)

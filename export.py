@@ -4,8 +4,7 @@ List a run's checkpoints, or convert the newest one. Neither needs the devices o
     python export.py OUT_DIR --list          step, form, val loss, size and state of each checkpoint
     python export.py OUT_DIR --to=ckpt.pt    one file in nanoGPT's form: OUT_DIR/ckpt.pt
     python export.py OUT_DIR --to=shards     a checkpoint in shards, as zero 1, 2 and 3 write them
-    python export.py OUT_DIR --to=hf         the best one as a model and tokenizer for transformers:
-    OUT_DIR/hf
+    python export.py OUT_DIR --to=hf         the best one, for transformers, with a tokenizer: OUT_DIR/hf
     python export.py FOLDER --from=hf        FOLDER/ckpt.pt from a model of transformers in FOLDER
 """
 

@@ -4,14 +4,13 @@ Generate text with a trained model.
     python sample.py --out_dir=out-stdlib-char --start="def main("
     python sample.py --init_from=gpt2-xl --start="What is the answer?" --num_samples=5
     python sample.py --out_dir=out --start=FILE:prompt.txt
-    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out      the samples are divided among the
-    processes
-    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out --tp=2     the model is divided
-    torchrun --standalone --nproc_per_node=2 -- sample.py --start="def main("   -- since torchrun has a
-    --start-method
+    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out           divide the samples
+    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out --tp=2    divide the model
+    torchrun --standalone --nproc_per_node=2 -- sample.py --start="def main("
 
-A sample's text depends on the seed and its number. It depends on the number of processes and samples only
-where rounding does.
+In the last command, `--` is needed because torchrun accepts the option --start-method. A sample's text
+depends on the seed and the sample's number. It depends on the numbers of processes and samples only through
+rounding.
 """
 
 import isogpt.launch.threads  # noqa: F401  (before torch, which reads the variable that this may set)

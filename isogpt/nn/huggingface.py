@@ -17,7 +17,6 @@ from isogpt.nn.architecture import GPTConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
 # by transformers' model_type
 CLASSES = {
