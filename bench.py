@@ -1,17 +1,15 @@
 """
-Measure how fast train.py runs on this machine: launch it for a few steps and read what it recorded. It
-accepts train.py's configs and settings too. If they do not choose a model, a GPU trains GPT-2 124M and other
-devices a small model of 10.65M parameters, which takes a minute.
+Measure how fast train.py runs on this machine: launch it for a few steps and read what it recorded.
+train.py's configs and settings are accepted, too. If they do not choose a model, a GPU trains GPT-2 124M and
+other devices a small model of 10.65M parameters, which takes a minute.
 
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
-    python bench.py --nproc=2                                          two processes; or torchrun ... bench.py
-    python bench.py --sweep='nproc:1,2,4;batch_size:4,8'               every combination, each in a launch of
-    its own
-    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'                  layouts of four processes; also cp, ep
-    and zero
-    python bench.py --comm --nproc=2                                   the collectives, by message size
+    python bench.py --nproc=2                               two processes; or torchrun ... bench.py
+    python bench.py --sweep='nproc:1,2,4;batch_size:4,8'    every combination, in separate launches
+    python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'       layouts of four processes; also cp, ep and zero
+    python bench.py --comm --nproc=2                        the collectives, by message size
     python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
-    python bench.py config/train_gpt2.py --tune                        measure the plan's best few here
+    python bench.py config/train_gpt2.py --tune             measure the plan's best few layouts here
 """
 
 import isogpt.launch.threads  # noqa: F401  (before torch, which reads the variable that this may set)
@@ -52,12 +50,12 @@ from isogpt.training.settings import model_args_of, problems_of, report
 from model import GPT, GPTConfig
 
 # -- what to run ---------------------------------------------------------------------------------------------
-batch_size = 12  # sequences per micro-batch; on a GPU by default as many as fit (small model: 8)
+batch_size = 12  # sequences per micro-batch; by default, a GPU takes as many as fit (small model: 8)
 block_size = 1024  # tokens per sequence (small model: 256)
 bias = False  # biases in Linear and LayerNorm
 real_data = True  # False: random tokens, which are also used if the default data set is not prepared
-seed = 1337  # of the weights and the data
-nproc = 0  # processes to launch on this machine (0: one, or those of the launcher)
+seed = 1337  # seed of the weights and the data
+nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started)
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto (the fastest that the device trains well in), float32, tf32, bfloat16 or float16
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
@@ -66,15 +64,15 @@ steps = 20  # steps to measure, after a quarter as many for warm-up
 sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination
 comm = False  # measure the collectives' bandwidth and latency by message size; no training
 plan = False  # predict time and memory of all layouts for the same global batch; no training
-tune = False  # measure the best few of the plan for the launched processes, and print the fastest command
-devices = 0  # to plan for (0: the processes that are launched)
+tune = False  # measure the best few plans for the launched processes, and print the fastest command
+devices = 0  # number of devices to plan for (0: the launched processes)
 per_node = 8  # devices of each machine
-hardware = "this"  # to plan for: h100, h200, a100, 4090, cpu (a core), or this (measured now)
-network = 0.0  # Gbit/s from a machine to others (0: usual for the hardware)
+hardware = "this"  # hardware to plan for: h100, h200, a100, 4090, cpu (a core), or this (measured now)
+network = 0.0  # Gbit/s between machines (0: usual for the hardware)
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
-estimate_world_size = 0  # estimate for this many processes and launch nothing (0: for the launched ones)
+estimate_world_size = 0  # estimate for this many processes and launch nothing (0: the launched processes)
 # ------------------------------------------------------------------------------------------------------------
 HERE = Path(__file__).resolve().parent
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
@@ -83,7 +81,7 @@ FIXED |= dict(
     save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0
 )
 FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
-LAYOUT = prediction.LAYOUT.keys() - {"activation_checkpointing"}  # they change the communication
+LAYOUT = prediction.LAYOUT.keys() - {"activation_checkpointing"}  # these change the communication
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
 
 
@@ -100,12 +98,12 @@ def say(text: str) -> None:
 def run_train(work: dict, timed: int, show: bool = False) -> dict:
     """
     Train for `timed` steps after a warm-up; returns the figures that train.py recorded (rank 0), or the
-    problem. Under a launcher each rank starts one train.py, which inherits the launcher's variables.
+    problem. Under a launcher, each rank starts one train.py, which inherits the launcher's variables.
     """
     number, n = next(launches), str(work["nproc"])
     if not n.isdecimal() or int(n) == 0:
         return {"problem": f"nproc is {n!r}: it must be a whole number of at least 1"}
-    # with grad_sync never, only the collectives of tp, cp and ep remain: the trace has their durations
+    # with grad_sync never, only the collectives of tp, cp and ep remain: the trace contains their durations
     has_others = any(str(work[name]) != "1" for name in ("tp", "cp", "ep"))
     is_traced = (profile and show) or (work["grad_sync"] == "never" and has_others)
     out = scratch / f"launch{number}"
@@ -115,13 +113,13 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
     arguments["nproc"] = 0 if is_launched or int(n) == 1 else n  # train.py launches as many processes
     env, command = dict(os.environ), [sys.executable, str(HERE / "train.py")]
     if is_launched and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # rank 0's train.py serves the store itself, and the previous one may still occupy the port
+        # rank 0's train.py serves the store, and the previous train.py may still occupy the port
         env["MASTER_PORT"] = str(int(env["MASTER_PORT"]) + number)
     command += [f"--{name}={value}" for name, value in arguments.items()]
     with TemporaryFile("w+", errors="replace") as stderr:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process:
             for line in process.stdout:
-                # a launch is shorter than the warm-up of the run that is measured
+                # these lines are about the short launch, which ends before the settings' warm-up does
                 unwanted = ("step ", "done", "the loss curve", "no plot", "note:    the run ends")
                 if show and not line.startswith(unwanted):
                     console.print_line(line.rstrip("\n"))
@@ -136,14 +134,15 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
 
 def limits(run: dict) -> dict[str, float | None]:
     """
-    The speed of matmuls and of copies on this device, measured now, and which part of it the run reached.
+    Measure the speed of matmuls and of copies on this device, and the fraction of each speed that the run
+    reached.
     """
     if where.type == "cpu":
-        torch.set_num_threads(len(own_cores()))  # torchrun sets one
+        torch.set_num_threads(len(own_cores()))  # torchrun sets one thread
     precision.set_numerics(where, run["dtype"], False)
     matmul, copy = measured_matmul(where, run["dtype"]), measured_copy(where)
     config, n = run["settings"], run["processes"]
-    # the processes of one machine share its cores
+    # the processes of one machine share the cores
     devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
     replicas = (
         config["dp_replicate"] if config["fsdp"] or config["zero"] else n // (config["tp"] * config["pp"])
@@ -161,7 +160,7 @@ def limits(run: dict) -> dict[str, float | None]:
 
 def run_report() -> dict:
     """
-    Launch train.py (all ranks); print what a step consists of and how close it is to the device's limits.
+    Launch train.py (all ranks); print the parts of a step and how close the step is to the device's limits.
     """
     run, silent = run_train(work, steps, show=True), None
     if processes > 1 and work["grad_sync"] != "never" and "problem" not in run:
@@ -236,7 +235,7 @@ def shows_waits(point: dict) -> bool:
 
 
 def row_of(run: dict, tried: list[dict]) -> str:
-    """A row of the table: settings and figures, or why the launch failed. The first one with a header."""
+    """A row of the table: settings and figures, or why the launch failed. The first row includes a header."""
     point, row = run["point"], ""
     if len(tried) == 1:
         row = "".join(f"  {name:>9}" for name in point) + "  tokens/step   tokens/s   ms/step       GB"
@@ -271,7 +270,7 @@ def run_sweep() -> list[dict]:
     if is_launched and "nproc" in axes:
         fail("a sweep over nproc launches the processes itself: start bench.py without torchrun")
     counts = [int(value) for value in axes.get("nproc", [str(processes)]) if value.isdecimal() and int(value)]
-    # divides evenly over the processes
+    # divides evenly over every number of processes
     accumulation = work["gradient_accumulation_steps"] or math.lcm(*counts)
     varied = [name for name, values in axes.items() if len(values) > 1]
     varied = [name for name in varied if name in ("batch_size", "block_size", "gradient_accumulation_steps")]
@@ -287,7 +286,7 @@ def run_sweep() -> list[dict]:
 
 
 def make_plans(n: int) -> tuple[list[Plan], str]:
-    """Rank the plans for n devices; prints a table and returns the plans and the best one's command."""
+    """Rank the plans for n devices; prints a table and returns the plans and the best plan's command."""
     if is_launched:
         fail("a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N")
     cost, machine = memory_cost(n), min(n, per_node)
@@ -311,7 +310,7 @@ def make_plans(n: int) -> tuple[list[Plan], str]:
 
 
 def measured_machine(cost: dict, n: int) -> Hardware:
-    """This machine with n processes: the large operations, the collectives, and two of the model's blocks."""
+    """Measure this machine with n processes: large operations, collectives, and two of the model's blocks."""
     links, target = [], scratch / "comm.json"
     if n > 1:
         command = [sys.executable, str(HERE / "bench.py"), "--comm", f"--nproc={n}", f"--device={device}"]
@@ -326,7 +325,7 @@ def measured_machine(cost: dict, n: int) -> Hardware:
 
 def command_for(point: dict, n: int) -> str:
     """The command that trains with the settings of `point` on n devices."""
-    # what a config file sets is set anew
+    # settings of a config file must be set again
     chosen = small | {
         k: value for k, value in point.items() if value != prediction.LAYOUT.get(k) or k in config
     }
@@ -352,7 +351,7 @@ def run_plan() -> dict:
 
 
 def run_tune() -> dict:
-    """Measure the best few plans for the processes that are launched; print the fastest one's command."""
+    """Measure the best few plans for the launched processes; print the fastest plan's command."""
     plans, _ = make_plans(processes)
     fitting = [plan for plan in plans if not plan.problem]
     few = layouts.best_of_layouts(fitting)[:4]
@@ -419,7 +418,7 @@ try:
         problems.append(f"json_path is {json_path!r}: it cannot be written, set another file")
     report(problems)
     if is_launched:
-        start_workers(nproc, __file__)  # only checks nproc
+        start_workers(nproc, __file__)  # train.py launches the processes: this only checks nproc
     elif comm:
         start_workers(nproc or (torch.cuda.device_count() if where.type == "cuda" else 2), __file__)
 

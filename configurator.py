@@ -40,7 +40,7 @@ WANTED = {
     str: "text",
     numbers.Real: "a finite number",
 }
-# text that is copied from a web page may have any of these
+# text that is copied from a web page may contain any of these
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 # numbers of steps that may be fractions, as in nanoGPT, which only compares and divides them
 STEPS = frozenset(
@@ -56,7 +56,7 @@ STEPS = frozenset(
 )
 # a leading ~ is the user's home folder, which a shell replaces in `--key ~/x`, but not in `--key=~/x`
 PATHS = frozenset(("out_dir", "dataset", "init_from", "json_path"))
-# what nanoGPT's scripts have imported when they run a config, and where it is
+# modules and functions that nanoGPT's scripts have imported when they run a config
 VISIBLE = {
     "os": "os",
     "sys": "sys",
@@ -91,7 +91,9 @@ class Setting:
 
 @dataclass
 class Findings:
-    """What is wrong with the arguments, a line each: problems end the process, notes are only printed."""
+    """
+    What is wrong with the arguments, in separate lines: problems end the process, notes are only printed.
+    """
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -99,8 +101,8 @@ class Findings:
 
 def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
     """
-    Return the settings of the script at `path`, in order. They are parsed from its source; the script is not
-    run.
+    Return the settings of the script at `path`, in order. The settings are parsed from the source; the script
+    is not run.
     """
     with open(path, "rb") as file:
         comments = {
@@ -135,16 +137,17 @@ def configure(
     Apply `argv` to the settings in `script_globals` and return their final values.
 
     `argv` defaults to the command line. In that case, sys.argv is rewritten with --key=value throughout, the
-    only form that the code which passes it on to other processes has to understand.
+    only form that code which passes the arguments on to other processes must understand.
 
-    `extra` holds settings of another script that are accepted too. Those that were set are returned, but
-    never assigned to the globals; their defaults are only shown by --help and read by config files. All
-    errors are reported together; then nothing is applied and the process exits with status 1.
+    `extra` contains settings of a different script that are also accepted. Settings in `extra` that were set
+    are returned, but never assigned to the globals. Their defaults are only shown by --help and read by
+    config files. All errors are reported together; then nothing is applied and the process exits with status
+    1.
     """
     console.prepare()
     script = script_globals["__file__"]
     own = settings_of(script)
-    # own settings come first in --help, and win over extra ones of the same name
+    # the script's settings come first in --help, and take precedence over extra settings of the same name
     known = own | (extra or {}) | own
     arguments = sys.argv[1:] if argv is None else argv
     if "-h" in arguments or "--help" in arguments:
@@ -164,7 +167,7 @@ def configure(
             current = {name: setting.default for name, setting in known.items()} | final
             final |= _from_config(argument, script_globals, known, current, findings)
     final |= {name: _in_home(final[name]) for name in PATHS & final.keys()}
-    # the process that launched torchrun for this one, see launchers.start_workers, has printed them
+    # the process that launched torchrun, see launchers.start_workers, has printed the notes
     if _is_rank_0() and not console.is_worker_of_nproc():
         for note in findings.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
@@ -179,7 +182,7 @@ def fail(message: str) -> NoReturn:
     source = ""
     if not _is_rank_0():
         # Usually every rank fails with the same message. torchrun kills all workers as soon as one fails, so
-        # another rank must not exit before rank 0 has printed. A rank that survives the wait is the only one
+        # other ranks must not exit before rank 0 has printed. A rank that survives the wait is the only one
         # with this problem.
         time.sleep(10)
         source = f"rank {os.environ['RANK']}: "
@@ -220,8 +223,8 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
 
 def _typed(value: Value) -> str:
     """
-    How `value` is typed in a shell: text with a line break is quoted twice, once for the shell and once for
-    us.
+    Return how `value` is typed in a shell: text with a line break is quoted twice, once for the shell and
+    once for this module.
     """
     text = str(value)
     is_plain = text.isprintable() and not QUOTED.fullmatch(text)
@@ -229,7 +232,7 @@ def _typed(value: Value) -> str:
 
 
 def _split(argument: str) -> tuple[str, str, str, str]:
-    """The dashes before an option, the name, the first equals sign if there is one, and the text after it."""
+    """Split an option: the dashes, the name, the first equals sign if there is one, and the text after it."""
     undashed = argument.lstrip(DASHES)
     return argument[: len(argument) - len(undashed)], *undashed.partition("=")
 
@@ -265,7 +268,7 @@ def _normalized(arguments: list[str], settings: dict[str, Setting]) -> list[str]
 
 def _is_value(text: str, kind: type | None) -> bool:
     """
-    Whether `text`, the argument after `--key`, is its value. `kind` is the setting's type, None if it is
+    Whether `text`, the argument after `--key`, is the value of `key`. `kind` is the setting's type, None if
     unknown.
     """
     if kind is bool:
@@ -336,8 +339,8 @@ def _from_config(
         except (ValueError, OverflowError):
             shown = " ".join(reprlib.repr(namespace.get(name)).split())
             findings.problems.append(f"{config}: {name} = {shown}: not {WANTED[known[name].kind]}")
-    # A plain value that the file does not read is no helper. It may be meant as a setting, or be a variable
-    # that some other program reads: nanoGPT accepts it.
+    # A plain value that the file does not read is not a helper. It may be meant as a setting, or be a
+    # variable that a different program reads: nanoGPT accepts both.
     plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not visible.get(name)}
     for name in sorted(plain - current.keys() - read):
         nearest = difflib.get_close_matches(name, current, 1, 0.85)
@@ -349,7 +352,7 @@ def _from_config(
 
 
 def _imported(names: set[str]) -> dict[str, Any]:
-    """Those of `names` that nanoGPT's scripts have imported."""
+    """The values of those `names` that nanoGPT's scripts have imported."""
     found = {}
     for name in names & VISIBLE.keys():
         with suppress(ImportError):  # not installed: the config raises NameError
@@ -417,7 +420,8 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
 
 def _parse(text: str, kind: type) -> Value:
     """
-    Convert `text`, as typed on the command line, to a value of type `kind`; raise an error if it is not one.
+    Convert `text`, as typed on the command line, to a value of type `kind`; raise an error if this is not
+    possible.
     """
     if kind is str:
         return ast.literal_eval(text) if QUOTED.fullmatch(text) else text
@@ -431,8 +435,8 @@ def _parse(text: str, kind: type) -> Value:
 
 def _coerce(value: Any, kind: type) -> Value:
     """
-    Convert `value`, for example a NumPy scalar, to the builtin type `kind`. Raise ValueError if it is not
-    exact.
+    Convert `value`, for example a NumPy scalar, to the builtin type `kind`. Raise ValueError if the
+    conversion is not exact.
     """
     if kind is str and isinstance(value, str | os.PathLike):
         return str(value)
@@ -448,13 +452,14 @@ def _coerce(value: Any, kind: type) -> Value:
 
 def _suggestion(name: str, settings: dict[str, Setting]) -> str:
     """
-    The setting that was probably meant by an unknown one, as the end of a sentence; empty if there is none.
+    Return the setting that was probably meant by an unknown name, as the end of a sentence; empty if there is
+    none.
     """
     name = name.replace("-", "_")
     negated = re.sub("^(no|disable)_", "", name)
     if negated != name and negated in settings and settings[negated].kind is bool:
         return f"; type --{negated}=False"
-    # lr, bs
+    # abbreviations such as lr and bs
     short = [other for other in settings if "".join(word[0] for word in other.split("_") if word) == name]
     near = short or difflib.get_close_matches(name, settings, 1)
     return f"; did you mean --{near[0]}?" if near else ""

@@ -1,11 +1,10 @@
 """
-List a run's checkpoints, or convert the newest one. Neither needs the devices of the run.
+List a run's checkpoints, or convert the newest checkpoint. Neither needs the devices of the run.
 
     python export.py OUT_DIR --list          step, form, val loss, size and state of each checkpoint
     python export.py OUT_DIR --to=ckpt.pt    one file in nanoGPT's form: OUT_DIR/ckpt.pt
     python export.py OUT_DIR --to=shards     a checkpoint in shards, as zero 1, 2 and 3 write them
-    python export.py OUT_DIR --to=hf         the best one as a model and tokenizer for transformers:
-    OUT_DIR/hf
+    python export.py OUT_DIR --to=hf         the best one, for transformers, with a tokenizer: OUT_DIR/hf
     python export.py FOLDER --from=hf        FOLDER/ckpt.pt from a model of transformers in FOLDER
 """
 
@@ -46,16 +45,16 @@ from model import GPT, GPTConfig
 
 def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
-    Write the newest valid checkpoint of a run as 'ckpt.pt' or 'shards', or the best one as 'hf', since
-    sample.py uses that one too; returns what was written.
+    Write the newest valid checkpoint of a run as 'ckpt.pt' or 'shards', or the best checkpoint as 'hf', since
+    sample.py also uses the best. Returns what was written.
 
     Args:
         dataset: for 'hf', the data set whose vocabulary is written; '': the vocabulary that the checkpoint
             records.
 
     Raises:
-        ValueError: there is no checkpoint, it has this form already, its ids cannot be decoded, or, for 'hf',
-            its weights are not finite.
+        ValueError: there is no checkpoint, the checkpoint already exists in this form, ids cannot be decoded,
+            or, for 'hf', weights are not finite.
     """
     found, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
     if not found:
@@ -90,9 +89,9 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
 
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
     """
-    The optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a
-    ckpt.pt. What the config lacks is nanoGPT's default. (The state of Muon is stored without them, since
-    nanoGPT cannot resume it.)
+    Make the optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a
+    ckpt.pt. Settings that the config lacks take nanoGPT's defaults. The state of Muon is stored without such
+    settings, since nanoGPT cannot resume it.
     """
     c = {
         "optimizer": "adamw",
@@ -108,9 +107,9 @@ def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
 @contextmanager
 def unfinished_folder(out_dir: str) -> Iterator[Path]:
     """
-    A new folder to write in, which is deleted at the end. It has a name of its own: neither a run that is
-    writing the same step nor one that starts meanwhile may touch it. Raises ValueError if another conversion
-    has one.
+    Create a folder to write in, which is deleted at the end. The name is different from a run's names:
+    neither a run that writes the same step nor a run that starts in the meantime may touch the folder. Raises
+    ValueError if a different conversion uses a folder here.
     """
     unfinished = Path(out_dir) / "unfinished_export"
     try:
@@ -125,8 +124,8 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
 
 def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
     """
-    Write OUT_DIR/hf: weights, configuration and tokenizer; an older one is replaced. Returns the folder.
-    Raises ValueError if the older one contains checkpoints.
+    Write OUT_DIR/hf: weights, configuration and tokenizer; an older folder is replaced. Returns the folder.
+    Raises ValueError if the older folder contains checkpoints.
     """
     c, target = model.config, Path(out_dir) / "hf"
     if is_run(str(target)):
@@ -164,14 +163,14 @@ def list_checkpoints(out_dir: str) -> str:
     """A table of the checkpoints in a run's folder."""
     lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"]
     folders = step_folders(Path(out_dir))
-    newest = next(filter(None, map(read_manifest, folders)), None)  # it knows which one is the best
+    newest = next(filter(None, map(read_manifest, folders)), None)  # the newest manifest names the best step
     best = best_folder(Path(out_dir), newest) if newest else None
     for folder in folders:
         manifest, state = read_manifest(folder), damage(folder) or "valid"
         if folder == best:
             state += " (best)"
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
-        with suppress(FileNotFoundError):  # a live run has just deleted it
+        with suppress(FileNotFoundError):  # a live run has just deleted the file
             val_loss = val_loss_of(manifest) if manifest else None
             lines.append(row(step_of(folder), form, val_loss, folder.iterdir(), state))
     bare = Path(out_dir) / "ckpt.pt"
@@ -207,7 +206,7 @@ def main() -> None:
     parser.add_argument(
         "--dataset", default="", help="with --to=hf: the data set whose vocabulary is written"
     )
-    # argparse takes a folder whose name begins with a dash for an option
+    # argparse mistakes a folder whose name begins with a dash for an option
     options = parser.parse_args(
         [f"./{a}" if a.startswith("-") and Path(a).is_dir() else a for a in sys.argv[1:]]
     )

@@ -3,8 +3,8 @@ The GPT family: GPT-2 as in nanoGPT, nanochat and Llama; their initial weights a
 
 Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable: Linear weights are
 (out, in), the query, key and value projections are stacked in `c_attn` in that order, `transformer.wte` and
-`lm_head` are tied. Nothing here depends on torch.distributed: isogpt/parallel distributes the model from
-outside.
+`lm_head` are tied. This module does not depend on torch.distributed: isogpt/parallel distributes the model
+from outside.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ class MLP(nn.Module):
 
 
 def make_mlp(config: GPTConfig) -> nn.Module:
-    """A block's MLP, or with n_expert its router and experts."""
+    """A block's MLP, or with n_expert the block's router and experts."""
     if not config.n_expert:
         return MLP(config)
     return MoE(config, MLP(replace(config, dropout=0.0), partial(ExpertLinear, config.n_expert)))
@@ -113,7 +113,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """(B, T, C) -> (B, T, C), and with experts also MoE.routing_of, (B, E + 2)."""
+        """Apply the block: (B, T, C) -> (B, T, C), and with experts also MoE.routing_of, (B, E + 2)."""
         x = x + self.attn(self.ln_1(x), rope, cache)
         if not self.has_experts:
             return x + self.mlp(self.ln_2(x))
@@ -127,7 +127,7 @@ class GPT(nn.Module):
 
     Args:
         config: the architecture.
-        seed: of the initial weights, see `init_weights`. Default: torch's seed, so that
+        seed: seed of the initial weights, see `init_weights`. Default: torch's seed, so that
             `torch.manual_seed(1337)` before `GPT(config)` has the usual effect.
     """
 
@@ -135,8 +135,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.arch = ARCHS[config.arch]
-        # Embedding's own initialization would import torch.compile on the meta device, which takes a second
-        # or two
+        # Embedding's initialization would import torch.compile on the meta device, which takes a second or
+        # two
         wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         with torch.random.fork_rng(devices=[]):  # Linear draws initial weights, which init_weights overwrites
             self.transformer = nn.ModuleDict({"wte": wte})
@@ -149,7 +149,7 @@ class GPT(nn.Module):
             self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.transformer["ln_f"] = make_norm(config)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.loss = summed_loss  # compiled by itself where the blocks are; tensor parallelism replaces it
+        self.loss = summed_loss  # compiled separately if blocks are; tensor parallelism replaces it
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
         self.positions = torch.arange  # positions from start to end; context parallelism replaces it
         self.tie_weights()
@@ -161,7 +161,7 @@ class GPT(nn.Module):
         Share one parameter between wte and lm_head (Press and Wolf 2017, arXiv:1608.05859) if the config says
         so; `to_empty` unties it.
         """
-        if self.config.tied and "wte" in self.transformer:  # some pipeline stages have neither of them
+        if self.config.tied and "wte" in self.transformer:  # some pipeline stages contain neither
             self.lm_head.weight = self.transformer.wte.weight
 
     @torch.no_grad()
@@ -173,9 +173,9 @@ class GPT(nn.Module):
 
     def initial_weight(self, name: str, shape: torch.Size, seed: int) -> Tensor:
         """
-        A parameter's initial values: biases 0, weights of norms 1, the rest normal with the standard
-        deviation of `initial_std`. Each parameter is drawn on the CPU from its own generator, seeded with
-        (seed, name), so the values depend neither on the device nor on how parameters are distributed over
+        Return a parameter's initial values: biases 0, weights of norms 1, the rest normal with the standard
+        deviation of `initial_std`. Each parameter is drawn on the CPU from a separate generator, seeded with
+        (seed, name). So the values depend neither on the device nor on how parameters are distributed over
         ranks.
         """
         if len(shape) < 2:
@@ -187,10 +187,11 @@ class GPT(nn.Module):
 
     def initial_std(self, name: str) -> float:
         """
-        Standard deviation of a matrix's initial weights. gpt2 and llama: 0.02, in residual projections
-        divided by sqrt(2 n_layer), as in GPT-2. nanochat: projections into the residual stream start at 0, so
-        that each block starts as the identity; the head starts near 0, the embeddings, which are normalized,
-        at 1.
+        Return the standard deviation of a matrix's initial weights.
+
+        For gpt2 and llama it is 0.02, divided by sqrt(2 n_layer) in residual projections, as in GPT-2. For
+        nanochat, projections into the residual stream start at 0, so that each block starts as the identity.
+        The head starts near 0, and the embeddings, which are normalized, at 1.
         """
         is_projection = name.endswith("c_proj.weight")
         if self.config.arch != "nanochat":
@@ -202,8 +203,8 @@ class GPT(nn.Module):
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         """
-        Number of parameters, by default without the position embeddings (wte counts, because lm_head uses
-        it).
+        Return the number of parameters, by default without the position embeddings (wte counts, because
+        lm_head uses it).
         """
         n = sum(p.numel() for p in self.parameters())
         return n - self.transformer.wpe.weight.numel() if non_embedding and "wpe" in self.transformer else n
@@ -223,8 +224,8 @@ class GPT(nn.Module):
             idx: token ids (B, T).
             targets: token ids (B, T); -1 is ignored.
             target_count: divide the summed loss by this number instead of averaging it, so that the losses of
-                a batch's parts add up exactly. No logits are returned: for a large vocabulary they are never
-                all in memory.
+                a batch's parts add up exactly. Logits are not returned: for a large vocabulary, they are
+                never all in memory.
             positions: positions of the tokens (T,). Default: 0 to T - 1, or the positions that follow the
                 caches.
             caches: one KVCache per block, to which these tokens' keys and values are appended. With rotary
@@ -258,7 +259,7 @@ class GPT(nn.Module):
         if not self.arch.rotation:
             x = x + self.transformer.wpe(positions)
         if self.arch.norm_embeddings:
-            # under autocast too, the residual stream stays in float32
+            # the residual stream stays in float32, also under autocast
             x = self.transformer.ln_0(x).to(x.dtype)
         return self.transformer.drop(x)
 
@@ -271,7 +272,7 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """
         Apply blocks, given with their numbers: (B, T, C) -> (B, T, C), and what MoE.routing_of returns for
-        each.
+        each block.
         """
         rope = self.rotary_angles(positions) if self.arch.rotation else None  # (2, T, 1, D)
         found = []
@@ -295,7 +296,7 @@ class GPT(nn.Module):
             sums = routing.sum(1)
             self.routing = sums if self.routing is None else self.routing + sums
         auxiliary = routing[..., 0].sum() / (valid.sum() if target_count is None else target_count)
-        # the loss is the tokens' alone, its gradient is of both
+        # the value is the tokens' loss alone, but the gradient includes the auxiliary losses
         return logits, loss + (auxiliary - auxiliary.detach())
 
     def predict_tokens(
@@ -312,8 +313,8 @@ class GPT(nn.Module):
 
     def reset_routing(self, device: torch.device) -> None:
         """
-        Count the routers' numbers from 0: in a tensor, because torch.compile would compile one graph that
-        finds None and one that finds a tensor.
+        Reset the routers' sums to 0: a tensor, because torch.compile would compile one graph for None and one
+        for a tensor.
         """
         if self.config.n_expert:
             self.routing = torch.zeros(self.config.n_layer, self.config.n_expert + 2, device=device)
@@ -351,8 +352,8 @@ class GPT(nn.Module):
             override_args: only `dropout` can be overridden.
 
         Raises:
-            ValueError: the weights cannot be loaded, or have settings that this implementation does not
-                support.
+            ValueError: the weights cannot be loaded, or the model uses settings that this implementation does
+                not support.
         """
         if set(override_args or {}) - {"dropout"}:
             raise ValueError(f"only dropout can be overridden, not {sorted(override_args)}")
@@ -361,7 +362,8 @@ class GPT(nn.Module):
     @classmethod
     def from_hf(cls, hf: nn.Module, dropout: float = 0.0) -> "GPT":
         """
-        Convert a model of transformers; the weights are copied. Raises ValueError if it is not supported.
+        Convert a model of transformers; the weights are copied. Raises ValueError if the model is not
+        supported.
         """
         return cls.from_state(
             GPTConfig(**huggingface.model_args(hf.config), dropout=dropout), huggingface.our_weights(hf)
@@ -398,9 +400,9 @@ class GPT(nn.Module):
         self, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str
     ) -> torch.optim.AdamW:
         """
-        AdamW with two groups: parameters with two or more dimensions (matmuls, embeddings), with weight
-        decay, and the others (biases, LayerNorm), without. It is fused, one pass over the memory, if the
-        device supports that.
+        Make an AdamW with two groups: parameters with two or more dimensions (matmuls, embeddings) with
+        weight decay, and all others without. AdamW is fused (one pass over the memory) if the device supports
+        this.
         """
         params = [p for p in self.parameters() if p.requires_grad]
         decay, no_decay = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
@@ -411,9 +413,9 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> float:
         """
-        FLOPs of one token's forward and backward: 6 N + 12 L H Q T (PaLM, appendix B, arXiv:2204.02311), N
-        without experts that the token does not use, and without embeddings, which are looked up and not
-        multiplied, unless the head shares them.
+        Return the FLOPs of one token's forward and backward pass: 6 N + 12 L H Q T (PaLM, appendix B,
+        arXiv:2204.02311). N excludes experts that the token does not use. It also excludes embeddings, which
+        are looked up and not multiplied, unless the head shares them.
         """
         c = self.config
         looked_up = 0 if c.tied else self.transformer.wte.weight.numel()
@@ -424,12 +426,12 @@ class GPT(nn.Module):
 
     def estimate_mfu(self, fwdbwd_per_iter: float, dt: float, peak_flops: float = 312e12) -> float:
         """
-        Model FLOPs utilization, from 0 to 1.
+        Return the model FLOPs utilization, from 0 to 1.
 
         Args:
             fwdbwd_per_iter: sequences of block_size tokens per iteration.
             dt: seconds per iteration.
-            peak_flops: the device's peak in FLOP/s; the default is an A100's in bfloat16, as in nanoGPT.
+            peak_flops: the device's peak FLOP/s; the default is the A100's peak in bfloat16, as in nanoGPT.
         """
         return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak_flops
 
@@ -451,11 +453,11 @@ class GPT(nn.Module):
 
         Only the last block_size tokens of a prompt are used. Keys and values are cached. Past block_size,
         models with rotary positions attend to the last block_size positions, and each token still takes one
-        step. GPT-2's position embeddings end there: each token takes a forward pass over the last block_size
-        tokens.
+        step. GPT-2's position embeddings end at block_size: each further token takes a forward pass over the
+        last block_size tokens.
 
         The random numbers of row i depend on (seed, first_sample + i) alone, so a sample's text does not
-        depend on the batch, except where rounding does: the order of the sums in a matmul can vary with the
+        depend on the batch, except through rounding: the order of the sums in a matmul can vary with the
         number of rows.
 
         Args:
@@ -463,10 +465,10 @@ class GPT(nn.Module):
             top_k: sample only from the k most likely tokens. None or 0: from all.
             top_p: sample only from the most likely tokens whose probabilities add up to this. None or 1: from
                 all.
-            vocab_size: sample only ids below this. A padded vocabulary has ids that the tokenizer cannot
-                decode.
+            vocab_size: sample only ids below this number. A padded vocabulary contains ids that the tokenizer
+                cannot decode.
             use_cache: False recomputes all positions for each token: slower, with the same result.
-            seed: of the samples. Default: drawn from torch's generator.
+            seed: seed of the samples. Default: drawn from torch's generator.
             first_sample: number of the first row's sample.
         """
         return generation.generate(

@@ -4,14 +4,13 @@ Generate text with a trained model.
     python sample.py --out_dir=out-stdlib-char --start="def main("
     python sample.py --init_from=gpt2-xl --start="What is the answer?" --num_samples=5
     python sample.py --out_dir=out --start=FILE:prompt.txt
-    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out      the samples are divided among the
-    processes
-    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out --tp=2     the model is divided
-    torchrun --standalone --nproc_per_node=2 -- sample.py --start="def main("   -- since torchrun has a
-    --start-method
+    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out           divide the samples
+    torchrun --standalone --nproc_per_node=2 sample.py --out_dir=out --tp=2    divide the model
+    torchrun --standalone --nproc_per_node=2 -- sample.py --start="def main("
 
-A sample's text depends on the seed and its number. It depends on the number of processes and samples only
-where rounding does.
+In the last command, `--` is needed because torchrun accepts the option --start-method. A sample's text
+depends on the seed and the sample's number. It depends on the numbers of processes and samples only through
+rounding.
 """
 
 import isogpt.launch.threads  # noqa: F401  (before torch, which reads the variable that this may set)
@@ -51,11 +50,11 @@ best = True  # use the checkpoint with the best val loss; False: the newest
 dataset = ""  # the data set whose vocabulary is used (empty: the vocabulary that the checkpoint records)
 # -- text ----------------------------------------------------------------------------------------------------
 start = "\n"  # the prompt, or FILE:name of a file that contains it (with torchrun, type -- before sample.py)
-num_samples = 10  # number of samples; each process generates its share as one batch
+num_samples = 10  # number of samples; each process generates a share of them as one batch
 max_new_tokens = 500  # tokens to generate per sample
 temperature = 0.8  # below 1: less random, above 1: more random; 0: always the most likely token
-top_k = 200  # sample among the k most likely tokens (0: all)
-top_p = 1.0  # sample among the most likely tokens whose probabilities sum to this (1: all)
+top_k = 200  # sample from the k most likely tokens (0: from all)
+top_p = 1.0  # sample from the most likely tokens whose probabilities add up to this (1: from all)
 stop = ""  # end a sample before the first occurrence of this text after the prompt (empty: at max_new_tokens)
 special_tokens = True  # the text of a special token in the prompt, such as <|endoftext|>, is the token
 # -- run -----------------------------------------------------------------------------------------------------
@@ -63,8 +62,8 @@ seed = 1337  # the same seed gives the same text
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto (the fastest that the device supports in hardware), float32, tf32, bfloat16 or float16
 tp = 1  # processes that divide each matrix of the model
-pp = 1  # processes that divide its layers
-compile = False  # torch.compile: worth its minute only for very long or very many samples on a GPU
+pp = 1  # processes that divide the layers of the model
+compile = False  # torch.compile takes a minute: only useful for very long or very many samples on a GPU
 dist_timeout_s = 600.0  # how long processes wait for each other
 # ------------------------------------------------------------------------------------------------------------
 try:
@@ -82,7 +81,8 @@ except (ValueError, dist.DistError) as e:
     fail(str(e))
 check_start(ranks, config)
 
-# the model (rank 0 looks for the checkpoint, all ranks load it; exit_together: an error on any rank ends all)
+# the model (rank 0 looks for the checkpoint, all ranks load it; exit_together: an error on any rank ends all
+# ranks)
 found = None
 with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
@@ -131,7 +131,7 @@ with exit_together():
     else:
         load_weights(model, pretrained.state_dict())
     check_finite(model, found.path if found else init_from)
-source = pretrained = None  # frees their memory
+source = pretrained = None  # frees the memory of the loaded tensors
 model.eval().to(ranks.device)
 context = nullcontext()
 if mesh.splits_model:
@@ -159,7 +159,7 @@ with exit_together():
     if not prompt:
         raise ValueError("--start is empty: give at least one character")
 
-# this rank's samples: there may be none
+# this rank's samples, of which there may be none
 first, end = (num_samples * n // mesh.data_size for n in (mesh.data_rank, mesh.data_rank + 1))
 texts, began = [], time.perf_counter()
 if first < end:
@@ -179,7 +179,7 @@ if first < end:
     texts = [
         tokenizer.cut_at(words.decode(sample), stop, len(words.decode(prompt))) for sample in samples.tolist()
     ]
-is_first = mesh.index("pp") == mesh.index("tp") == 0  # of the ranks that generate the same samples
+is_first = mesh.index("pp") == mesh.index("tp") == 0  # the first of the ranks that generate the same samples
 gathered = gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:

@@ -1,6 +1,7 @@
 # GPT-2 124M on OpenWebText: validation loss about 2.85 after 600,000 steps, which take about 4 days on 8 A100
-# 40GB GPUs, as nanoGPT reports. $ python data/openwebtext/prepare.py $ torchrun --standalone
-# --nproc_per_node=8 train.py config/train_gpt2.py
+# 40GB GPUs, as nanoGPT reports.
+# $ python data/openwebtext/prepare.py
+# $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
 wandb_log = True
 wandb_project = "owt"

@@ -1,8 +1,9 @@
 # A model of the size of GPT-2 124M: nanochat's architecture, Muon, and a constant learning rate that decays
-# at the end. It has 162M parameters, because the head is not tied to the embeddings; a token costs as many
-# FLOPs as in GPT-2 124M. The rates are those of nanochat. This config has not been run to the end: no GPU was
-# available. docs/recipes.md $ python data/openwebtext/prepare.py $ torchrun --standalone --nproc_per_node=8
-# train.py config/train_gpt2_fast.py
+# at the end. The model contains 162M parameters, because the head is not tied to the embeddings; a token
+# costs as many FLOPs as in GPT-2 124M. The learning rates are those of nanochat. This config has not been run
+# to the end: no GPU was available. See docs/recipes.md.
+# $ python data/openwebtext/prepare.py
+# $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py
 
 out_dir = "out-gpt2-fast"
 

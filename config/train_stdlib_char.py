@@ -1,6 +1,6 @@
-# A first run: a small character-level GPT on the source code of Python's standard library, with a modern
-# recipe (docs/recipes.md). Takes a minute and a half on two CPU cores. $ python data/stdlib_char/prepare.py
-# && python train.py config/train_stdlib_char.py
+# A first training run: a small character-level GPT on the source code of Python's standard library, with a
+# modern recipe (docs/recipes.md). It takes a minute and a half on two CPU cores.
+# $ python data/stdlib_char/prepare.py && python train.py config/train_stdlib_char.py
 
 out_dir = "out-stdlib-char"
 dataset = "stdlib_char"

@@ -50,8 +50,8 @@ BATCH_ROWS = 1000
 
 class Parser(argparse.ArgumentParser):
     """
-    The options that all prepare.py scripts share. Unlike its base class, raises ValueError for a wrong
-    option.
+    The options that all prepare.py scripts share. Unlike the base class, this class raises ValueError for a
+    wrong option.
     """
 
     def __init__(self, description: str, val_fraction: float, tokenizer: str) -> None:
@@ -88,7 +88,7 @@ def run(main: Callable[[list[str]], None]) -> int:
         try:
             main(sys.argv[1:])
         finally:
-            sys.stdout.flush()  # here, where BrokenPipeError can be handled
+            sys.stdout.flush()  # flush here, where BrokenPipeError can be handled
         return 0
     except BrokenPipeError:  # the reader has left: prepare.py --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
@@ -112,7 +112,7 @@ def report(folder: Path, meta: dict) -> None:
 
 
 def dataset_name(folder: Path) -> str:
-    """What --dataset of train.py calls a folder: its name if it is in data/, else its path."""
+    """The value of train.py's --dataset for a folder: the name if the folder is in data/, else the path."""
     places = (Path("data", folder.name), Path(__file__).parent / folder.name)
     is_found = any(place.resolve() == folder.resolve() for place in places)
     return folder.name if is_found else str(folder.absolute())
@@ -128,8 +128,8 @@ def folder_to_write(script: str, out: Path | None) -> Path:
 def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     """
     Yield the documents of a comma-separated list of files and globs, sorted by path: a .txt file is one
-    document, a .jsonl file has one per line, a .parquet file one per row; the last two are streamed.
-    ValueError if a file does not exist, has another extension or cannot be parsed.
+    document, a .jsonl file contains one per line, a .parquet file one per row; the last two are streamed.
+    Raises ValueError if a file does not exist, has a different extension or cannot be parsed.
     """
     readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
     found: set[str] = set()
@@ -141,10 +141,10 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
                 f"--data_files: no file matches '{pattern}', e.g. --data_files='texts/*.txt,more.jsonl'"
             )
         found |= files
-    # a.txt and ./a.txt are one file
+    # a.txt and ./a.txt are the same file
     different = {os.path.realpath(name): name for name in sorted(found, reverse=True)}
     paths = [Path(name) for name in sorted(different.values())]
-    for path in paths:  # check all of them before reading the first one, which can take hours
+    for path in paths:  # check all files before reading the first file, which can take hours
         if path.suffix.lower() not in readers:
             raise ValueError(f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}")
     for path in paths:
@@ -153,8 +153,8 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
 
 def read_utf8(path: Path) -> str:
     """
-    Return the text of a UTF-8 file with '\\n' line endings and no byte order mark. ValueError if it is not
-    UTF-8.
+    Return the text of a UTF-8 file with '\\n' line endings and no byte order mark. Raises ValueError if the
+    file is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -187,7 +187,7 @@ def read_parquet(path: Path, text_key: str) -> Iterator[str]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            # None: all, for the error message
+            # None reads all columns, for the error message
             columns = [text_key] if text_key in file.schema_arrow.names else None
             batches = file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
             records = (record for batch in batches for record in batch.to_pylist())
@@ -199,7 +199,8 @@ def read_parquet(path: Path, text_key: str) -> Iterator[str]:
 
 def get_text(record: Any, text_key: str, where: str) -> str:
     """
-    Return record[text_key]. ValueError, prefixed with `where`, if `record` is not a dict with a string there.
+    Return record[text_key]. Raises ValueError, prefixed with `where`, if `record` is not a dict with a string
+    there.
     """
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
@@ -210,7 +211,7 @@ def get_text(record: Any, text_key: str, where: str) -> str:
 def read_shakespeare(folder: Path) -> tuple[str, dict]:
     """
     Return Tiny Shakespeare and its source: the text of input.txt in `folder`, which is downloaded if it does
-    not exist. ValueError if the download fails or has a different SHA-256.
+    not exist. Raises ValueError if the download fails or has a different SHA-256.
     """
     path, url = folder / "input.txt", SHAKESPEARE["url"]
     if not path.exists():
@@ -253,9 +254,9 @@ def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
 def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
     """
     Open temporary files for writing, by name. On exit, sync them to disk and move them to `folder`, in the
-    order of `names`. An exception while they are written leaves `folder` unchanged. An earlier file with the
-    last of several names is deleted before the others are replaced: after a kill it is missing, and no
-    earlier file belongs to a new one.
+    order of `names`. An exception during writing leaves `folder` unchanged. An earlier file with the last of
+    several names is deleted before the others are replaced. So after a kill this file is missing, and earlier
+    and new files are never mixed.
     """
     with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
         with ExitStack() as stack:
@@ -283,12 +284,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def dtype_for(tokenizer_size: int) -> np.dtype:
-    """Return uint16 if it can hold all ids below `tokenizer_size`, else uint32."""
+    """Return uint16 if all ids below `tokenizer_size` fit, else uint32."""
     return np.dtype(np.uint16 if tokenizer_size <= 1 << 16 else np.uint32)
 
 
 def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
-    """Convert `ids` to dtype_for(tokenizer_size). ValueError if an id is not in [0, tokenizer_size)."""
+    """
+    Convert `ids` to dtype_for(tokenizer_size). Raises ValueError if an id is not in [0, tokenizer_size).
+    """
     wide = np.asarray(ids, dtype=np.int64)
     if wide.size and not 0 <= wide.min() <= wide.max() < tokenizer_size:
         raise ValueError(
@@ -305,8 +308,9 @@ def prepare_text(
     tokenizer: str = "char",
 ) -> None:
     """
-    Parse `argv` and write one text to --out or the folder of `script`: that of --data_files, or the text and
-    its source that read(folder of `script`) returns. `tokenizer` is char, or the default of --tokenizer.
+    Parse `argv` and write one text to --out or the folder of `script`. The text is that of --data_files, or
+    the text and its source that read(folder of `script`) returns. `tokenizer` is char, or the default of
+    --tokenizer.
     """
     args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
     if args.data_files is not None:
@@ -333,9 +337,9 @@ def write_text_dataset(
 ) -> dict:
     """
     Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin
-    (the rest) and its metadata; returns the content of meta.json. With tokenizer char there is one id per
-    character, in their sort order. `source` describes the origin of the text. ValueError if the text is too
-    short, or contains a character that the vocabulary does not contain.
+    (the rest) and its metadata; returns the content of meta.json. With tokenizer char, there is one id per
+    character, in sort order. `source` describes the origin of the text. Raises ValueError if the text is too
+    short, or contains a character that the vocabulary lacks.
     """
     if len(text) < 2:
         raise ValueError(f"found {len(text)} characters, need 2: use files with more text")
@@ -417,7 +421,8 @@ def write_documents(  # noqa: PLR0913  (the settings of prepare.py)
     """
     Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
     documents keep their order, and each is followed by the end-of-text token. `num_proc` does not change the
-    result. ValueError if there are fewer than two documents, or the tokenizer has no end-of-text token.
+    result. Raises ValueError if there are fewer than two documents, or the tokenizer lacks an end-of-text
+    token.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"--val_fraction={val_fraction} is not between 0 and 1, e.g. --val_fraction=0.0005")
@@ -441,7 +446,7 @@ def write_documents(  # noqa: PLR0913  (the settings of prepare.py)
 
 def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
     """
-    Whether the document at `index` goes to val.bin: pseudo-random, a function of the arguments alone. One of
+    Whether the document at `index` goes to val.bin: a pseudo-random function of the arguments alone. One of
     the first two documents goes to each file, so that neither is empty.
     """
     if index < 2:
@@ -452,8 +457,8 @@ def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
 
 def names_of(vocabulary: Vocabulary) -> list[str]:
     """
-    The files of a data set in the order in which they are written: train.bin, which train.py looks for, is
-    last.
+    Return the files of a data set in the order in which they are written: train.bin, which train.py looks
+    for, is last.
     """
     kinds = {
         "table": ["meta.pkl"],
@@ -496,8 +501,8 @@ def characters_of(text: str) -> Vocabulary:
 
 def find_vocabulary(name: str) -> Vocabulary:
     """
-    The vocabulary that --tokenizer names: of a folder with a tokenizer, of a training run's folder, or an
-    encoding of tiktoken. ValueError if there is none.
+    Find the vocabulary that --tokenizer names: in a folder with a tokenizer, in a training run's folder, or
+    an encoding of tiktoken. Raises ValueError if there is none.
     """
     if not os.path.isdir(name):
         if os.sep in name:
@@ -518,7 +523,7 @@ def find_vocabulary(name: str) -> Vocabulary:
 
 
 def load_words(vocabulary: Vocabulary, name: str, special_tokens: bool) -> Tokenizer:
-    """The tokenizer of the vocabulary that --tokenizer=`name` gave. ValueError if it cannot be loaded."""
+    """The tokenizer of the vocabulary of --tokenizer=`name`. Raises ValueError if it cannot be loaded."""
     try:
         return load(vocabulary, special_tokens)
     except ValueError as error:
@@ -530,7 +535,7 @@ def tokenize(documents: Iterable[str], words: Tokenizer, num_proc: int) -> Itera
     Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file.
     """
     documents = filter(None, documents)
-    with ThreadPoolExecutor(num_proc) as threads:  # tokenizers leave Python while they work
+    with ThreadPoolExecutor(num_proc) as threads:  # tokenizers release Python's lock while they work
         while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
             for ids in threads.map(words.encode, chunk):
                 end = [] if ids[-1:] == [words.end_of_text] else [words.end_of_text]

@@ -1,6 +1,6 @@
 """
-Take val.bin from the end of train.bin, for a data set without a val.bin. The original is kept as all.bin:
-from it the command can be repeated with a different --val_fraction.
+Take val.bin from the end of train.bin, for a data set without a val.bin. The original is kept as all.bin,
+from which the command can be repeated with a different --val_fraction.
 """
 
 import argparse
@@ -17,16 +17,16 @@ from bins import atomic_files, run
 from isogpt.data.dataset import read_meta
 from isogpt.data.token_files import formats_of, parse_dtype
 
-BLOCK = 2**24  # tokens that are copied at once
+BLOCK = 2**24  # tokens copied at once
 
 
 def split(folder: Path, val_fraction: float) -> dict[str, int]:
     """
     Write val.bin and train.bin in `folder` from all.bin, or from train.bin, which becomes all.bin. train.bin
-    is written last: after a kill it is missing, and the command can be repeated.
+    is written last: after a kill, train.bin is missing, and the command can be repeated.
 
     Returns:
-        the number of tokens of each split.
+        The number of tokens of each split.
 
     Raises:
         ValueError: there is nothing to divide, there is a val.bin of different origin, or a split would be

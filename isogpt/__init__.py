@@ -1,3 +1,1 @@
-"""
-Everything that train.py, sample.py, bench.py and export.py share. Nothing here imports a top-level file.
-"""
+"""Code that train.py, sample.py, bench.py and export.py share; nothing here imports a top-level file."""

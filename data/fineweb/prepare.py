@@ -1,6 +1,6 @@
 """
 FineWeb-Edu's 10-billion-token sample in GPT-2 tokens, streamed from the Hugging Face hub: only the .bin files
-take disk space. With --data_files=, tokenizes your own documents instead, without a network.
+take disk space. With --data_files=, the script tokenizes your documents instead, without a network.
 """
 
 import os

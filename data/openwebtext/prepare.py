@@ -1,6 +1,6 @@
 """
 OpenWebText in GPT-2 tokens, from the Hugging Face hub: 8 million web pages, each followed by the end-of-text
-token. With --data_files=, tokenizes your own documents instead, without a network.
+token. With --data_files=, the script tokenizes your documents instead, without a network.
 """
 
 import os
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
 from bins import prepare_documents, run
 
-# The hub's own conversion to Parquet: the main revision is a loading script, which `datasets` no longer runs.
+# The hub's conversion to Parquet: the main revision is a loading script, which `datasets` no longer runs.
 REVISION = "refs/convert/parquet"
 
 

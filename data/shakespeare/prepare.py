@@ -1,6 +1,6 @@
 """
 Tiny Shakespeare in GPT-2 tokens: one text without end-of-text tokens, the first 90% of its characters for
-training. Reads input.txt in the folder of this script, or downloads it if it does not exist.
+training. The script reads input.txt in its folder, or downloads this file if it does not exist.
 """
 
 import os

@@ -1,6 +1,6 @@
 """
-The source code of Python's standard library at character level: a data set that needs no network. It is the
-library of the interpreter that runs this script; the same interpreter always produces the same files.
+The source code of Python's standard library at character level: a data set that needs no network. The library
+is that of the interpreter that runs this script; the same interpreter always produces the same files.
 """
 
 import os
@@ -29,8 +29,8 @@ def is_library_source(relative: str) -> bool:
 def read_library(library: Path) -> tuple[str, int]:
     """
     Return the source files in `library`, sorted by path and separated by blank lines, and their number. Files
-    with other than ASCII characters are skipped: they would add many rare characters. ValueError if there are
-    no files.
+    with non-ASCII characters are skipped, since they would add many rare characters. Raises ValueError if
+    there are no files.
     """
     found = {path.relative_to(library).as_posix(): path for path in library.rglob("*.py")}
     found = {

@@ -1,6 +1,4 @@
-"""
-What the scripts write to the terminal. Printing must never end a training run or lose what was generated.
-"""
+"""Output of the scripts to the terminal. Printing must never end a training run or lose generated text."""
 
 import atexit
 import os
@@ -22,8 +20,8 @@ def prepare() -> None:
 
 def print_error(message: str, source: str = "") -> None:
     """
-    Print the message that ends a run to stderr. Each line, which is a problem of its own, begins with 'error:
-    ' and the source, such as 'rank 1: '.
+    Print the message that ends a run to stderr. Each line, which is a separate problem, begins with 'error: '
+    and the source, such as 'rank 1: '.
     """
     message = message.partition("\nException raised from ")[0]  # torch.distributed appends C++ frames
     lines = [f"error: {source}{line}" for line in message.splitlines() or [""]]
@@ -33,7 +31,7 @@ def print_error(message: str, source: str = "") -> None:
 def is_worker_of_nproc() -> bool:
     """
     Whether this process is a worker of the torchrun that launchers.start_workers has started. The variable
-    contains the process id of that torchrun: it may also be left over in a shell.
+    contains the process id of that torchrun, since the variable may also be left over in a shell.
     """
     return os.environ.get("ISOGPT_STARTED") == str(os.getppid())
 
@@ -53,7 +51,7 @@ def flush() -> bool:
 
 
 def discard_output() -> None:
-    """Write what is printed from here on to nowhere."""
+    """Discard what is printed from here on."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Writing files so that a kill cannot leave half of one, and reading files that may be damaged or hostile."""
+"""Write files so that a kill cannot leave half a file, and read files that may be damaged or hostile."""
 
 import json
 import os
@@ -12,7 +12,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """
-    Write a small file: after a kill or a power failure `path` holds either its old content or all of the new.
+    Write a small file: after a kill or a power failure, `path` contains either the old content or all of the
+    new content.
     """
     other = path.with_name(path.name + ".tmp")
     try:
@@ -31,9 +32,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def reason_of(error: BaseException) -> str:
     """
-    Why writing or reading files failed, in one line: the OSError behind an error if there is one, since
-    libraries replace a full disk by an error of their own, else the error itself. Of a CheckpointException,
-    whose text is a traceback, each reason with the ranks that failed for it.
+    Return in one line why writing or reading files failed: the OSError behind an error, or else the error
+    itself. Libraries replace the OSError of a full disk by different errors. For a CheckpointException, whose
+    text is a traceback, return each reason with the ranks that failed for it.
     """
     if failures := getattr(error, "failures", None):  # rank -> (the rank's error, traceback)
         ranks_of = {}
@@ -52,7 +53,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def about_pointer(path: Path) -> str:
-    """What to do about a file that is a pointer of Git LFS, not the file itself; '' if it is none."""
+    """What to do about a file that is a pointer of Git LFS, not the file itself; '' for other files."""
     with suppress(OSError), open(path, "rb") as f:
         if f.read(32).startswith(b"version https://git-lfs"):
             return f"a pointer of Git LFS, not the file itself: run git lfs pull in {path.parent}"
@@ -60,7 +61,9 @@ def about_pointer(path: Path) -> str:
 
 
 def record(path: Path, job: dict, value: object) -> None:
-    """Record a value for later attempts at the same job: out/layout.json has the keys "layout" and "job"."""
+    """
+    Record a value for later attempts at the same job: out/layout.json contains the keys "layout" and "job".
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({path.stem: value, "job": job}))
 
@@ -82,8 +85,8 @@ def sync_folder(folder: Path) -> None:
 
 def read_records(path: Path) -> list[dict]:
     """
-    The records of a metrics.jsonl, without lines that are not records, such as one torn by a kill; [] if
-    missing.
+    Read the records of a metrics.jsonl, without lines that are not records, such as a line torn by a kill; []
+    if the file is missing.
     """
     records = []
     with suppress(FileNotFoundError), open(path, errors="replace") as f:
@@ -102,10 +105,11 @@ def enum_member(kind: type, name: str) -> object:
 
 def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
     """
-    Read a pickle of builtin values and of the classes in `allowed`, {module: names}. Nothing in it runs.
+    Read a pickle of builtin values and of the classes in `allowed`, {module: names}. Nothing in the pickle
+    runs.
 
     Raises:
-        pickle.UnpicklingError: it names something else. A damaged file raises nearly anything.
+        pickle.UnpicklingError: the pickle names something else. A damaged file raises nearly anything.
     """
 
     class PlainUnpickler(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""A data set on disk: finding, checking and mapping its files of token ids, and its metadata."""
+"""A data set on disk: find, check and map the files of token ids, and read the metadata."""
 
 import hashlib
 import json
@@ -26,32 +26,32 @@ PICKLED = {
     "collections": {"OrderedDict", "defaultdict", "Counter"},
     "builtins": {"int", "float", "str", "list", "dict", "set", "tuple"},
 }
-# of a meta.json that prepare.py wrote
+# keys of a meta.json that prepare.py wrote
 OUR_KEYS = {"dtype", "vocab_size", "tokenizer", "tokenizer_size", "source"}
 
 
 @dataclass(frozen=True)
 class Dataset:
     """
-    The two token files of `folder`, memory-mapped, and its vocabulary size, from its metadata or GPT-2's.
+    The two token files of `folder`, memory-mapped, and the vocabulary size, from the metadata or GPT-2's.
     """
 
     folder: Path
-    train: np.ndarray  # (tokens,) of one of token_files.DTYPES
+    train: np.ndarray  # (tokens,), with one of token_files.DTYPES
     val: np.ndarray  # (tokens,)
     vocab_size: int
     highest: int  # the highest id found when the files were checked
-    digest: str  # of the files' lengths and a sample of their content, to be compared between machines
+    digest: str  # digest of lengths and samples of the files, to compare machines
     vocabulary: Vocabulary | None = None  # what the ids mean; None if the folder does not say
 
 
 def find_dataset(name: str) -> Path:
     """
-    The folder of data set `name`: data/<name> in the working folder or in the repository, or a path to the
-    folder or to its train.bin.
+    Find the folder of data set `name`: data/<name> in the working folder or in the repository, or a path to
+    the folder or the train.bin in it.
 
     Raises:
-        ValueError: there is no train.bin in any of them.
+        ValueError: none of these folders contains a train.bin.
     """
     path = Path(name).expanduser()
     if path.name in ("train.bin", "val.bin"):
@@ -79,7 +79,7 @@ def how_to_prepare(places: list[Path]) -> str:
 
 
 def prepared_datasets() -> list[str]:
-    """Names of the data sets that have a train.bin."""
+    """Names of the data sets that contain a train.bin."""
     return sorted(
         {p.parent.name for root in (Path("data"), REPOSITORY / "data") for p in root.glob("*/train.bin")}
     )
@@ -90,8 +90,8 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     Memory-map the files of a data set and check them.
 
     Args:
-        block_size: each split must have at least block_size + 1 tokens.
-        vocab_size: ids must be below it; 0: the size in the metadata.
+        block_size: each split must contain at least block_size + 1 tokens.
+        vocab_size: ids must be below this number; 0: the size in the metadata.
 
     Raises:
         ValueError: a file is missing, empty, too short or truncated, an id is outside the vocabulary, or the
@@ -108,7 +108,7 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     splits = map_splits(folder, found, known_size, block_size)
     for split, tokens in splits.items():
         recorded = found.get(f"{split}_tokens", len(tokens))
-        if recorded != len(tokens):  # some of the files were copied or written by themselves
+        if recorded != len(tokens):  # some of the files were copied or written separately
             problem = f"{folder / split}.bin has {len(tokens)} tokens, but meta.json says {recorded}"
             todo = how_to_repair(folder)
             raise ValueError(f"{problem}: they come from different prepare.py runs; {todo}")
@@ -123,7 +123,7 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
 
 def known_vocab_size(meta: dict, words: Vocabulary | None, folder: Path) -> int:
     """
-    The size of the vocabulary according to the metadata, else of the ids that have a meaning; 0 if both are
+    Return the size of the vocabulary by the metadata, else the number of ids with a meaning; 0 if both are
     unknown. Raises ValueError if the metadata contains something that is not a number.
     """
     found = vocabulary.vocab_size_of(meta)
@@ -144,8 +144,8 @@ def samples(tokens: np.ndarray, n: int) -> list[np.ndarray]:
 
 def range_of_ids(tokens: np.ndarray) -> tuple[int, int]:
     """
-    The lowest and the highest id in a file: of all of it if it is small, else of a thousand samples (each
-    batch is checked again when it is read).
+    Return the lowest and the highest id in a small file, or in a thousand samples of a large file (each batch
+    is checked when it is read).
     """
     parts = np.array_split(tokens, 64) if len(tokens) <= 2**26 else samples(tokens, 1000)
     lowest, highest = [], []
@@ -159,8 +159,8 @@ def range_of_ids(tokens: np.ndarray) -> tuple[int, int]:
 
 def release_pages(tokens: np.ndarray) -> None:
     """
-    Take the pages of a mapped file that were read out of this process's resident set, which would otherwise
-    grow up to the size of the file. They stay in the system's page cache.
+    Remove the pages of a mapped file from this process's resident set, which would otherwise grow to the size
+    of the file. The pages stay in the system's page cache.
     """
     if isinstance(tokens.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
         tokens.base.madvise(mmap.MADV_DONTNEED)
@@ -193,11 +193,10 @@ def how_to_repair(folder: Path) -> str:
 
 def map_splits(folder: Path, meta: dict, vocab_size: int, block_size: int) -> dict[str, np.ndarray]:
     """
-    train.bin and val.bin as memory-mapped arrays, by split; prints what was concluded about their format
-    (rank 0).
+    Map train.bin and val.bin as arrays, by split; rank 0 prints what was concluded about their format.
 
     Args:
-        vocab_size: of the metadata or the settings; 0: unknown.
+        vocab_size: the size in the metadata or the settings; 0: unknown.
 
     Raises:
         ValueError: a file is missing, empty, truncated, too short or of an unknown format.
@@ -242,7 +241,7 @@ def split_command(folder: Path) -> str:
 
 
 def map_tokens(path: Path, format: Format, block_size: int) -> np.ndarray:
-    """The file as a memory-mapped array. Raises ValueError if it is truncated or too short."""
+    """Map the file as an array. Raises ValueError if the file is truncated or too short."""
     size, item = path.stat().st_size - format.offset, np.dtype(format.dtype).itemsize
     if size % item:
         problem = f"{path} has {size} bytes, not a multiple of {item} ({format.dtype}): it is truncated"
@@ -257,12 +256,12 @@ def map_tokens(path: Path, format: Format, block_size: int) -> np.ndarray:
 
 def read_meta(folder: Path) -> dict:
     """
-    A data set's metadata: meta.json (ours) merged over meta.pkl (nanoGPT's, with stoi and itos); empty if
-    there is neither. From a meta.json that prepare.py did not write, only the dtype and the vocabulary are
-    taken. The pickle may hold plain values only: nothing in it runs.
+    Read a data set's metadata: meta.json (ours) merged over meta.pkl (nanoGPT's, with stoi and itos); empty
+    if there is neither file. From a meta.json that prepare.py did not write, only the dtype and the
+    vocabulary are used. The pickle may contain only plain values: nothing in it runs.
 
     Raises:
-        ValueError: one of them cannot be read.
+        ValueError: one of the files cannot be read.
     """
     meta = {}
     for path in (folder / "meta.pkl", folder / "meta.json"):

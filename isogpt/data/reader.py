@@ -1,4 +1,4 @@
-"""TODO"""
+"""Read this rank's micro-batches of each training step and evaluation from the mapped token files."""
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -25,8 +25,8 @@ def read_rows(
     tokens: np.ndarray, starts: np.ndarray, block_size: int, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    Inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions of them; a
-    padding row is zeros with targets of -1.
+    Return inputs and targets, each (rows, block_size) int64 on the CPU, or only the given positions. A
+    padding row consists of zeros with targets of -1.
     """
     padding = starts == PADDING
     windows = tokens[np.where(padding, 0, starts)[:, None] + np.arange(block_size + 1)].astype(np.int64)
@@ -44,12 +44,12 @@ class Reader:
     order: str  # random or shuffle
     seed: int
     block_size: int
-    sequences: int  # per step, over all ranks
+    sequences: int  # sequences per step, over all ranks
     mesh: Mesh
     micro_batch: int
-    vocab_size: int  # the model's
+    vocab_size: int  # the model's number of ids
     device: torch.device
-    weights: tuple[float, ...] = ()  # of the data ranks' shares; (): equal
+    weights: tuple[float, ...] = ()  # weights of the data ranks' shares; (): equal
     shift: int = 0  # see shuffled_windows
 
     @property
@@ -79,7 +79,7 @@ class Reader:
 
     def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
         """
-        This rank's micro-batches from `step` on.
+        Yield this rank's micro-batches from `step` on.
 
         Args:
             position: the tokens that the run has read before.
@@ -91,9 +91,9 @@ class Reader:
 
     def evaluation(self, split: str, sequences: int) -> Batches:
         """
-        This rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks that
-        compute a model together need the same number of them: if data cannot be read, padding follows, and
-        then the error.
+        Yield this rank's micro-batches of an evaluation, which reads the same sequences every time. Ranks
+        that compute a model together need the same number of micro-batches: if data cannot be read, padding
+        follows, and then the error.
 
         Raises:
             DataError: after the last micro-batch, if the file was truncated or an id is outside the
@@ -119,9 +119,9 @@ class Reader:
         self, tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share
     ) -> Batches:
         """
-        The micro-batches (x, y), each (rows, block_size) on the device, of the given steps in order. A thread
-        reads two ahead, so that a slow disk does not delay a step, and the next one is copied to the device
-        while this one is used.
+        Yield the micro-batches (x, y), each (rows, block_size) on the device, of the given steps in order. A
+        thread reads two micro-batches ahead, so that a slow disk does not delay a step. The next micro-batch
+        is copied to the device while the current one is used.
 
         Args:
             starts_of: the starts of a step's windows, for the global batch.
@@ -133,11 +133,11 @@ class Reader:
         end_of_file = getattr(tokens, "offset", 0) + tokens.nbytes
         positions = self.mesh.own_positions(self.block_size)
 
-        # a copy that nobody waits for needs memory that stays: not on MPS
+        # an asynchronous copy needs memory that stays allocated, which MPS does not guarantee
         is_pinned = self.device.type == "cuda"
 
         def read_one(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-            # reading beyond the end of the file is a SIGBUS
+            # reading beyond the end of the file would end the process with SIGBUS
             if path.exists() and path.stat().st_size < end_of_file:
                 raise DataError(f"{path} has been truncated since the start of the run")
             x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
@@ -162,7 +162,7 @@ class Reader:
 
 
 def in_thread(work: Callable, jobs: Iterable[tuple], ahead: int = 2) -> Iterator:
-    """work(*job) for each job, in order, computed by a thread up to `ahead` jobs in advance."""
+    """Yield work(*job) for each job, in order, computed by a thread up to `ahead` jobs in advance."""
     with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
         waiting = deque()
         for job in jobs:

@@ -1,7 +1,8 @@
 """
-The format of files of token ids. Ours and nanoGPT's hold uint16 and nothing else. Files of others hold
-integers of 8, 32 or 64 bits, begin with llm.c's header, or are no token files at all: read as uint16, they
-are other tokens.
+The format of files of token ids: concluded from the metadata, a header or the content.
+
+Our files and nanoGPT's contain only uint16. Other files contain integers of 8, 32 or 64 bits, begin with
+llm.c's header, or are not token files at all: read as uint16, they would give wrong tokens.
 """
 
 import codecs
@@ -17,21 +18,21 @@ import numpy as np
 from isogpt.common.files import about_pointer
 
 DTYPES = ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-# llm.c's header, which modded-nanogpt writes too: 256 int32, of which the first three are
-# this number, a version, and the number of tokens
-HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # the version, and the dtype of the tokens
+# llm.c's header, also written by modded-nanogpt: 256 int32, which begin with this number, a version, and the
+# number of tokens
+HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # number: (version, dtype of the tokens)
 EVALUATION_HEADER = 20240522  # llm.c's multiple-choice questions
 HEADER_BYTES = 1024
-LARGEST_ID = 2**20  # more than any tokenizer has
+LARGEST_ID = 2**20  # more than the ids of any tokenizer
 ENOUGH = 64  # ids other than 0 from which a width is concluded
-# more different ids than this are certainly wide: a text in which a space of id 0 follows each letter has
-# fewer
+# more different ids than this are certainly wide: a text in which a space of id 0 follows each letter
+# contains fewer
 CERTAIN = {"int32": 256, "int64": 2}
 
 
 @dataclass(frozen=True)
 class Format:
-    """How to read a token file: the ids' dtype, and the bytes before the first one."""
+    """How to read a token file: the ids' dtype, and the number of bytes before the first id."""
 
     dtype: str
     offset: int = 0
@@ -39,10 +40,10 @@ class Format:
 
 def parse_dtype(value: object, where: Path) -> str:
     """
-    The name of a declared dtype, such as 'uint16', numpy.uint16, '<u2' or 'torch.int32'.
+    Return the name of a declared dtype, such as 'uint16', numpy.uint16, '<u2' or 'torch.int32'.
 
     Raises:
-        ValueError: it is none that ids are stored in.
+        ValueError: ids are not stored in this dtype.
     """
     name = value.__name__ if isinstance(value, type) else str(value)
     for prefix in ("torch.", "numpy.", "np."):
@@ -58,14 +59,16 @@ def formats_of(
     paths: Sequence[Path], declared: str | None, vocab_size: int
 ) -> tuple[list[Format], list[str]]:
     """
-    The format of each of a data set's files, and notes for the user: what was concluded from their content.
+    Return the format of each file of a data set, and notes for the user about what was concluded from the
+    content.
 
     Args:
         declared: the dtype in the metadata; None: conclude it from the content. A header takes precedence.
-        vocab_size: of the metadata or the settings; 0: unknown.
+        vocab_size: the size in the metadata or the settings; 0: unknown.
 
     Raises:
-        ValueError: a file holds no token ids, has a header that is not known, or its width cannot be decided.
+        ValueError: a file does not contain token ids, begins with an unknown header, or its width cannot be
+            decided.
     """
     headers = [read_header(path) for path in paths]
     for path, header in zip(paths, headers, strict=True):
@@ -86,7 +89,8 @@ def formats_of(
 
 def read_header(path: Path) -> Format | None:
     """
-    llm.c's header; None if there is none. Raises ValueError if its version is unknown or tokens are missing.
+    Read llm.c's header; None without a header. Raises ValueError if the version is unknown or tokens are
+    missing.
     """
     with open(path, "rb") as f:
         start = f.read(HEADER_BYTES)
@@ -115,7 +119,7 @@ def read_header(path: Path) -> Format | None:
 
 
 def other_kind(path: Path, may_be_text: bool) -> str:
-    """What a file is that holds no bare token ids, and what to do about it; '' if it may hold them."""
+    """What a file without bare token ids is, and what to do about it; '' if it may contain bare ids."""
     with open(path, "rb") as f:
         start = f.read(2**16)
     if start.startswith(b"\x93NUMPY"):
@@ -156,7 +160,7 @@ def is_text(start: bytes) -> bool:
     if len(start) < ENOUGH:
         return False
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(start)  # the last character may be cut
+        text = codecs.getincrementaldecoder("utf-8")().decode(start)  # the last character may be incomplete
     except UnicodeDecodeError:
         return False
     return not any(c < " " and c not in "\t\n\r\f" for c in text)
@@ -164,7 +168,8 @@ def is_text(start: bytes) -> bool:
 
 def sample_bytes(path: Path) -> np.ndarray:
     """
-    A small file, or evenly spaced samples that begin at multiples of 8 bytes: (n,) uint8, n a multiple of 8.
+    Return a small file, or evenly spaced samples that begin at multiples of 8 bytes: (n,) uint8, n a multiple
+    of 8.
     """
     content = np.memmap(path, np.uint8, "r")
     if len(content) <= 2**19:
@@ -175,11 +180,11 @@ def sample_bytes(path: Path) -> np.ndarray:
 
 def conclude_dtype(paths: list[Path], vocab_size: int) -> tuple[str, str]:
     """
-    The dtype of the ids in these files, and a note for the user, or ''. It is uint16 unless the content
-    contradicts.
+    Conclude the dtype of the ids in these files; returns it with a note for the user, or ''. It is uint16
+    unless the content contradicts this.
 
     Raises:
-        ValueError: the content is as likely in two dtypes, or the files differ.
+        ValueError: the content is equally likely in two dtypes, or the files differ.
     """
     found = {path: sample_bytes(path) for path in paths if path.stat().st_size >= 8}
     both, here = " and ".join(path.name for path in paths), paths[0].parent
@@ -226,7 +231,7 @@ def conclude_dtype(paths: list[Path], vocab_size: int) -> tuple[str, str]:
 
 
 def conclude_narrow(found: dict[Path, np.ndarray], vocab_size: int, both: str, here: Path) -> tuple[str, str]:
-    """`conclude_dtype` for files that do not hold ids of 32 or 64 bits."""
+    """`conclude_dtype` for files that do not contain ids of 32 or 64 bits."""
     content = np.concatenate([*found.values(), np.empty(0, np.uint8)])
     if 0 < vocab_size <= 256 and len(content) and content.max() < vocab_size <= content.view(np.uint16).max():
         return "uint8", (
@@ -246,17 +251,17 @@ def conclude_narrow(found: dict[Path, np.ndarray], vocab_size: int, both: str, h
 
 
 def wide_ids(content: np.ndarray, dtype: str) -> np.ndarray | None:
-    """The bytes as ids of 32 or 64 bits; None if they do not look so: ids are small, or -1 for padding."""
+    """The bytes as ids of 32 or 64 bits; None if this is unlikely, since ids are small, or -1 for padding."""
     ids = content.view(dtype)
     if not np.all((ids >= -1) & (ids < LARGEST_ID)):
         return None
-    # two ids of 16 bits from an alphabet of a few letters give small numbers of 32 bits too
+    # two ids of 16 bits from an alphabet of a few letters also give small numbers of 32 bits
     is_small_alphabet = len(ids) > 0 and ids.max() >= 2**16 and (ids & 0xFFFF).max() < LARGEST_ID >> 16
     return None if is_small_alphabet else ids
 
 
 def is_of_bytes(content: np.ndarray) -> bool:
-    """Whether the two bytes of the 16-bit numbers are distributed alike, as if each were an id by itself."""
+    """Whether the two bytes of the 16-bit numbers are distributed alike, as if each byte were an id."""
     if len(content) < 4096 or content.max() >= 128:
         return False
     counts = [np.bincount(part[part > 0], minlength=128) for part in (content[0::2], content[1::2])]

@@ -1,6 +1,4 @@
-"""
-Encoding and decoding text with a vocabulary, and the conversion of a vocabulary to Hugging Face's format.
-"""
+"""Encode and decode text with a vocabulary, and convert a vocabulary to Hugging Face's format."""
 
 import re
 from collections.abc import Callable
@@ -16,20 +14,19 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
-
 # a model that was not trained on chats continues the text of the messages
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 SAMPLE = (
     f"It's 1234567 naïve Ünits²; 東京 🙂\u00a0\r\n\t\tdef f(x):\n    return {{x}}  # DON'T\n\n  \n"
     f"{END_OF_TEXT} \n"
 )
-NO_TOKEN = "\ufffd"  # an id that no token has is decoded as this character
+NO_TOKEN = "\ufffd"  # an id without a token is decoded as this character
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """
-    encode(text) gives the ids of a text, decode(ids) the text of ids.
+    A tokenizer: encode(text) returns the ids of a text, decode(ids) the text of ids.
 
     Args:
         begin: as encode, for a text that is to be continued: without the tokens that a tokenizer.json is
@@ -49,8 +46,8 @@ class Tokenizer:
 
 def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
     """
-    Make the tokenizer of a vocabulary. encode adds what the tokenizer of a tokenizer.json is configured to
-    add, for instance a token at the start.
+    Make the tokenizer of a vocabulary. encode adds what a tokenizer.json is configured to add, for instance a
+    token at the start.
 
     Args:
         special_tokens: whether the text of a special token, such as <|endoftext|>, is encoded as this token;
@@ -75,7 +72,7 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
 
 
 def load_encoding(name: str) -> "tiktoken.Encoding":
-    """tiktoken's encoding of this name. Raises ValueError if it is unknown or cannot be loaded."""
+    """tiktoken's encoding of this name. Raises ValueError if the name is unknown or loading fails."""
     import tiktoken
 
     if name not in (possible := sorted(tiktoken.list_encoding_names())):
@@ -104,7 +101,7 @@ def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
     def begin(text: str) -> list[int]:
         encoding = encoding_of(text)
         of_text = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
-        last = max(of_text, default=0)  # of no text: the token at the start
+        last = max(of_text, default=0)  # the ids of an empty text: a token at the start
         return encoding.ids[: last + 1]
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
@@ -114,8 +111,8 @@ def load_json(vocabulary: Vocabulary, special_tokens: bool) -> Tokenizer:
 
 def parse_json(text: str) -> "tokenizers.Tokenizer":
     """
-    The tokenizer in the text of a tokenizer.json, without the file's padding and truncation, which
-    transformers ignores too. Raises ValueError if it is damaged.
+    Parse the text of a tokenizer.json, without the file's padding and truncation, which transformers also
+    ignores. Raises ValueError if the text is damaged.
     """
     from tokenizers import Tokenizer as JsonTokenizer
 
@@ -129,7 +126,7 @@ def parse_json(text: str) -> "tokenizers.Tokenizer":
 
 
 def load_table(vocabulary: Vocabulary) -> Tokenizer:
-    """`load` for a table: text is cut into its tokens, the longest one at each place, or into words."""
+    """`load` for a table: text is cut into tokens, the longest token at each place, or into words."""
     ids, tokens = vocabulary.content, vocabulary.tokens
     is_words, is_bytes = contains_words(vocabulary), vocabulary.kind == "bytes"
     are_characters = all(len(token) == 1 for token in ids)
@@ -163,8 +160,8 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
 
 def contains_words(vocabulary: Vocabulary) -> bool:
     """
-    Whether a table's tokens are words: most are longer than a character, and none contains a space or its
-    mark.
+    Whether a table's tokens are words: most are longer than a character, and none contains a space or the
+    mark of a space.
     """
     if vocabulary.kind == "bytes":
         return False
@@ -174,7 +171,7 @@ def contains_words(vocabulary: Vocabulary) -> bool:
 
 
 def pattern_of(vocabulary: Vocabulary) -> str:
-    """A regular expression that matches a table's tokens, longer ones first, or words and newlines."""
+    """A regular expression that matches a table's tokens, longer tokens first, or words and newlines."""
     if contains_words(vocabulary):
         return r"\n|\S+" if "\n" in vocabulary.content else r"\S+"
     if all(len(token) == 1 for token in vocabulary.content):
@@ -196,12 +193,12 @@ def cut_at(text: str, stop: str, start: int) -> str:
 
 def difference(before: Vocabulary, now: Vocabulary) -> str:
     """
-    What the same id means in two vocabularies, for the first id that differs; '' if none is known to differ.
+    Describe the first id that differs in meaning between two vocabularies; '' if no id is known to differ.
     """
     if "unknown" in (before.kind, now.kind) or before == now:
         return ""
     if "tiktoken" in (before.kind, now.kind):
-        with suppress(ValueError):  # they may be two forms of the same tokenizer
+        with suppress(ValueError):  # the vocabularies may be two forms of the same tokenizer
             if load(before).encode(SAMPLE) == load(now).encode(SAMPLE):
                 return ""
         return f"the ids were {name_of(before)} and are {name_of(now)}"
@@ -211,7 +208,7 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
 
 
 def tokens_of(vocabulary: Vocabulary) -> dict[int, str]:
-    """Tokens by id, of a table or a tokenizer.json."""
+    """The tokens of a table or a tokenizer.json, by id."""
     if vocabulary.kind == "tokenizer.json":
         return {i: token for token, i in ids_in_json(vocabulary.content).items()}
     return vocabulary.tokens
@@ -243,16 +240,16 @@ def save_tokenizer(
     unknown token would need an id that the model was not trained on.
 
     Args:
-        vocab_size: of the model. Ids beyond the tokenizer's exist in the model only.
-        block_size: of the model; the tokenizer warns about longer texts.
+        vocab_size: the model's number of ids. Ids beyond the tokenizer's exist only in the model.
+        block_size: the model's context; the tokenizer warns about longer texts.
 
     Returns:
         bos_token_id, eos_token_id and pad_token_id, for the model's configuration: None if there is no such
-        token. The defaults of LlamaConfig and GPT2Config would end the text at any character that has the id
-        of their token.
+        token. The defaults of LlamaConfig and GPT2Config would end the text at any character with the id of
+        their token.
 
     Raises:
-        ValueError: the tokenizer has more ids than the model, or cannot be loaded or converted.
+        ValueError: the tokenizer contains more ids than the model, or cannot be loaded or converted.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -290,8 +287,8 @@ def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
 
 def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     """
-    A tokenizer with the tokens of a table. Without an unknown token in its vocabulary, it raises an exception
-    for what is no token.
+    Make a tokenizer with the tokens of a table. Without an unknown token, it raises an exception for text
+    that is not a token.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as JsonTokenizer
@@ -312,11 +309,11 @@ def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
 
 def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
     """
-    A byte-level BPE with the ids of a tiktoken encoding.
+    Make a byte-level BPE with the ids of a tiktoken encoding.
 
     Raises:
-        ValueError: a sample text gets other ids, as the two libraries differ in the regular expressions that
-            they know.
+        ValueError: a sample text gets different ids, since the two libraries support different regular
+            expressions.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as JsonTokenizer
@@ -326,13 +323,13 @@ def of_encoding(encoding: "tiktoken.Encoding") -> "tokenizers.Tokenizer":
     ranks = {
         "".join(letters[byte] for byte in token): rank for token, rank in encoding._mergeable_ranks.items()
     }
-    # like tiktoken: two tokens whose concatenation is a token are merged, and (ignore_merges) a word that is
-    # a token is taken as it is, even if no merges lead to it
+    # as in tiktoken, two tokens whose concatenation is a token are merged. With ignore_merges, a word that is
+    # a token stays whole, even if no merges lead to it
     merges = generate_merges(ranks, None)
     tokenizer = JsonTokenizer(models.BPE(ranks | encoding._special_tokens, merges, ignore_merges=True))
     tokenizer.add_special_tokens(sorted(encoding._special_tokens))
     tokenizer.decoder = decoders.ByteLevel()
-    # {1,3}+ is possessive in tiktoken and repeats the repetition in tokenizers; (?s) is (?m) there
+    # {1,3}+ is possessive in tiktoken, but repeats the repetition in tokenizers, where (?s) is spelled (?m)
     pattern = encoding._pat_str.replace("{1,3}+", "{1,3}").replace("(?s)", "(?m)")
     try:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")

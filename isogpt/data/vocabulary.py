@@ -1,6 +1,6 @@
 """
-What the token ids of a data set or a model mean, as plain values that a checkpoint records. tokenizer.py
-makes encoders and decoders from them.
+The meaning of the token ids of a data set or a model, as plain values that a checkpoint records. tokenizer.py
+makes encoders and decoders from these values.
 """
 
 import json
@@ -15,7 +15,7 @@ from isogpt.common.files import about_pointer
 GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
 END_OF_TEXT = "<|endoftext|>"
-# tiktoken's
+# names of tiktoken's encodings
 ENCODINGS = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
 # names of tables of tokens in the metadata that various prepare.py scripts write, in lower case without
 # underscores
@@ -62,14 +62,14 @@ TO_IDS = (
     "vocabulary",
 )
 SIZES = ("vocabsize", "vocabularysize", "nvocab", "numtokens")
-BYTE_LEVEL_SPACE = "\u0120"  # of GPT-2's vocab.json
-PIECE_SPACE = "\u2581"  # of SentencePiece
+BYTE_LEVEL_SPACE = "\u0120"  # a space in GPT-2's vocab.json
+PIECE_SPACE = "\u2581"  # a space in SentencePiece
 PIECE_OF_BYTE = re.compile("<0x([0-9A-F]{2})>")
 # files of tokenizers that are not read, or are not read alone
 UNREAD = re.compile(
     r"(merges.*\.(txt|bpe)|.*(tokenizer|vocab).*\.(txt|bpe|pkl|pickle|vocab|tiktoken)|.*\.model)", re.I
 )
-# how the files begin that Hugging Face's tokenizers write, whatever spaces and lines they contain
+# the beginning of files that Hugging Face's tokenizers write, with any spaces and line breaks
 TOKENIZERS_FILE = re.compile(rb'\s*\{\s*"version"\s*:\s*"[^"]*"\s*,\s*"truncation"')
 ENCODING_KEYS = ("tokenizer", "tiktokenencoding", "encoding", "encodingname", "tokenizername")
 # GPT-2's letters for bytes: printable characters of Latin-1 stand for themselves, the others follow at 256
@@ -84,13 +84,14 @@ class Vocabulary:
     What token ids mean.
 
     Args:
-        kind: how to read `content`. 'table': {token: id}. If several tokens share an id, it is decoded as the
-            first of them. 'bytes': the same, for tokens of bytes. Each byte is the character of Latin-1 with
-            its number. 'tiktoken': the name of an encoding of tiktoken. 'tokenizer.json': the text of such a
-            file, in the format of Hugging Face's tokenizers. 'unknown': why the ids cannot be decoded.
+        kind: how to read `content`. 'table': {token: id}. If several tokens share an id, the id is decoded as
+            the first of them. 'bytes': the same, for tokens of bytes. Each byte is the character of Latin-1
+            with the same number. 'tiktoken': the name of an encoding of tiktoken. 'tokenizer.json': the text
+            of such a file, in the format of Hugging Face's tokenizers. 'unknown': why the ids cannot be
+            decoded.
         end_of_text: the token that ends a document, if the vocabulary contains the token.
-        aliases: of a table, the further ids of tokens that have several. They are decoded, and text never
-            becomes them.
+        aliases: for a table, further ids of tokens with several ids. They are decoded, but text is never
+            encoded to them.
     """
 
     kind: str
@@ -115,20 +116,20 @@ class Vocabulary:
         return None
 
     def describe(self) -> dict:
-        """The plain values that a checkpoint records, from which Vocabulary(**values) makes it again."""
+        """The plain values that a checkpoint records; Vocabulary(**values) restores the vocabulary."""
         return asdict(self)
 
 
 def recorded(run: dict) -> Vocabulary | None:
-    """The vocabulary that a checkpoint's run records; None if it records none, as nanoGPT's."""
+    """The vocabulary that a checkpoint's run records; None without a record, as in nanoGPT's checkpoints."""
     found = run["isogpt"].get("vocabulary")
     return Vocabulary(**found) if found else None
 
 
 def resolve(found: Vocabulary | None, vocab_size: int, where: str) -> Vocabulary:
     """
-    The vocabulary that was found, or, as in nanoGPT, GPT-2's where nothing says what the ids mean, if a model
-    with vocab_size ids can be for GPT-2's tokens. `where` names the place that says nothing.
+    Return the vocabulary that was found, or GPT-2's, as in nanoGPT, if there is no other record. A model with
+    vocab_size ids must be large enough for GPT-2's tokens. `where` names the place without a record.
     """
     if found:
         return found
@@ -140,7 +141,7 @@ def resolve(found: Vocabulary | None, vocab_size: int, where: str) -> Vocabulary
 
 
 def check_size(n_ids: int | None, vocab_size: int) -> None:
-    """Raise ValueError if a vocabulary with ids below n_ids cannot be that of a model with vocab_size ids."""
+    """Raise ValueError if a vocabulary with ids below n_ids does not fit a model with vocab_size ids."""
     if n_ids is not None and n_ids > vocab_size:
         advice = "set --dataset= to the data set that the model was trained on"
         raise ValueError(f"the tokenizer has {n_ids} ids, but the model has {vocab_size}: {advice}")
@@ -152,9 +153,9 @@ def check_size(n_ids: int | None, vocab_size: int) -> None:
 
 def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     """
-    The vocabulary of the data set in `folder` with this metadata: of a tokenizer.json beside train.bin, of a
-    table in the metadata, or of the encoding or the file that the metadata names. None if nothing says what
-    the ids mean.
+    Read the vocabulary of the data set in `folder` with this metadata. It is in a tokenizer.json next to
+    train.bin, in a table in the metadata, or in the encoding or file that the metadata names. None if nothing
+    says what the ids mean.
 
     Raises:
         ValueError: a file cannot be read, or meta.json and meta.pkl do not belong together.
@@ -173,7 +174,8 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     tables += [values[name].tolist() for name in (*TO_TOKENS, *TO_IDS) if hasattr(values.get(name), "tolist")]
     names = [values[name] for name in ENCODING_KEYS if isinstance(values.get(name), str)]
     known = [name.lower() for name in names if name.lower() in ENCODINGS]
-    # a table beside the name of an encoding may contain only the tokens of one split, each decoded by itself
+    # a table next to the name of an encoding may contain only the tokens of one split, each decoded
+    # separately
     if tables and not (known and lacks_tokens(tables, vocab_size_of(meta))):
         found = of_tables(tables)
         if is_ours and found.size not in (None, meta["tokenizer_size"]):
@@ -201,7 +203,8 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
 
 def plain(key: object) -> str:
     """
-    A key of metadata in lower case and without underscores, since prepare.py scripts spell it differently.
+    Return a key of metadata in lower case and without underscores, since prepare.py scripts differ in
+    spelling.
     """
     return str(key).lower().replace("_", "")
 
@@ -212,14 +215,15 @@ def is_about_ids(key: object) -> bool:
 
 
 def vocab_size_of(meta: dict) -> object:
-    """The size of the vocabulary that the metadata of a data set records; None if there is none."""
+    """The size of the vocabulary that the metadata of a data set records; None if there is no record."""
     values = {plain(name): value for name, value in meta.items()}
     return next((values[name] for name in SIZES if name in values), None)
 
 
 def lacks_tokens(tables: list[dict | list | tuple], vocab_size: object) -> bool:
     """
-    Whether tables lack tokens of a vocabulary with vocab_size ids, or have the same text for several of them.
+    Whether tables lack tokens of a vocabulary with vocab_size ids, or contain the same text for several
+    tokens.
     """
     tokens = {token for table in tables for token, _ in pairs_of(table) if isinstance(token, str | bytes)}
     return is_id(vocab_size) and len(tokens) < vocab_size
@@ -227,9 +231,8 @@ def lacks_tokens(tables: list[dict | list | tuple], vocab_size: object) -> bool:
 
 def of_tables(tables: list[dict | list | tuple]) -> Vocabulary:
     """
-    The vocabulary of tables from tokens to ids, or from ids to tokens; earlier ones decide how an id is
-    decoded. Text beside bytes becomes the bytes of its UTF-8, and the marks of spaces in the tables of
-    tokenizers become spaces.
+    The vocabulary of tables from tokens to ids, or from ids to tokens; earlier tables decide how an id is
+    decoded. Among bytes, text is converted to UTF-8. Marks of spaces in tokenizers' tables become spaces.
     """
     pairs = [pair for table in tables for pair in pairs_of(table)]
     others = sorted({type(token).__name__ for token, _ in pairs if not isinstance(token, str | bytes)})
@@ -251,7 +254,7 @@ def of_tables(tables: list[dict | list | tuple]) -> Vocabulary:
 
 
 def table_of(kind: str, pairs: list[tuple[str, int]]) -> Vocabulary:
-    """The vocabulary of pairs of a token and an id, of which later ones decide how a token is encoded."""
+    """The vocabulary of pairs of a token and an id, of which later pairs decide how a token is encoded."""
     content, found = dict(pairs), {}
     for token, i in pairs:
         if i != content[token]:
@@ -261,8 +264,8 @@ def table_of(kind: str, pairs: list[tuple[str, int]]) -> Vocabulary:
 
 def marks_spaces(mark: str, texts: set[str]) -> bool:
     """
-    Whether a character stands for a space in these tokens: it also begins longer ones, and no space begins
-    any.
+    Whether a character stands for a space in these tokens: it begins some longer tokens, and no token begins
+    with a space.
     """
     first = {text[0] for text in texts if len(text) > 1}
     return mark in first and " " not in first
@@ -270,8 +273,8 @@ def marks_spaces(mark: str, texts: set[str]) -> bool:
 
 def bytes_of_letters(token: str | bytes) -> str | bytes:
     """
-    A token of a byte-level BPE such as GPT-2's, in whose table each byte is a letter; others are returned as
-    is.
+    Decode a token of a byte-level BPE such as GPT-2's, in whose table each byte is a letter; return other
+    tokens unchanged.
     """
     if isinstance(token, bytes) or not BYTE_OF_LETTER.keys() >= set(token):
         return token
@@ -279,7 +282,9 @@ def bytes_of_letters(token: str | bytes) -> str | bytes:
 
 
 def text_of_piece(token: str | bytes) -> str | bytes:
-    """A piece of SentencePiece without its mark of spaces; <0x0A>, which stands for a byte, as this byte."""
+    """
+    A piece of SentencePiece with spaces for marks of spaces; <0x0A>, which stands for a byte, as this byte.
+    """
     if isinstance(token, str) and (byte := PIECE_OF_BYTE.fullmatch(token)):
         return bytes([int(byte[1], 16)])
     return token.replace(PIECE_SPACE, " ") if isinstance(token, str) else token
@@ -295,7 +300,7 @@ def pairs_of(table: dict | list | tuple) -> list[tuple[object, int]]:
         return [(token, operator.index(i)) for token, i in table.items()]
     if all(is_id(key) for key in table):
         return [(token, operator.index(i)) for i, token in table.items()]
-    if all(isinstance(key, str) and key.isdecimal() for key in table):  # JSON has no other keys than text
+    if all(isinstance(key, str) and key.isdecimal() for key in table):  # JSON allows only text as keys
         return [(token, int(i)) for i, token in table.items()]
     return [(value, 0) for value in table.values()]
 
@@ -309,8 +314,8 @@ def is_id(value: object) -> bool:
 
 def of_folder(folder: Path | str) -> Vocabulary | None:
     """
-    The vocabulary of a folder's tokenizer files: tokenizer.json; vocab.json with merges.txt, a BPE of bytes
-    as GPT-2's; or vocab.json alone, a table. None if there is none of them.
+    Read the vocabulary of a folder's tokenizer files: tokenizer.json; vocab.json with merges.txt, a BPE of
+    bytes as GPT-2's; or vocab.json alone, a table. None without these files.
 
     Raises:
         ValueError: a file cannot be read.
@@ -323,9 +328,9 @@ def of_folder(folder: Path | str) -> Vocabulary | None:
 
 def of_other_files(folder: Path | str) -> Vocabulary | None:
     """
-    The vocabulary of the only tokenizer in a folder, if the name of the file is different from those of
-    `of_folder`; 'unknown' if there are several, or only files that are not read: then the ids are not
-    GPT-2's. None if there are none.
+    Read the vocabulary of a folder's only tokenizer file, if the file's name differs from the names in
+    `of_folder`. The kind is 'unknown' if there are several files, or only files that are not read: then the
+    ids are not GPT-2's. None without such files.
 
     Raises:
         ValueError: the file cannot be read.
@@ -350,7 +355,7 @@ def of_other_files(folder: Path | str) -> Vocabulary | None:
 
 def is_tokenizers_file(path: Path) -> bool:
     """
-    Whether a file begins as those that Hugging Face's tokenizers write; a large file of data costs no more.
+    Whether a file begins like the files that Hugging Face's tokenizers write; only the beginning is read.
     """
     with suppress(OSError), open(path, "rb") as f:
         return bool(TOKENIZERS_FILE.match(f.read(256)))
@@ -359,8 +364,8 @@ def is_tokenizers_file(path: Path) -> bool:
 
 def of_file(path: Path) -> Vocabulary:
     """
-    The vocabulary of a tokenizer.json, under any name, or of a vocab.json, with the merges.txt beside it if
-    there is one. Raises ValueError if it cannot be read.
+    Read the vocabulary of a tokenizer.json, under any name, or of a vocab.json, with the merges.txt next to
+    it if there is one. Raises ValueError if a file cannot be read.
     """
     folder, merges = path.parent, path.with_name("merges.txt")
     is_vocab = path.name == "vocab.json"
@@ -371,7 +376,7 @@ def of_file(path: Path) -> Vocabulary:
         if is_vocab:
             text = of_merges(path, merges)
         tokens = ids_in_json(text)
-    except Exception as e:  # of tokenizers; a file of any other form raises nearly anything
+    except Exception as e:  # tokenizers, or a file of any other form, raises nearly anything
         reason = " ".join(str(e).split())[:200]
         raise ValueError(f"cannot load the tokenizer of {folder}: {about_pointer(path) or reason}") from e
     return Vocabulary("tokenizer.json", text, end_of_text_in(folder, tokens))

@@ -1,4 +1,4 @@
-"""Which sequences a step reads: a pure function of the seed, the data set and the step."""
+"""The sequences that a step reads: a pure function of the seed, the data set and the step."""
 
 from functools import lru_cache
 
@@ -16,9 +16,9 @@ def shuffled_windows(
     n_tokens: int, block_size: int, seed: int, step: int, n: int, shift: int = 0
 ) -> np.ndarray:
     """
-    Starts (n,) of the step's windows if every window is read once per epoch, in a new order each time.
-    `shift`: by how many windows more than step * n the run has read before, because the batch had a different
-    size.
+    Return the starts (n,) of the step's windows if every window is read once per epoch, in a new order each
+    time. `shift` is how many windows more than step * n the run has read before, because the batch size was
+    different.
     """
     windows = (n_tokens - 1) // block_size
     epochs, places = np.divmod(shift + step * n + np.arange(n), windows)

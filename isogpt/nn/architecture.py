@@ -12,11 +12,11 @@ class Arch:
     rms_norm: bool = False  # RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) instead of LayerNorm
     norm_weights: bool = True  # norms have weights
     norm_eps: float = 1e-5
-    # direction of the rotary positions (Su et al. 2021, arXiv:2104.09864); 0: position embeddings
+    # direction of rotary positions (Su et al. 2021, arXiv:2104.09864), 1 or -1; 0: position embeddings
     rotation: int = 0
     qk_norm: bool = False  # RMSNorm of the rotated queries and keys (Henry et al. 2020, arXiv:2010.04245)
     norm_embeddings: bool = False  # a norm between the embeddings and the first block
-    # or relu2 (So et al. 2021, arXiv:2109.08668), swiglu (Shazeer 2020, arXiv:2002.05202)
+    # gelu, relu2 (So et al. 2021, arXiv:2109.08668) or swiglu (Shazeer 2020, arXiv:2002.05202)
     activation: str = "gelu"
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118)
     tied: bool = True  # whether wte and lm_head share their weights, if the config does not say
@@ -46,7 +46,7 @@ class GPTConfig:
 
     Args:
         bias: use biases in Linear and LayerNorm, as GPT-2 does; False is slightly faster. The other
-            architectures have none.
+            architectures use no biases.
         gelu: 'none' (the exact GELU, as in nanoGPT) or 'tanh' (the approximation that GPT-2 was trained
             with).
         arch: a key of ARCHS.
@@ -57,7 +57,7 @@ class GPTConfig:
         tied: whether wte and lm_head share their weights.
         norm_eps: added to the variance in norms.
         rope_theta: base of the rotary positions' frequencies.
-        n_expert: MLPs in each block, of which each token uses n_expert_active, see experts.py. 0: one, for
+        n_expert: MLPs in each block, n_expert_active of which each token uses, see experts.py. 0: one MLP for
             all tokens.
         balance_loss, router_z_loss: coefficients of the router's auxiliary losses.
     """
@@ -87,7 +87,7 @@ class GPTConfig:
         arch = ARCHS[self.arch]
         self.bias = self.bias and self.arch == "gpt2"
         self.n_kv_head = self.n_kv_head or self.n_head
-        width = 64 * math.ceil(self.n_embd / 24)  # 8/3 n_embd, since SwiGLU has a third matrix
+        width = 64 * math.ceil(self.n_embd / 24)  # 8/3 n_embd, since SwiGLU uses a third matrix
         self.n_hidden = self.n_hidden or (width if arch.activation == "swiglu" else 4 * self.n_embd)
         self.tied = arch.tied if self.tied is None else self.tied
         self.norm_eps = self.norm_eps or arch.norm_eps

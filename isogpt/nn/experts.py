@@ -1,7 +1,7 @@
 """
-Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses a few of a block's MLPs, the
-experts, for each token. No expert has a capacity, so no token is dropped, and the result does not depend on
-the other tokens.
+Mixture of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses a few of a block's MLPs (experts)
+for each token. Experts are not limited in capacity, so no token is dropped, and a token's result does not
+depend on the other tokens.
 """
 
 import torch
@@ -14,7 +14,7 @@ from isogpt.nn.kernels import Dropout, compute_dtype
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """What tensor and context parallelism replace by a sum over ranks."""
+    """Return x; tensor and context parallelism replace this function by a sum over ranks."""
     return x
 
 
@@ -46,7 +46,7 @@ class MoE(nn.Module):
         counts = is_chosen.sum((1, 2))  # (B, E)
 
         order = chosen.flatten().argsort(stable=True)  # (B T k,), by expert
-        # of each in it
+        # the place of each row in `order`
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         rows = Reorder.apply(x.to(compute_dtype(x)).flatten(0, 1), order, place, k)  # (B T k, C)
         rows = Reorder.apply(self.experts(rows, counts.sum(0)), place, order).view(
@@ -57,13 +57,13 @@ class MoE(nn.Module):
 
     def routing_of(self, scores: Tensor, probs: Tensor, counts: Tensor) -> Tensor:
         """
-        For each sequence (B, E + 2): the auxiliary loss, summed over the tokens; the entropy of the router's
-        probabilities, likewise; and the tokens of each expert.
+        Return, for each sequence (B, E + 2): the auxiliary loss and the entropy of the router's
+        probabilities, each summed over the tokens; and the number of tokens of each expert.
 
         The balance loss is E times the sum over experts of (share of the sequence's tokens) x (mean
         probability), 1 if tokens are distributed evenly (Fedus et al. 2022, arXiv:2101.03961, eq. 4, for each
-        sequence as in arXiv:2412.19437, eq. 17, so that it does not depend on the layout). The z-loss is the
-        mean squared logsumexp of the scores (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
+        sequence as in arXiv:2412.19437, eq. 17, so that the loss does not depend on the layout). The z-loss
+        is the mean squared logsumexp of the scores (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
         """
         c, totals = self.config, self.count_sequences(counts)
         shares = totals / totals.sum(-1, keepdim=True)  # (B, E)
@@ -76,8 +76,9 @@ class MoE(nn.Module):
 
 class Reorder(torch.autograd.Function):
     """
-    Row `order[i]` of `copies` copies of each row (N, C) -> (N copies, C); `place` is the inverse of `order`.
-    PyTorch's index_select has the same forward, but its backward adds up rows one by one.
+    Select row `order[i]` of `copies` copies of each row (N, C) -> (N copies, C); `place` is the inverse of
+    `order`. The forward pass of PyTorch's index_select is the same, but the backward pass adds up rows one by
+    one.
     """
 
     @staticmethod
@@ -117,7 +118,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_expert * n_out, n_in))
         self.bias = nn.Parameter(torch.empty(n_expert * n_out)) if bias else None
-        self.bias_share = 1.0  # with tensor parallelism each rank adds its share of c_proj's
+        self.bias_share = 1.0  # with tensor parallelism, each rank adds this share of c_proj's bias
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows (N, in), sorted by expert, `counts` (E,) of each -> (N, out)."""
@@ -132,8 +133,8 @@ class ExpertLinear(nn.Module):
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
-    Each expert's rows of x (N, in) times its weight (E, out, in), transposed: (N, out). The host does not
-    wait for a GPU to know the `counts`.
+    Multiply each expert's rows of x (N, in) by the expert's weight (E, out, in), transposed: (N, out). The
+    host does not wait for a GPU to know the `counts`.
     """
     # torch 2.13: a GPU has a kernel for bfloat16 only, which is also the only dtype that torch.compile
     # accepts
@@ -165,8 +166,8 @@ BLOCKS_PER_EXPERT = 2
 
 def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
     """
-    Divide N rows, sorted by expert, into blocks of equal size which each belong to one expert, padded with
-    zeros. There are as many as the `counts` (E,) can need at most: no shape depends on them.
+    Divide N rows, sorted by expert, into blocks of equal size, each for one expert and padded with zeros.
+    There are as many blocks as any `counts` (E,) can need: no shape depends on the counts.
 
     Returns:
         the place of each row in the blocks (N,), the expert of each block (blocks,), and the rows of a block.
@@ -179,15 +180,15 @@ def blocks_of_rows(N: int, counts: Tensor) -> tuple[Tensor, Tensor, int]:
     expert_of_row = torch.searchsorted(row_ends, rows, right=True)  # (N,)
     # from an expert's first row to its place (E,)
     shift = (block_ends - block_counts) * size - (row_ends - counts)
-    # blocks without rows: any
+    # blocks without rows can belong to any expert
     expert_of_block = torch.searchsorted(block_ends, blocks, right=True).clamp(max=E - 1)
     return rows + shift[expert_of_row], expert_of_block, size
 
 
 class BlockMatmul(torch.autograd.Function):
     """
-    grouped_matmul as one batched matmul of blocks, see `blocks_of_rows`, with at most half as much arithmetic
-    again: x (N, in), weight (E, out, in) -> (N, out).
+    grouped_matmul as one batched matmul of blocks, see `blocks_of_rows`: x (N, in), weight (E, out, in) ->
+    (N, out). There is at most half as much additional arithmetic.
     """
 
     @staticmethod
@@ -206,12 +207,12 @@ class BlockMatmul(torch.autograd.Function):
         dx = torch.bmm(grad, weight[expert]).flatten(0, 1).index_select(0, place)
         dw = torch.bmm(grad.mT, in_blocks(x, place, expert, ctx.size))  # (blocks, out, in)
         is_expert = torch.arange(len(weight), device=x.device)[:, None] == expert  # (E, blocks)
-        # a matmul and not index_add, which adds in a random order on a GPU
+        # a matmul, since index_add adds in a random order on a GPU
         dw = (is_expert.to(dw.dtype) @ dw.flatten(1)).view_as(weight)
         return dx, dw, None, None, None
 
 
 def in_blocks(rows: Tensor, place: Tensor, expert: Tensor, size: int) -> Tensor:
-    """Rows (N, C) at their places in blocks, and zeros: (blocks, size, C)."""
+    """Put rows (N, C) at their places in blocks, padded with zeros: (blocks, size, C)."""
     blocks = rows.new_zeros(len(expert) * size, rows.size(1)).index_copy(0, place, rows)
     return blocks.unflatten(0, (len(expert), size))

@@ -12,7 +12,8 @@ from isogpt.nn.kernels import KVCache
 
 class InferenceLinear(nn.Module):
     """
-    A Linear layer whose weights are stored in `dtype`, to which it casts its input. It cannot be trained.
+    A Linear layer whose weights are stored in `dtype`, to which the input is cast. The layer cannot be
+    trained.
 
     On a CPU the weights can be packed: stored in oneDNN's blocked layout. F.linear with 10 rows took 2.2
     times as long in float32 and 1.3 times as long in bfloat16 (GPT-2's shapes, torch 2.13).
@@ -34,7 +35,7 @@ class InferenceLinear(nn.Module):
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build and this CPU have oneDNN's matmul with a packed weight in this dtype."""
+    """Whether this build and this CPU support oneDNN's matmul with a packed weight in this dtype."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (
@@ -44,8 +45,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def prepare(model: nn.Module, dtype: torch.dtype, pack: bool = True) -> None:
     """
-    Replace the Linear layers of a model by InferenceLinear and convert its experts to `dtype`, in place. The
-    residual stream, the norms and the routers stay in float32, as under autocast, which would cast the
+    Replace the Linear layers of a model by InferenceLinear and convert the experts to `dtype`, in place. The
+    residual stream, the norms and the routers stay in float32, as under autocast. Autocast would cast the
     weights again for each token.
 
     Args:
@@ -77,7 +78,7 @@ def generate(  # noqa: PLR0913  (sample.py's settings)
     seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     numbers = uniform_numbers(seed, range(first_sample, first_sample + B), max_new_tokens).to(idx.device)
     tokens = torch.cat((idx, idx.new_empty(B, max_new_tokens)), dim=1)  # (B, T + max_new_tokens)
-    start = max(0, T - block_size)  # of the tokens that are used
+    start = max(0, T - block_size)  # the first token that is used
     caches = [KVCache(B, min(block_size, T - start + max_new_tokens)) for _ in range(model.config.n_layer)]
     has_one_prompt = bool((idx == idx[:1]).all())
     for end in range(T, T + max_new_tokens):
@@ -99,9 +100,9 @@ def generate(  # noqa: PLR0913  (sample.py's settings)
 
 def uniform_numbers(seed: int, samples: range, n: int) -> Tensor:
     """
-    Random numbers in [0, 1) for n tokens of these samples, (n, B, 1). Those of a sample depend on (seed,
-    sample) alone, and the first ones do not depend on n. They are multiples of 2^-23: the product of one and
-    a float32 is smaller than the float32.
+    Return random numbers in [0, 1) for n tokens of these samples, (n, B, 1). A sample's numbers depend on
+    (seed, sample) alone, and the first numbers do not depend on n. The numbers are multiples of 2^-23, so
+    that the product with a float32 is smaller than the float32.
     """
     bits = np.array([random_bits(seed, SAMPLING, sample, n) for sample in samples]).T  # (n, B)
     return torch.from_numpy((bits >> np.uint64(41)).astype(np.float32) / 2**23)[:, :, None]
@@ -130,7 +131,7 @@ def next_token(
         logits, ids = logits.topk(k)  # (B, k) each, the most likely token first
     cumulative = (logits / temperature).softmax(-1).cumsum(-1)  # (B, k)
     total = cumulative[:, -1:]  # (B, 1)
-    if is_nucleus:  # it ends with the token that brings the sum to top_p
+    if is_nucleus:  # the nucleus ends with the token that brings the sum to top_p
         last = torch.searchsorted(cumulative, torch.full_like(total, top_p)).clamp(max=k - 1)
         total = cumulative.gather(1, last)
     choice = torch.searchsorted(cumulative, uniform * total, right=True)  # (B, 1)

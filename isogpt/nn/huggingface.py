@@ -1,7 +1,6 @@
 """
 Weights and configurations from and for transformers: GPT2LMHeadModel, NanoChatForCausalLM, LlamaForCausalLM
-and, for a llama with experts, MixtralForCausalLM. Our names are nanoGPT's; the tables below say what they are
-there.
+and, for a llama with experts, MixtralForCausalLM. Our names are nanoGPT's; the tables below translate them.
 """
 
 from collections.abc import Iterator
@@ -17,19 +16,18 @@ from isogpt.nn.architecture import GPTConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-
 GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
-# by transformers' model_type
+# class in transformers, by model_type
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "nanochat": "NanoChatForCausalLM",
     "llama": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",
 }
-# our GELU for each of transformers' names of it
+# transformers' name of a GELU -> ours
 GELUS = {"gelu": "none", "gelu_python": "none"}
 GELUS |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"), "tanh")
-# the values of settings that have an equivalent here
+# values of transformers' settings with an equivalent here
 SUPPORTED = {
     "gpt2": {
         "activation_function": GELUS,
@@ -42,7 +40,7 @@ SUPPORTED = {
     "llama": {"hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [False]},
     "mixtral": {"hidden_act": ["silu"], "sliding_window": [None], "router_jitter_noise": [0.0]},
 }
-# our names of a config's fields for theirs
+# their names of a config's fields -> ours
 GPT2_FIELDS = {
     "n_positions": "block_size",
     "vocab_size": "vocab_size",
@@ -69,7 +67,7 @@ EXPERT_FIELDS = {
     "router_aux_loss_coef": "balance_loss",
 }
 FIELDS_OF = {"gpt2": GPT2_FIELDS, "nanochat": FIELDS, "llama": FIELDS, "mixtral": FIELDS | EXPERT_FIELDS}
-# our names of parameters for theirs; c_attn is stacked from several
+# our names of parameters -> theirs; c_attn is stacked from several
 NAMES = {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "lm_head": "lm_head"}
 BLOCK = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj"}
 MLPS = {
@@ -85,7 +83,7 @@ MLPS = {
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # transformers implements GPT-2's attention and MLP with Conv1D, whose weights are (in, out)
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# for every call of from_pretrained: without it transformers asks at the terminal whether to run a folder's
+# used in every call of from_pretrained: otherwise transformers asks at the terminal whether to run a folder's
 # Python files
 RUN_NO_CODE = {"trust_remote_code": False}
 
@@ -95,8 +93,8 @@ def load(name: str) -> "PreTrainedModel":
     Load a model with transformers, from a folder or by its name on the Hub. No code in the folder runs.
 
     Raises:
-        ValueError: it cannot be loaded, lacks weights, needs Python code of its folder, or is of another
-            architecture.
+        ValueError: the model cannot be loaded, lacks weights, needs Python code in the folder, or is of a
+            different architecture.
     """
     import transformers
 
@@ -105,7 +103,7 @@ def load(name: str) -> "PreTrainedModel":
         if kind not in CLASSES:
             raise ValueError(f"its model_type is {kind!r}; possible are {', '.join(CLASSES)}")
         cls = getattr(transformers, CLASSES[kind])
-        # eager: config.json may name an attention kernel on the Hub, which is code too
+        # eager: config.json may name an attention kernel on the Hub, which would run code
         hf, report = cls.from_pretrained(
             name,
             dtype="auto",
@@ -125,7 +123,7 @@ def load(name: str) -> "PreTrainedModel":
         raise ValueError(
             f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing"
         )
-    if report["mismatched_keys"]:  # and initializes these
+    if report["mismatched_keys"]:  # transformers also initializes these randomly
         key, found, expected = min(report["mismatched_keys"])
         raise ValueError(
             f"the weights and the config.json of {name!r} do not belong together: {key} is "
@@ -136,7 +134,7 @@ def load(name: str) -> "PreTrainedModel":
 
 def is_weights_pointer(path: Path) -> bool:
     """
-    Whether a file should contain weights and is a pointer of Git LFS, for which transformers gives wrong
+    Whether a file that should contain weights is a pointer of Git LFS, for which transformers gives wrong
     advice.
     """
     return path.suffix in (".safetensors", ".bin") and bool(about_pointer(path))
@@ -152,7 +150,7 @@ def model_args(config: "PretrainedConfig") -> dict:
     The fields of GPTConfig for a configuration of transformers.
 
     Raises:
-        ValueError: it has settings that have no equivalent here.
+        ValueError: the configuration contains settings without an equivalent here.
     """
     kind = config.model_type
     rope = getattr(config, "rope_parameters", None) or {}
@@ -160,7 +158,7 @@ def model_args(config: "PretrainedConfig") -> dict:
     unsupported = [f"{name}={value}" for name, value in found.items() if value not in SUPPORTED[kind][name]]
     if rope.get("rope_type", "default") != "default":
         unsupported.append(f"rope_type={rope['rope_type']}")
-    head_dim = getattr(config, "head_dim", None)  # NanoChatConfig has it only if config.json has
+    head_dim = getattr(config, "head_dim", None)  # NanoChatConfig contains head_dim only if config.json does
     if head_dim and head_dim * config.num_attention_heads != config.hidden_size:
         unsupported.append(f"head_dim={head_dim}")
     if unsupported:
@@ -187,15 +185,15 @@ def our_weights(hf: nn.Module) -> dict[str, Tensor]:
         split_experts(theirs, n_layer)
     ours = {}
     for name, sources in names(kind, n_layer):
-        if all(source in theirs for source in sources):  # nanochat's norms have no weights
+        if all(source in theirs for source in sources):  # nanochat's norms contain no weights
             ours[name] = torch.cat([theirs[source] for source in sources])
     return ours
 
 
 def names(kind: str, n_layer: int) -> Iterator[tuple[str, list[str]]]:
     """
-    (our name, their names) of each weight of nanochat, llama and, after `split_experts`, mixtral; ours is the
-    concatenation of theirs.
+    Yield (our name, their names) of each weight of nanochat, llama and, after `split_experts`, mixtral. Our
+    weight is the concatenation of their weights.
     """
     for ours, theirs in NAMES.items():
         yield f"{ours}.weight", [f"{theirs}.weight"]
@@ -216,7 +214,7 @@ def save(folder: Path, args: dict, weights: dict[str, Tensor], token_ids: dict[s
         token_ids: bos_token_id, eos_token_id and pad_token_id.
 
     Raises:
-        ValueError: transformers has no class for this model.
+        ValueError: transformers contains no class for this model.
     """
     import transformers
 
@@ -245,7 +243,8 @@ def save(folder: Path, args: dict, weights: dict[str, Tensor], token_ids: dict[s
 
 def kind_of(args: dict) -> str:
     """
-    The model_type of a model with these fields of GPTConfig. Raises ValueError if transformers has none.
+    Return the model_type of a model with these fields of GPTConfig. Raises ValueError if transformers
+    contains no such model.
     """
     arch, n_expert = args["arch"], args["n_expert"]
     if n_expert and arch != "llama":
@@ -276,7 +275,7 @@ def their_weights(kind: str, args: dict, weights: dict[str, Tensor]) -> dict[str
 
 def split_experts(theirs: dict[str, Tensor], n_layer: int) -> None:
     """
-    Replace the weights of Mixtral's experts, which have three dimensions, by matrices with the experts' rows.
+    Replace the three-dimensional weights of Mixtral's experts by matrices with the experts' rows, in place.
     """
     for i in range(n_layer):
         experts = f"model.layers.{i}.mlp.experts."

@@ -1,6 +1,8 @@
 """
-Operators that model.py uses: dropout and half-precision attention that are fast on a CPU, causal attention
-with a key/value cache, and a cross-entropy that never holds all the logits of a large vocabulary.
+Operators that model.py uses: dropout, norms, rotary positions, activations, attention and the loss.
+
+Dropout and half-precision attention are fast on a CPU. Causal attention supports a key/value cache. The
+cross-entropy never holds all the logits of a large vocabulary in memory.
 """
 
 import math
@@ -23,10 +25,12 @@ IGNORE = -1  # targets with this value do not contribute to the loss
 
 def dropout_factors(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> Tensor:
     """
-    The factors by which dropout multiplies on a CPU: 0 with probability p (rounded to a multiple of 1 /
-    65,536), else 1 / (1 - p). Ten times as fast as one draw per element: four elements share one 64-bit draw
-    of NumPy's SFC64, which is twice as fast as PyTorch's generator and is seeded from it, and the rest is
-    integer arithmetic.
+    Return the factors of dropout on a CPU: 0 with probability p (rounded to a multiple of 1 / 65,536), else 1
+    / (1 - p).
+
+    This is ten times as fast as one draw per element: four elements share one 64-bit draw of NumPy's SFC64,
+    and the rest is integer arithmetic. SFC64 is twice as fast as PyTorch's generator, from which it is
+    seeded.
     """
     n, scale = math.prod(shape), 1 / (1 - p)
     seed = int(torch.randint(2**62, (), device="cpu"))
@@ -47,12 +51,12 @@ class Dropout(nn.Dropout):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# norm, rotary positions, activation, cap. On a CPU each is an autograd.Function with half as many passes over
-# memory as PyTorch's composition of operators; on a GPU torch.compile fuses the composition.
+# norm, rotary positions, activation, cap: on a CPU, each is an autograd.Function with half as many passes
+# over memory as PyTorch's composition of operators; on a GPU, torch.compile fuses the composition
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm; under autocast on a CPU its result already has the dtype to compute in."""
+    """nn.RMSNorm; under autocast on a CPU, the result is already in the dtype to compute in."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
@@ -93,7 +97,7 @@ def rotate(x: Tensor, rope: Tensor, eps: float | None = None) -> Tensor:
     Args:
         x: queries or keys (B, T, H, D).
         rope: cosine and signed sine of the angle of each feature (2, T, 1, D).
-        eps: if not None, then normalize each head: RMSNorm without weights.
+        eps: if not None, also normalize each head: RMSNorm without weights.
     """
     if x.device.type == "cpu":
         return CPURotate.apply(x, rope, eps)
@@ -149,7 +153,7 @@ class CPURelu2(torch.autograd.Function):
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """cap * tanh(logits / cap), between -cap and cap; with cap 0 the logits."""
+    """Return cap * tanh(logits / cap), between -cap and cap; if cap is 0, return the logits."""
     return torch.tanh(logits / cap) * cap if cap else logits
 
 
@@ -158,10 +162,10 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 # These are module constants because reading an attribute of an autograd.Function breaks torch.compile's
 # graph.
-HALF_ATTENTION_UP_TO = 2048  # tokens; at 4096 PyTorch's own kernel is faster than CPUHalfAttention
+HALF_ATTENTION_UP_TO = 2048  # tokens; at 4096 PyTorch's kernel is faster than CPUHalfAttention
 # queries per matmul; larger chunks compute more scores that the causal mask discards
 HALF_ATTENTION_CHUNK = 128
-# tokens up to which the probabilities are kept for the backward: at 1024, recomputing them costs a tenth of
+# tokens up to which the probabilities are kept for the backward pass: at 1024, recomputing costs a tenth of
 # attention and saves a third of a block's activation memory
 HALF_ATTENTION_KEEPS_UP_TO = 512
 
@@ -169,10 +173,10 @@ HALF_ATTENTION_KEEPS_UP_TO = 512
 @dataclass
 class KVCache:
     """
-    Keys and values of one block at the last `size` positions. It is a ring: position p is stored at p % size.
+    Keys and values of one block at the last `size` positions, in a ring: position p is stored at p % size.
     """
 
-    rows: int  # of the batch
+    rows: int  # rows of the batch
     size: int
     length: int = 0  # positions appended so far
     k: Tensor | None = None  # (B, K, size, D), allocated by the first append
@@ -181,7 +185,7 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """
         Store k and v of T more positions, (B, K, T, D); a batch of one is stored in all rows. Returns all
-        that are stored, (B, K, S, D). Several positions at once must not go past the end of the ring.
+        stored keys and values, (B, K, S, D). Several positions at once must not go past the end of the ring.
         """
         if self.k is None:
             shape = (self.rows, k.size(1), self.size, k.size(3))
@@ -198,13 +202,14 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cache: KVCache | None = None
 ) -> Tensor:
     """
-    Causal self-attention: softmax(q k^T / sqrt(D)) v, where a position attends to itself and to earlier ones.
+    Compute causal self-attention: softmax(q k^T / sqrt(D)) v, where a position attends to itself and earlier
+    positions.
 
     Args:
         q, k, v: queries (B, T, H, D), keys and values (B, T, K, D); they may be views of one tensor. Each
             head of keys serves H / K heads of queries.
         dropout: probability of dropping an attention weight.
-        cache: keys and values of the previous positions; k and v are appended to it.
+        cache: keys and values of the previous positions, to which k and v are appended.
 
     Returns:
         (B, T, H * D)
@@ -215,7 +220,7 @@ def causal_attention(
         cached_k, cached_v = cache.append(k.transpose(1, 2), v.transpose(1, 2))  # (B, K, S, D) each
     if groups > 1 and not has_previous:
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    # dropout's factors are kept in memory too
+    # dropout's factors are also kept in memory
     longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO
     if not has_previous and q.device.type == "cpu" and q.itemsize == 2 and longest >= T:
         return CPUHalfAttention.apply(q, k, v, dropout)
@@ -225,7 +230,7 @@ def causal_attention(
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    # On Hopper and Blackwell PyTorch tries cuDNN first, unless its version has a known bug: do not force an
+    # On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug: force no
     # order here
     y = F.scaled_dot_product_attention(
         q,
@@ -244,10 +249,10 @@ class CPUHalfAttention(torch.autograd.Function):
     Causal self-attention on a CPU in bfloat16 or float16: q, k, v (B, T, H, D) -> (B, T, H * D).
 
     PyTorch's kernel multiplies small blocks one at a time, but processors with bfloat16 instructions need
-    large ones: its forward and backward took 2 to 4 times as long. Here, each chunk of queries attends to all
-    keys up to its last position in one batched matmul. The probabilities, (T + HALF_ATTENTION_CHUNK) / 2 * H
-    numbers per token, are kept for the backward if the sequence is short or dropout needs them; otherwise
-    they are recomputed.
+    large blocks: the kernel's forward and backward pass took 2 to 4 times as long. Here, each chunk of
+    queries attends to all keys up to its last position in one batched matmul. The probabilities, (T +
+    HALF_ATTENTION_CHUNK) / 2 * H numbers per token, are kept for the backward pass if the sequence is short
+    or dropout needs them. Otherwise they are recomputed.
     """
 
     @staticmethod
@@ -302,7 +307,8 @@ def attention_probs(q: Tensor, k: Tensor, i: int, j: int) -> Tensor:
 @lru_cache(maxsize=32)
 def causal_bias(i: int, j: int, dtype: torch.dtype) -> Tensor:
     """
-    What is added to the scores of queries i to j over keys 0 to j, (j - i, j): -inf for later keys, else 0.
+    Return what is added to the scores of queries i to j over keys 0 to j, (j - i, j): -inf for later keys,
+    else 0.
     """
     return torch.full((j - i, j), -math.inf, dtype=dtype).triu(1 + i)
 
@@ -313,13 +319,13 @@ def causal_bias(i: int, j: int, dtype: torch.dtype) -> Tensor:
 
 def logits_at_once(on_cpu: bool, itemsize: int, vocab_size: int) -> tuple[int, int, int]:
     """
-    The maximum number of logits held at once: (in float32 without chunks, per chunk of `itemsize`-byte
-    logits, in float32 per chunk). On a CPU that is 64, 64 and 8 MiB. The 8 MiB fit its cache: a third less
-    time than with 64.
+    Return the maximum number of logits held at once: (in float32 without chunks, per chunk of `itemsize`-byte
+    logits, in float32 per chunk). On a CPU, these are 64, 64 and 8 MiB. 8 MiB fit the CPU's cache, which
+    takes a third less time than 64 MiB.
 
-    On a GPU it is an eighth of the memory without chunks, at the 12 bytes per logit of
-    memory.loss_activations, because torch.compile fuses cross-entropy best if it is whole. A chunk has 8,192
-    rows, so that its matmuls fill the GPU, or fewer if these logits would take more than that eighth.
+    On a GPU, the maximum without chunks is an eighth of the memory, at the 12 bytes per logit of
+    memory.loss_activations, because torch.compile fuses a whole cross-entropy best. A chunk contains 8,192
+    rows, so that matmuls fill the GPU, or fewer rows if these logits would take more than that eighth.
     """
     if on_cpu:
         return 2**24, 2**26 // itemsize, 2**21
@@ -341,8 +347,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 @dataclass(frozen=True)
 class VocabularyPart:
     """
-    Which rows of the output embeddings this process holds, if they are divided over several: those from
-    `first` on, and no process has more than `longest`. `reduce(values, "max" or "sum")` combines values of
+    The rows of the output embeddings that this process holds, if several processes divide them: the rows from
+    `first` on. No process holds more than `longest` rows. `reduce(values, "max" or "sum")` combines values of
     all processes, in place.
     """
 
@@ -355,23 +361,24 @@ def summed_loss(
     x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0, vocabulary: VocabularyPart | None = None
 ) -> Tensor:
     """
-    Cross-entropy of the logits `x @ weight.T`, summed over the targets that are not -1: a float32 scalar.
+    Compute the cross-entropy of the logits `x @ weight.T`, summed over the targets that are not -1: a float32
+    scalar.
 
     Args:
         x: final hidden states (B, T, C).
         weight: output embeddings (V, C).
         targets: token ids (B, T).
         cap: of the logits, see `soft_cap`.
-        vocabulary: if each process has only some rows of `weight`. The gradient of x is then this process's
-            share.
+        vocabulary: given if each process holds only some rows of `weight`. The gradient of x is then this
+            process's share.
     """
     x, targets = x.flatten(0, 1), targets.flatten()  # (B * T, C), (B * T,)
     on_cpu, V = x.device.type == "cpu", vocabulary.longest if vocabulary else weight.size(0)
     unchunked, _, _ = logits_at_once(on_cpu, x.itemsize, V)
     rows, has_gradients = max(1, unchunked // V), torch.is_grad_enabled()
     if torch.compiler.is_compiling() and not has_gradients:
-        # each part is compiled again; fused cross-entropy reads logits as they are: less than the 12 bytes
-        # per logit
+        # each part is compiled separately; fused cross-entropy reads unconverted logits: fewer than 12 bytes
+        # each
         rows *= 12 // compute_dtype(x).itemsize
     if not vocabulary and (x.size(0) <= rows or not has_gradients):
         losses = [
@@ -416,8 +423,10 @@ class ChunkedLoss(torch.autograd.Function):
     same purpose, but was 4 to 8 times slower on a CPU and rounded the sum to bfloat16 (torch 2.13).
 
     Args:
-        x: final hidden states (N, C); weight: (V, C); targets: (N,).
-        cap: of the logits, see `soft_cap`.
+        x: final hidden states (N, C).
+        weight: output embeddings (V, C).
+        targets: token ids (N,).
+        cap: limit of the logits, see `soft_cap`.
         per_chunk: maximum number of logits per chunk (at least one row).
         per_chunk_float: maximum number of logits converted to float32 at once.
         vocabulary: see `summed_loss`.
@@ -487,8 +496,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         grad = grad / ctx.scale
-        # in float32: 1 / target_count rounded to bfloat16 would scale all gradients but lm_head's by up to
-        # 0.4 %
+        # in float32: if 1 / target_count were rounded to bfloat16, gradients would be scaled by up to 0.4%
         return (
             (dx.float() * grad).to(dx.dtype),
             (dw * grad).to(ctx.weight_dtype),

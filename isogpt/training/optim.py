@@ -1,5 +1,5 @@
 """
-The optimizers for each layout, and their state by parameter name. Nothing else knows their groups or their
+The optimizers for each layout, and their state by parameter name. No other module knows their groups or
 state.
 """
 
@@ -34,25 +34,26 @@ def make_optimizers(  # noqa: PLR0913  (train.py's settings)
     mesh: Mesh | None = None,
 ) -> list[torch.optim.Optimizer]:
     """
-    The model's optimizers: AdamW as `model.configure_optimizers` makes it; with optimizer "muon" a Muon takes
-    the matrices of the blocks from it, and what is left to AdamW has no weight decay. With zero 1 each rank
-    keeps the state of its share of the parameters, updates them and sends them to the other ranks. Experts
-    that are on some of the ranks only have optimizers of their own. Every group has an `lr_scale`, see
+    Make the model's optimizers.
+
+    AdamW is what `model.configure_optimizers` returns. With optimizer "muon", a Muon takes over the matrices
+    of the blocks, and the parameters that stay with AdamW get no weight decay. With zero 1, each rank keeps
+    the optimizer state of a share of the parameters, updates these and sends them to the other ranks. Experts
+    that are only on some of the ranks get separate optimizers. Every group contains an `lr_scale`, see
     `set_rates`.
 
     Args:
         muon_lr: Muon's learning rate when AdamW's is `learning_rate`.
-        embedding_lr: with Muon, AdamW's for token embeddings that are not tied to the head (0:
+        embedding_lr: with Muon, AdamW's learning rate for token embeddings that are not tied to the head (0:
             `learning_rate`).
         muon_dtype: the dtype in which Muon orthogonalizes.
-        mesh: over which parameters and optimizer state are divided. Default: a single process.
+        mesh: the ranks over which parameters and optimizer state are divided. Default: a single process.
     """
     mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
     if device_type == "cpu":
         # torch's optimizers import torch.compile when they are created and at their first step, only to
-        # exclude themselves from it. That takes 1 of the 3.4 s to the first step on a CPU, where nothing is
-        # compiled.
+        # exclude themselves. This takes 1 of the 3.4 s to the first step on a CPU, where nothing is compiled.
         for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
             inspect.unwrap(method).__dict__.setdefault("__dynamo_disable", inspect.unwrap(method))
     adamw = model.configure_optimizers(weight_decay, learning_rate, betas, device_type)
@@ -83,7 +84,7 @@ def make_optimizers(  # noqa: PLR0913  (train.py's settings)
 
 
 def select(groups: list[dict], are_experts: bool) -> list[dict]:
-    """An optimizer's groups with only those parameters that are, or are not, experts divided over ranks."""
+    """Select from an optimizer's groups the parameters that are, or are not, experts divided over ranks."""
     found = [
         group | {"params": [p for p in group["params"] if is_split(p, "ep") == are_experts]}
         for group in groups
@@ -94,11 +95,11 @@ def select(groups: list[dict], are_experts: bool) -> list[dict]:
 def make_optimizer(
     cls: type, groups: list[dict], options: dict, zero: int, replicas: dist.ProcessGroup | None
 ) -> torch.optim.Optimizer:
-    """An optimizer for groups of parameters. With zero 1 the ranks of `replicas` share its state."""
+    """Make an optimizer for groups of parameters. With zero 1, the ranks of `replicas` share the state."""
     if zero == 1 and replicas:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        # as_bucket_view: a rank sends its share in one piece, not each parameter by itself
+        # as_bucket_view: a rank sends its share in one piece, not each parameter separately
         return ZeroRedundancyOptimizer(
             groups, cls, process_group=replicas, parameters_as_bucket_view=True, **options
         )
@@ -113,8 +114,9 @@ def make_optimizer(
 @torch.no_grad()
 def step_shards(adamw: torch.optim.AdamW) -> None:
     """
-    AdamW's step for parameters that are DTensors, on this rank's shards of them: the same arithmetic without
-    DTensor's dispatch (a step of 148 small parameters takes 1.5 ms instead of 4 on a CPU, torch 2.13).
+    Take AdamW's step for parameters that are DTensors, on this rank's shards. The arithmetic is the same,
+    without DTensor's dispatch (a step of 148 small parameters takes 1.5 ms instead of 4 on a CPU, torch
+    2.13).
     """
     create_state(adamw)
     amp = {name: getattr(adamw, name, None) for name in ("grad_scale", "found_inf")}  # set by GradScaler.step
@@ -137,9 +139,9 @@ def step_shards(adamw: torch.optim.AdamW) -> None:
 
 def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -> list[dict]:
     """
-    Move the matrices of the blocks from AdamW's groups into groups for Muon, one for each shape: biases,
-    norms, embeddings and the head stay with AdamW. `rows` are the heights of the matrices that are stacked in
-    a parameter.
+    Move the matrices of the blocks from AdamW's groups into groups for Muon, one group for each shape.
+    Biases, norms, embeddings and the head stay with AdamW. `rows` are the heights of the matrices that are
+    stacked in a parameter.
     """
     groups = {}
     for name, p in model.named_parameters():
@@ -157,7 +159,7 @@ def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -
 
 
 def matrix_part(tensor: Tensor, p: nn.Parameter) -> LocalPart:
-    """What this rank holds of matrices, of which expert parallelism leaves each one whole."""
+    """Return what this rank holds of matrices, each of which expert parallelism leaves whole."""
     return local_part_of(tensor, tuple(split for split in splits_of(p) if split.axis != "ep"))
 
 
@@ -170,10 +172,11 @@ def take(groups: list[dict], params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 class Muon(torch.optim.Muon):
     """
-    torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with these differences:
-    matrices that are stacked in a parameter, q, k and v, are orthogonalized each by itself; matrices of equal
+    torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with three differences.
+
+    Matrices that are stacked in a parameter (q, k and v) are orthogonalized separately. Matrices of equal
     shape are orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the
-    layout; matrices whose parts are on the ranks of `group` are gathered first.
+    layout. Matrices whose parts are on the ranks of `group` are gathered first.
     """
 
     def __init__(
@@ -215,8 +218,8 @@ def stacked_matrices(wholes: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
     return list(wholes.split(rows, dim=1))
 
 
-# a, b, c of the polynomials a s + b s^3 + c s^5 that are applied in turn to each singular value s. Four of
-# them bring it as close to 1 as five of torch.optim.Muon's. From Amsel et al. 2025 (arXiv:2505.16932), for
+# a, b, c of the polynomials a s + b s^3 + c s^5 that are applied in succession to each singular value s. Four
+# of these bring s as close to 1 as five of torch.optim.Muon's. From Amsel et al. 2025 (arXiv:2505.16932), for
 # values down to 0.001.
 COEFFICIENTS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -235,9 +238,9 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     # converted last: most gradients are below 6e-5, where float16 has fewer digits, and those below 3e-8
     # would become 0
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)).to(dtype)
-    if x.dtype != torch.float32:  # products of the polynomials would need more digits than these
+    if x.dtype != torch.float32:  # half precision has too few digits for products of the polynomials
         for a, b, c in POLYNOMIALS:
-            gram = x @ x.mT  # its eigenvalues are s^2
+            gram = x @ x.mT  # the eigenvalues are s^2
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x
     # the same polynomials, multiplied with each other before they are applied to x: fewer operations for long
@@ -274,10 +277,10 @@ def step(
     """
     Clip the gradients and update the parameters, or skip the update if a loss or a gradient is not finite on
     any rank. In both cases, update float16's loss scale. A fused AdamW clips and skips on the device, so that
-    a GPU does not wait for the host between the backward and the optimizer.
+    a GPU does not wait for the host between the backward pass and the optimizer.
 
     Args:
-        scaler: its `unscale_` was called.
+        scaler: the loss scaler, whose `unscale_` was called.
         max_norm: maximum norm of the gradient (0: no clipping).
     """
     for optimizer in optimizers:
@@ -296,7 +299,7 @@ def step(
             if divisor > 1:
                 torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor.item())
             optimizer.step()
-        if scaler.is_enabled():  # it knows of this rank's gradients only
+        if scaler.is_enabled():  # the scaler knows only of this rank's gradients
             for overflowed in scaler._found_inf_per_device(optimizer).values():
                 # on the GPU also for an optimizer that decides on the CPU: copying to the GPU would wait for
                 # it
@@ -305,15 +308,15 @@ def step(
 
 
 def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
-    """The setting `optimizer` that `make_optimizers` made them for."""
+    """The setting `optimizer` for which `make_optimizers` made the optimizers."""
     return "muon" if any("momentum" in group for o in optimizers for group in o.param_groups) else "adamw"
 
 
 def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
     """
-    {parameter name: its optimizer's tensors for it} of what this rank holds: with ZeRO-1 some of the
+    Return {parameter name: the optimizer's tensors} of what this rank holds: with ZeRO-1 some of the
     parameters, with ZeRO-2 and 3 a shard of each. State that does not exist before the first step is created
-    as the optimizer would.
+    as the optimizer would create it.
     """
     names, found = {p: name for name, p in model.named_parameters()}, {}
     for optimizer in optimizers:
@@ -325,7 +328,7 @@ def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> 
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that does not exist before the first step, as the optimizer would."""
+    """Create the state that does not exist before the first step, as the optimizer would create it."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not optimizer.state[p]:
@@ -334,8 +337,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
     """
-    An optimizer's state for a parameter before its first step: Muon's, whose groups have a momentum, or
-    AdamW's.
+    Return an optimizer's state for a parameter before the first step: Muon's, whose groups contain a
+    momentum, or AdamW's.
     """
     if "momentum" in group:
         return {"momentum_buffer": torch.zeros_like(p)}
@@ -345,8 +348,8 @@ def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
 
 def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
     """
-    The state for ckpt.pt: of AdamW alone as nanoGPT stores it, by number, in two groups; else by parameter
-    name.
+    Return the state for ckpt.pt: for AdamW alone as nanoGPT stores it, by number, in two groups; else by
+    parameter name.
     """
     state = state_by_name(model, optimizers)  # creates the state before the first step
     if len(optimizers) > 1 or model.config.arch != "gpt2":
@@ -359,9 +362,9 @@ def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> di
 
 def by_name(weights: dict[str, Tensor], saved: object) -> dict[str, dict]:
     """
-    The state of `saved_state` by parameter name; empty if there is none, or not AdamW's, as in checkpoints of
-    forks. nanoGPT's numbers count the parameters of two or more dimensions first, then the rest, both in the
-    order of `weights`.
+    Return the state of `saved_state` by parameter name. It is empty if there is no state, or not AdamW's, as
+    in checkpoints of forks. nanoGPT's numbers count the parameters of two or more dimensions first, then the
+    rest, both in the order of `weights`.
     """
     state = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(state, dict) or not all(isinstance(moments, dict) for moments in state.values()):

@@ -14,7 +14,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# if ranks differ, they all use the first of their dtypes
+# if the ranks' dtypes differ, all ranks use the dtype that comes first here
 BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")
 # AMD's architectures with matrix instructions for bfloat16: CDNA, and RDNA 3 and 4
 AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -30,9 +30,7 @@ def best_dtype(device: torch.device) -> str:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """
-    Whether a GPU multiplies bfloat16 in hardware. ROCm's numbers of capabilities are not those of NVIDIA.
-    """
+    """Whether a GPU multiplies bfloat16 in hardware. ROCm's capability numbers differ from NVIDIA's."""
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.startswith(AMD_WITH_BFLOAT16)
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -53,7 +51,7 @@ def cpu_has(feature: str) -> bool:
 
 def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None) -> str:
     """
-    The dtype to compute in.
+    Choose the dtype to compute in.
 
     Args:
         wanted: a key of DTYPES, or 'auto': `previous` if this device supports it, else the device's best.
@@ -63,7 +61,7 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
         ValueError: the dtype is unknown or not supported by this device.
     """
     if wanted == "auto":
-        with suppress(ValueError):  # the run was started on another kind of device
+        with suppress(ValueError):  # the run was started on a different kind of device
             return resolve_dtype(previous or best_dtype(device), device)
         return best_dtype(device)
     if wanted not in DTYPES:
@@ -78,13 +76,13 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
 
 
 def common_dtype(dtypes: list[str]) -> str:
-    """One dtype for all ranks, from the one that each has resolved."""
+    """Return one dtype for all ranks, from the dtypes that the ranks resolved."""
     return min(dtypes, key=BY_PRECISION.index)
 
 
 def make_scaler(dtype: str, device: torch.device) -> torch.amp.GradScaler:
     """
-    What scales the loss for float16; does nothing with other dtypes.
+    Make the scaler of the loss for float16, which does nothing with other dtypes.
 
     GradScaler keeps its scale on the device of the first tensor that it scales. `unscale_` copies the inverse
     of the scale to the gradients' device without waiting for the copy (torch 2.13). With cpu_offload, the
@@ -92,7 +90,7 @@ def make_scaler(dtype: str, device: torch.device) -> torch.amp.GradScaler:
     gradients are.
 
     Args:
-        device: of the parameters and of their gradients.
+        device: the device of the parameters and gradients.
     """
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
     scaler.scale(torch.zeros((), device=device))  # creates the scale
@@ -100,16 +98,16 @@ def make_scaler(dtype: str, device: torch.device) -> torch.amp.GradScaler:
 
 
 def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
-    """Process-wide switches: TF32 unless dtype is float32, and deterministic algorithms if asked for."""
+    """Set process-wide switches: TF32 unless dtype is float32, and deterministic algorithms if requested."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
     if deterministic:
         # required for cuBLAS's deterministic mode
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # no kernel is chosen by timing; read at compilation
+        # choose no kernel by timing; torch reads the variable at compilation
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.use_deterministic_algorithms(True)
-        # costs time on a GPU; nothing reads such memory
+        # filling takes time on a GPU, and nothing reads uninitialized memory
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 

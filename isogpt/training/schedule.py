@@ -1,4 +1,4 @@
-"""The learning rate of each step, and how it follows the size of the batch."""
+"""The schedule of the learning rate, and how the learning rate depends on the batch size."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Schedule:
     cooldown_iters: int | float
     lr_schedule: str  # cosine, linear or wsd
     decay_lr: bool
-    factor: float = 1.0  # which the rates and warmup_iters contain, see `make_schedule`
+    factor: float = 1.0  # contained in the rates and warmup_iters, see `make_schedule`
 
     def lr(self, step: int) -> float:
         """The learning rate of a step."""
@@ -30,8 +30,8 @@ class Schedule:
         start = self.warmup_iters
         if self.lr_schedule == "wsd":
             start = max(start, self.lr_decay_iters - self.cooldown_iters)
-        decayed = max(0, step - start) / (self.lr_decay_iters - start)  # 0 to 1
-        # 1 to 0
+        decayed = max(0, step - start) / (self.lr_decay_iters - start)  # grows from 0 to 1
+        # falls from 1 to 0
         remaining = 0.5 * (1 + math.cos(math.pi * decayed)) if self.lr_schedule == "cosine" else 1 - decayed
         return self.min_lr + remaining * (self.learning_rate - self.min_lr)
 
@@ -65,8 +65,8 @@ class Schedule:
 def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
     """
     The schedule of train.py's settings. With lr_scaling, learning_rate, min_lr and warmup_iters are
-    multiplied by sequences_per_step / base_batch (linear; Goyal et al. 2017, arXiv:1706.02677) or by its
-    square root (sqrt; for SGD Krizhevsky 2014, arXiv:1404.5997, for Adam Malladi et al. 2022,
+    multiplied by sequences_per_step / base_batch (linear; Goyal et al. 2017, arXiv:1706.02677) or by the
+    square root of this ratio (sqrt; for SGD Krizhevsky 2014, arXiv:1404.5997, for Adam Malladi et al. 2022,
     arXiv:2205.10782). The other optimizers' rates follow learning_rate, see optim.set_rates.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Checks of settings, shared by the scripts. All problems are reported together."""
+"""Checks of settings, shared by the scripts, and the model's shape that settings describe."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def problems_of(config: dict) -> list[str]:
 
 
 def report(problems: list[str]) -> None:
-    """Raise ValueError with all problems, one a line, if there are any."""
+    """Raise ValueError with all problems, one on each line, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -279,7 +279,7 @@ def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequen
 
 
 def problems_with_ranks(world_size: int, config: dict) -> list[str]:
-    """A sentence for each reason why settings cannot have this number of processes."""
+    """A sentence for each reason why settings cannot be used with this number of processes."""
     degrees = {
         name: config[name] for name in ("islands", "pp", "dp_replicate", "ep", "cp", "tp") if config[name] > 1
     }
@@ -310,7 +310,7 @@ def problems_with_ranks(world_size: int, config: dict) -> list[str]:
 
 
 def problems_with_shape(config: dict, model_args: dict, splits_sequence: bool) -> list[str]:
-    """A sentence for each reason why settings cannot have a model of this shape."""
+    """A sentence for each reason why settings cannot be used with a model of this shape."""
     pp, ep, cp, tp = (config[name] for name in ("pp", "ep", "cp", "tp"))
     found = []
     heads = model_args["n_kv_head"] or model_args["n_head"]
@@ -340,14 +340,14 @@ def problems_with_shape(config: dict, model_args: dict, splits_sequence: bool) -
         found.append(
             f"block_size is {length}: it must be a multiple of {factors}: set --block_size={lengths}"
         )
-    for name in ("vocab_size", "n_hidden"):  # the last rank would have nothing
+    for name in ("vocab_size", "n_hidden"):  # the last rank would hold nothing
         if (size := model_args.get(name)) and (tp - 1) * ceil(size / tp) >= size:
             found.append(f"tp is {tp}, too many ranks for {name} {size}: set --tp={max(1, tp // 2)}")
     return found
 
 
 def nearest_divisor(n: int, wanted: int) -> int:
-    """The divisor of n that is nearest to `wanted`; of two equally near ones the smaller."""
+    """The divisor of n that is nearest to `wanted`; the smaller of two equally near divisors."""
     return min((d for d in range(1, n + 1) if n % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
@@ -374,7 +374,8 @@ def model_args_of(config: dict, vocab_size: int) -> dict:
 
 def settings_of_model(model_args: dict) -> dict:
     """
-    The settings for a new model of this shape, from the fields of GPTConfig or nanoGPT's: see model_args_of.
+    Return the settings for a new model of this shape, from fields of GPTConfig or nanoGPT: the inverse of
+    model_args_of.
     """
     tied = model_args.get("tied", True)
     same = {name: model_args[name] for name in SHAPE if name in model_args}
@@ -383,14 +384,14 @@ def settings_of_model(model_args: dict) -> dict:
 
 def fit_model_args(model_args: dict, config: dict, world_size: int, data: Dataset, is_resume: bool) -> dict:
     """
-    The fields of GPTConfig for this run, from those of a checkpoint, of a pretrained model or of one that
-    starts from scratch: dropout, the length of the context and the router's losses are settings of the run.
-    With n_expert, a dense model that the run does not resume is upcycled: each expert starts as a copy of the
-    MLP (Komatsuzaki et al. 2022, arXiv:2212.05055).
+    Return the fields of GPTConfig for this run, from the fields of a checkpoint, a pretrained model or a new
+    model. Dropout, the length of the context and the router's losses are settings of the run. With n_expert,
+    a dense model that the run does not resume is upcycled: each expert starts as a copy of the MLP
+    (Komatsuzaki et al. 2022, arXiv:2212.05055).
 
     Raises:
-        ValueError: its context is shorter than block_size, the data set has other token ids, it has another
-            number of experts, or the degrees of parallelism do not divide it.
+        ValueError: the model's context is shorter than block_size, the data set contains token ids beyond the
+            model's, the number of experts differs, or the degrees of parallelism do not divide the model.
     """
     length, size, block_size = model_args["block_size"], model_args["vocab_size"], config["block_size"]
     if block_size > length:
@@ -439,8 +440,8 @@ def check_sampling(config: dict) -> None:
 
 def notes_about_text(start: str, stop: str) -> list[str]:
     """
-    What a user should know about sample.py's `start` and `stop`. The text itself may mean a backslash and an
-    n.
+    Return what a user should know about sample.py's `start` and `stop`, which may contain a backslash and an
+    n on purpose.
     """
     found = []
     for name, text in (("start", start), ("stop", stop)):
@@ -453,7 +454,7 @@ def notes_about_text(start: str, stop: str) -> list[str]:
 
 def read_prompt(start: str) -> str:
     """
-    The prompt that sample.py's `start` names: the text itself, or what the file after FILE: contains.
+    Return the prompt that sample.py's `start` names: the text itself, or the content of the file after FILE:.
 
     Raises:
         ValueError: the file cannot be read as text.
@@ -462,7 +463,7 @@ def read_prompt(start: str) -> str:
         return start
     path = os.path.expanduser(start.removeprefix("FILE:"))
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # without a byte order mark, which is no text
+        return Path(path).read_text(encoding="utf-8-sig")  # drops a byte order mark
     except OSError as e:
         raise ValueError(f"--start={start} cannot be read as text: {e}") from e
     except UnicodeDecodeError as e:

@@ -9,15 +9,15 @@ class StepNumbers(NamedTuple):
     """What each rank contributes to a step's decisions and to the log."""
 
     loss: Tensor | float  # this rank's share: the mean over the ranks is the global batch's mean loss
-    # this rank's share of the gradient's squared norm: the sum over the ranks is the whole
+    # this rank's share of the gradient's squared norm: the sum over the ranks is the squared norm
     grad_square: Tensor | float
     step_ms: Tensor | float
-    data_ms: Tensor | float  # waiting for data
-    memory_gb: Tensor | float  # peak
+    data_ms: Tensor | float  # time spent waiting for data
+    memory_gb: Tensor | float  # peak memory
     forward_ms: Tensor | float
     stop: Tensor | float  # Stop.code
-    bytes_sent: Tensor | float  # Traffic.per_step
-    loss_scale: Tensor | float  # by which float16 multiplies the loss, else 1
+    bytes_sent: Tensor | float  # BytesSent.per_step
+    loss_scale: Tensor | float  # factor of the loss with float16, else 1
 
     @property
     def grad_norm(self) -> Tensor:
