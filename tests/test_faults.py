@@ -20,7 +20,7 @@ import torch
 from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
 
 from isogpt.checkpoint import folder as folder_module
-from isogpt.checkpoint import restore, sharded_files
+from isogpt.checkpoint import save, sharded_files
 from isogpt.checkpoint.commit import prune_checkpoints
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import read_manifest, step_folders
@@ -440,7 +440,7 @@ def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
 def test_the_group_that_writes_shards_waits_for_slow_disks_only(monkeypatch):
     """dist_timeout_s applies to connecting; after that, a slow disk of a rank ends no checkpoint."""
     made, limited = Mock(), Mock()
-    monkeypatch.setattr(restore.dist, "new_group", made)
+    monkeypatch.setattr(save.dist, "new_group", made)
     monkeypatch.setattr(mesh, "_set_pg_timeout", limited)
     Saver("out", 2, mesh.Mesh(dp_shard=2, timeout_s=77.0), 3, {}, {"grad_compression": "none"})
     assert made.call_args.kwargs["timeout"].total_seconds() == 77

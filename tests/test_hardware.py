@@ -10,7 +10,7 @@ import torch.distributed as dist
 from runs import REPO
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogpt.checkpoint import folder
+from isogpt.checkpoint import save, source
 from isogpt.checkpoint.save import Saver
 from isogpt.launch import device as device_module
 from isogpt.launch import together
@@ -331,8 +331,8 @@ def test_a_save_waits_once_for_the_check_of_the_weights_and_for_all_copies(monke
     optimizers = [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
     saver = Saver("out", 2, Mesh(), zero=0, model_args={}, config={"grad_compression": "none"})
     waits, wpe = [], model.transformer.wpe.weight
-    monkeypatch.setattr(device_module, "synchronize", waits.append)
-    monkeypatch.setattr(folder, "check_owner", lambda *args: None)
+    monkeypatch.setattr(source, "synchronize", waits.append)
+    monkeypatch.setattr(save, "check_owner", lambda *args: None)
     with Reads() as reads, torch.no_grad():
         copied = saver.copy(model, optimizers)
         assert waits == []

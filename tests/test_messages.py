@@ -24,8 +24,7 @@ from runs import REPO, TINY, script, script_that_fails
 
 import configurator
 import export
-from isogpt.checkpoint import folder as folder_module
-from isogpt.checkpoint import sharded_files
+from isogpt.checkpoint import search, sharded_files
 from isogpt.checkpoint.ckpt_file import damaged_zip, read_file
 from isogpt.checkpoint.folder import continue_from, make_writable
 from isogpt.checkpoint.manifest import damage, sealed
@@ -38,7 +37,7 @@ from isogpt.checkpoint.source import check_weights, open_checkpoint
 from isogpt.data import dataset as dataset_module
 from isogpt.data.dataset import open_dataset
 from isogpt.data.vocabulary import Vocabulary
-from isogpt.launch import process_group, together
+from isogpt.launch import process_group
 from isogpt.launch.device import pick_backend, pick_device, use_gpu
 from isogpt.launch.launchers import rank_variables
 from isogpt.launch.process_group import Ranks, check_gpus, connect_ranks
@@ -413,7 +412,7 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
     else:
         continue_from("rank0", newest_checkpoint("rank0")[0])
     found, sent = newest_checkpoint("rank0")[0], []
-    at.set(folder_module, "broadcast", lambda value: sent.append(value) or value)
+    at.set(search, "broadcast", lambda value: sent.append(value) or value)
     assert share_found(found, "rank0").is_verified
     shutil.copytree("rank0", "copy", symlinks=True)
     os.symlink("rank0", "link")
@@ -422,7 +421,7 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
         """What a rank does that sees rank 0's checkpoint in this folder."""
         received = iter(sent)
         with at.context() as others:
-            others.setattr(together, "broadcast", lambda _: next(received))
+            others.setattr(search, "broadcast", lambda _: next(received))
             found = share_found(None, folder)
         assert found.path.is_relative_to(folder) and found.is_verified == (folder == "link")
         restore_checkpoint(open_checkpoint(found), tiny_model())
