@@ -442,6 +442,7 @@ def test_the_group_that_writes_shards_waits_for_slow_disks_only(monkeypatch):
     made, limited = Mock(), Mock()
     monkeypatch.setattr(save.dist, "new_group", made)
     monkeypatch.setattr(mesh, "_set_pg_timeout", limited)
+    monkeypatch.setattr(mesh, "get_backend_config", lambda group: "cpu:gloo")
     Saver("out", 2, mesh.Mesh(dp_shard=2, timeout_s=77.0), 3, {}, {"grad_compression": "none"})
     assert made.call_args.kwargs["timeout"].total_seconds() == 77
     assert limited.call_args.args[0].days == 7
