@@ -1,6 +1,6 @@
 """
 Measure how fast train.py runs on this machine: launch it for a few steps and read what it recorded.
-train.py's configs and settings are accepted, too. If they do not choose a model, a GPU trains GPT-2 124M and
+train.py's configs and settings are also accepted. If they do not choose a model, a GPU trains GPT-2 124M and
 other devices a small model of 10.65M parameters, which takes a minute.
 
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
@@ -147,8 +147,8 @@ def limits(run: dict) -> dict[str, float | None]:
     replicas = (
         config["dp_replicate"] if config["fsdp"] or config["zero"] else n // (config["tp"] * config["pp"])
     )
-    # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32. With
-    # ep: n/a
+    # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32
+    # (not available with ep)
     moved = 28 * run["parameters"] * replicas / (run["spans_ms"]["optimizer"]["mean"] / 1e3)
     return {
         "matmul_tflops": matmul / 1e12,

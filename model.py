@@ -135,8 +135,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.arch = ARCHS[config.arch]
-        # Embedding's initialization would import torch.compile on the meta device, which takes a second or
-        # two
+        # Embedding's initialization on the meta device would import torch.compile, which takes 1 to 2 seconds
         wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         with torch.random.fork_rng(devices=[]):  # Linear draws initial weights, which init_weights overwrites
             self.transformer = nn.ModuleDict({"wte": wte})

@@ -90,7 +90,7 @@ def find_rollback(out_dir: str, owner: str) -> tuple[FoundCheckpoint | None, lis
     Newer checkpoints, which are damaged, are renamed as on a resume.
 
     Raises:
-        ValueError: another run has claimed the folder.
+        ValueError: a different run has claimed the folder.
     """
     check_owner(Path(out_dir), owner)
     found, reports = newest_checkpoint(out_dir)
@@ -151,7 +151,8 @@ def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
     Write the file that says that the run was stopped on request before its end; the next start removes it.
 
     Raises:
-        ValueError: another run has claimed the folder. A file here would put that run back into the queue.
+        ValueError: a different run has claimed the folder. A file here would put that run back into the
+            queue.
     """
     check_owner(Path(out_dir), owner)
     (Path(out_dir) / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")

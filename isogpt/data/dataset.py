@@ -18,7 +18,7 @@ from isogpt.launch.together import is_main
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
-# plain values that a meta.pkl may contain besides builtin ones
+# names of plain values that a meta.pkl may contain besides builtin values
 ARRAYS = {"scalar", "_reconstruct"}
 PICKLED = {
     "numpy": {"dtype", "ndarray", *DTYPES},

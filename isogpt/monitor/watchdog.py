@@ -22,7 +22,7 @@ from isogpt.monitor.log import Logger
 from isogpt.speed.clock import Clock
 from isogpt.speed.memory import OUT_OF_MEMORY
 
-# parts of the error messages of gloo and NCCL, in lower case, when another rank is gone
+# parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
 CONNECTION_LOST = (
     "closed by peer",
     "reset by peer",
@@ -227,7 +227,7 @@ class Watchdog:
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Whether a collective or the store failed because another rank exited or did not respond in time."""
+    """Whether a collective or the store failed because a different rank exited or did not respond in time."""
     has_failed = isinstance(error, RuntimeError) and any(
         text in str(error).lower() for text in CONNECTION_LOST
     )

@@ -160,8 +160,7 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------
 # attention
 
-# These are module constants because reading an attribute of an autograd.Function breaks torch.compile's
-# graph.
+# module constants, because reading an attribute of an autograd.Function breaks torch.compile's graph
 HALF_ATTENTION_UP_TO = 2048  # tokens; at 4096 PyTorch's kernel is faster than CPUHalfAttention
 # queries per matmul; larger chunks compute more scores that the causal mask discards
 HALF_ATTENTION_CHUNK = 128
@@ -230,8 +229,8 @@ def causal_attention(
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    # On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug: force no
-    # order here
+    # On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug: keep this
+    # order
     y = F.scaled_dot_product_attention(
         q,
         k,
@@ -463,7 +462,7 @@ class ChunkedLoss(torch.autograd.Function):
                 p = part.float()  # (float_rows, V)
                 if cap:
                     p.div_(cap).tanh_()
-                    slope = 1 - p.square()  # of soft_cap
+                    slope = 1 - p.square()  # derivative of soft_cap
                     p *= cap
                 highest = p.amax(-1, keepdim=True)
                 if vocabulary:
