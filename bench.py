@@ -418,12 +418,11 @@ try:
         problems.append(f"json_path is {json_path!r}: it cannot be written, set another file")
     report(problems)
     if is_launched:
-        start_workers(nproc, __file__)  # train.py launches the processes: this only checks nproc
+        start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:
         start_workers(nproc or (torch.cuda.device_count() if where.type == "cuda" else 2), __file__)
 
-    # train.py's settings
-    # or a config file
+    # these settings of train.py, or a config file, choose a model
     chooses_model = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")
     is_default = not any(map(chooses_model.match, sys.argv[1:]))
     is_small = is_default and where.type != "cuda" and hardware in ("this", "cpu")

@@ -229,8 +229,8 @@ def causal_attention(
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    # On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug: keep this
-    # order
+    # On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug. So no order
+    # is forced here
     y = F.scaled_dot_product_attention(
         q,
         k,
