@@ -1,7 +1,7 @@
 """
 The GPT family: GPT-2 as in nanoGPT, nanochat and Llama; their initial weights and optimizer groups.
 
-Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable: Linear weights are
+Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable. Linear weights are
 (out, in), the query, key and value projections are stacked in `c_attn` in that order, `transformer.wte` and
 `lm_head` are tied. This module does not depend on torch.distributed: isogpt/parallel distributes the model
 from outside.
@@ -455,8 +455,8 @@ class GPT(nn.Module):
         step. GPT-2's position embeddings end at block_size: each further token takes a forward pass over the
         last block_size tokens.
 
-        The random numbers of row i depend on (seed, first_sample + i) alone, so a sample's text does not
-        depend on the batch, except through rounding: the order of the sums in a matmul can vary with the
+        The random numbers of row i depend on (seed, first_sample + i) alone. So a sample's text does not
+        depend on the batch, except through rounding. The order of the sums in a matmul can vary with the
         number of rows.
 
         Args:

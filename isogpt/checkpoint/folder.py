@@ -7,7 +7,7 @@ Enter a run's folder: find the checkpoint to start from, claim the folder, set a
     <out_dir>/ckpt.pt, ckpt_best.pt              links to the newest and the best ckpt.pt
 
 A checkpoint is written in a folder with a different name, which is renamed when the checkpoint is complete
-and on the disk: a folder called step_* is complete. The checksums detect damage that happens later.
+and on the disk. So a folder called step_* is complete. The checksums detect damage that happens later.
 """
 
 import json

@@ -46,9 +46,9 @@ class Watchdog:
     Two threads that watch this rank and the next rank.
 
     One thread writes the rank's position to the store four times a second, and checks that the next rank does
-    the same. The other thread ends the process if the main thread makes no progress: for timeout_s while
-    `armed` (for instance in a hung collective), or for a moment after a different rank has failed. Gloo
-    notices a lost connection, NCCL does not.
+    the same. The other thread ends the process if the main thread makes no progress for timeout_s while
+    `armed`, for instance in a hung collective. After a different rank has failed, a moment without progress
+    is enough. Gloo notices a lost connection, NCCL does not.
 
     With a single process there is nothing to watch, but the crash hook uses the same report.
     """

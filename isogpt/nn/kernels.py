@@ -248,7 +248,7 @@ class CPUHalfAttention(torch.autograd.Function):
     Causal self-attention on a CPU in bfloat16 or float16: q, k, v (B, T, H, D) -> (B, T, H * D).
 
     PyTorch's kernel multiplies small blocks one at a time, but processors with bfloat16 instructions need
-    large blocks: the kernel's forward and backward pass took 2 to 4 times as long. Here, each chunk of
+    large blocks. The kernel's forward and backward pass took 2 to 4 times as long. Here, each chunk of
     queries attends to all keys up to its last position in one batched matmul. The probabilities, (T +
     HALF_ATTENTION_CHUNK) / 2 * H numbers per token, are kept for the backward pass if the sequence is short
     or dropout needs them. Otherwise they are recomputed.
