@@ -1,6 +1,6 @@
 """
 Measure how fast train.py runs on this machine: launch it for a few steps and read what it recorded.
-train.py's configs and settings are accepted, too. If they do not choose a model, a GPU trains GPT-2 124M and
+train.py's configs and settings are also accepted. If they do not choose a model, a GPU trains GPT-2 124M and
 other devices a small model of 10.65M parameters, which takes a minute.
 
     python bench.py config/train_shakespeare_char.py --batch_size=8    a config, with one setting changed
@@ -147,8 +147,8 @@ def limits(run: dict) -> dict[str, float | None]:
     replicas = (
         config["dp_replicate"] if config["fsdp"] or config["zero"] else n // (config["tp"] * config["pp"])
     )
-    # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32. With
-    # ep: n/a
+    # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32
+    # (not available with ep)
     moved = 28 * run["parameters"] * replicas / (run["spans_ms"]["optimizer"]["mean"] / 1e3)
     return {
         "matmul_tflops": matmul / 1e12,
@@ -418,12 +418,11 @@ try:
         problems.append(f"json_path is {json_path!r}: it cannot be written, set another file")
     report(problems)
     if is_launched:
-        start_workers(nproc, __file__)  # train.py launches the processes: this only checks nproc
+        start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:
         start_workers(nproc or (torch.cuda.device_count() if where.type == "cuda" else 2), __file__)
 
-    # train.py's settings
-    # or a config file
+    # these settings of train.py, or a config file, choose a model
     chooses_model = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")
     is_default = not any(map(chooses_model.match, sys.argv[1:]))
     is_small = is_default and where.type != "cuda" and hardware in ("this", "cpu")

@@ -1,7 +1,7 @@
 """
 The GPT family: GPT-2 as in nanoGPT, nanochat and Llama; their initial weights and optimizer groups.
 
-Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable: Linear weights are
+Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable. Linear weights are
 (out, in), the query, key and value projections are stacked in `c_attn` in that order, `transformer.wte` and
 `lm_head` are tied. This module does not depend on torch.distributed: isogpt/parallel distributes the model
 from outside.
@@ -135,8 +135,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.arch = ARCHS[config.arch]
-        # Embedding's initialization would import torch.compile on the meta device, which takes a second or
-        # two
+        # Embedding's initialization on the meta device would import torch.compile, which takes 1 to 2 seconds
         wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         with torch.random.fork_rng(devices=[]):  # Linear draws initial weights, which init_weights overwrites
             self.transformer = nn.ModuleDict({"wte": wte})
@@ -456,8 +455,8 @@ class GPT(nn.Module):
         step. GPT-2's position embeddings end at block_size: each further token takes a forward pass over the
         last block_size tokens.
 
-        The random numbers of row i depend on (seed, first_sample + i) alone, so a sample's text does not
-        depend on the batch, except through rounding: the order of the sums in a matmul can vary with the
+        The random numbers of row i depend on (seed, first_sample + i) alone. So a sample's text does not
+        depend on the batch, except through rounding. The order of the sums in a matmul can vary with the
         number of rows.
 
         Args:

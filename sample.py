@@ -81,8 +81,7 @@ except (ValueError, dist.DistError) as e:
     fail(str(e))
 check_start(ranks, config)
 
-# the model (rank 0 looks for the checkpoint, all ranks load it; exit_together: an error on any rank ends all
-# ranks)
+# the model (rank 0 looks for the checkpoint, all ranks load it; an error on any rank ends all ranks)
 found = None
 with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)

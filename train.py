@@ -110,7 +110,7 @@ tp = 1  # tensor parallelism: ranks that divide each matrix, by heads, hidden fe
 pp = 1  # pipeline parallelism: ranks that divide the layers
 pp_schedule = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble or zbv (the last three: two stages on each rank)
 cp = 1  # context parallelism: ranks that divide each sequence
-shares = "equal"  # of a step, by data-parallel rank: equal, a list such as 2,1,1, or auto (measured speeds)
+shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
 ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert)
 grad_sync = "auto"  # reduce gradients at the last micro-step, at every one (less memory), never, or auto
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
@@ -459,8 +459,8 @@ while not is_complete:
     if not nan_policy.accepts(numbers):
         watchdog.armed = False
         clock.discard()
-        # advances progress.step; returns a checkpoint to roll back to, or None to skip the step; on_nan=stop
-        # exits here
+        # advances progress.step; returns a checkpoint to roll back to, or None to skip; on_nan=stop exits
+        # here
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
         model.zero_grad(set_to_none=not keeps_gradients)
         raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either

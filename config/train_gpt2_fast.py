@@ -15,12 +15,12 @@ max_iters = 20000
 
 arch = "nanochat"
 n_layer = 12
-n_head = 6  # of 128 features each
+n_head = 6  # heads of 128 features each
 n_embd = 768
 
 optimizer = "muon"
 muon_lr = 0.02
-learning_rate = 4e-3  # of the head
+learning_rate = 4e-3  # learning rate of the head
 embedding_lr = 0.2
 beta1 = 0.8
 lr_schedule = "wsd"

@@ -127,8 +127,8 @@ def folder_to_write(script: str, out: Path | None) -> Path:
 
 def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     """
-    Yield the documents of a comma-separated list of files and globs, sorted by path: a .txt file is one
-    document, a .jsonl file contains one per line, a .parquet file one per row; the last two are streamed.
+    Yield the documents of a comma-separated list of files and globs, sorted by path. A .txt file is one
+    document, a .jsonl file contains one per line, a .parquet file one per row. The last two are streamed.
     Raises ValueError if a file does not exist, has a different extension or cannot be parsed.
     """
     readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}

@@ -1,6 +1,6 @@
 """
-Tiny Shakespeare at character level: 1.1 million characters, 65 different ones. The script reads input.txt in
-its folder, or downloads this file if it does not exist.
+Tiny Shakespeare at character level: 1.1 million characters, 65 of which are different. The script reads
+input.txt in its folder, or downloads this file if it does not exist.
 """
 
 import os

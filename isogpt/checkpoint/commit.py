@@ -32,7 +32,7 @@ def commit_checkpoint(
             kept, since a run's state at a step is always the same.
 
     Raises:
-        ValueError: another run has claimed the folder.
+        ValueError: a different run has claimed the folder.
         OSError: the disk is full, for instance.
     """
     out = unfinished.parent
@@ -44,7 +44,7 @@ def commit_checkpoint(
         if folder.exists() and not replace and not damage(folder):
             shutil.rmtree(unfinished)
         else:
-            old = out / f"{REPLACED}{folder.name}"  # found here, too, until the new one is in place
+            old = out / f"{REPLACED}{folder.name}"  # also found here until the new folder is in place
             if folder.exists():
                 os.rename(folder, old)
             os.rename(unfinished, folder)

@@ -7,7 +7,7 @@ Enter a run's folder: find the checkpoint to start from, claim the folder, set a
     <out_dir>/ckpt.pt, ckpt_best.pt              links to the newest and the best ckpt.pt
 
 A checkpoint is written in a folder with a different name, which is renamed when the checkpoint is complete
-and on the disk: a folder called step_* is complete. The checksums detect damage that happens later.
+and on the disk. So a folder called step_* is complete. The checksums detect damage that happens later.
 """
 
 import json
@@ -90,7 +90,7 @@ def find_rollback(out_dir: str, owner: str) -> tuple[FoundCheckpoint | None, lis
     Newer checkpoints, which are damaged, are renamed as on a resume.
 
     Raises:
-        ValueError: another run has claimed the folder.
+        ValueError: a different run has claimed the folder.
     """
     check_owner(Path(out_dir), owner)
     found, reports = newest_checkpoint(out_dir)
@@ -151,7 +151,8 @@ def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
     Write the file that says that the run was stopped on request before its end; the next start removes it.
 
     Raises:
-        ValueError: another run has claimed the folder. A file here would put that run back into the queue.
+        ValueError: a different run has claimed the folder. A file here would put that run back into the
+            queue.
     """
     check_owner(Path(out_dir), owner)
     (Path(out_dir) / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")

@@ -40,7 +40,7 @@ def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
     """
     args = {}
     for name in MODEL_ARGS:
-        with suppress(TypeError, KeyError):  # numbers of numpy are accepted, too
+        with suppress(TypeError, KeyError):  # numbers of numpy are also accepted
             args[name] = bool(saved[name]) if name == "bias" else operator.index(saved[name])
     absent = [name for name in MODEL_ARGS if name not in args]
     if absent:

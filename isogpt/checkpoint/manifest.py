@@ -121,7 +121,7 @@ def val_loss_of(manifest: dict) -> float | None:
 
 def identity(path: Path) -> tuple[str, int, int] | None:
     """
-    Identify a file or folder: equal for two processes that see the same one on the same machine. A folder
+    Identify a file or folder: equal for two processes that see the same file on the same machine. A folder
     that two machines share counts as two. None if there is nothing.
     """
     with suppress(OSError):

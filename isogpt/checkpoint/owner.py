@@ -74,7 +74,7 @@ def try_to_write(out: Path, owner: str, rank: int) -> str:
 
 
 def check_owner(out: Path, owner: str) -> None:
-    """Raise ValueError if another run has claimed the folder."""
+    """Raise ValueError if a different run has claimed the folder."""
     now = read_owner(out).get("owner", owner)  # the file may have been deleted
     if owner and now != owner:
         raise ValueError(f"another run was started in {out}: this one stops, and its checkpoints are kept")

@@ -142,8 +142,8 @@ class Saver:
 
     def check(self, model: nn.Module, step: int) -> str:
         """
-        Wait for the device, and raise ValueError if weights are not finite or another run owns the folder,
-        since then no checkpoint must be written. Returns a sentence if the folder was lost, else ''.
+        Wait for the device, and raise ValueError if weights are not finite or a different run owns the
+        folder, since then no checkpoint must be written. Returns a sentence if the folder was lost, else ''.
         """
         if bad := names_of_not_finite(model):
             raise ValueError(
@@ -216,7 +216,7 @@ class Saver:
 
     def wait(self) -> "Saver | None":
         """
-        Wait for the checkpoint under way; ranks other than 0 wait for their own part. Returns None if there
+        Wait for the checkpoint under way; ranks other than 0 wait for what they write. Returns None if there
         is no checkpoint under way, else this Saver with the outcome: folder and seconds (rank 0), or problem.
         """
         if not self.pending:

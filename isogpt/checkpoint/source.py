@@ -86,7 +86,7 @@ def find_start(
 
 def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: list[str]) -> None:
     """
-    Check that no rank sees a newer checkpoint than rank 0 has chosen, unless rank 0 sees it, too.
+    Check that no rank sees a newer checkpoint than rank 0 has chosen, unless rank 0 also sees it.
 
     Args:
         step: the checkpoint's step; -1: rank 0 has found none.

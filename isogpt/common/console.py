@@ -8,8 +8,9 @@ import sys
 def prepare() -> None:
     """
     Let stdout and stderr escape what the console's encoding lacks, such as U+00E9 in ASCII, or a lone
-    surrogate from a file name that is not UTF-8: printing it would raise UnicodeEncodeError. Also let the
-    process end quietly if nobody reads stdout, for example after `| head`. Every script calls this first.
+    surrogate from a file name that is not UTF-8. Printing such characters would raise UnicodeEncodeError.
+    Also let the process end quietly if nobody reads stdout, for example after `| head`. Every script calls
+    this first.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # neither None (no console) nor a notebook's stream

@@ -17,7 +17,7 @@ from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.together import is_main
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
-# plain values that a meta.pkl may contain besides builtin ones
+# names of plain values that a meta.pkl may contain besides builtin values
 ARRAYS = {"scalar", "_reconstruct"}
 PICKLED = {
     "numpy": {"dtype", "ndarray", *DTYPES},

@@ -120,8 +120,8 @@ def gpu_identity(device: torch.device) -> list[str]:
 def keep_freed_memory() -> None:
     """
     Make the C library keep freed memory for the next step (glibc). By default, the library returns large
-    pieces to the kernel and pays for page faults to get them back: a tenth of a step with 10M parameters on a
-    CPU.
+    pieces to the kernel and pays for page faults to get them back. This takes a tenth of a step with 10M
+    parameters on a CPU.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):

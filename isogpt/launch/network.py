@@ -156,8 +156,8 @@ def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None
 
 def bind_to_gpu(gpu: object) -> None:
     """
-    Run on the cores of the GPU's NUMA node (Linux), unless the launcher has bound this process: memory of
-    another socket is slower to access. `gpu` is what torch.cuda.get_device_properties returns.
+    Run on the cores of the GPU's NUMA node (Linux), unless the launcher has bound this process: memory of a
+    different socket is slower to access. `gpu` is what torch.cuda.get_device_properties returns.
     """
     with suppress(OSError, AttributeError, ValueError):
         pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

@@ -2,7 +2,7 @@
 Choose how OpenMP's threads wait; imported before torch.
 
 libgomp's threads spin while they wait for work. On cores that other processes keep busy, this slows all
-processes down: two CPU runs at once took 125 ms a step instead of 19, and 30 with the passive policy. On an
+processes down. Two CPU runs at once took 125 ms a step instead of 19, and 30 with the passive policy. On an
 idle machine the passive policy is slower (25 instead of 19), so it is set only if other processes are busy.
 libgomp reads the variable when torch is imported.
 """

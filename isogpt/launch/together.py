@@ -169,7 +169,7 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
 
     Args:
         on_error: called with the messages before the exit, for instance to log them. The crash hook of a rank
-            that raises again does its own logging.
+            that raises again logs the exception.
     """
     problem = unexpected = None
     try:

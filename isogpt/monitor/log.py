@@ -125,7 +125,7 @@ class Logger:
             self.tensorboard = self.summary_writer(
                 Path(self.out_dir, "tensorboard"), purge_step=self.progress.step
             )
-            for r in evaluation:  # TensorBoard purges this evaluation, too
+            for r in evaluation:  # TensorBoard also purges this evaluation
                 for name in ("train", "val"):
                     self.tensorboard.add_scalar(f"{name}/loss", r[f"{name}_loss"], step)
         return records

@@ -22,7 +22,7 @@ from isogpt.monitor.log import Logger
 from isogpt.speed.clock import Clock
 from isogpt.speed.memory import OUT_OF_MEMORY
 
-# parts of the error messages of gloo and NCCL, in lower case, when another rank is gone
+# parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
 CONNECTION_LOST = (
     "closed by peer",
     "reset by peer",
@@ -46,9 +46,9 @@ class Watchdog:
     Two threads that watch this rank and the next rank.
 
     One thread writes the rank's position to the store four times a second, and checks that the next rank does
-    the same. The other thread ends the process if the main thread makes no progress: for timeout_s while
-    `armed` (for instance in a hung collective), or for a moment after a different rank has failed. Gloo
-    notices a lost connection, NCCL does not.
+    the same. The other thread ends the process if the main thread makes no progress for timeout_s while
+    `armed`, for instance in a hung collective. After a different rank has failed, a moment without progress
+    is enough. Gloo notices a lost connection, NCCL does not.
 
     With a single process there is nothing to watch, but the crash hook uses the same report.
     """
@@ -227,7 +227,7 @@ class Watchdog:
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Whether a collective or the store failed because another rank exited or did not respond in time."""
+    """Whether a collective or the store failed because a different rank exited or did not respond in time."""
     has_failed = isinstance(error, RuntimeError) and any(
         text in str(error).lower() for text in CONNECTION_LOST
     )

@@ -136,8 +136,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Multiply each expert's rows of x (N, in) by the expert's weight (E, out, in), transposed: (N, out). The
     host does not wait for a GPU to know the `counts`.
     """
-    # torch 2.13: a GPU has a kernel for bfloat16 only, which is also the only dtype that torch.compile
-    # accepts
+    # torch 2.13: the GPU's kernel is for bfloat16 only, the only dtype that torch.compile accepts
     on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
     is_aligned = all(n * x.itemsize % 16 == 0 for n in weight.shape[1:])
     has_kernel = x.dtype == torch.bfloat16 and has_grouped_kernel(x.device.type)

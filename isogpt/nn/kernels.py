@@ -160,8 +160,7 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------
 # attention
 
-# These are module constants because reading an attribute of an autograd.Function breaks torch.compile's
-# graph.
+# module constants, because reading an attribute of an autograd.Function breaks torch.compile's graph
 HALF_ATTENTION_UP_TO = 2048  # tokens; at 4096 PyTorch's kernel is faster than CPUHalfAttention
 # queries per matmul; larger chunks compute more scores that the causal mask discards
 HALF_ATTENTION_CHUNK = 128
@@ -230,8 +229,8 @@ def causal_attention(
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
-    # On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug: force no
-    # order here
+    # On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug. So no order
+    # is forced here
     y = F.scaled_dot_product_attention(
         q,
         k,
@@ -249,7 +248,7 @@ class CPUHalfAttention(torch.autograd.Function):
     Causal self-attention on a CPU in bfloat16 or float16: q, k, v (B, T, H, D) -> (B, T, H * D).
 
     PyTorch's kernel multiplies small blocks one at a time, but processors with bfloat16 instructions need
-    large blocks: the kernel's forward and backward pass took 2 to 4 times as long. Here, each chunk of
+    large blocks. The kernel's forward and backward pass took 2 to 4 times as long. Here, each chunk of
     queries attends to all keys up to its last position in one batched matmul. The probabilities, (T +
     HALF_ATTENTION_CHUNK) / 2 * H numbers per token, are kept for the backward pass if the sequence is short
     or dropout needs them. Otherwise they are recomputed.
@@ -463,7 +462,7 @@ class ChunkedLoss(torch.autograd.Function):
                 p = part.float()  # (float_rows, V)
                 if cap:
                     p.div_(cap).tanh_()
-                    slope = 1 - p.square()  # of soft_cap
+                    slope = 1 - p.square()  # derivative of soft_cap
                     p *= cap
                 highest = p.amax(-1, keepdim=True)
                 if vocabulary:

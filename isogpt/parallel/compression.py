@@ -272,7 +272,8 @@ def coded_mean(
     Each rank receives a share of all tensors, computes the mean, and sends the mean to all ranks.
 
     Returns:
-        (the mean, what this rank's tensor has lost; for its own share, the loss of the mean, times the ranks)
+        (the mean, what this rank's tensor has lost; for this rank's share, the loss of the mean, times the
+        number of ranks)
     """
     n, rank = group.size(), group.rank()
     shares = F.pad(corrected, (0, -len(corrected) % (n * max(BLOCKS.values())))).view(n, -1)

@@ -39,7 +39,7 @@ def shard(  # noqa: PLR0913  (train.py's settings)
         dtype: the blocks compute in this dtype; weights and the reduction of gradients are float32.
         cpu_offload: keep parameters and optimizer state in CPU memory.
         prefetch: how many blocks ahead are gathered.
-        reduces_replicas: whether fully_shard averages gradients over dp_replicate too.
+        reduces_replicas: whether fully_shard also averages gradients over dp_replicate.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

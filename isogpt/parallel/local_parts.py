@@ -1,6 +1,4 @@
-"""
-The part of each parameter that this rank holds, described in the same way for every layout.
-"""
+"""The part of each parameter that this rank holds, described in the same way for every layout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,8 +53,9 @@ class Split:
 @dataclass(frozen=True)
 class LocalPart:
     """
-    The part of a parameter, or of a tensor of its shape such as a moment, that this rank holds: `pieces` are
-    views of the tensor in this rank's memory, with their offsets in the whole tensor of shape `shape`.
+    The part of a parameter, or of a tensor of equal shape such as a moment, that this rank holds.
+
+    `pieces` are views of the tensor in this rank's memory, with offsets in the whole tensor of shape `shape`.
     """
 
     shape: torch.Size

@@ -50,7 +50,7 @@ class Islands:
     sent: dict[str, Tensor] = field(default_factory=dict)
     averaged_at: int = -1  # the step after which the last average was started
     pending: Future | None = None
-    # of the background thread; only one, since the allocator reserves memory for each stream
+    # stream of the background thread; a single stream, since the allocator reserves memory for each stream
     stream: "torch.cuda.Stream | None" = None
     thread: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="islands")

@@ -130,7 +130,7 @@ class Mesh:
         return group
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The one-dimensional mesh of the ranks that differ from this one in these axes only (all ranks)."""
+        """The one-dimensional mesh of the ranks that differ from this rank only in these axes (all ranks)."""
         present = [axis for axis in axes if axis in self.devices.mesh_dim_names]
         part = self.devices[tuple(present)]
         if len(present) == 1:
@@ -141,7 +141,7 @@ class Mesh:
 
     def group(self, *axes: str) -> ProcessGroup | None:
         """
-        The group of the ranks that differ from this one in these axes only (all ranks); None if this rank is
+        The group of the ranks that differ from this rank only in these axes (all ranks); None if this rank is
         alone.
         """
         if self.size(*axes) == 1:

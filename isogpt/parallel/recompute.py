@@ -16,7 +16,7 @@ SAC_IGNORED_OPS.update(
     )
 )
 aten = torch.ops.aten
-# 'selective' keeps the results of matmuls and attention, the expensive ones to recompute
+# 'selective' keeps the results of matmuls and attention, which are expensive to recompute
 KEPT = [
     aten.mm.default,
     aten.addmm.default,

@@ -78,7 +78,7 @@ def share_of(
     the weights: see `divide_rows`.
 
     The sequences of an island depend on the batch, the number of islands and the sums of their ranks'
-    weights, so that neither batch_size nor the number of ranks in an island changes what it learns.
+    weights. So neither batch_size nor the number of ranks in an island changes what the island learns.
     """
     if len(set(weights)) > 1:
         return weighted_share(sequences, data_rank, batch_size, weights, islands)

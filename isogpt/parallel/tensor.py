@@ -1,8 +1,8 @@
 """
 Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): each rank of a group holds a part of each matrix,
 namely some of the attention heads, of the hidden features, and of the vocabulary. Between these matmuls each
-rank holds a part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are
-divided, too.
+rank holds a part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are also
+divided.
 """
 
 import re
@@ -21,8 +21,8 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.sequence_collectives import Gather, ScatterSum
 
 # The dimension along which a parameter is divided, and the block's matmul that it belongs to. Column-parallel
-# layers (rows of the weight) come before row-parallel ones (columns of the weight). All others are on every
-# rank.
+# layers (rows of the weight) come before row-parallel layers (columns of the weight). All other parameters
+# are on every rank.
 PLAN = {
     r"transformer\.wte\.weight|lm_head\.weight": 0,  # the vocabulary
     r".*\.attn\.c_attn\.(weight|bias)": 0,  # heads of q, k and v

@@ -202,8 +202,9 @@ class Gpu:
     plan: str = ""
 
 
-# by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices and cards for
-# PCIe are slower than the GPUs whose names they contain. Devices that are not listed are measured.
+# data sheets by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices
+# and cards for PCIe are slower than the GPUs whose names they contain. Devices that are not listed are
+# measured.
 GPUS = {
     "B200": Gpu(2250e12),
     "H200": Gpu(989e12, 4.8e12, "h200"),

@@ -211,7 +211,7 @@ def spelled(settings: dict) -> str:
 
 
 def reason(plan: Plan, best: Plan) -> str:
-    """Why a plan is slower than the best one: the part that takes longer by the largest amount."""
+    """Why a plan is slower than the best plan: the part that takes longer by the largest amount."""
     if plan.problem:
         return plan.problem
     if plan.total_s < 1.001 * best.total_s:

@@ -113,7 +113,7 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
         gathered_blocks = min(1 + cost["fsdp_prefetch"], model_args["n_layer"])
         # the root unit always stays gathered
         gathered = n - block * (model_args["n_layer"] - gathered_blocks)
-        # in every micro-step, not only in the last one
+        # in every micro-step, not only in the last micro-step
         reduces_always = cost["grad_sync"] in ("auto", "every")
         weights = 4 * shard + size * (n if zero == 2 else gathered)
         gradients = 4 * shard + size * (gathered if reduces_always else n)
@@ -163,7 +163,7 @@ def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
     runs, is_first, is_last = cut_evenly(tuple(flops), stages), 0 in own, stages - 1 in own
     edges = n - L * block if is_first else V * C
     if is_first and not is_last and not model_args["tied"]:
-        edges -= V * C  # the head is on another rank
+        edges -= V * C  # the head is on a different rank
     return sum(len(runs[stage]) for stage in own), edges, is_last
 
 
@@ -373,7 +373,7 @@ def routing_activations(model_args: dict, size: int) -> int:
 
 
 def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> tuple[int, int]:
-    """Bytes that isogpt.nn.kernels.summed_loss allocates in the forward and in the backward pass."""
+    """Bytes that isogpt.nn.kernels.summed_loss allocates in the forward pass and in the backward pass."""
     unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V)
     if tokens <= max(1, unchunked // V):
         # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two

@@ -301,8 +301,8 @@ def step(
             optimizer.step()
         if scaler.is_enabled():  # the scaler knows only of this rank's gradients
             for overflowed in scaler._found_inf_per_device(optimizer).values():
-                # on the GPU also for an optimizer that decides on the CPU: copying to the GPU would wait for
-                # it
+                # computed on the GPU, also for an optimizer that decides on the CPU: copying would wait for
+                # the GPU
                 overflowed.copy_(~gathered.on(overflowed.device).is_finite)
     scaler.update()
 
