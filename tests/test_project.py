@@ -3,6 +3,7 @@ Rules for the whole repository: imports, style, settings and the commands in the
 """
 
 import ast
+import functools
 import graphlib
 import re
 import shlex
@@ -66,6 +67,7 @@ def imported(path, inside_functions=True):
     return names
 
 
+@functools.cache
 def package_graph():
     """{module of isogpt/: the modules of isogpt/ that it imports}, also inside functions."""
     files = {}
