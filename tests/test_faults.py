@@ -777,7 +777,8 @@ def test_prepare_is_killed_at_random_moments(tmp_path):
     began = time.monotonic()
     assert prepare("a").wait() == 0
     duration, found = time.monotonic() - began, []
-    for i, moment in enumerate(np.random.default_rng(0).uniform(0.3, 1.1, 24)):
+    until_the_end = [100, 100]  # once for each text
+    for i, moment in enumerate([*np.random.default_rng(0).uniform(0.3, 1.1, 24), *until_the_end]):
         process = prepare("ab"[i % 2])
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(moment * duration)
