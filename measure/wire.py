@@ -187,5 +187,5 @@ if __name__ == "__main__":
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         measure(sys.argv[1:] or LAYOUTS)
     else:
-        own = ["unshare", "--net", sys.executable, str(REPO / "tests" / "wire.py"), *sys.argv[1:]]
+        own = ["unshare", "--net", sys.executable, str(REPO / "measure" / "wire.py"), *sys.argv[1:]]
         sys.exit(subprocess.run(own, env=os.environ | {"WIRE": "counts"}).returncode)

@@ -203,8 +203,9 @@ def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):
 
 
 def records(out_dir):
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's metrics.jsonl, without a line that the run is writing now."""
+    text = (Path(out_dir) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def column(out_dir, key):

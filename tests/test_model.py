@@ -634,7 +634,7 @@ def test_torch_compile_evaluates_the_loss_in_one_part(large, half):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 def test_torch_compile_finds_one_graph_in_the_chunks_too(large):
     inputs, expected = large
     for half in (False, True):

@@ -120,7 +120,7 @@ def test_a_run_over_slow_links(work):
     args = [*TINY, f"--dataset={work / 'data' / 'tiny'}", "--max_iters=5"]
     command = [
         sys.executable,
-        str(REPO / "tests" / "slow_network.py"),
+        str(REPO / "measure" / "slow_network.py"),
         "--rate=100mbit",
         "--hosts=2",
         "--",

@@ -15,11 +15,11 @@ HAS_NAMESPACES = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root, unshare and iproute2")
 def test_the_bytes_sent_are_those_of_the_formulas():
     names = [key for key in LAYOUTS if key.endswith("2")] + ["tp 4", "pp 4", "ep2 4"]
-    command = [sys.executable, str(REPO / "tests" / "wire.py"), *names]
+    command = [sys.executable, str(REPO / "measure" / "wire.py"), *names]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if "unshare failed" in run.stderr:
         pytest.skip("no network namespace can be made here")
