@@ -129,7 +129,8 @@ def train(hosts: Hosts, args: list[str], target: float = -math.inf, window: int 
 def reason_for(text: str) -> str:
     """The error message in a run's output, or else its last line."""
     lines = [line for line in text.splitlines() if line.strip()] or ["no output"]
-    return next((line for line in lines if line.startswith("error: ")), lines[-1])
+    message = next((line for line in lines if line.startswith("error: ")), lines[-1])
+    return message.removeprefix("error: ")
 
 
 def prepare_shakespeare(work: Path) -> None:
