@@ -41,10 +41,9 @@ from isogpt.checkpoint.search import newest_checkpoint
 def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None, flags=()):
     """
     SIGKILL a run that writes a checkpoint at every step, `kills` times: after a random number of checkpoints,
-    at a
-    random moment within the time that one takes. After each kill the newest valid checkpoint must be at least
-    as new as
-    the last one that was completed (the run has printed 'saved'), and the next run must resume from it.
+    at a random moment within the time that one takes. After each kill the newest valid checkpoint must be at
+    least as new as the last one that was completed (the run has printed 'saved'), and the next run must
+    resume from it.
     """
     rng, report = random.Random(seed), dict(kills=0, older=0, failed=0, mid_save=0)
     big = ["--n_embd=128", "--n_layer=4"]  # a checkpoint takes some milliseconds, so that kills hit it
@@ -109,8 +108,8 @@ def kill_within_steps(zygote, work, rounds, nproc, seed=0, say=lambda *_: None):
 def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: None):
     """
     SIGTERM to a random rank at random moments from the first step on, `kills` times in one run. Does it save
-    the step
-    that it was at and exit within 10 s each time, and does it end with the bits of an uninterrupted run?
+    the step that it was at and exit within 10 s each time, and does it end with the bits of an uninterrupted
+    run?
     """
     import torch
     from test_resume import DROPOUT, assert_same_bits
@@ -274,8 +273,7 @@ def reads_a_checkpoint(pid):
 def wait_for_phase(run, phase, out, first, rng):
     """
     Wait until the run, which begins at step `first`, is in this phase; returns whether that was seen. The
-    moment within
-    the phase is random.
+    moment within the phase is random.
     """
     if phase == "start":
         time.sleep(rng.random() * 1.5)
@@ -303,12 +301,9 @@ def wait_for_phase(run, phase, out, first, rng):
 def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
     """
     SIGKILL a run `kills` times, in half of the cases during the start, a restore, a save or an evaluation,
-    otherwise
-    at a random moment: all ranks, or one, after which the others must end by themselves. Each start has 1 to
-    4
-    processes and one of LAYOUTS. No checkpoint that was completed may be lost, and the losses must be those
-    of an
-    undisturbed process.
+    otherwise at a random moment: all ranks, or one, after which the others must end by themselves. Each start
+    has 1 to 4 processes and one of LAYOUTS. No checkpoint that was completed may be lost, and the losses must
+    be those of an undisturbed process.
     """
     rng, took, waited, lost, phases = random.Random(seed), [], [], [], {}
     report = dict(kills=0, starts=0, older=0, hung=0, runs=0, worst=0.0)

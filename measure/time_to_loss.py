@@ -21,23 +21,14 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from runs import REPO, column
+from runs import CPU_RECIPE, REPO, column
 
 NANOGPT = [
     "config/train_shakespeare_char.py",
+    *CPU_RECIPE,
     "--device=cpu",
-    "--compile=False",
-    "--eval_iters=20",
     "--log_interval=1",
     "--eval_interval=2000",
-    "--block_size=64",
-    "--batch_size=12",
-    "--n_layer=4",
-    "--n_head=4",
-    "--n_embd=128",
-    "--max_iters=2000",
-    "--lr_decay_iters=2000",
-    "--dropout=0.0",
     "--out_dir=out",
 ]
 FAST = ["config/train_shakespeare_char_fast.py", "--log_interval=1", "--device=cpu"]

@@ -74,8 +74,7 @@ def ddp(n):
 def fsdp(n):
     """
     In each micro-step the parameters are gathered, those of the blocks again in the backward, and the
-    gradients are
-    reduced.
+    gradients are reduced.
     """
     gathered = all_gather(n, 2 * L * BLOCK + OTHERS)
     return MICRO_STEPS * (gathered + reduce_scatter(n, L * BLOCK + OTHERS))
@@ -84,10 +83,8 @@ def fsdp(n):
 def tp(n):
     """
     In each micro-step, attention, MLP and the loss gather the stream, attention, MLP and the embedding add up
-    their
-    outputs, and the backward does the opposite of each. The loss reduces three numbers per token. Once per
-    step, the
-    gradients of norms and position embeddings are summed.
+    their outputs, and the backward does the opposite of each. The loss reduces three numbers per token. Once
+    per step, the gradients of norms and position embeddings are summed.
     """
     stream = (4 * L + 2) * (all_gather(n, STREAM) + reduce_scatter(n, STREAM))
     per_token = 3 * 4 * ROWS * T
@@ -98,8 +95,7 @@ def tp(n):
 def pp(n):
     """
     At each of n - 1 boundaries each micro-batch's stream passes, and its gradient back. The first and the
-    last rank
-    exchange the gradient of the tied embedding. Mean over the ranks.
+    last rank exchange the gradient of the tied embedding. Mean over the ranks.
     """
     micro_steps = -(-MICRO_STEPS // n) * n
     stream = STREAM * MICRO_STEPS / micro_steps  # of more and smaller micro-batches
@@ -109,8 +105,7 @@ def pp(n):
 def cp(n):
     """
     In each micro-step, each block gathers keys and values, gathers them again in the backward and reduces
-    their
-    gradients. Once per step, the gradients are reduced as with DDP.
+    their gradients. Once per step, the gradients are reduced as with DDP.
     """
     keys_values = 2 * STREAM
     per_block = 2 * all_gather(n, keys_values) + reduce_scatter(n, keys_values)
@@ -120,14 +115,10 @@ def cp(n):
 def ep(n, degree=None):
     """
     In each micro-step, each block sends tokens to the ranks with their experts and the results back, and the
-    backward
-    does the same with gradients; before, the ranks exchange how many tokens each expert gets. Once per step,
-    the
-    gradients are reduced: those of experts over the ranks that hold the same ones, the others over all. Mean
-    over the
-    ranks: it does not depend on how even the routing is, as long as it is alike on all ranks, since what
-    popular
-    experts receive from n - 1 ranks the others do not.
+    backward does the same with gradients; before, the ranks exchange how many tokens each expert gets. Once
+    per step, the gradients are reduced: those of experts over the ranks that hold the same ones, the others
+    over all. Mean over the ranks: it does not depend on how even the routing is, as long as it is alike on
+    all ranks, since what popular experts receive from n - 1 ranks the others do not.
     """
     degree = degree or n
     routed, counts = ACTIVE * STREAM, 8 * E

@@ -61,8 +61,7 @@ class Hosts:
     def start(self, host, command, env=None, mount="true"):
         """
         Run a command on this host, on one core, with its output in a file. `mount` is a shell command that
-        runs before
-        it, whose mounts only this process sees.
+        runs before it, whose mounts only this process sees.
         """
         cores = sorted(os.sched_getaffinity(0))
         core = str(cores[list(self.spaces).index(host) % len(cores)])
@@ -93,8 +92,7 @@ class Hosts:
     def train(self, args, own=None):
         """
         Start train.py as one process on each host, without a launcher; returns {host: process}. `own`: what
-        differs on
-        a host, (arguments, `mount`).
+        differs on a host, (arguments, `mount`).
         """
         shared = {"WORLD_SIZE": str(len(self.spaces)), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
         shared |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PYTHONUNBUFFERED": "1"}

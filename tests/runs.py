@@ -36,6 +36,20 @@ TINY = [
     "--log_interval=1",
 ]
 
+# nanoGPT's recipe for a CPU, with config/train_shakespeare_char.py
+CPU_RECIPE = [
+    "--compile=False",
+    "--eval_iters=20",
+    "--block_size=64",
+    "--batch_size=12",
+    "--n_layer=4",
+    "--n_head=4",
+    "--n_embd=128",
+    "--max_iters=2000",
+    "--lr_decay_iters=2000",
+    "--dropout=0.0",
+]
+
 
 def free_port():
     """A port that no process listens on."""

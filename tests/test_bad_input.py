@@ -604,8 +604,7 @@ def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
 def test_resumes_what_nanogpt_wrote_to_our_folder(zygote, place, step, checkpoints):
     """
     nanoGPT writes through our link: a later step, the same step (it saves when it evaluates), or an earlier
-    one (it
-    started from scratch). What it wrote is valid and newer than all of our checkpoints.
+    one (it started from scratch). What it wrote is valid and newer than all of our checkpoints.
     """
     if checkpoints == 1:
         only_checkpoint(place)

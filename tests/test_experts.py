@@ -124,8 +124,7 @@ ROUTING = {
 def compare_routing(one, other):
     """
     The routers' numbers of two runs. Rounding can change the choice of a token whose second and third expert
-    are about
-    equally likely, one of 768 in each layer.
+    are about equally likely, one of 768 in each layer.
     """
     for key, tolerance in ROUTING.items():
         same(column(one, key), column(other, key), **tolerance)

@@ -302,8 +302,7 @@ def test_machines_with_different_numbers_of_processes_are_no_islands(zygote, wor
 def test_a_restart_continues_what_the_launch_has_written(zygote, place):
     """
     The restart count of rank 0's agent stays 0 when other agents fail. A launch is known by its agents: here
-    the
-    zygote, with a run id for each launch.
+    the zygote, with a run id for each launch.
     """
     out = place / "out"
 

@@ -361,8 +361,12 @@ def test_the_norms_of_all_gradients_are_read_together():
 def test_an_evaluation_reads_both_losses_together(monkeypatch):
     """Its micro-batches are not waited for."""
     calls = []
-    counted = lambda *args: calls.append(args) or gather_numbers(*args)  # noqa: E731
-    monkeypatch.setattr(evaluation, "gather_numbers", counted)
+
+    def gather_and_count(*args):
+        calls.append(args)
+        return gather_numbers(*args)
+
+    monkeypatch.setattr(evaluation, "gather_numbers", gather_and_count)
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
     x, y = torch.zeros(2, 8, dtype=torch.int64), torch.arange(16).view(2, 8)
     read = {"train": [(x, y)], "val": [(x, y), (y, x)]}

@@ -164,8 +164,7 @@ def test_without_restarts_every_survivor_names_the_failed_host(hosts, work):
 def test_elastic_hosts_end_with_the_losses_of_an_uninterrupted_run(hosts, zygote, work):
     """
     A third host joins late; a cable is cut for longer than dist_timeout_s; a host is killed and comes back.
-    Each number
-    of hosts plans its own layout.
+    Each number of hosts plans its own layout.
     """
     args = [*JOB, "--learning_rate=1e-4", "--max_iters=1000", "--lr_decay_iters=1000", "--dist_timeout_s=8"]
     zygote.start([*args, "--out_dir=one"], work, env={"OMP_NUM_THREADS": "1"}).wait(600)  # as on the hosts

@@ -477,10 +477,8 @@ def test_gradients_are_not_scaled_by_a_rounded_target_count():
 def test_gradients_in_float16_neither_underflow_nor_overflow(target):
     """
     All rows predict token 0. With target 0, the gradients of the other logits are 3e-7, which float16 would
-    round to a
-    multiple of 6e-8, by 2.6%, and the target's is -3e-4, with an error of 2% where float32 is summed in
-    vectors of 8
-    (AVX2). With target 1, the sum over the rows is more than 65,504 / 1024.
+    round to a multiple of 6e-8, by 2.6%, and the target's is -3e-4, with an error of 2% where float32 is
+    summed in vectors of 8 (AVX2). With target 1, the sum over the rows is more than 65,504 / 1024.
     """
     weight = torch.eye(1024)
     x, targets = (15 * weight[0]).expand(2, 40, 1024), torch.full((2, 40), target)
@@ -536,8 +534,7 @@ CHUNKS_OF_A_GPU = [(80, 16384, 16384), (80, 32768, 8192), (0, 9000, 8192), (16, 
 def test_the_logits_of_a_gpu_at_once(monkeypatch, gib, rows, at_once):
     """
     All of them if they fit into an eighth of its memory, else up to 8,192 rows which fit; the meta device
-    stands in for
-    a GPU.
+    stands in for a GPU.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gib > 0)
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ from pretend_cuda.rehearse import (
     DAILY,
     ON_CPU,
     ON_GPU,
-    TINY,
+    SHORT,
     WAITS,
     Case,
     curves_on_a_cpu,
@@ -150,7 +150,7 @@ def test_out_of_memory_on_any_rank_ends_all_with_a_message(pretended, work):
         ("nccl", 1, 2),
     ):
         out = f"{kind}{rank}"
-        args = [*TINY, *ON_GPU, f"--out_dir={out}"]
+        args = [*SHORT, *ON_GPU, f"--out_dir={out}"]
         env = {"PRETEND_CUDA_FAIL": f"{rank}:1:{kind}"}
         run, _ = start(pretended, work, "train.py", args, Case("", processes), **env)
         run.wait(ok=False)

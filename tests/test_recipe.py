@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from runs import REPO, SHARED
+from runs import CPU_RECIPE, REPO, SHARED
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.data.dataset import open_dataset
@@ -56,19 +56,7 @@ def trained_loss(zygote, folder, args, out):
 
 @pytest.mark.slow
 def test_shakespeare_on_a_cpu_reaches_its_known_loss(zygote, shakespeare):
-    recipe = [
-        "--compile=False",
-        "--eval_iters=20",
-        "--block_size=64",
-        "--batch_size=12",
-        "--n_layer=4",
-        "--n_head=4",
-        "--n_embd=128",
-        "--max_iters=2000",
-        "--lr_decay_iters=2000",
-        "--dropout=0.0",
-    ]
-    args = ["config/train_shakespeare_char.py", *recipe]
+    args = ["config/train_shakespeare_char.py", *CPU_RECIPE]
     loss, _ = trained_loss(zygote, shakespeare, args, "out-shakespeare-char")
     assert loss <= 1.92
 

@@ -168,8 +168,7 @@ FIRST = ("tp2-pp2",)
 def test_parameters_per_rank(probe, way):
     """
     Up to 4% of the model more than its share: norms, biases and position embeddings are on all tp ranks,
-    embeddings on
-    the first and the last stage. The ranks of one copy together hold everything.
+    embeddings on the first and the last stage. The ranks of one copy together hold everything.
     """
     ((_, (whole, _)),) = probe("gpt2-bias")
     counts = [n for _, (n, _) in probe("gpt2-bias", way)]
@@ -187,8 +186,7 @@ ACTIVATIONS = {"cp2": 1 / 2, "cp4": 1 / 4, "tp2": 1 / 2, "tp4": 1 / 4, "tp2-cp2"
 def test_activations_per_rank(probe, way):
     """
     Divided by cp; the backward gathers keys and values again. With tp, about an eighth of what one process
-    saves is on
-    every rank: the gathered inputs of the matmuls (B, T, C).
+    saves is on every rank: the gathered inputs of the matmuls (B, T, C).
     """
     ((_, (_, whole)),) = probe("gpt2-bias")
     saved = [n for _, (_, n) in probe("gpt2-bias", way)]

@@ -558,8 +558,7 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
 def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     """
     NCCL does not notice that another rank has failed. Here the survivors wait outside of any collective, so
-    that gloo
-    does not notice either, and dist_timeout_s is ten minutes.
+    that gloo does not notice either, and dist_timeout_s is ten minutes.
     """
     env = {"WAIT": [[7, 0], [7, 2]]} | ({"CRASH": [7, 1]} if kind == "crashed" else {})
     run = faulty(["--out_dir=out"], 3, **env)

@@ -176,11 +176,10 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         order = network.order_by_machine([(name, unique) for name, unique, _ in machines])
         rank, machines = order.index(rank), [machines[r] for r in order]
         os.environ["RANK"] = str(rank)
-        started = exchange("launch", (own_agent(), local_world_size))
-        agents, local_sizes = zip(*started, strict=True)
-        gpus = exchange("gpu", gpu_identity(chosen))
+        address = network.address_of(os.environ["MASTER_ADDR"])
+        started = exchange("process", (own_agent(), local_world_size, gpu_identity(chosen), address))
+        agents, local_sizes, gpus, addresses = zip(*started, strict=True)
         check_gpus([(name, unique) for name, unique, _ in machines], gpus)
-        addresses = exchange("address", network.address_of(os.environ["MASTER_ADDR"]))
         interface, problem = "", ""
         try:
             interface = network.choose_interface(

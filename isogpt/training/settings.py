@@ -87,7 +87,7 @@ CHOICES = {
     "layout": ("manual", "auto"),
 }
 # settings that are fields of GPTConfig with the same meaning; a vocab_size of 0 is the data set's
-MODEL_FIELDS = {field.name for field in fields(GPTConfig)} - {"vocab_size"}
+MODEL_FIELDS = tuple(field.name for field in fields(GPTConfig) if field.name != "vocab_size")
 # settings that the model determines if it is not new
 SHAPE = (
     "arch",
@@ -103,6 +103,11 @@ SHAPE = (
 )
 
 
+def model_fields(config: dict) -> dict:
+    """The settings in `config` that are fields of GPTConfig, see MODEL_FIELDS."""
+    return {name: config[name] for name in MODEL_FIELDS if name in config}
+
+
 def problems_of(config: dict) -> list[str]:
     """A sentence for each setting in `config` that is out of range."""
     rules = [(name, is_good, rule) for names, is_good, rule in RANGES for name in names if name in config]
@@ -114,7 +119,7 @@ def problems_of(config: dict) -> list[str]:
     for name, (*others, last) in CHOICES.items():
         if name in config and config[name] not in (*others, last):
             found.append(f"{name} is {config[name]!r}; possible are {', '.join(map(str, others))} and {last}")
-    found += problems_of_shape({name: value for name, value in config.items() if name in MODEL_FIELDS})
+    found += problems_of_shape(model_fields(config))
     mode = config.get("activation_checkpointing", "none")
     if not re.fullmatch(r"none|full|selective|every:0*[1-9]\d*", mode):
         found.append(
@@ -353,23 +358,8 @@ def nearest_divisor(n: int, wanted: int) -> int:
 
 def model_args_of(config: dict, vocab_size: int) -> dict:
     """The fields of GPTConfig for a model that starts from scratch with these settings."""
-    same = (
-        "arch",
-        "n_layer",
-        "n_head",
-        "n_kv_head",
-        "n_embd",
-        "n_hidden",
-        "block_size",
-        "bias",
-        "dropout",
-        "n_expert",
-        "n_expert_active",
-        "balance_loss",
-        "router_z_loss",
-    )
     tied = {"auto": None, "tied": True, "untied": False}[config["head"]]
-    return {name: config[name] for name in same} | {"vocab_size": vocab_size, "tied": tied}
+    return model_fields(config) | {"vocab_size": vocab_size, "tied": tied}
 
 
 def settings_of_model(model_args: dict) -> dict:

@@ -370,8 +370,7 @@ def install() -> None:
 def install_for_compile() -> None:
     """
     From now on torch.cuda's functions, which torch.compile knows by their identity, describe a GPU. Its
-    tensors come
-    from torch.ops.pretend.label and have no kernels of a GPU.
+    tensors come from torch.ops.pretend.label and have no kernels of a GPU.
     """
     GPU.configure()
     values = {

@@ -23,27 +23,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE.parent)]
 
-from runs import REPO, Run, Zygote, column, tiny_data
+from runs import REPO, TINY, Run, Zygote, column, tiny_data
 
 SLOTS = 2  # processes at a time
 STEP = "2"  # the step whose waits are counted: no evaluation, nothing saved unless the case says so
-TINY = [
-    "--dataset=tiny",
-    "--n_layer=2",
-    "--n_head=2",
-    "--n_embd=32",
-    "--block_size=32",
-    "--batch_size=4",
-    "--gradient_accumulation_steps=2",
-    "--learning_rate=1e-3",
-    "--warmup_iters=10",
-    "--max_iters=3",
-    "--lr_decay_iters=100",
-    "--eval_interval=1000",
-    "--eval_iters=1",
-    "--log_interval=1",
-]
-ON_GPU = ["--compile=False", "--dtype=tf32"]  # tf32 has the bits of float32 here
+SHORT = [*TINY, "--max_iters=3", "--eval_iters=1"]
+ON_GPU = ["--device=auto", "--compile=False", "--dtype=tf32"]  # tf32 has the bits of float32 here
 ON_CPU = ["--device=cpu", "--dtype=float32"]
 # settings that a curve depends on
 OF_A_MODEL = ("--arch", "--optim", "--muon", "--n_", "--bias", "--data_", "--max_")
@@ -224,7 +209,7 @@ def start(
 def start_case(zygote: Zygote, work: Path, name: str, *more: str) -> tuple[Run, Path]:
     """Start train.py as a case says."""
     case = CASES[name]
-    args = [*TINY, *ON_GPU, *case.flags.split(), f"--out_dir={folder_of(name)}", *more]
+    args = [*SHORT, *ON_GPU, *case.flags.split(), f"--out_dir={folder_of(name)}", *more]
     return start(zygote, work, "train.py", args, case)
 
 
@@ -241,7 +226,7 @@ def curves_on_a_cpu(
     for first in range(0, len(wanted), SLOTS):
         runs = []
         for number in range(first, min(first + SLOTS, len(wanted))):
-            args = [*TINY, *ON_CPU, *wanted[number], f"--out_dir=cpu{number}"]
+            args = [*SHORT, *wanted[number], f"--out_dir=cpu{number}"]
             runs.append(zygote.start(args, work))
         for run in runs:
             run.wait()
@@ -281,8 +266,7 @@ def rehearse(
 ) -> Iterator[tuple[str, Found]]:
     """
     Run cases, at most SLOTS processes at a time, in a folder with the data set tiny. Yields (case, what was
-    found) when
-    a case ends.
+    found) when a case ends.
     """
     curves = curves_on_a_cpu(zygote, work, names)
     waiting = list(names)
