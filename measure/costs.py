@@ -1,19 +1,15 @@
 """
 Measurements for the documentation that depend too much on the machine for a test. They need an idle machine.
 
-    python measure/costs.py stall         how long a step waits for a checkpoint in the background, and a
-    blocking one
-    python measure/costs.py saves         what a checkpoint every 100 steps costs
-    python measure/costs.py grad_sync     memory with grad_sync last and every, for each stage of ZeRO
-    python measure/costs.py activations  memory of activations with and without recomputation, 12 layers x
-    1024 tokens
-    python measure/costs.py tax  train.py's step and a bare loop of forward, backward, clipping and
-    optimizer
-    python measure/costs.py bare          that bare loop, for the 10.65M config (batch 8 x 256)
-    python measure/costs.py first         seconds from the command to the first step
-    python measure/costs.py serve         8 clients of transformers serve, with and without continuous
-    batching
-    python measure/costs.py sampling  tokens per second of CPU time, GPT-2 124M, 10 samples of 256 tokens
+    python measure/costs.py stall        how long a checkpoint delays a step, in the background and blocking
+    python measure/costs.py saves        what a checkpoint every 100 steps costs
+    python measure/costs.py grad_sync    memory with grad_sync last and every, for each stage of ZeRO
+    python measure/costs.py activations  memory of activations with and without recomputation, 12 layers
+    python measure/costs.py tax          train.py's step, and a bare loop of forward, backward and optimizer
+    python measure/costs.py bare         that bare loop, for the 10.65M config (batch 8 x 256)
+    python measure/costs.py first        seconds from the command to the first step
+    python measure/costs.py serve        8 clients of transformers serve, with and without batching
+    python measure/costs.py sampling     tokens per second of CPU time, GPT-2 124M, 10 samples of 256 tokens
 """
 
 import argparse
