@@ -2,13 +2,11 @@
 Check and measure isoGPT on this machine's GPUs, in about ten minutes on one. No network and no data are
 needed.
 
-    python measure/gpu_check.py                      everything, with the GPUs that there are
-    python measure/gpu_check.py --nanogpt=FOLDER  also nanoGPT's train.py, by turns with ours, on the same
-    data
-    python measure/gpu_check.py --json=FILE          also write the table to a file
-    python measure/gpu_check.py --device=cpu  the same checks with small sizes, as the test suite runs
-    them
-    python measure/gpu_check.py curve resume         only these
+    python measure/gpu_check.py                   everything, with the GPUs that there are
+    python measure/gpu_check.py --nanogpt=FOLDER  also nanoGPT's train.py, alternating with ours
+    python measure/gpu_check.py --json=FILE       also write the table to a file
+    python measure/gpu_check.py --device=cpu      the same checks with small sizes, as in the tests
+    python measure/gpu_check.py curve resume      only these
 
 It ends in a table: what was checked, what is expected, what was found, and pass or FAIL. A line without an
 expectation is a measurement. The exit status is 1 if a line failed.

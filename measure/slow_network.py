@@ -1,9 +1,8 @@
 """
 Train over slow links: each host is a network namespace with one core and one process (Linux, root, iproute2).
 
-    python measure/slow_network.py --rate=100mbit --hosts=2 -- --zero=1 --max_iters=20     one run
-    python measure/slow_network.py --table  every mode at several
-    rates
+    python measure/slow_network.py --rate=100mbit --hosts=2 -- --zero=1  one run
+    python measure/slow_network.py --table                               every mode at several rates
 
 The table shows how long each mode needs to the training loss that DDP has after --steps steps. How many steps
 that takes does not depend on the link and is measured once, without a limit; how long a step takes is

@@ -1,19 +1,13 @@
 """
 Kill runs at random moments, many times, and count what was lost. The test suite runs a short form of it.
 
-    python measure/soak.py saves --kills=200  SIGKILL around checkpoints: does the newest valid one resume?
-    python measure/soak.py saves --kills=100 --nproc=2 --zero=3  the same for shards, killing one rank or all
-    of them
-    python measure/soak.py bits --rounds=20  kills in the middle of steps: does the run end with the same
-    bits?
-    python measure/soak.py signals --kills=50  SIGTERM at random moments: checkpoint, exit within 10 s, same
-    bits?
-    python measure/soak.py elastic --kills=50  SIGKILL of random torchrun workers: same losses, how long to
-    recover?
-    python measure/soak.py shrink  agents of one worker each are killed, 4 -> 3 -> 2 -> 3: same
-    losses?
-    python measure/soak.py phases --kills=200  SIGKILL in chosen phases, on changing numbers of processes and
-    layouts
+    python measure/soak.py saves --kills=200         SIGKILL around checkpoints: does the newest one resume?
+    python measure/soak.py saves --nproc=2 --zero=3  the same for shards, killing one rank or all
+    python measure/soak.py bits --rounds=20          kills in the middle of steps: are the last bits the same?
+    python measure/soak.py signals --kills=50        SIGTERM: checkpoint, exit within 10 s, same bits?
+    python measure/soak.py elastic --kills=50        SIGKILL of workers of torchrun: same losses, how long?
+    python measure/soak.py shrink                    agents are killed, 4 -> 3 -> 2 -> 3: same losses?
+    python measure/soak.py phases --kills=200        SIGKILL in chosen phases, on changing layouts
 """
 
 import argparse
