@@ -459,8 +459,7 @@ while not is_complete:
     if not nan_policy.accepts(numbers):
         watchdog.armed = False
         clock.discard()
-        # advances progress.step; returns a checkpoint to roll back to, or None to skip; on_nan=stop exits
-        # here
+        # advances progress.step; returns a checkpoint to roll back to, or None to skip. on_nan=stop exits
         back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
         model.zero_grad(set_to_none=not keeps_gradients)
         raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either
