@@ -38,15 +38,16 @@ from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import own_cores
+from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
-from isogpt.speed import layouts, memory, prediction
+from isogpt.speed import layouts, memory
 from isogpt.speed.collective_speeds import measure_collectives, shown
 from isogpt.speed.devices import Hardware, hardware_here, measured_copy, measured_matmul, named_hardware
-from isogpt.speed.prediction import Plan, calibrated, two_blocks
+from isogpt.speed.prediction import Prediction, calibrated, two_blocks
 from isogpt.speed.profiler import PROFILE_SKIP, PROFILE_STEPS
 from isogpt.speed.step_report import bubble, figures, own_lines, reason_for, shown_bubble, split_step
 from isogpt.training import precision
-from isogpt.training.settings import model_args_of, problems_of, report
+from isogpt.training.settings import check_training, model_args_of, problems_of, report
 from model import GPT, GPTConfig
 
 # -- what to run ---------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ FIXED |= dict(
     save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0
 )
 FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
-LAYOUT = prediction.LAYOUT.keys() - {"activation_checkpointing"}  # these change the communication
+CHANGES_COMMUNICATION = set(LAYOUT) - {"activation_checkpointing"}
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
 
 
@@ -144,9 +145,7 @@ def limits(run: dict) -> dict[str, float | None]:
     config, n = run["settings"], run["processes"]
     # the processes of one machine share the cores
     devices = n // int(os.environ.get("LOCAL_WORLD_SIZE", n)) if where.type == "cpu" else n
-    replicas = (
-        config["dp_replicate"] if config["fsdp"] or config["zero"] else n // (config["tp"] * config["pp"])
-    )
+    replicas = config["dp_replicate"] if config["zero"] else n // (config["tp"] * config["pp"])
     # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32
     # (not available with ep)
     moved = 28 * run["parameters"] * replicas / (run["spans_ms"]["optimizer"]["mean"] / 1e3)
@@ -231,7 +230,7 @@ def try_point(point: dict, work: dict, timed: int, tried: list[dict]) -> dict:
 
 def shows_waits(point: dict) -> bool:
     """Whether a row shows what ranks wait for, which takes a second launch: in sweeps of layouts."""
-    return bool(sweep) and not LAYOUT.isdisjoint(point)
+    return bool(sweep) and not CHANGES_COMMUNICATION.isdisjoint(point)
 
 
 def row_of(run: dict, tried: list[dict]) -> str:
@@ -285,51 +284,58 @@ def run_sweep() -> list[dict]:
     return tried
 
 
-def make_plans(n: int) -> tuple[list[Plan], str]:
+def make_plans(n: int) -> tuple[list[Prediction], str]:
     """Rank the plans for n devices; prints a table and returns the plans and the best plan's command."""
     if is_launched:
         fail("a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N")
-    cost, machine = memory_cost(n), min(n, per_node)
+    machine = min(n, per_node)
     if n % machine:
         fail(
             f"devices is {n}: it must be a multiple of per_node, {per_node}: set --devices={n - n % machine}"
         )
-    cost["gradient_accumulation_steps"] = cost["gradient_accumulation_steps"] or n
-    cost = layouts.by_machine(cost, n // machine)
-    hw = named_hardware(hardware, network, measured_machine(cost, machine) if hardware == "this" else None)
-    plans, sequences = layouts.ranked(cost, hw, machine), layouts.sequences_of(cost)
+    if work["init_from"] not in ("scratch", "auto", "resume"):
+        raise ValueError(
+            f"init_from is {work['init_from']!r}: a plan is for the model that n_layer, n_head and n_embd "
+            "describe: choose the layout yourself"
+        )
+    check_training(work | {"out_dir": "out", "gradient_accumulation_steps": 1})
+    wanted = plan_for(n, work["islands"] or n // machine)
+    hw = named_hardware(hardware, network, measured_machine(wanted, machine) if hardware == "this" else None)
+    found = layouts.ranked(wanted, hw, machine)
     print(
-        f"the global batch of {sequences} sequences on {n} x {hardware}, {machine} on each machine, "
+        f"the global batch of {wanted.sequences} sequences on {n} x {hardware}, {machine} on each machine, "
         "predicted:"
     )
     with torch.device("meta"):
-        flops = GPT(GPTConfig(**cost["model_args"])).flops_per_token()
-    print(layouts.table(plans, sequences * work["block_size"], n, flops))
-    layouts.check_fits(plans, cost, hw, per_node)
-    return plans, command_for(plans[0].settings, n)
+        flops = GPT(GPTConfig(**wanted.model_args)).flops_per_token()
+    print(layouts.table(found, wanted.sequences * work["block_size"], n, flops))
+    layouts.check_fits(found, wanted, hw, per_node)
+    return found, command_for(found[0].settings, n)
 
 
-def measured_machine(cost: dict, n: int) -> Hardware:
+def measured_machine(wanted: Plan, n: int) -> Hardware:
     """Measure this machine with n processes: large operations, collectives, and two of the model's blocks."""
     links, target = [], scratch / "comm.json"
     if n > 1:
         command = [sys.executable, str(HERE / "bench.py"), "--comm", f"--nproc={n}", f"--device={device}"]
         subprocess.run([*command, f"--json_path={target}"], stdout=subprocess.DEVNULL, check=True)
         links = json.loads(target.read_text())["comm"]
-    found = hardware_here(where, cost["dtype"], n, links)
+    found = hardware_here(where, wanted.dtype, n, links)
     if where.type == "cuda":
         return found
-    run = run_train(work | two_blocks(cost, n) | {"nproc": n}, 5)
-    return found if "problem" in run else calibrated(found, cost, n, run["step_ms"]["mean"] / 1e3)
+    run = run_train(work | two_blocks(wanted, n) | {"nproc": n}, 5)
+    return found if "problem" in run else calibrated(found, wanted, n, run["step_ms"]["mean"] / 1e3)
 
 
 def command_for(point: dict, n: int) -> str:
     """The command that trains with the settings of `point` on n devices."""
     # settings of a config file must be set again
     chosen = small | {
-        k: value for k, value in point.items() if value != prediction.LAYOUT.get(k) or k in config
+        k: value
+        for k, value in point.items()
+        if value != getattr(DEFAULTS, k, None) or k in config or k in layouts.BATCH
     }
-    kept = accepted.keys() - chosen.keys() - prediction.LAYOUT.keys() - {"nproc", "profile", "layout"}
+    kept = accepted.keys() - chosen.keys() - set(LAYOUT) - {"fsdp", "nproc", "profile", "layout"}
     typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] in kept]
     program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
     if n > per_node:
@@ -344,10 +350,14 @@ def run_plan() -> dict:
     """Print the plans for `devices` devices and the best command."""
     plans, command = make_plans(devices or processes)
     print(f"\nthe fastest, predicted:\n{command}")
-    return {
-        "plans": [asdict(p) | {"total_s": None if p.problem else p.total_s} for p in plans],
-        "command": command,
-    }
+    return {"plans": [described(found) for found in plans], "command": command}
+
+
+def described(found: Prediction) -> dict:
+    """A prediction for the JSON file."""
+    total_s = None if found.problem else found.total_s
+    facts = {"gb": found.gb, "seconds": found.seconds, "problem": found.problem, "total_s": total_s}
+    return {"settings": found.settings} | facts
 
 
 def run_tune() -> dict:
@@ -371,12 +381,9 @@ def run_tune() -> dict:
     return {"tried": tried, "command": command}
 
 
-def memory_cost(world_size: int) -> dict:
-    """What the memory of a step on `world_size` processes depends on."""
-    sequences = work["batch_size"] * (work["gradient_accumulation_steps"] or world_size)
-    data_size = max(1, world_size // (work["pp"] * work["cp"] * work["tp"]))
-    weights = parse_shares(work["shares"], data_size)
-    rows = max(share_of(sequences, 0, data_size, work["batch_size"], work["pp"], weights).rows_of)
+def plan_for(world_size: int, islands: int) -> Plan:
+    """The plan that the settings describe for this many processes."""
+    settings = work | {"gradient_accumulation_steps": work["gradient_accumulation_steps"] or world_size}
     if hardware in ("this", "cpu"):
         kind, dtype = where.type, precision.resolve_dtype(work["dtype"], where)
     elif work["dtype"] in ("auto", "bfloat16", "float16"):
@@ -384,8 +391,12 @@ def memory_cost(world_size: int) -> dict:
     else:
         raise ValueError(f"dtype is {work['dtype']!r}: for {hardware}, set --dtype=bfloat16 or float16")
     vocab_size = work["vocab_size"] or open_dataset(work["dataset"], work["block_size"]).vocab_size
-    model_args = asdict(GPTConfig(**model_args_of(work, vocab_size)))
-    return memory.cost_of(work, model_args, rows, dtype, world_size, kind)
+    args = asdict(GPTConfig(**model_args_of(work, vocab_size)))
+    found = plan_of(settings, islands, world_size=world_size, device_type=kind, dtype=dtype, model_args=args)
+    data_size = max(1, world_size // (found.pp * found.cp * found.tp))
+    speeds = parse_shares(found.shares, data_size)
+    share = share_of(found.sequences, 0, data_size, found.batch_size, found.pp, speeds)
+    return replace(found, micro_batch=max(share.rows_of))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -429,20 +440,21 @@ try:
     small = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
     work = {name: config.get(name, setting.default) for name, setting in accepted.items()}
     work |= small | {"nproc": processes} | ({"layout": "manual"} if plan or tune else {})
+    work = normalized(work)
     is_random = not real_data or ("dataset" not in config and work["dataset"] not in prepared_datasets())
     if is_random:
         work["vocab_size"] = work["vocab_size"] or (65 if is_small else GPT2_VOCAB)
     if is_default and where.type == "cuda":  # GPT-2 124M, with the micro-batch that fills the GPU
         work["batch_size"] = memory.largest_micro_batch(
-            memory_cost(processes), torch.cuda.mem_get_info(where)[1] / 1e9
+            plan_for(processes, max(1, work["islands"])), torch.cuda.mem_get_info(where)[1] / 1e9
         )
     if estimate or estimate_world_size:
-        cost = memory_cost(estimate_world_size or processes)
+        wanted = plan_for(estimate_world_size or processes, max(1, work["islands"]))
         say(
-            f"estimated GB per rank, with world size {cost['world_size']} and micro-batches of "
-            f"{cost['rows']}:"
+            f"estimated GB per rank, with world size {wanted.world_size} and micro-batches of "
+            f"{wanted.micro_batch}:"
         )
-        for name, gb in memory.memory_estimate(cost).items():
+        for name, gb in memory.memory_estimate(wanted).items():
             say(f"  {name:12} {gb:8.3f}")
     if estimate_world_size:
         sys.exit()

@@ -18,6 +18,7 @@ import isogpt.launch.threads  # noqa: F401  (before torch, which reads the varia
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -33,12 +34,13 @@ from isogpt.common import console
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import check_size
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables
-from isogpt.launch.process_group import connect_ranks, leave_process_group
+from isogpt.launch.process_group import connect_ranks, join_process_group, leave_process_group
 from isogpt.launch.start_checks import check_start
 from isogpt.launch.together import broadcast, exit_together, gather_objects
 from isogpt.nn import generation
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, materialize, split_model
+from isogpt.parallel.plan import Plan
 from isogpt.training import precision
 from isogpt.training.settings import check_degrees, check_sampling, notes_about_text, read_prompt
 from model import GPT, GPTConfig
@@ -70,12 +72,12 @@ try:
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
     check_sampling(config)
-    degrees = config | {"islands": 1, "ep": 1, "cp": 1, "dp_replicate": 1, "pp_schedule": "1f1b"}
-    check_degrees(rank_variables()[1], degrees, {})
+    plan = Plan(world_size=rank_variables()[1], tp=tp, pp=pp)
+    check_degrees(plan)
     ranks = connect_ranks(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
-    mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero=0)
+    mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
+    join_process_group(ranks, dist_timeout_s, shards=False)
     if ranks.store:
-        dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
         mesh.connect(ranks.device.type, shards=False)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
@@ -94,8 +96,8 @@ with exit_together():
         for report in damaged:
             print(f"warning: {report}", file=sys.stderr)
 found = broadcast(found)
-compute_dtype = precision.common_dtype(gather_objects(compute_dtype))
-precision.set_numerics(ranks.device, compute_dtype, deterministic=False)
+plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
+precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
 source = pretrained = None
 with exit_together():
     if found:
@@ -117,12 +119,13 @@ with exit_together():
     check_size(words.n_ids, model_args["vocab_size"])
     if words.note and ranks.is_main:
         print(f"note: {words.note}", file=sys.stderr)
-    check_degrees(ranks.world_size, degrees, {"n_kv_head": 0} | model_args, splits_sequence=False)
+    plan = replace(plan, model_args={"n_kv_head": 0} | model_args)
+    check_degrees(plan, splits_sequence=False)
     with torch.device("meta"):
         model = GPT(GPTConfig(**model_args))
     if source:
         check_weights(source, model)
-splits = split_model(model, mesh, degrees["pp_schedule"], splits_sequence=False)
+splits = split_model(model, mesh, plan.pp_schedule, splits_sequence=False)
 materialize(model, torch.device("cpu"), splits)
 with exit_together():
     if source:
@@ -134,11 +137,10 @@ source = pretrained = None  # frees the memory of the loaded tensors
 model.eval().to(ranks.device)
 context = nullcontext()
 if mesh.splits_model:
-    torch_dtype = precision.DTYPES[compute_dtype]
-    context = torch.autocast(ranks.device.type, torch_dtype, enabled=torch_dtype.itemsize == 2)
-    make_pipeline(model, mesh, degrees["pp_schedule"], 0, torch_dtype, ranks.device, splits_sequence=False)
+    context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
+    make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False)
 else:
-    generation.prepare(model, precision.DTYPES[compute_dtype], pack=not compile)
+    generation.prepare(model, plan.torch_dtype, pack=not compile)
 if compile:
     model.compile()
 

@@ -15,54 +15,48 @@ import isogpt.launch.threads  # noqa: F401  (before torch: may set a variable th
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from configurator import configure, fail
-from isogpt.checkpoint.differences import differences
-from isogpt.checkpoint.folder import enter_folder, mark_preempted
+from isogpt.checkpoint.folder import claim_folder, mark_preempted
 from isogpt.checkpoint.measures import what_is_measured
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.restore import load_weights, restore_checkpoint, restore_slow_network
-from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
+from isogpt.checkpoint.restore import restore_checkpoint, restore_slow_network
 from isogpt.checkpoint.save import Saver
-from isogpt.checkpoint.source import check_weights, find_start, open_checkpoint
+from isogpt.checkpoint.source import open_checkpoint
+from isogpt.checkpoint.start import find_start
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.launch.launchers import adopt_launcher_variables, start_workers
-from isogpt.launch.process_group import check_debug_level, connect_ranks, island_count, leave_process_group
+from isogpt.launch.process_group import connect_ranks, join_process_group, leave_process_group
 from isogpt.launch.start_checks import check_start
-from isogpt.launch.together import broadcast, do_together, exit_together, gather_numbers, gather_objects
+from isogpt.launch.together import do_together, exit_together, gather_numbers, gather_objects
 from isogpt.monitor.evaluation import evaluate
 from isogpt.monitor.log import Logger
 from isogpt.monitor.not_finite import NanPolicy
-from isogpt.monitor.out_of_memory import explain_crashes, micro_batch_of
+from isogpt.monitor.out_of_memory import explain_crashes
 from isogpt.monitor.signals import watch_signals
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.parallel.compare_weights import check_equal_weights
 from isogpt.parallel.data import no_sync, replicate, settle_gradients
 from isogpt.parallel.gradients import complete_gradients, norm_share, parameters_by_replica_count
 from isogpt.parallel.mesh import make_mesh
-from isogpt.parallel.parallelize import init_weights, make_pipeline, parallelize, take_routing
+from isogpt.parallel.parallelize import make_pipeline, parallelize, take_routing
+from isogpt.parallel.plan import normalized
 from isogpt.parallel.shares import parse_shares
 from isogpt.parallel.slow_network import make_slow_network
-from isogpt.speed import layouts, memory
 from isogpt.speed.clock import Clock, over_ranks
 from isogpt.speed.devices import total_peak_flops
 from isogpt.speed.profiler import start_profiler
 from isogpt.speed.rank_speeds import measured_speeds
+from isogpt.speed.run_plan import make_plan
 from isogpt.speed.usage import memory_gb
 from isogpt.training import optim, precision
 from isogpt.training.schedule import make_schedule
-from isogpt.training.settings import (
-    check_degrees,
-    check_training,
-    fit_model_args,
-    model_args_of,
-    settings_of_model,
-)
+from isogpt.training.settings import check_training, settings_of_model
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
@@ -165,13 +159,13 @@ min_lr = 6e-5  # usually learning_rate / 10
 lr_scaling = "none"  # scale rates and warm-up by sequences per step / base_batch: none, linear or sqrt
 base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen
 # ------------------------------------------------------------------------------------------------------------
-# settings, processes, process group
+# settings, processes, data
 try:
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
-    config = configure(globals())
+    config = normalized(configure(globals()))
     check_training(config)
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
-    eval_sequences = eval_iters * batch_size  # sequences of each split; a layout may change batch_size
+    eval_sequences = eval_iters * batch_size  # sequences of each split
     schedule = make_schedule(config, sequences_per_step)
     start_workers(nproc, __file__)
     ranks = connect_ranks(device, backend, dist_timeout_s)
@@ -180,152 +174,88 @@ try:
     clock = Clock(ranks.device)
     watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger)
     watchdog.start()  # from here on, a rank that fails is named
-    if ranks.store or fsdp or zero > 0:  # sharding needs a group even for a single process
-        dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-    with exit_together():  # an error on any rank ends all ranks
-        data = open_dataset(dataset, block_size, vocab_size)
-    facts = {"the data's digest": data.digest, "the data's vocabulary size": data.vocab_size}
-    check_start(ranks, config | facts)  # before anything that depends on settings
-    with exit_together():
-        degrees = {"islands": islands or island_count(ranks)}
-        check_degrees(ranks.world_size, config | degrees, config if init_from == "scratch" else {})
-    progress.measures = what_is_measured(config, data.digest)  # which losses can be compared
-    stop = watch_signals(time_limit_s)
-    source, is_resume = find_start(init_from, out_dir, resume_step, ranks)  # rank 0 looks, all ranks open it
-    config = configure(globals(), layouts.chosen(config, source, data.vocab_size, ranks))
-    zero_stage, degrees = 3 if fsdp else zero, config | degrees
-    mesh = make_mesh(ranks.rank, ranks.world_size, degrees, zero_stage)
-    mesh.connect(ranks.device.type, shards=zero_stage >= 2, offloads=cpu_offload)
+    join_process_group(ranks, dist_timeout_s, shards=config["zero"] > 0)
 except ValueError as e:
     fail(str(e))
 
-notes = progress.load(source) if is_resume else []  # what is not continued; more notes are added below
+# from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
+data = do_together(partial(open_dataset, dataset, block_size, vocab_size))
+facts = {"the data's digest": data.digest, "the data's vocabulary size": data.vocab_size}
+check_start(ranks, config | facts)  # before anything that depends on settings
+stop = watch_signals(time_limit_s)
+start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)
+plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
+mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
+mesh.connect(ranks.device.type, shards=plan.zero >= 2, offloads=cpu_offload)
+precision.set_numerics(ranks.device, plan.dtype, deterministic)
+recorded = config | plan.layout_settings() | settings_of_model(plan.model_args)
 
-# model: build it on the meta device, distribute and allocate it, then fill it with weights (all ranks)
-pretrained, weights_name = None, init_from.removeprefix("auto:")
-if not source and weights_name not in ("scratch", "auto"):
-    pretrained = do_together(partial(GPT.from_pretrained, weights_name))  # may take long on some ranks
-with exit_together():
-    weights = parse_shares(shares, mesh.data_size)
-    if source:
-        model_args = source.run["model_args"]
-    elif pretrained:
-        model_args = pretrained.describe()
-    else:
-        model_args = model_args_of(config, data.vocab_size)
-    notes += differences(config, model_args, source, is_resume) + schedule.notes(config)
-    model_args = fit_model_args(model_args, degrees, ranks.world_size, data, is_resume)
-    weights_from = out_dir if is_resume else weights_name
-    vocabulary, data_notes = vocabulary_for_run(
-        data, source, weights_from, model_args["vocab_size"], is_resume
-    )
-    notes += data_notes
-    with torch.device("meta"):  # no memory yet: the model may be too large for one rank
-        raw_model = GPT(GPTConfig(**model_args))
-    if source:
-        check_weights(source, raw_model)
-    model_args = raw_model.describe()
-    recorded = config | settings_of_model(model_args)  # an existing model determines the shape
-    # counted before the model is divided over the ranks
-    parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()
-    compute_dtype = precision.resolve_dtype(dtype, ranks.device, previous=source.dtype if is_resume else None)
-compute_dtype = precision.common_dtype(gather_objects(compute_dtype))
-precision.set_numerics(ranks.device, compute_dtype, deterministic)
-torch_dtype = precision.DTYPES[compute_dtype]
-memory_cost = memory.cost_of(
-    config, model_args, batch_size, compute_dtype, ranks.world_size, ranks.device.type
-)
-job = memory.job_of(memory_cost)
-micro_batch = min(gather_objects(micro_batch_of(out_dir, job, batch_size)))
-# checkpoints, batches and the watchdog; from here on a crash, such as out of memory, is explained (all ranks)
-saver = Saver(out_dir, keep_last, mesh, zero_stage, model_args, recorded, vocabulary)
-reader = Reader(
-    data,
-    data_order,
-    seed,
-    block_size,
-    sequences_per_step,
-    mesh,
-    micro_batch,
-    model_args["vocab_size"],
-    ranks.device,
-    weights,
-)
-watchdog.saver = saver
-explain_crashes(watchdog, out_dir, job, reader, memory_cost)
+# model: build it on the meta device, distribute and allocate it, then fill it with weights
+with torch.device("meta"):  # no memory yet: the model may be too large for one rank
+    raw_model = GPT(GPTConfig(**plan.model_args))
+start.check(raw_model)
+# counted before the model is divided over the ranks
+parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()
+notes = progress.begin(what_is_measured(config, data.digest), start.resumed)
+vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
+notes += differences + schedule.notes(config)
+reader = Reader(data, data_order, seed, plan, mesh, ranks.device, parse_shares(shares))
+explain_crashes(watchdog, out_dir, reader)  # from here on a crash, such as out of memory, is explained
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
-compile_note = parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
+compile_note = parallelize(raw_model, mesh, ranks.device, plan)
 optimizers = optim.make_optimizers(
     raw_model,
     optimizer,
-    zero_stage,
+    plan.zero,
     weight_decay,
     learning_rate,
     (beta1, beta2),
     muon_lr,
     embedding_lr,
-    torch_dtype,
+    plan.torch_dtype,
     mesh,
 )
-scaler = precision.make_scaler(compute_dtype, next(raw_model.parameters()).device)
-# FSDP casts to torch_dtype itself, by a mixed-precision policy
-autocast = torch.autocast(
-    ranks.device.type, torch_dtype, enabled=zero_stage < 2 and torch_dtype.itemsize == 2
-)
+scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
+# FSDP casts to the dtype itself, by a mixed-precision policy
+is_cast = plan.zero < 2 and plan.torch_dtype.itemsize == 2
+autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=is_cast)
 island = mesh.place("islands")  # (index of this rank's island, number of islands)
-if is_resume:
-    do_together(partial(restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island))
-elif source:  # a new run from the weights of a different run
-    do_together(partial(restore_checkpoint, source, raw_model, seed=seed))
-with exit_together():
-    if pretrained:
-        load_weights(raw_model, pretrained.state_dict(), seed)
-    elif not source:
-        init_weights(raw_model, seed)
+start.load(raw_model, optimizers, scaler, progress, seed, island)
+
+# who reads, communicates, saves and logs
 if shares == "auto":  # before DDP, whose hooks communicate
     if len(progress.shares) != mesh.data_size:  # a resumed run keeps the shares that it began with
         progress.shares = measured_speeds(raw_model, reader.padding_batch(), autocast, ranks.device)
-    reader.weights = progress.shares
+    reader = replace(reader, speeds=progress.shares)
 share = reader.share
-pipeline = make_pipeline(raw_model, mesh, pp_schedule, zero_stage, torch_dtype, ranks.device)
+pipeline = make_pipeline(raw_model, mesh, ranks.device, plan)
 # gradient compression and islands; without either, an object that does nothing
-saver.slow_network = slow_network = make_slow_network(raw_model, mesh, config, zero_stage)
+slow_network = make_slow_network(raw_model, mesh, plan)
 model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
-if replicas and zero_stage < 2 and not pipeline:
-    with exit_together():
-        check_debug_level()
+if replicas and plan.zero < 2 and not pipeline:
     model = replicate(raw_model, ddp_bucket_mb, replicas)
-
-# the run folder and the log (rank 0 claims the folder and writes the log)
 with exit_together():
     if ranks.is_main:
         logger.start_services(recorded)  # wandb, TensorBoard
-    if ranks.is_main and not eval_only:
-        logger.owner = saver.owner = enter_folder(out_dir, source.found if is_resume else None, ranks.launch)
-        logger.open()
-saver.owner, saver.launch, clock.doing = broadcast(saver.owner), ranks.launch, "the first step"
+run_folder = claim_folder(out_dir, start.resumed and start.resumed.found, ranks, is_written=not eval_only)
+saver = Saver(run_folder, keep_last, plan, mesh, slow_network, recorded, vocabulary)
 saver.check_folder(ranks.hosts)
-logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, compute_dtype))
-logger.banner(
-    config,
-    data,
-    model_args,
-    parameter_count,
-    source,
-    compute_dtype,
-    zero_stage,
-    compile_note,
-    reader,
-    schedule,
-)
+with exit_together():
+    if ranks.is_main and not eval_only:
+        logger.owner = run_folder.owner
+        logger.open()
+watchdog.saver = saver
+clock.doing = "the first step"
+logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, plan.dtype))
+logger.banner(config, data, plan, parameter_count, start.description, compile_note, reader, schedule)
 logger.notes(notes)
 logger.event(
-    "resume" if is_resume else "start",
+    "resume" if start.is_resume else "start",
     config=recorded,
     world_size=ranks.world_size,
-    dtype=compute_dtype,
-    micro_batch=micro_batch,
+    dtype=plan.dtype,
+    micro_batch=plan.micro_batch,
     parameters=parameter_count,
     peak_flops=logger.peak_flops,
 )
@@ -340,7 +270,7 @@ def save(val_loss: float | None = None) -> None:
         with exit_together(logger.failed):
             lost = saver.check(raw_model, progress.step)  # waits for the copies too
         logger.folder_lost(lost)
-        saver.start(copied, progress, scaler, compute_dtype, val_loss)
+        saver.start(copied, progress, scaler, val_loss)
 
 
 def evaluation_failed(reason: str) -> None:
@@ -357,17 +287,17 @@ saver.step = progress.step  # what the run starts with need not be saved
 by_replica_count = parameters_by_replica_count(raw_model, mesh)
 nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
 adds_shards = grad_sync == "auto" and cpu_offload  # shards are copied to the CPU at the last micro-step
-reduce_every = grad_sync == "every" or (grad_sync == "auto" and zero_stage >= 2 and not cpu_offload)
+reduce_every = grad_sync == "every" or (grad_sync == "auto" and plan.zero >= 2 and not cpu_offload)
 # the mean over the ranks of an island is the mean over its sequences; without islands, over the batch
-copies = mesh.data_size // mesh.islands * cp  # ranks of an island with different tokens
+copies = mesh.data_size // mesh.islands * mesh.cp  # ranks of an island with different tokens
 loss_divisor = share.island_sequences * block_size / copies
 # the weight of an island's loss in the loss of the batch
 island_weight = share.island_sequences * mesh.islands / sequences_per_step
 keeps_gradients = settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
 slow_network.attach(model)
-if is_resume:
-    restore_slow_network(source, slow_network, progress.step)
-source = pretrained = None  # frees the memory of the loaded tensors
+if start.resumed:
+    restore_slow_network(start.resumed, slow_network, progress.step)
+start = None  # frees the memory of the loaded tensors
 if pipeline:
     pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
 batches = reader.train(progress.step, progress.position, progress.skipped)
@@ -428,7 +358,7 @@ while not is_complete:
         loss_sum += loss.detach()
 
     with clock("reduce"):  # what the backward pass leaves to do with tp, ep and pp
-        complete_gradients(raw_model, mesh, zero_stage, grad_sync != "never", slow_network.compression)
+        complete_gradients(raw_model, mesh, plan.zero, grad_sync != "never", slow_network.compression)
     with clock("clip"):
         for part in optimizers:
             scaler.unscale_(part)
@@ -500,7 +430,7 @@ with exit_together(logger.failed):
     if saver.problem:
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")
     if is_preempted and ranks.is_main and not eval_only:
-        mark_preempted(out_dir, saver.owner, progress.step, stop.reason())
+        mark_preempted(run_folder, progress.step, stop.reason())
 slow_network.wait()
 logger.end(stop if is_preempted else None, step_parts)
 watchdog.stop()

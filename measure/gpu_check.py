@@ -39,6 +39,7 @@ from torch.utils.benchmark import Timer
 
 from isogpt.launch.together import gather_numbers
 from isogpt.nn import generation, kernels
+from isogpt.parallel.plan import plan_of
 from isogpt.speed import memory
 from isogpt.training import optim
 from isogpt.training.settings import model_args_of
@@ -286,9 +287,8 @@ def estimate(r: dict) -> float:
     """GB that memory.py estimates for a launch of bench.py."""
     c = r["settings"]
     model_args = asdict(GPTConfig(**model_args_of(c, c["vocab_size"])))
-    return memory.memory_estimate(memory.cost_of(c, model_args, c["batch_size"], r["dtype"], 1, "cuda"))[
-        "total"
-    ]
+    plan = plan_of(c, 1, model_args=model_args, dtype=r["dtype"], device_type="cuda")
+    return memory.memory_estimate(plan)["total"]
 
 
 def nanogpt(place: Place) -> Iterator[Line]:

@@ -27,7 +27,7 @@ KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 MUTATIONS = {
     "all-reduce: of the gradients": (
         "train.py",
-        "if replicas and zero_stage < 2 and not pipeline:",
+        "if replicas and plan.zero < 2 and not pipeline:",
         "if False:",
         PARITY,
     ),

@@ -24,7 +24,8 @@ from runs import REPO, column
 from slow_network import prepare_shakespeare, train
 
 from configurator import settings_of
-from isogpt.speed import memory, prediction
+from isogpt.parallel.plan import Plan, plan_of
+from isogpt.speed import prediction
 from isogpt.speed.devices import Hardware, Link, hardware_here
 from isogpt.training.settings import model_args_of
 from model import GPTConfig
@@ -82,11 +83,11 @@ OVER_A_LINK = ({}, {"zero": 1}, {"zero": 3})  # two hosts of one process, 1 Gbit
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
 
 
-def cost_of(settings: dict, nproc: int) -> dict:
-    """What the planner needs to know of a run."""
+def plan_with(settings: dict, nproc: int) -> Plan:
+    """The plan of a run with these settings."""
     config = DEFAULTS | COMMON | settings
     args = asdict(GPTConfig(**model_args_of(config, 65)))
-    return memory.cost_of(config, args, config["batch_size"], "float32", nproc, "cpu")
+    return plan_of(config, 1, model_args=args, dtype="float32", world_size=nproc)
 
 
 def flags(settings: dict) -> list[str]:
@@ -132,9 +133,9 @@ def links_here(nproc: int, work: Path) -> list[dict]:
 
 def machine_of(model: dict, nproc: int, links: list[dict], work: Path) -> Hardware:
     """This machine with `nproc` processes, as bench.py --plan measures it."""
-    found, cost = hardware_here(torch.device("cpu"), "float32", nproc, links), cost_of(model, nproc)
-    seconds, _ = measured_here(work, model | prediction.two_blocks(cost, nproc), nproc)
-    return prediction.calibrated(found, cost, nproc, seconds)
+    found, wanted = hardware_here(torch.device("cpu"), "float32", nproc, links), plan_with(model, nproc)
+    seconds, _ = measured_here(work, model | prediction.two_blocks(wanted, nproc), nproc)
+    return prediction.calibrated(found, wanted, nproc, seconds)
 
 
 def ranks(values: list[float]) -> np.ndarray:
@@ -153,7 +154,7 @@ def main() -> None:
         )
 
         def add(
-            place: str, name: str, layout: dict, plan: prediction.Plan, found: tuple[float, float]
+            place: str, name: str, layout: dict, plan: prediction.Prediction, found: tuple[float, float]
         ) -> None:
             (seconds, gb), predicted = found, plan.total_s
             rows.append(((place, name), predicted, seconds, plan.gb, gb, layout))
@@ -167,7 +168,7 @@ def main() -> None:
             hw = {name: machine_of(model, nproc, links, work) for name, model in MODELS.items()}
             for n, layout in LAYOUTS:
                 for name, model in MODELS.items() if n == nproc else ():
-                    plan = prediction.predict(cost_of(model | layout, n), hw[name], n)
+                    plan = prediction.predict(plan_with(model | layout, n), hw[name], n)
                     add(str(n), name, layout, plan, measured_here(work, model | layout, n))
         if 0 in wanted:
             links, slow = links_here(2, work), Link(1e-4, 1e9 / 8 * 0.94)
@@ -181,7 +182,7 @@ def main() -> None:
                 hosts.limit("1gbit")
                 for layout in OVER_A_LINK:
                     for name, model in MODELS.items():
-                        plan = prediction.predict(cost_of(model | layout, 2), hw[name], 1)
+                        plan = prediction.predict(plan_with(model | layout, 2), hw[name], 1)
                         add("2 hosts", name, layout, plan, measured_over_a_link(work, model | layout, hosts))
             finally:
                 hosts.close()

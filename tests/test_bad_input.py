@@ -27,6 +27,7 @@ from isogpt.checkpoint.manifest import damage, step_folders
 from isogpt.common.random_numbers import TRAIN, random_bits
 from isogpt.data.reader import Reader
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
@@ -750,7 +751,9 @@ def test_the_windows_of_a_step_are_drawn_once(place):
         return np.arange(12)
 
     share = share_of(12, 0, 1, 2)
-    reader = Reader(None, "random", 1, 8, 12, Mesh(), 2, vocab_size=200, device=torch.device("cpu"))
+    args = dict(block_size=8, vocab_size=200)
+    plan = Plan(batch_size=12, gradient_accumulation_steps=1, micro_batch=2, model_args=args)
+    reader = Reader(None, "random", 1, plan, Mesh(), torch.device("cpu"))
     batches = reader.read(np.arange(99), starts_of, [5, 6], share)
     assert len(list(batches)) == 12 and drawn == [5, 6]
 

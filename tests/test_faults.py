@@ -23,7 +23,7 @@ from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.commit import prune_checkpoints
-from isogpt.checkpoint.folder import enter_folder, look_for_start
+from isogpt.checkpoint.folder import RunFolder, enter_folder, look_for_start
 from isogpt.checkpoint.manifest import read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
@@ -37,6 +37,8 @@ from isogpt.launch.process_group import Ranks
 from isogpt.monitor.log import Logger
 from isogpt.parallel import mesh
 from isogpt.parallel.local_parts import local_part_of
+from isogpt.parallel.plan import Plan
+from isogpt.parallel.slow_network import SlowNetwork
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
 RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
@@ -443,7 +445,8 @@ def test_the_group_that_writes_shards_waits_for_slow_disks_only(monkeypatch):
     monkeypatch.setattr(dist, "new_group", made)
     monkeypatch.setattr(mesh, "_set_pg_timeout", limited)
     monkeypatch.setattr(mesh, "get_backend_config", lambda group: "gloo")
-    Saver("out", 2, mesh.Mesh(dp_shard=2, timeout_s=77.0), 3, {}, {"grad_compression": "none"})
+    where = mesh.Mesh(dp_shard=2, timeout_s=77.0)
+    Saver(RunFolder(Path("out"), "owner"), 2, Plan(world_size=2, zero=3), where, SlowNetwork(None), config={})
     assert made.call_args.kwargs["timeout"].total_seconds() == 77
     assert limited.call_args.args[0].days == 7
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from runs import REPO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.checkpoint import save, source
+from isogpt.checkpoint.folder import RunFolder
 from isogpt.checkpoint.save import Saver
 from isogpt.launch import device as device_module
 from isogpt.launch.together import Gathered, Number, gather_numbers
@@ -22,6 +24,8 @@ from isogpt.parallel import compression, data, gradients, mesh
 from isogpt.parallel import mesh as mesh_module
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.pipeline import Pipeline
+from isogpt.parallel.plan import Plan
+from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.speed import devices
 from isogpt.speed.clock import Clock
 from isogpt.speed.devices import GPUS, known_gpu, peak_flops
@@ -207,11 +211,14 @@ import torch
 from isogpt.data import dataset
 from isogpt.data import reader as reader_module
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 from isogpt.speed.usage import memory_gb
 
 before = memory_gb(torch.device("cpu"))
 data = dataset.open_dataset(sys.argv[1], 1024)
-reader = reader_module.Reader(data, "random", 1, 1024, 64, Mesh(), 64, data.vocab_size, torch.device("cpu"))
+plan = Plan(batch_size=64, gradient_accumulation_steps=1, micro_batch=64,
+            model_args=dict(block_size=1024, vocab_size=data.vocab_size))
+reader = reader_module.Reader(data, "random", 1, plan, Mesh(), torch.device("cpu"))
 for split in ("train", "val"):
     for _ in reader.evaluation(split, 6400):
         pass
@@ -329,7 +336,7 @@ def test_signs_are_coded_with_tables_that_are_on_the_device():
 def test_a_save_waits_once_for_the_check_of_the_weights_and_for_all_copies(monkeypatch):
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
     optimizers = [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
-    saver = Saver("out", 2, Mesh(), zero=0, model_args={}, config={"grad_compression": "none"})
+    saver = Saver(RunFolder(Path("out"), "owner"), 2, Plan(), Mesh(), SlowNetwork(model), config={})
     waits, wpe = [], model.transformer.wpe.weight
     monkeypatch.setattr(source, "synchronize", waits.append)
     monkeypatch.setattr(save, "check_owner", lambda *args: None)

@@ -33,9 +33,18 @@ from isogpt.data.dataset import (
 from isogpt.data.reader import Reader, read_rows
 from isogpt.data.windows import epoch_order, random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, Share, share_of
 
 CPU = torch.device("cpu")
+
+
+def plan_for(sequences, micro_batch, vocab_size=65):
+    """A plan whose steps consist of this many sequences."""
+    args = {"block_size": BLOCK, "vocab_size": vocab_size}
+    return Plan(batch_size=sequences, gradient_accumulation_steps=1, micro_batch=micro_batch, model_args=args)
+
+
 # a meta.json
 OURS = {"dtype": "uint16", "vocab_size": 128, "tokenizer": "char", "tokenizer_size": 90, "source": {}}
 N, BLOCK = 1003, 8  # a text of 125 windows and a bit
@@ -150,7 +159,7 @@ def test_a_resume_with_another_batch_continues_the_epoch():
     data = SimpleNamespace(train=np.zeros(N, np.uint16))
 
     def reader(n, progress):
-        made = Reader(data, "shuffle", 1, BLOCK, n, Mesh(), micro_batch=3, vocab_size=65, device=CPU)
+        made = Reader(data, "shuffle", 1, plan_for(n, 3), Mesh(), CPU)
         made.train(progress.step, progress.position, progress.skipped)
         return made
 
@@ -230,7 +239,7 @@ def test_targets_are_the_inputs_shifted_by_one():
 
 
 def reader_of(vocab_size):
-    return Reader(None, "random", 1, BLOCK, 3, Mesh(), micro_batch=3, vocab_size=vocab_size, device=CPU)
+    return Reader(None, "random", 1, plan_for(3, 3, vocab_size), Mesh(), CPU)
 
 
 def test_padding_rows_are_zeros_without_targets():
@@ -702,7 +711,7 @@ def test_the_header_of_llm_c_is_skipped(folder, capsys):
     foreign(folder, with_header(ids, 20240520, 1), with_header(ids, 20240520, 1))
     data = open_dataset("text", BLOCK)
     os.truncate(folder / "train.bin", 1024 + 2 * len(ids) - 2)
-    reader = Reader(data, "random", 1, BLOCK, 4, Mesh(), 4, GPT2_VOCAB, CPU)
+    reader = Reader(data, "random", 1, plan_for(4, 4, GPT2_VOCAB), Mesh(), CPU)
     with pytest.raises(ValueError, match="has been truncated"):
         list(reader.evaluation("train", 4))
 

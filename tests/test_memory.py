@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,7 @@ from runs import REPO, TINY, column, records
 
 from configurator import settings_of
 from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.parallel.plan import Plan, plan_of
 from isogpt.speed import devices, memory, prediction
 from model import GPT, GPTConfig
 
@@ -80,25 +81,11 @@ def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
     assert config["batch_size"] == 8, "the settings do not change"
 
 
-class Reads(dict):
-    """A dict that remembers which keys were read."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.read = set()
-
-    def __getitem__(self, key):
-        self.read.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key, default=None):
-        self.read.add(key)
-        return super().get(key, default)
-
-    def __or__(self, other):  # what is computed from changed settings reads them all the same
-        changed = Reads(super().__or__(other))
-        changed.read = self.read
-        return changed
+def plan_with(model_args, world_size=1, device_type="cuda", dtype="bfloat16", **settings):
+    """The plan of train.py's defaults, with these settings."""
+    islands = settings.pop("islands", 1)
+    others = {"world_size": world_size, "device_type": device_type, "dtype": dtype}
+    return plan_of(DEFAULTS | settings, islands, model_args=model_args, **others)
 
 
 def test_what_was_recorded_for_a_job_is_not_used_for_another():
@@ -106,29 +93,29 @@ def test_what_was_recorded_for_a_job_is_not_used_for_another():
     A smaller micro-batch and a layout. Each setting that memory or time are computed from makes another job.
     """
     args = asdict(GPTConfig(vocab_size=65, bias=False, n_expert=4, arch="llama"))
-    cost = Reads(memory.cost_of(DEFAULTS, args, 12, "bfloat16", 8, "cuda"))
-    memory.memory_estimate(cost)
-    memory.memory_estimate(cost | {"zero": 2, "pp": 2, "islands": 2, "grad_compression": "int8"})
-    prediction.predict(cost | {"zero": 3}, devices.HARDWARE["h100"], 8)
-    prediction.predict(cost | {"pp": 2, "islands": 2, "local_steps": 4}, devices.HARDWARE["h100"], 8)
-    # rows follow from the batch and the ranks; fsdp is zero 3; the mesh keeps the timeout, which costs
-    # nothing
-    job, names = memory.job_of(cost), cost.read - {"rows", "fsdp", "dist_timeout_s"}
-    assert {"optimizer", "dtype", "ep", "model_args", "ddp_bucket_mb", "outer_parts"} <= names
-    assert names <= job.keys()
+    plan = plan_with(args, 8)
+    job = plan.job()
 
     def differs(**changes):
-        return memory.job_of(cost | changes) != job
+        return replace(plan, **changes).job() != job
 
+    # the micro-batch follows from the batch and the ranks; the outer rates cost nothing
+    without_effect = {"micro_batch", "outer_lr", "outer_momentum"}
+    names = {f.name for f in fields(Plan)} - without_effect
     for name in names - {"model_args"}:
         assert differs(**{name: "changed"}), name
-    assert differs(fsdp=True) and not differs(rows=3)
+    for name in without_effect:
+        assert not differs(**{name: 3}), name
+    slow = replace(plan, outer_lr=3.0, outer_momentum=3.0)
+    assert prediction.predict(slow, devices.HARDWARE["h100"], 8).seconds == (
+        prediction.predict(plan, devices.HARDWARE["h100"], 8).seconds
+    )
     for name in ("n_head", "n_kv_head", "n_expert", "vocab_size", "arch", "block_size", "dropout", "tied"):
         assert differs(model_args=args | {name: 7}), name
-    logs = dict(
-        learning_rate=1.0, out_dir="x", log_interval=7, wandb_log=True, max_iters=3, seed=2, dataset="other"
-    )
-    assert not differs(**logs, model_args=args | {"balance_loss": 1.0})
+    assert not differs(model_args=args | {"balance_loss": 1.0})
+    logs = dict(learning_rate=1.0, out_dir="x", log_interval=7, wandb_log=True, max_iters=3, seed=2)
+    assert plan_with(args, 8, **logs).job() == job
+    assert plan_with(args, 8, fsdp=True).job() == plan_with(args, 8, zero=3).job() != job
     assert json.loads(json.dumps(job)) == job  # as it is recorded
 
 
@@ -159,27 +146,27 @@ def collectives(trace):
 
 def test_the_largest_micro_batch_that_fits():
     args = asdict(GPTConfig(bias=False))
-    cost = memory.cost_of(DEFAULTS, args, 12, "bfloat16", 1, "cuda")
-    rows = [memory.largest_micro_batch(cost, gb) for gb in (0.1, 16, 24, 80, 1e6)]
+    plan = plan_with(args)
+    rows = [memory.largest_micro_batch(plan, gb) for gb in (0.1, 16, 24, 80, 1e6)]
     assert rows[0] == 1 and rows[-1] == 256 and rows == sorted(rows) and len(set(rows)) == 5
-    assert memory.memory_estimate(cost | {"rows": rows[3]})["total"] <= 64
-    assert memory.memory_estimate(cost | {"rows": 2 * rows[3]})["total"] > 64
+    assert memory.memory_estimate(replace(plan, micro_batch=rows[3]))["total"] <= 64
+    assert memory.memory_estimate(replace(plan, micro_batch=2 * rows[3]))["total"] > 64
 
 
 def test_cuda_graphs_keep_gradients_twice():
-    cost = memory.cost_of(DEFAULTS, asdict(GPTConfig(bias=False)), 12, "bfloat16", 1, "cuda")
-    without, graphs = (memory.memory_estimate(cost | {"cuda_graphs": value}) for value in (False, True))
+    plans = [plan_with(asdict(GPTConfig(bias=False)), cuda_graphs=value) for value in (False, True)]
+    without, graphs = map(memory.memory_estimate, plans)
     assert graphs["gradients"] == 2 * without["gradients"] and graphs["weights"] == without["weights"]
-    assert f"--cuda_graphs=False {without['total']:.2f}" in memory.memory_report(cost | {"cuda_graphs": True})
+    assert f"--cuda_graphs=False {without['total']:.2f}" in memory.memory_report(plans[1])
 
 
 def test_offloading_adds_up_gradients_on_the_device_unless_they_are_reduced_in_every_micro_step():
-    settings = DEFAULTS | {"zero": 3, "cpu_offload": True}
-    cost = memory.cost_of(settings, asdict(GPTConfig(bias=False)), 12, "bfloat16", 4, "cuda")
-    on_device, on_cpu = (memory.memory_estimate(cost | {"grad_sync": value}) for value in ("auto", "every"))
-    shard = 4 * memory.parameter_counts(cost["model_args"])[0] / 4 / 1e9
+    plan = plan_with(asdict(GPTConfig(bias=False)), 4, zero=3, cpu_offload=True)
+    plans = [replace(plan, grad_sync=value) for value in ("auto", "every")]
+    on_device, on_cpu = map(memory.memory_estimate, plans)
+    shard = 4 * memory.parameter_counts(plan.model_args)[0] / 4 / 1e9
     assert on_device["gradients"] - on_cpu["gradients"] == pytest.approx(shard)
-    assert f"--grad_sync=every {on_cpu['total']:.2f}" in memory.memory_report(cost)
+    assert f"--grad_sync=every {on_cpu['total']:.2f}" in memory.memory_report(plan)
 
 
 def test_what_compression_and_islands_keep():
@@ -187,8 +174,8 @@ def test_what_compression_and_islands_keep():
     n = memory.parameter_counts(args)[0]
 
     def optimizer_bytes(world_size, **settings):
-        cost = memory.cost_of(DEFAULTS | settings, args, 1, "float32", world_size, "cpu")
-        return memory.memory_estimate(cost)["optimizer"] * 1e9
+        plan = plan_with(args, world_size, "cpu", "float32", batch_size=1, **settings)
+        return memory.memory_estimate(plan)["optimizer"] * 1e9
 
     assert optimizer_bytes(2, grad_compression="fp16") == pytest.approx(8 * n)
     assert optimizer_bytes(2, grad_compression="int8") == pytest.approx(12 * n)

@@ -26,7 +26,7 @@ import configurator
 import export
 from isogpt.checkpoint import search, sharded_files
 from isogpt.checkpoint.ckpt_file import damaged_zip, read_file
-from isogpt.checkpoint.folder import continue_from, make_writable
+from isogpt.checkpoint.folder import RunFolder, continue_from, make_writable
 from isogpt.checkpoint.manifest import damage, sealed
 from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.progress import Progress
@@ -49,7 +49,9 @@ from isogpt.monitor.watchdog import Watchdog
 from isogpt.parallel import compare_weights, compilation
 from isogpt.parallel.compare_weights import weight_differences
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
+from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.speed import collective_speeds
 from isogpt.speed.memory import memory_report
 from isogpt.training.precision import resolve_dtype
@@ -60,28 +62,7 @@ from model import GPT, GPTConfig
 # helpers
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
-COST = dict(
-    model_args=asdict(GPTConfig(**SHAPE)),
-    rows=4,
-    dtype="float32",
-    world_size=2,
-    device_type="cpu",
-    zero=0,
-    fsdp=False,
-    dp_replicate=1,
-    grad_sync="auto",
-    fsdp_prefetch=1,
-    cpu_offload=False,
-    activation_checkpointing="none",
-    pp=1,
-    ep=1,
-    cp=1,
-    tp=1,
-    islands=1,
-    cuda_graphs=False,
-    grad_compression="none",
-    pp_schedule="1f1b",
-)
+PLAN = Plan(world_size=2, model_args=asdict(GPTConfig(**SHAPE)), batch_size=4, micro_batch=4)
 CPU = torch.device("cpu")
 
 
@@ -204,9 +185,8 @@ def weights_without(at, name, use=restore_checkpoint):
 def not_finite():
     model = tiny_model()
     model.transformer.wpe.weight.data[0, 0] = torch.nan
-    saver = Saver(
-        "out", 2, Mesh(), zero=0, model_args=SHAPE, config={"grad_compression": "none"}, owner="owner"
-    )
+    plan = Plan(model_args=SHAPE)
+    saver = Saver(RunFolder(Path("out"), "owner"), 2, plan, Mesh(), SlowNetwork(model), config={})
     saver.check(model, 7)
 
 
@@ -598,7 +578,7 @@ def test_many_parameters_that_differ(at):
 
 
 def test_the_parts_of_memory():
-    text = memory_report(COST)
+    text = memory_report(PLAN)
     assert text.startswith("GB on each rank, estimated: weights 0.00, ") and "--batch_size=2 " in text
 
 
@@ -654,8 +634,8 @@ def test_out_of_memory(at, capsys):
 
     at.set(os, "_exit", leave)
     at.set(sys, "excepthook", sys.excepthook)
-    reader = SimpleNamespace(share=share_of(4, 0, 1, 4))
-    explain_crashes(tiny_watchdog(timeout_s=600), "out", {}, reader, COST)
+    reader = SimpleNamespace(share=share_of(4, 0, 1, 4), plan=PLAN)
+    explain_crashes(tiny_watchdog(timeout_s=600), "out", reader)
     with pytest.raises(SystemExit):
         sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("tried to allocate 1 TiB"), None)
     lines = capsys.readouterr().err.splitlines()
@@ -708,7 +688,7 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
     dog.ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
     for number, (kind, text) in enumerate(FORMS):
         dog.store = dist.PrefixStore(str(number), store)
-        explain_crashes(dog, "out", {}, SimpleNamespace(share=share_of(4, 0, 1, 4)), COST)
+        explain_crashes(dog, "out", SimpleNamespace(share=share_of(4, 0, 1, 4), plan=PLAN))
         for is_first in (True, False):
             with pytest.raises(SystemExit):
                 sys.excepthook(kind, kind(text), None)

@@ -13,8 +13,9 @@ from runs import REPO, column, records
 from configurator import settings_of
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly
+from isogpt.parallel.plan import LAYOUT, Plan, plan_of
 from isogpt.parallel.shares import share_of
-from isogpt.speed import layouts, memory, prediction
+from isogpt.speed import layouts, prediction
 from isogpt.speed.devices import HARDWARE, Link, hardware_of, links_of, named_hardware
 from isogpt.training.settings import check_training
 from model import GPTConfig
@@ -44,9 +45,10 @@ SIMPLE = replace(
 )
 
 
-def cost_of(model, devices, batch_size, accumulation, dtype="bfloat16", **settings):
+def plan_with(model, devices, batch_size, accumulation, dtype="bfloat16", **settings):
     config = DEFAULTS | {"batch_size": batch_size, "gradient_accumulation_steps": accumulation} | settings
-    return memory.cost_of(config, asdict(GPTConfig(**model)), batch_size, dtype, devices, "cuda")
+    args = asdict(GPTConfig(**model))
+    return plan_of(config, 1, world_size=devices, device_type="cuda", dtype=dtype, model_args=args)
 
 
 def test_a_matmul_takes_its_flops_or_its_memory_traffic():
@@ -62,10 +64,9 @@ def test_a_matmul_takes_its_flops_or_its_memory_traffic():
 @pytest.mark.parametrize("devices", [4, 8, 32])
 def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
     """Against counting the ranks of each ring on each machine."""
-    config = DEFAULTS | settings
     if devices < 16 and settings.get("tp") == 8:
         return
-    mesh, per_node = make_mesh(0, devices, config, config["zero"]), 8
+    mesh, per_node = make_mesh(0, Plan(world_size=devices, **settings)), 8
     for axes in (
         ("tp",),
         ("cp",),
@@ -101,8 +102,8 @@ def test_layers_are_cut_as_well_as_any_cut_does():
 
 
 def test_plans_are_valid_and_have_the_same_global_batch():
-    cost = cost_of(LLAMA_7B, 64, 4, 64)
-    plans = layouts.ranked(cost, HARDWARE["h100"], 8)
+    wanted = plan_with(LLAMA_7B, 64, 4, 64)
+    plans = layouts.ranked(wanted, HARDWARE["h100"], 8)
     assert len({layouts.degrees(plan) for plan in plans}) > 100
     times = [plan.total_s for plan in plans]
     assert times == sorted(times)
@@ -113,7 +114,7 @@ def test_plans_are_valid_and_have_the_same_global_batch():
             DEFAULTS | s | {"arch": "llama", "n_layer": 32, "n_head": 32, "n_embd": 4096, "block_size": 4096}
         )
         check_training(config)
-        data_size = make_mesh(0, 64, config, s["zero"]).data_size
+        data_size = make_mesh(0, plan.plan).data_size
         assert share_of(256, 0, data_size, s["batch_size"], s["pp"]).rows >= 1
         assert bool(plan.problem) == (plan.gb > 80)
     ddp = [plan for plan in plans if layouts.degrees(plan) == (0, 1, 1, 1, 1, 1)]
@@ -127,10 +128,10 @@ def test_plans_are_valid_and_have_the_same_global_batch():
 
 def test_slower_networks_change_the_choice():
     """Over 1 Gbit/s, what communicates each micro-step between machines loses."""
-    cost = cost_of(GPT2, 16, 8, 16)
-    fast, slow = (layouts.ranked(cost, named_hardware("h100", gbit), 8)[0] for gbit in (0, 1))
+    wanted = plan_with(GPT2, 16, 8, 16)
+    fast, slow = (layouts.ranked(wanted, named_hardware("h100", gbit), 8)[0] for gbit in (0, 1))
     assert fast.settings["zero"] == 3 and fast.settings["pp"] == 1 and slow.settings["pp"] > 1
-    sharded = prediction.predict(cost | {"zero": 3}, named_hardware("h100", 1), 8)
+    sharded = prediction.predict(replace(wanted, zero=3), named_hardware("h100", 1), 8)
     assert sharded.seconds["communication"] > 20 * slow.seconds["communication"]
 
 
@@ -143,17 +144,17 @@ def test_the_number_of_predictions_for_1024_devices(monkeypatch):
         return prediction.predict(*args)
 
     monkeypatch.setattr(prediction, "predict", counted)
-    assert not layouts.ranked(cost_of(LLAMA_7B, 1024, 1, 1024), HARDWARE["h100"], 8)[0].problem
+    assert not layouts.ranked(plan_with(LLAMA_7B, 1024, 1, 1024), HARDWARE["h100"], 8)[0].problem
     assert count[0] < 16000
 
 
 def test_the_fewest_devices_on_which_a_model_fits():
-    cost = cost_of(LLAMA_7B, 1, 1, 64)
-    fewest = layouts.smallest_world(cost, HARDWARE["4090"], 2)
+    wanted = plan_with(LLAMA_7B, 1, 1, 64)
+    fewest = layouts.smallest_world(wanted, HARDWARE["4090"], 2)
     assert fewest == 6, "three machines of two"
-    assert not layouts.ranked(cost | {"world_size": 6}, HARDWARE["4090"], 2)[0].problem
-    assert all(plan.problem for plan in layouts.ranked(cost | {"world_size": 4}, HARDWARE["4090"], 2))
-    huge = cost_of(LLAMA_7B | {"n_layer": 1, "n_embd": 2**20, "n_head": 1}, 1, 1, 1)
+    assert not layouts.ranked(replace(wanted, world_size=6), HARDWARE["4090"], 2)[0].problem
+    assert all(plan.problem for plan in layouts.ranked(replace(wanted, world_size=4), HARDWARE["4090"], 2))
+    huge = plan_with(LLAMA_7B | {"n_layer": 1, "n_embd": 2**20, "n_head": 1}, 1, 1, 1)
     assert layouts.smallest_world(huge, HARDWARE["4090"], 8) == 0
 
 
@@ -172,10 +173,11 @@ def test_names_of_hardware():
 
 
 def test_the_calibration_makes_a_step_take_what_was_measured():
-    cost = cost_of(GPT2, 2, 4, 4, "float32") | {"device_type": "cpu"}
+    wanted = replace(plan_with(GPT2, 2, 4, 4, "float32"), device_type="cpu")
     hw = replace(HARDWARE["cpu"], sharing=2.0, memory_gb=99)
-    found = prediction.calibrated(hw, cost, 2, 7.0)
-    two = cost | prediction.two_blocks(cost, 2) | {"model_args": cost["model_args"] | {"n_layer": 2}}
+    found = prediction.calibrated(hw, wanted, 2, 7.0)
+    blocks = {k: v for k, v in prediction.two_blocks(wanted, 2).items() if k in vars(wanted)}
+    two = replace(wanted, **blocks, model_args=wanted.model_args | {"n_layer": 2})
     seconds = prediction.predict(two, found, 2).seconds
     assert seconds["compute"] + seconds["optimizer"] == pytest.approx(7.0, rel=0.02)
 
@@ -200,10 +202,10 @@ TITAN = dict(zero=3, activation_checkpointing="selective")
 )
 def test_published_runs(hw, model, devices, batch_size, accumulation, settings, published, gib):
     """Tokens/s of a device within 25%."""
-    cost = cost_of(model, devices, batch_size, accumulation, **settings)
-    plan = prediction.predict(cost, hw, 8)
+    wanted = plan_with(model, devices, batch_size, accumulation, **settings)
+    plan = prediction.predict(wanted, hw, 8)
     assert not plan.problem
-    speed = batch_size * accumulation * cost["model_args"]["block_size"] / plan.total_s / devices
+    speed = batch_size * accumulation * wanted.model_args["block_size"] / plan.total_s / devices
     print(
         f"predicted {speed:,.0f}, published {published:,.0f} tokens/s: {speed / published - 1:+.1%}, "
         f"{plan.gb:.1f} GB"
@@ -215,7 +217,7 @@ def test_published_runs(hw, model, devices, batch_size, accumulation, settings, 
 
 def test_only_zero_divides_the_optimizer():
     def optimizer_s(**settings):
-        return prediction.predict(cost_of(GPT2, 4, 4, 4, **settings), SIMPLE, 8).seconds["optimizer"]
+        return prediction.predict(plan_with(GPT2, 4, 4, 4, **settings), SIMPLE, 8).seconds["optimizer"]
 
     whole = optimizer_s()
     assert optimizer_s(cp=2) == whole
@@ -224,7 +226,7 @@ def test_only_zero_divides_the_optimizer():
 
 def test_a_mesh_of_one_communicates_nothing():
     assert prediction.ring_s(SIMPLE, Mesh(), 8, ("dp_replicate",), 1e9) == 0
-    alone = prediction.predict(cost_of(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
+    alone = prediction.predict(plan_with(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
     assert alone.seconds["communication"] == 0 and alone.seconds["bubble"] == 0
 
 
@@ -238,7 +240,7 @@ def test_a_mesh_of_one_communicates_nothing():
     ],
 )
 def test_settings_that_are_not_at_their_defaults_are_kept(settings, kept):
-    plans = layouts.ranked(cost_of(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
+    plans = layouts.ranked(plan_with(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
     assert len(plans) > 8 and all(plan.settings.items() >= kept.items() for plan in plans)
 
 
@@ -247,17 +249,16 @@ def test_settings_that_are_not_at_their_defaults_are_kept(settings, kept):
     [
         ({"tp": 3}, "16 processes cannot be divided into tp 3"),
         ({"ep": 2}, "ep is 2, but the model has no experts"),
-        ({"fsdp": True, "zero": 1}, "fsdp is short for zero=3, but zero is 1"),
         ({"shares": "2,1,1"}, "exclude all"),
     ],
 )
 def test_settings_that_no_layout_can_have(settings, message):
     with pytest.raises(ValueError, match=message):
-        layouts.ranked(cost_of(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
+        layouts.ranked(plan_with(LLAMA_7B, 16, 4, 16, **settings), HARDWARE["h100"], 8)
 
 
 def test_shares_choose_the_number_of_data_parallel_ranks():
-    plans = layouts.ranked(cost_of(LLAMA_7B, 16, 4, 16, shares="2,1"), HARDWARE["h100"], 8)
+    plans = layouts.ranked(plan_with(LLAMA_7B, 16, 4, 16, shares="2,1"), HARDWARE["h100"], 8)
     assert plans and all(16 // (p.settings["tp"] * p.settings["pp"] * p.settings["cp"]) == 2 for p in plans)
 
 
@@ -277,7 +278,7 @@ def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     assert text.count(" by prediction: ") == text.count("layout:  --") == 1
     path = work / "out" / "layout.json"
     found = json.loads(path.read_text())
-    assert found["job"]["world_size"] == 2 and found["layout"].keys() >= prediction.LAYOUT.keys() - {"fsdp"}
+    assert found["job"]["world_size"] == 2 and found["layout"].keys() >= set(LAYOUT)
     # not what it would choose
     found["layout"] |= {"zero": 3, "batch_size": 1, "gradient_accumulation_steps": 8}
     path.write_text(json.dumps(found))
@@ -307,7 +308,3 @@ def test_a_layout_that_cannot_be_chosen(zygote, work):
     huge = ["--n_layer=48", "--n_embd=8192", "--n_head=64", "--layout=auto"]
     text = zygote.train(huge, work, 2, ok=False).text()
     assert text.count("error: no layout fits on 2 devices: start with ") == 1 and "Traceback" not in text
-    text = zygote.train(["--init_from=gpt2", "--layout=auto"], work, ok=False).text()
-    assert text.startswith(
-        "error: init_from is 'gpt2': a plan is for the model that n_layer, n_head and n_embd "
-    )

@@ -206,6 +206,7 @@ sys.path.insert(0, {repo!r})
 import torch, torch.distributed as dist
 from torch import nn
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.compression import KEPT, Bucket, Compression, mean_over
 from isogpt.parallel.local_sgd import Islands
 
@@ -298,7 +299,8 @@ assert (found.mean(0) - x).abs().max() < 0.2 * x.abs().max() / 127
 for parts, steps in ((1, 2), (2, 4)):
     model = nn.Module()
     model.a, model.b = (nn.Parameter(noise(i, 40)) for i in (1, 2))
-    islands = Islands(model, Mesh(rank, islands=ranks), steps, 0.7, 0.9, "none", parts)
+    plan = Plan(world_size=ranks, islands=ranks, local_steps=steps, outer_parts=parts)
+    islands = Islands(model, Mesh(rank, islands=ranks), plan)
     islands.restart(0)
     outer = {{name: p.detach().clone() for name, p in model.named_parameters()}}
     inner = {{name: p.clone() for name, p in outer.items()}}

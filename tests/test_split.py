@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.common.random_numbers import TRAIN
 from isogpt.data.windows import random_windows
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
 from isogpt.training.settings import check_degrees
 
@@ -358,7 +360,6 @@ def lose_a_rank(zygote, work, args, nproc, name):
 # ------------------------------------------------------------------------------------------------------------
 # messages
 
-DEGREES = dict(islands=1, pp=1, ep=1, cp=1, tp=1, dp_replicate=1, pp_schedule="1f1b")
 SHAPE = dict(n_layer=2, n_head=4, n_kv_head=0, n_embd=32, block_size=32, vocab_size=65)
 MISTAKES = {
     "4 processes cannot be divided into tp 3: start 3 or 6 processes, or set --tp=2": (
@@ -422,17 +423,18 @@ def test_degrees_that_do_not_divide(said):
 
 def refuse_degrees(said, world_size, degrees, shape):
     """The message, and what it advises is accepted."""
+    wanted = Plan(world_size=world_size, model_args=SHAPE | shape, **degrees)
     with pytest.raises(ValueError) as problem:
-        check_degrees(world_size, DEGREES | degrees, SHAPE | shape)
+        check_degrees(wanted)
     assert str(problem.value) == said
     for name, value in re.findall(r"--(\w+)=(\w+)", said):
         changed = {name: int(value) if value.isdigit() else {"False": False}.get(value, value)}
-        check_degrees(world_size, DEGREES | degrees | changed, SHAPE | shape | changed)
+        settings = {k: v for k, v in changed.items() if k in vars(wanted)}
+        check_degrees(replace(wanted, model_args=wanted.model_args | changed, **settings))
     for counts in re.findall(r"start ([\d or]+) processes", said):
         for n in counts.split(" or "):
-            check_degrees(
-                int(n), DEGREES | degrees, SHAPE | shape | dict(n_layer=4, n_head=12, block_size=96)
-            )
+            args = wanted.model_args | dict(n_layer=4, n_head=12, block_size=96)
+            check_degrees(replace(wanted, world_size=int(n), model_args=args))
 
 
 @pytest.mark.slow

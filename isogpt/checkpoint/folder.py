@@ -15,6 +15,7 @@ import os
 import shutil
 import uuid
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -36,6 +37,8 @@ from isogpt.checkpoint.owner import check_owner, was_entered_by, write_owner
 from isogpt.checkpoint.search import FoundCheckpoint, best_checkpoint, best_folder, newest_checkpoint
 from isogpt.common.files import read_records
 from isogpt.launch.launchers import Launch
+from isogpt.launch.process_group import Ranks
+from isogpt.launch.together import broadcast, exit_together
 from isogpt.nn.huggingface import GPT2
 
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
@@ -84,7 +87,7 @@ def look_for_start(
     return None, False, []
 
 
-def find_rollback(out_dir: str, owner: str) -> tuple[FoundCheckpoint | None, list[str]]:
+def find_rollback(folder: "RunFolder") -> tuple[FoundCheckpoint | None, list[str]]:
     """
     Find the checkpoint that the folder's owner rolls back to, as `newest_checkpoint` returns it (rank 0).
     Newer checkpoints, which are damaged, are renamed as on a resume.
@@ -92,10 +95,10 @@ def find_rollback(out_dir: str, owner: str) -> tuple[FoundCheckpoint | None, lis
     Raises:
         ValueError: a different run has claimed the folder.
     """
-    check_owner(Path(out_dir), owner)
-    found, reports = newest_checkpoint(out_dir)
+    check_owner(folder.path, folder.owner)
+    found, reports = newest_checkpoint(str(folder.path))
     if found:
-        continue_from(out_dir, found)
+        continue_from(str(folder.path), found)
     return found, reports
 
 
@@ -146,7 +149,31 @@ def enter_folder(out_dir: str, found: FoundCheckpoint | None, launch: Launch) ->
     return owner
 
 
-def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run. Without an owner, as with eval_only, nothing is written to the folder."""
+
+    path: Path
+    owner: str = ""
+    launch: Launch = Launch()
+
+
+def claim_folder(out_dir: str, found: FoundCheckpoint | None, ranks: Ranks, is_written: bool) -> RunFolder:
+    """
+    Claim the run's folder, which `enter_folder` prepares (all ranks; rank 0 claims the folder). Exits with a
+    message if this is not possible.
+
+    Args:
+        is_written: False: the run writes nothing, and the folder stays as it is.
+    """
+    owner = ""
+    with exit_together():
+        if ranks.is_main and is_written:
+            owner = enter_folder(out_dir, found, ranks.launch)
+    return RunFolder(Path(out_dir), broadcast(owner), ranks.launch)
+
+
+def mark_preempted(folder: RunFolder, step: int, reason: str) -> None:
     """
     Write the file that says that the run was stopped on request before its end; the next start removes it.
 
@@ -154,8 +181,8 @@ def mark_preempted(out_dir: str, owner: str, step: int, reason: str) -> None:
         ValueError: a different run has claimed the folder. A file here would put that run back into the
             queue.
     """
-    check_owner(Path(out_dir), owner)
-    (Path(out_dir) / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")
+    check_owner(folder.path, folder.owner)
+    (folder.path / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")
 
 
 def continue_from(out_dir: str, found: FoundCheckpoint) -> None:

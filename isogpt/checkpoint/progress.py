@@ -28,6 +28,16 @@ class Progress:
     wandb_id: str | None = None
     shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
 
+    def begin(self, measures: dict, source: OpenCheckpoint | None) -> list[str]:
+        """
+        Begin a run, or continue a checkpoint's; returns a sentence about each thing that is not continued.
+
+        Args:
+            measures: what the run's validation losses depend on, see measures.what_is_measured.
+        """
+        self.measures = measures
+        return self.load(source) if source else []
+
     def load(self, source: OpenCheckpoint) -> list[str]:
         """Continue a checkpoint's run; returns a sentence about each thing that is not continued."""
         run, notes = source.run, []

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from isogpt.checkpoint.commit import commit_checkpoint
+from isogpt.checkpoint.folder import RunFolder
 from isogpt.checkpoint.forks import MODEL_ARGS, some_of
 from isogpt.checkpoint.manifest import make_manifest, step_folder
 from isogpt.checkpoint.owner import check_owner, claim_again, is_owned, try_to_write, unfinished_folder
@@ -24,11 +25,11 @@ from isogpt.checkpoint.source import names_of_not_finite
 from isogpt.common.files import reason_of
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.device import synchronize
-from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import rank_names
 from isogpt.launch.together import exit_together, gather_objects, is_main, restarts_left, wait_together
 from isogpt.parallel.local_parts import copy_to_cpu
-from isogpt.parallel.mesh import AXES, Mesh
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.slow_network import SlowNetwork, keeps_errors
 from isogpt.training import optim
 
@@ -39,20 +40,16 @@ class Saver:
     Write one checkpoint at a time, in the background. Older checkpoints are deleted only when a new
     checkpoint is complete.
 
-    All ranks create the Saver together. `owner` is what folder.enter_folder returned, known before the first
-    checkpoint.
+    All ranks create the Saver together.
     """
 
-    out_dir: str
+    run_folder: RunFolder
     keep_last: int
+    plan: Plan
     mesh: Mesh
-    zero: int
-    model_args: dict
-    config: dict
+    slow_network: SlowNetwork
+    config: dict  # recorded in each checkpoint
     vocabulary: Vocabulary | None = None  # what the token ids mean
-    slow_network: SlowNetwork | None = None  # known before the first checkpoint, like owner
-    owner: str = ""
-    launch: Launch | None = None  # known like owner
     pending: Future | None = None
     # step of the last checkpoint that was written or restored, whose state need not be saved again
     step: int = 0
@@ -66,9 +63,8 @@ class Saver:
 
     def __post_init__(self) -> None:
         # whether ranks hold different parts of the state
-        self.world_size = self.mesh.size(*AXES)
-        has_errors = keeps_errors(self.config["grad_compression"]) and self.world_size > 1
-        self.is_sharded = self.zero > 0 or self.mesh.splits_model or self.mesh.islands > 1 or has_errors
+        has_errors = keeps_errors(self.plan.grad_compression) and self.plan.world_size > 1
+        self.is_sharded = self.plan.zero > 0 or self.mesh.splits_model or self.mesh.islands > 1 or has_errors
         # shards are written from a thread, which needs a separate group with a CPU backend
         if self.is_sharded:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.mesh.timeout_s))
@@ -77,17 +73,17 @@ class Saver:
 
     def check_folder(self, hosts: tuple[str, ...]) -> None:
         """
-        Check that every rank's out_dir is the folder that `owner`, which is known now, has claimed, and that
-        every rank that writes checkpoints can write there (all ranks). Exits with a message if a checkpoint
-        would be incomplete.
+        Check that every rank's out_dir is the folder that this run has claimed, and that every rank that
+        writes checkpoints can write there (all ranks). Exits with a message if a checkpoint would be
+        incomplete.
 
         If rank 0 writes everything, rank 0 may use a folder that other ranks do not see until a checkpoint is
         read.
         """
-        if not self.owner or not self.config["save_checkpoint"]:
+        if not self.run_folder.owner or not self.config["save_checkpoint"]:
             return
-        out = Path(self.out_dir).absolute()
-        is_seen = is_owned(out, self.owner, patience_s=min(5.0, self.mesh.timeout_s / 2))
+        out = self.run_folder.path.absolute()
+        is_seen = is_owned(out, self.run_folder.owner, patience_s=min(5.0, self.mesh.timeout_s / 2))
         seen, names = gather_objects((is_seen, str(out))), rank_names(hosts)
         blind = [f"{names[r]} looks in {folder}" for r, (is_seen, folder) in enumerate(seen) if not is_seen]
         others = "; ".join(blind[:4]) + (f"; and {len(blind) - 4} more" if len(blind) > 4 else "")
@@ -116,9 +112,9 @@ class Saver:
             )
         if not self.is_sharded:
             return
-        problems = gather_objects(try_to_write(out, self.owner, self.mesh.rank))
+        problems = gather_objects(try_to_write(out, self.run_folder.owner, self.mesh.rank))
         if is_main():
-            shutil.rmtree(unfinished_folder(out, self.owner, 0), ignore_errors=True)
+            shutil.rmtree(unfinished_folder(out, self.run_folder.owner, 0), ignore_errors=True)
         with exit_together():
             if problems[self.mesh.rank]:
                 raise ValueError(problems[self.mesh.rank])
@@ -151,32 +147,29 @@ class Saver:
             )
         if not is_main():
             return ""
-        check_owner(Path(self.out_dir), self.owner)
-        return claim_again(Path(self.out_dir), self.owner, self.launch)
+        check_owner(self.run_folder.path, self.run_folder.owner)
+        return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
 
     def start(
-        self,
-        copied: dict,
-        progress: Progress,
-        scaler: torch.amp.GradScaler,
-        dtype: str,
-        val_loss: float | None,
+        self, copied: dict, progress: Progress, scaler: torch.amp.GradScaler, val_loss: float | None
     ) -> None:
         """Start to write the state that `copy` returned (all ranks; without shards, only rank 0 writes)."""
         # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
-        shutil.rmtree(unfinished_folder(Path(self.out_dir), self.owner, self.step), ignore_errors=True)
+        shutil.rmtree(
+            unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step), ignore_errors=True
+        )
         self.step, self.problem = progress.step, ""
-        extra = {"dtype": dtype, "scaler": scaler.state_dict(), **progress.describe()}
+        extra = {"dtype": self.plan.dtype, "scaler": scaler.state_dict(), **progress.describe()}
         extra["vocabulary"] = self.vocabulary.describe() if self.vocabulary else None
         run = {
-            "model_args": self.model_args,
+            "model_args": self.plan.model_args,
             "iter_num": progress.step,
             "best_val_loss": progress.best_val_loss,
         }
         run |= {"config": self.config, "isogpt": extra}
-        self.folder = step_folder(Path(self.out_dir), self.step)
-        unfinished = unfinished_folder(Path(self.out_dir), self.owner, self.step)
-        manifest = make_manifest(run, self.world_size, self.zero, val_loss)
+        self.folder = step_folder(self.run_folder.path, self.step)
+        unfinished = unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
+        manifest = make_manifest(run, self.plan.world_size, self.plan.zero, val_loss)
         if self.is_sharded:
             from isogpt.checkpoint import sharded_files
 
@@ -202,7 +195,7 @@ class Saver:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)  # makes room on a full disk
             raise
-        commit_checkpoint(unfinished, manifest, self.keep_last, self.owner)
+        commit_checkpoint(unfinished, manifest, self.keep_last, self.run_folder.owner)
         self.seconds = time.perf_counter() - began
 
     def poll(self) -> "Saver | None":

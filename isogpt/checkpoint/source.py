@@ -1,28 +1,15 @@
-"""Open the checkpoint that a run starts from, and check that it fits the model."""
+"""Open a checkpoint, and check that it fits the model."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.forks import nanogpt_args, some_of, without_wrappers
-from isogpt.checkpoint.manifest import steps_in
-from isogpt.checkpoint.search import FoundCheckpoint, check_same, share_found
+from isogpt.checkpoint.search import FoundCheckpoint, check_same
 from isogpt.launch.device import synchronize
-from isogpt.launch.process_group import Ranks, rank_names
-from isogpt.launch.together import (
-    broadcast,
-    do_together,
-    exit_together,
-    gather_objects,
-    is_main,
-    wait_together,
-)
 from isogpt.parallel.local_parts import copy_to_cpu, local
 from isogpt.training import optim
 
@@ -54,58 +41,6 @@ class OpenCheckpoint:
         if self.run["isogpt"] or not self.optimizer:  # only this program writes isogpt
             return []
         return sorted({key for moments in self.optimizer.values() for key in moments} - ADAMW_STATE)
-
-
-def find_start(
-    init_from: str, out_dir: str, resume_step: int, ranks: Ranks
-) -> tuple[OpenCheckpoint | None, bool]:
-    """
-    Find and open the checkpoint that `init_from` asks for (all ranks; rank 0 looks). Exits with a message if
-    a checkpoint is needed and there is none.
-
-    Returns:
-        (the checkpoint or None, whether the run resumes from it or only starts with its weights)
-    """
-    found, is_resume, steps_seen = None, False, gather_objects(steps_in(out_dir))
-    look = partial(look_for_start, init_from, out_dir, resume_step, ranks.launch)
-    future = ThreadPoolExecutor(1).submit(look) if is_main() else None
-    wait_together(future)  # verifying a large checkpoint can take longer than the collectives' timeout
-    with exit_together():
-        if future:
-            found, is_resume, reports = future.result()
-            for report in reports:
-                print(f"warning: {report}", flush=True)
-            if is_resume or init_from.split(":")[0] == "auto":
-                check_views(out_dir, found.step if found else -1, steps_seen, rank_names(ranks.hosts))
-    is_resume = broadcast(is_resume)
-    found = share_found(found, out_dir if is_resume else init_from.removeprefix("auto:"))
-    if not found:
-        return None, is_resume
-    return do_together(partial(open_checkpoint, found)), is_resume  # may verify a copy, which takes long
-
-
-def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: list[str]) -> None:
-    """
-    Check that no rank sees a newer checkpoint than rank 0 has chosen, unless rank 0 also sees it.
-
-    Args:
-        step: the checkpoint's step; -1: rank 0 has found none.
-        steps_seen: the steps of the checkpoints in each rank's out_dir.
-
-    Raises:
-        ValueError: a rank sees a newer checkpoint: out_dir is not one folder.
-    """
-    newer = [[s for s in steps if s > step and s not in steps_seen[0]] for steps in steps_seen]
-    found = [f"{name} sees step {', '.join(map(str, s))}" for name, s in zip(names, newer, strict=True) if s]
-    if found:
-        own = f"step {step} is the newest one" if step >= 0 else "there is none"
-        raise ValueError(
-            f"{'; '.join(found)} in out_dir {out_dir}, but on {names[0]} {own}: the ranks' out_dir is not "
-            "the same "
-            "folder. Set --out_dir= to a folder on a file system that all machines share, or copy the "
-            "checkpoint "
-            f"to the machine of {names[0]}"
-        )
 
 
 def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:

@@ -16,6 +16,7 @@ from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, TRAIN
 from isogpt.data.dataset import DataError, Dataset, check_ids, release_pages
 from isogpt.data.windows import random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, Share, share_of
 
 Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size)
@@ -43,14 +44,21 @@ class Reader:
     data: Dataset
     order: str  # random or shuffle
     seed: int
-    block_size: int
-    sequences: int  # sequences per step, over all ranks
+    plan: Plan
     mesh: Mesh
-    micro_batch: int
-    vocab_size: int  # the model's number of ids
     device: torch.device
-    weights: tuple[float, ...] = ()  # weights of the data ranks' shares; (): equal
+    speeds: tuple[float, ...] = ()  # of the data ranks, whose shares are in proportion; (): equal
     shift: int = 0  # see shuffled_windows
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a sequence."""
+        return self.plan.model_args["block_size"]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step, over all ranks."""
+        return self.plan.sequences
 
     @property
     def share(self) -> Share:
@@ -61,12 +69,12 @@ class Reader:
         """A rank's share of a step."""
         data_rank = self.mesh.data_rank_of(rank)
         return share_of(
-            self.sequences,
+            self.plan.sequences,
             data_rank,
             self.mesh.data_size,
-            self.micro_batch,
+            self.plan.micro_batch,
             self.mesh.pp,
-            self.weights,
+            self.speeds,
             self.mesh.islands,
         )
 
@@ -102,7 +110,7 @@ class Reader:
         tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
         starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
         share = share_of(
-            sequences, self.mesh.data_rank, self.mesh.data_size, self.micro_batch, weights=self.weights
+            sequences, self.mesh.data_rank, self.mesh.data_size, self.plan.micro_batch, speeds=self.speeds
         )
         count_read = 0
         try:
@@ -141,7 +149,7 @@ class Reader:
             if path.exists() and path.stat().st_size < end_of_file:
                 raise DataError(f"{path} has been truncated since the start of the run")
             x, y = read_rows(tokens, share.pick(starts_of(step), micro_step), self.block_size, positions)
-            check_ids(max(int(x.max()), int(y.max())), self.vocab_size, path, int(x.min()))
+            check_ids(max(int(x.max()), int(y.max())), self.plan.model_args["vocab_size"], path, int(x.min()))
             release_pages(tokens)
             # copies to a GPU from memory that is not pinned block the CPU
             return (x.pin_memory(), y.pin_memory()) if is_pinned else (x, y)

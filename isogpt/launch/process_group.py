@@ -203,6 +203,15 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     return Ranks(rank, world_size, chosen, group_backend, store, start, hosts, used, launch, local_sizes)
 
 
+def join_process_group(ranks: Ranks, timeout_s: float, shards: bool) -> None:
+    """
+    Create the process group if a launcher started this process, or if `shards`: ZeRO needs a group even for a
+    single process (all ranks).
+    """
+    if ranks.store or shards:
+        dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
+
+
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
     """
     Connect to the store at MASTER_ADDR and MASTER_PORT, which this process serves if `serves`.

@@ -21,7 +21,6 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
-from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common import console
 from isogpt.common.files import read_records, write_whole
 from isogpt.data.dataset import Dataset
@@ -35,6 +34,7 @@ from isogpt.monitor.records import as_json, duration, routing_record, step_line,
 from isogpt.monitor.signals import Stop
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.compilation import compile_report
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import spell_shares
 from isogpt.speed.bytes_sent import BytesSent
 from isogpt.speed.usage import utilization
@@ -168,20 +168,17 @@ class Logger:
         self,
         config: dict,
         data: Dataset,
-        model_args: dict,
+        plan: Plan,
         parameter_count: int,
-        source: OpenCheckpoint | None,
-        dtype: str,
-        zero: int,
+        origin: str,
         compile_note: str,
         reader: Reader,
         schedule: Schedule,
     ) -> None:
         """Print what the run is about to do."""
         r, tokens, share, mesh = self.ranks, self.progress.tokens_per_step, reader.share, reader.mesh
-        length, vocab_size = model_args["block_size"], model_args["vocab_size"]
-        origin = f"{source.found.path}, step {source.found.step}" if source else config["init_from"]
-        sharding = f", zero {zero}" if zero else ""
+        length, vocab_size = plan.model_args["block_size"], plan.model_args["vocab_size"]
+        sharding = f", zero {plan.zero}" if plan.zero else ""
         padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
         rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else share.rows_of[:1]))
         peak = (
@@ -192,11 +189,11 @@ class Logger:
         self.print(
             f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {vocab_size}"
         )
-        unused = GPTConfig(**model_args).unused_count
+        unused = GPTConfig(**plan.model_args).unused_count
         active = f", {(parameter_count - unused) / 1e6:.2f}M for each token" if unused else ""
         self.print(f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}")
         self.print(
-            f"ranks:   {r.topology()} on {r.device.type}, {r.network}, {dtype}{sharding}; {compile_note}"
+            f"ranks:   {r.topology()} on {r.device.type}, {r.network}, {plan.dtype}{sharding}; {compile_note}"
         )
         if mesh.splits_model or mesh.cp > 1:
             named = {"pp": mesh.pp, "dp": mesh.data_size, "cp": mesh.cp, "tp": mesh.tp}
@@ -212,7 +209,7 @@ class Logger:
         if config["islands"] == 0 and mesh.islands == 1:
             self.print("islands: none, since all processes are on one machine")
         if (kind := config["grad_compression"]) != "none":
-            use = f"sent as {kind}" if mesh.replicas(zero) > 1 else "not sent, there is only one replica"
+            use = f"sent as {kind}" if mesh.replicas(plan.zero) > 1 else "not sent, there is only one replica"
             self.print(f"network: gradients are {use}")
         self.print(
             f"step:    {share.sequences} sequences x {length} = {tokens:,} tokens, on each rank "
@@ -220,7 +217,7 @@ class Logger:
         )
         if config["shares"] == "auto":
             self.print(
-                f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.weights)}"
+                f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}"
             )
         if config["lr_scaling"] != "none":
             warmup = f"warm-up of {schedule.warmup_iters} steps" if config["decay_lr"] else "no warm-up"
@@ -230,9 +227,9 @@ class Logger:
                 f"base_batch {config['base_batch']}), {warmup}"
             )
         self.print(f"peak:    {peak}")
-        if reader.micro_batch < config["batch_size"]:
+        if plan.micro_batch < plan.batch_size:
             self.print(
-                f"memory:  micro-batches of {reader.micro_batch} instead of {config['batch_size']}, "
+                f"memory:  micro-batches of {plan.micro_batch} instead of {plan.batch_size}, "
                 "since a previous attempt ran out of memory"
             )
         if threads.NOTE:

@@ -75,7 +75,7 @@ class NanPolicy:
         if action == "stop":
             with exit_together(logger.failed):
                 if is_main():
-                    raise ValueError(f"{text}; {self.advice(is_run(saver.out_dir))}")
+                    raise ValueError(f"{text}; {self.advice(is_run(saver.run_folder.path))}")
         return self.find_rollback(text, saver, logger)
 
     def find_rollback(self, text: str, saver: Saver, logger: Logger) -> FoundCheckpoint:
@@ -90,7 +90,7 @@ class NanPolicy:
             if is_main() and not found:
                 advice = "start again with a lower --learning_rate"
                 raise ValueError(f"{text}; there is no valid checkpoint to roll back to: {advice}")
-        return share_found(found, saver.out_dir)
+        return share_found(found, str(saver.run_folder.path))
 
     def rolled_back(self, progress: Progress, logger: Logger) -> None:
         """Exclude the consecutive steps after progress was rewound to a checkpoint (all ranks)."""
@@ -112,7 +112,7 @@ class NanPolicy:
 
 def look_for_rollback(saver: Saver) -> tuple[FoundCheckpoint | None, list[str]]:
     """Return what folder.find_rollback returns, on rank 0; nothing on the other ranks."""
-    return folder.find_rollback(saver.out_dir, saver.owner) if is_main() else (None, [])
+    return folder.find_rollback(saver.run_folder) if is_main() else (None, [])
 
 
 def describe_not_finite(

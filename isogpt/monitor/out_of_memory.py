@@ -1,17 +1,19 @@
 """Out of memory: explain why, and continue with smaller micro-batches at the next start."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from isogpt.common import console
-from isogpt.common.files import record, recorded
+from isogpt.common.files import record
 from isogpt.data.dataset import DataError
 from isogpt.data.reader import Reader
 from isogpt.launch.process_group import rank_names
 from isogpt.monitor.watchdog import Watchdog, cause_of, explain_failure, install, line_of
 from isogpt.speed.memory import OUT_OF_MEMORY, memory_report
+from isogpt.speed.run_plan import MICRO_BATCH
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -23,7 +25,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(has_said_so)
 
 
-def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader, cost: dict) -> None:
+def explain_crashes(watchdog: Watchdog, out_dir: str, reader: Reader) -> None:
     """
     Install an excepthook that prints a message instead of a traceback if it can explain the exception. It
     replaces the hook of Watchdog.start, which explains lost ranks, as soon as it is known what takes memory.
@@ -34,9 +36,7 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
     so that the same command, repeated or restarted by torchrun --max-restarts, continues.
 
     Args:
-        job: what the recorded micro-batch size applies to.
-        reader: contains the rows of each rank.
-        cost: the arguments of memory.memory_report.
+        reader: contains the plan, and the rows of each rank.
     """
     first_step, rank = watchdog.progress.step, watchdog.ranks.rank
 
@@ -58,27 +58,17 @@ def explain_crashes(watchdog: Watchdog, out_dir: str, job: dict, reader: Reader,
         source = f"{name}: " if watchdog.ranks.world_size > 1 else ""
         problem, hint = f"error: {source}out of memory {cause}: {line_of(error)}", ""
         if watchdog.progress.step < first_step + 3 and most > 1 and not is_allocating:
-            record(Path(out_dir) / MICRO_BATCH, job, most // 2)
+            record(Path(out_dir) / MICRO_BATCH, reader.plan.job(), most // 2)
             hint = (
                 f"\nthe next start in {out_dir} uses micro-batches of {most // 2} (same global batch, same "
                 "curve): "
                 "torchrun --max-restarts does so by itself, otherwise repeat the command"
             )
-        print(f"{problem}\n{memory_report(cost | {'rows': rows})}{hint}", file=sys.stderr, flush=True)
+        print(
+            f"{problem}\n{memory_report(replace(reader.plan, micro_batch=rows))}{hint}",
+            file=sys.stderr,
+            flush=True,
+        )
         watchdog.logger.failed(problem)
 
     install(watchdog, explain)
-
-
-MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
-
-
-def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:
-    """
-    Return the micro-batch size to use: batch_size, or a smaller size that an attempt at the same job (see
-    memory.job_of) recorded when it ran out of memory. The global batch and thus the loss curve stay the same.
-    The rank that ran out of memory may be on a different machine: all ranks look, and the smallest size is
-    used.
-    """
-    rows = recorded(Path(out_dir) / MICRO_BATCH, job)
-    return min(batch_size, rows) if isinstance(rows, int) else batch_size

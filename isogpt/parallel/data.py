@@ -13,43 +13,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from isogpt.launch.process_group import check_debug_level
+from isogpt.launch.together import exit_together
 from isogpt.nn.experts import MoE
 from isogpt.parallel.local_parts import is_sharded
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 
 
-def shard(  # noqa: PLR0913  (train.py's settings)
-    model: nn.Module,
-    mesh: Mesh,
-    device: torch.device,
-    zero: int,
-    dtype: torch.dtype,
-    cpu_offload: bool,
-    prefetch: int,
-    pp_schedule: str,
-    reduces_replicas: bool = True,
-) -> None:
+def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> None:
     """
     Shard a model for ZeRO-2 or 3 with FSDP2's fully_shard, in place. Each block is a unit that is gathered
     when it is needed; embeddings, the tied head and the last norm form the root unit. With zero 2 the
     gathered parameters stay until the backward pass is done. The same holds in a pipeline whose schedule
-    delays gradients of weights.
-
-    Args:
-        dtype: the blocks compute in this dtype; weights and the reduction of gradients are float32.
-        cpu_offload: keep parameters and optimizer state in CPU memory.
-        prefetch: how many blocks ahead are gathered.
-        reduces_replicas: whether fully_shard also averages gradients over dp_replicate.
+    delays gradients of weights. Blocks compute in the plan's dtype; weights and the reduction of gradients
+    are float32. With grad_compression, fully_shard does not average gradients over dp_replicate.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    policy = MixedPrecisionPolicy()
+    if plan.torch_dtype != torch.float32:
+        policy = MixedPrecisionPolicy(plan.torch_dtype, torch.float32)
     # pipeline stages receive float32 numbers of the routers, which must not be cast
     root_policy = replace(policy, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
+    reduces_replicas = plan.grad_compression == "none"
     settings = dict(mesh=mesh.fsdp_mesh(reduces_replicas, "dp_shard", "ep", "cp"), offload_policy=offload)
-    blocks, delays_weights = list(model.transformer.h), mesh.pp > 1 and pp_schedule in ("zero_bubble", "zbv")
-    reshards = zero == 3 and not delays_weights
+    blocks, prefetch = list(model.transformer.h), plan.fsdp_prefetch
+    delays_weights = mesh.pp > 1 and plan.pp_schedule in ("zero_bubble", "zbv")
+    reshards = plan.zero == 3 and not delays_weights
     for block in blocks:
         if isinstance(block.mlp, MoE):
             # routers compute in float32
@@ -74,8 +66,11 @@ def shard(  # noqa: PLR0913  (train.py's settings)
 def replicate(model: nn.Module, bucket_mb: float, group: dist.ProcessGroup) -> DistributedDataParallel:
     """
     Wrap a model with DistributedDataParallel over a group (all its ranks). Gradients are reduced in buckets
-    of bucket_mb MiB. They are views of the buckets: there are no copies.
+    of bucket_mb MiB. They are views of the buckets: there are no copies. Exits with a message if PyTorch
+    would crash.
     """
+    with exit_together():
+        check_debug_level()
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, process_group=group
     )

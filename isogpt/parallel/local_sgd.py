@@ -18,6 +18,7 @@ from isogpt.parallel.compression import mean_over
 from isogpt.parallel.data import in_buckets, reshard, views_of
 from isogpt.parallel.local_parts import LocalPart, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 
 
 @dataclass
@@ -30,18 +31,14 @@ class Islands:
     island keeps the moments of its inner optimizer. Learning rate 1 without momentum is Local SGD (Stich
     2018, arXiv:1805.09767).
 
-    With several `parts`, each part of the model is averaged at a different one of the local_steps (Douillard
-    et al. 2025, arXiv:2501.18512). The average is computed in the background, until the next part is due;
-    what an island learns in the meantime is kept.
+    With several outer_parts, each part of the model is averaged at a different one of the local_steps
+    (Douillard et al. 2025, arXiv:2501.18512). The average is computed in the background, until the
+    next part is due; what an island learns in the meantime is kept.
     """
 
     model: nn.Module
     mesh: Mesh
-    local_steps: int
-    outer_lr: float
-    outer_momentum: float
-    compression: str  # how changes of the weights are sent: none, fp16 or int8
-    parts: int
+    plan: Plan
     group: dist.ProcessGroup = field(init=False)
     names: list[list[str]] = field(init=False)  # names of the parameters in each part
     weights: dict[str, Tensor] = field(init=False)  # weights after the last outer step, equal on all islands
@@ -64,9 +61,9 @@ class Islands:
         self.group = self.mesh.limit(group)
         self.params = dict(self.model.named_parameters())
         total, before = sum(p.numel() for p in self.params.values()), 0
-        self.names = [[] for _ in range(self.parts)]
+        self.names = [[] for _ in range(self.plan.outer_parts)]
         for name, p in self.params.items():
-            self.names[before * self.parts // total].append(name)
+            self.names[before * self.plan.outer_parts // total].append(name)
             before += p.numel()
 
     def restart(self, step: int, saved: Collection[str] = (), averaged_at: int | None = None) -> None:
@@ -91,9 +88,12 @@ class Islands:
         Return the parts whose averaging starts after a step that was taken. These are the parts that are due
         after this step, or after earlier steps that were skipped.
         """
-        first = max(self.averaged_at, step - self.local_steps) + 1
-        passed = {(s + 1) % self.local_steps for s in range(first, step + 1)}
-        turns = [(part + 1) * self.local_steps // self.parts % self.local_steps for part in range(self.parts)]
+        first = max(self.averaged_at, step - self.plan.local_steps) + 1
+        passed = {(s + 1) % self.plan.local_steps for s in range(first, step + 1)}
+        turns = [
+            (part + 1) * self.plan.local_steps // self.plan.outer_parts % self.plan.local_steps
+            for part in range(self.plan.outer_parts)
+        ]
         return [part for part, turn in enumerate(turns) if turn in passed]
 
     def after_step(self, step: int) -> None:
@@ -105,7 +105,7 @@ class Islands:
         self.averaged_at = step
         self.sent = {name: self.params[name].detach().clone() for part in due for name in self.names[part]}
         self.start()
-        if self.parts == 1:
+        if self.plan.outer_parts == 1:
             self.finish()
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class Islands:
                 ready.wait()
             for bucket in in_buckets(changes):
                 flat = torch.cat([change.flatten() for change in bucket])
-                mean = mean_over(flat, self.compression, self.group, generator)
+                mean = mean_over(flat, self.plan.outer_compression, self.group, generator)
                 torch._foreach_copy_(bucket, views_of(mean, bucket))
             done = torch.cuda.current_stream().record_event() if ready else None
         return changes, done
@@ -151,8 +151,8 @@ class Islands:
             torch.cuda.current_stream().wait_event(done)  # the GPU waits, not the host
         for (name, sent), change in zip(self.sent.items(), changes, strict=True):
             weight, p = local(self.weights[name]), local(self.params[name])
-            momentum = local(self.momentum[name]).mul_(self.outer_momentum).add_(change)
-            weight.sub_(change.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+            momentum = local(self.momentum[name]).mul_(self.plan.outer_momentum).add_(change)
+            weight.sub_(change.add_(momentum, alpha=self.plan.outer_momentum), alpha=self.plan.outer_lr)
             p.sub_(local(sent)).add_(weight)  # adds what the island has learned since
         self.sent = {}
 

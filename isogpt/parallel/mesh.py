@@ -13,6 +13,7 @@ from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, get_backend_config
 
 from isogpt.launch.device import collectives_timeout
+from isogpt.parallel.plan import Plan
 
 # HSDP with further axes needs a slice of a flattened mesh dimension: torch 2.13 offers no other way
 warnings.filterwarnings("ignore", message="Slicing a flattened dim")
@@ -158,18 +159,17 @@ class Mesh:
         return self.devices["dp_replicate", shards.mesh_dim_names[0]]
 
 
-def make_mesh(rank: int, world_size: int, config: dict, zero: int) -> Mesh:
+def make_mesh(rank: int, plan: Plan, timeout_s: float = 600.0) -> Mesh:
     """
-    Make the mesh for a ZeRO stage and the settings islands, pp, dp_replicate, ep, cp and tp. The ranks that
-    pp, cp and tp leave divide the batch. Within an island, ZeRO stages 0 and 1 replicate the parameters over
-    these ranks, stages 2 and 3 shard them; ep divides experts.
+    Make the mesh of a plan, for one of its ranks. The ranks that pp, cp and tp leave divide the batch. Within
+    an island, ZeRO stages 0 and 1 replicate the parameters over these ranks, stages 2 and 3 shard them; ep
+    divides experts.
     """
-    islands, pp, ep, cp, tp, replicas = (
-        config[n] for n in ("islands", "pp", "ep", "cp", "tp", "dp_replicate")
-    )
-    left = world_size // (islands * pp * ep * cp * tp)
-    replicate, shard = (replicas, left // replicas) if zero >= 2 else (left, 1)
-    return Mesh(rank, islands, pp, replicate, shard, ep, cp, tp, config["dist_timeout_s"])
+    left = plan.world_size // (plan.islands * plan.pp * plan.ep * plan.cp * plan.tp)
+    replicate, shard = left, 1
+    if plan.zero >= 2:
+        replicate, shard = plan.dp_replicate, left // plan.dp_replicate
+    return Mesh(rank, plan.islands, plan.pp, replicate, shard, plan.ep, plan.cp, plan.tp, timeout_s)
 
 
 def stages_per_rank(pp_schedule: str) -> int:

@@ -14,45 +14,30 @@ from isogpt.parallel.data import fsdp_units, shard
 from isogpt.parallel.local_parts import Splits, copy_to_cpu, local_parts_by_name, splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.pipeline import Pipeline
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute
 
 
-def parallelize(
-    model: nn.Module, mesh: Mesh, device: torch.device, zero: int, dtype: torch.dtype, config: dict
-) -> str:
+def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> str:
     """
     Distribute a model on the meta device, in place, and allocate this rank's part of it (all ranks). The
     order of the steps matters: each step applies to the result of the step before.
 
-    Args:
-        dtype: see `shard`.
-        config: train.py's settings.
-
     Returns:
         A sentence for the user about torch.compile.
     """
-    splits = split_model(model, mesh, config["pp_schedule"])
+    splits = split_model(model, mesh, plan.pp_schedule)
     if mesh.cp > 1:
         from isogpt.parallel.context import parallelize_context
 
         parallelize_context(model, mesh, device)
-    recompute(model, config["activation_checkpointing"])
-    by_block, note = zero >= 2 or mesh.splits_model, "compile: off"
-    if config["compile"]:
-        note = compile_model(model, device, by_block, config["cuda_graphs"])
-    if zero >= 2:
-        shard(
-            model,
-            mesh,
-            device,
-            zero,
-            dtype,
-            config["cpu_offload"],
-            config["fsdp_prefetch"],
-            config["pp_schedule"],
-            reduces_replicas=config["grad_compression"] == "none",
-        )
-    materialize(model, torch.device("cpu") if config["cpu_offload"] else device, splits)
+    recompute(model, plan.activation_checkpointing)
+    by_block, note = plan.zero >= 2 or mesh.splits_model, "compile: off"
+    if plan.compile:
+        note = compile_model(model, device, by_block, plan.cuda_graphs)
+    if plan.zero >= 2:
+        shard(model, mesh, device, plan)
+    materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)
     model.reset_routing(device)
     return note
 
@@ -80,21 +65,17 @@ def split_model(
 
 
 def make_pipeline(
-    model: nn.Module,
-    mesh: Mesh,
-    pp_schedule: str,
-    zero: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    splits_sequence: bool = True,
+    model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan, splits_sequence: bool = True
 ) -> "Pipeline | None":
     """Make the pipeline of a model from `split_model`, whose forward uses it from now on; None if pp is 1."""
     if mesh.pp == 1:
         return None
     from isogpt.parallel.pipeline import Pipeline
 
-    dtype = torch.float32 if zero < 2 else dtype  # autocast leaves the residual stream in float32
-    return Pipeline(model, mesh, pp_schedule, dtype, device, mesh.tp if splits_sequence else 1)
+    dtype = (
+        torch.float32 if plan.zero < 2 else plan.torch_dtype
+    )  # autocast leaves the residual stream in float32
+    return Pipeline(model, mesh, plan.pp_schedule, dtype, device, mesh.tp if splits_sequence else 1)
 
 
 def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits] | None = None) -> None:

@@ -67,21 +67,21 @@ def share_of(
     data_size: int,
     batch_size: int,
     pp: int = 1,
-    weights: tuple[float, ...] = (),
+    speeds: tuple[float, ...] = (),
     islands: int = 1,
 ) -> Share:
     """
     Return one rank's share: the same number of micro-steps and rows on every rank. There are as few
     micro-steps as batch_size allows, and then as few rows as possible. 48 sequences on 7 ranks at batch_size
     12 are one micro-step of 7 rows, one of which is padding. With a pipeline of `pp` ranks, the number of
-    micro-steps is a multiple of pp. With `weights` of the data ranks that differ, rows are in proportion to
-    the weights: see `divide_rows`.
+    micro-steps is a multiple of pp. With `speeds` of the data ranks that differ, rows are in proportion to
+    the speeds: see `divide_rows`.
 
     The sequences of an island depend on the batch, the number of islands and the sums of their ranks'
-    weights. So neither batch_size nor the number of ranks in an island changes what the island learns.
+    speeds. So neither batch_size nor the number of ranks in an island changes what the island learns.
     """
-    if len(set(weights)) > 1:
-        return weighted_share(sequences, data_rank, batch_size, weights, islands)
+    if len(set(speeds)) > 1:
+        return uneven_share(sequences, data_rank, batch_size, speeds, islands)
     most = -(-sequences // data_size)
     micro_steps = -(-most // batch_size)
     micro_steps = -(-micro_steps // pp) * pp
@@ -90,14 +90,14 @@ def share_of(
     return Share(sequences, data_rank, micro_steps, (-(-most // micro_steps),) * data_size, counts)
 
 
-def weighted_share(
-    sequences: int, data_rank: int, batch_size: int, weights: tuple[float, ...], islands: int
+def uneven_share(
+    sequences: int, data_rank: int, batch_size: int, speeds: tuple[float, ...], islands: int
 ) -> Share:
     """
-    `share_of` for weights that differ. All islands run as many micro-steps as the island that needs most.
+    `share_of` for speeds that differ. All islands run as many micro-steps as the island that needs most.
     """
-    size = len(weights) // islands
-    by_island = [weights[i * size : (i + 1) * size] for i in range(islands)]
+    size = len(speeds) // islands
+    by_island = [speeds[i * size : (i + 1) * size] for i in range(islands)]
     counts = (sequences,)
     if islands > 1:
         _, counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)
@@ -108,28 +108,28 @@ def weighted_share(
 
 @lru_cache
 def divide_rows(
-    sequences: int, weights: tuple[float, ...], batch_size: int, least: int = 1
+    sequences: int, speeds: tuple[float, ...], batch_size: int, least: int = 1
 ) -> tuple[int, tuple[int, ...]]:
     """
     Return the fewest micro-steps for which no rank runs more than batch_size rows, and the rows of each rank.
-    There are at least `least` micro-steps, and at least 1 row on each rank, in proportion to the weights. A
-    micro-step takes as long as the largest rows / weight: each row goes to the rank for which that becomes
-    the smallest. 48 sequences for weights 2, 1 at batch_size 12 are 3 micro-steps of 11 and 5 rows.
+    There are at least `least` micro-steps, and at least 1 row on each rank, in proportion to the speeds. A
+    micro-step takes as long as the largest rows / speed: each row goes to the rank for which that becomes
+    the smallest. 48 sequences for speeds 2, 1 at batch_size 12 are 3 micro-steps of 11 and 5 rows.
     """
-    for micro_steps in count(max(least, -(-sequences // (batch_size * len(weights))))):
-        rows, times = [1] * len(weights), [(2 / weight, rank) for rank, weight in enumerate(weights)]
+    for micro_steps in count(max(least, -(-sequences // (batch_size * len(speeds))))):
+        rows, times = [1] * len(speeds), [(2 / speed, rank) for rank, speed in enumerate(speeds)]
         heapify(times)  # each rank's time with one more row
-        for _ in range(len(weights), -(-sequences // micro_steps)):
+        for _ in range(len(speeds), -(-sequences // micro_steps)):
             _, rank = times[0]
             rows[rank] += 1
-            heapreplace(times, ((rows[rank] + 1) / weights[rank], rank))
+            heapreplace(times, ((rows[rank] + 1) / speeds[rank], rank))
         if max(rows) <= batch_size:
             return micro_steps, tuple(rows)
 
 
 def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]:
     """
-    Return the weights in a list such as 2,1,1, one for each of data_size ranks (if known); () for equal and
+    Return the speeds in a list such as 2,1,1, one for each of data_size ranks (if known); () for equal and
     auto.
 
     Raises:
@@ -138,28 +138,28 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
     if shares in ("equal", "auto"):
         return ()
     try:
-        weights = tuple(map(float, shares.split(",")))
+        speeds = tuple(map(float, shares.split(",")))
     except ValueError:
-        weights = (math.nan,)
-    if not all(0 < weight < math.inf for weight in weights):
+        speeds = (math.nan,)
+    if not all(0 < speed < math.inf for speed in speeds):
         raise ValueError(
             f"shares is {shares!r}; possible are equal, auto, and positive numbers, one for each "
             "data-parallel rank, such as 2,1,1"
         )
-    if data_size not in (None, len(weights)):
+    if data_size not in (None, len(speeds)):
         if data_size == 1:
             raise ValueError(
                 f"shares is {shares!r}, but there is only one data-parallel rank: set --shares=equal, or "
                 f"start more processes"
             )
-        example = spell_shares((*weights, *(1.0,) * data_size)[:data_size])
+        example = spell_shares((*speeds, *(1.0,) * data_size)[:data_size])
         raise ValueError(
-            f"shares is {shares!r}, {len(weights)} numbers for {data_size} data-parallel ranks: set one "
+            f"shares is {shares!r}, {len(speeds)} numbers for {data_size} data-parallel ranks: set one "
             f"for each, such as --shares={example}"
         )
-    return weights
+    return speeds
 
 
-def spell_shares(weights: tuple[float, ...]) -> str:
-    """Return weights in the form in which they are typed."""
-    return ",".join(f"{weight:g}" for weight in weights)
+def spell_shares(speeds: tuple[float, ...]) -> str:
+    """Return speeds in the form in which they are typed."""
+    return ",".join(f"{speed:g}" for speed in speeds)

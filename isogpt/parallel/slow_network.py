@@ -12,6 +12,7 @@ from isogpt.parallel.compression import Compression
 from isogpt.parallel.local_parts import LocalPart, local_parts_by_name
 from isogpt.parallel.local_sgd import Islands
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 
 
 @dataclass
@@ -89,20 +90,20 @@ def keeps_errors(grad_compression: str) -> bool:
     return grad_compression not in ("none", "fp16", "bf16")
 
 
-def make_slow_network(model: nn.Module, mesh: Mesh, config: dict, zero: int) -> SlowNetwork:
+def make_slow_network(model: nn.Module, mesh: Mesh, plan: Plan) -> SlowNetwork:
     """
     Make the SlowNetwork for the settings grad_compression, islands, local_steps and outer_* (all ranks).
     """
-    exchange, compression = SlowNetwork(model), config["grad_compression"]
-    if compression != "none" and mesh.replicas(zero) > 1:
+    compression = islands = None
+    if plan.grad_compression != "none" and mesh.replicas(plan.zero) > 1:
         from isogpt.parallel.compression import Compression
 
-        kind, _, amount = compression.partition(":")
-        exchange.compression = Compression(kind, float(amount or 0), mesh, next(model.parameters()).device)
+        kind, _, amount = plan.grad_compression.partition(":")
+        compression = Compression(kind, float(amount or 0), mesh, next(model.parameters()).device)
     if mesh.islands > 1:
         from isogpt.parallel.local_sgd import Islands
 
-        names = ("local_steps", "outer_lr", "outer_momentum", "outer_compression", "outer_parts")
-        exchange.islands = Islands(model, mesh, *(config[name] for name in names))
-    exchange.restart(0)
-    return exchange
+        islands = Islands(model, mesh, plan)
+    made = SlowNetwork(model, compression, islands)
+    made.restart(0)
+    return made

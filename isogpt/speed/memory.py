@@ -4,6 +4,7 @@ message after running out of memory.
 """
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
@@ -16,129 +17,79 @@ from isogpt.nn.kernels import (
 )
 from isogpt.parallel.mesh import stages_per_rank
 from isogpt.parallel.pipeline import cut_evenly, stages_of
+from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import keeps_errors
-from isogpt.training.precision import DTYPES
 
 # matches messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate
 # separately
 OUT_OF_MEMORY = re.compile(
     r"out[ _]?of[ _]?memory|alloc(ation)?_failed|DefaultCPUAllocator|status_memory_error", re.I
 )
-# the settings that determine how much memory and, together with the network, how much time a step takes
-STEP_SETTINGS = (
-    "batch_size",
-    "gradient_accumulation_steps",
-    "optimizer",
-    "zero",
-    "fsdp",
-    "dp_replicate",
-    "tp",
-    "pp",
-    "pp_schedule",
-    "cp",
-    "ep",
-    "shares",
-    "grad_sync",
-    "cpu_offload",
-    "grad_compression",
-    "islands",
-    "local_steps",
-    "outer_compression",
-    "outer_parts",
-    "ddp_bucket_mb",
-    "fsdp_prefetch",
-    "activation_checkpointing",
-    "compile",
-    "cuda_graphs",
-)
 
 
-def cost_of(config: dict, model_args: dict, rows: int, dtype: str, world_size: int, device_type: str) -> dict:
+def memory_estimate(plan: Plan) -> dict[str, float]:
     """
-    Return what a training step's memory depends on: train.py's settings, sequences per micro-batch, dtype,
-    and others.
-    """
-    return config | dict(
-        model_args=model_args, rows=rows, dtype=dtype, world_size=world_size, device_type=device_type
-    )
-
-
-def job_of(cost: dict) -> dict:
-    """
-    Return what must be equal, from `cost_of`, so that a choice recorded by an earlier attempt applies to this
-    attempt. Such choices are the smaller micro-batch after running out of memory, and the layout of
-    --layout=auto.
-    """
-    job = {name: cost[name] for name in (*STEP_SETTINGS, "dtype", "world_size", "device_type")}
-    job["zero"] = 3 if job.pop("fsdp") else job["zero"]
-    coefficients = ("balance_loss", "router_z_loss")
-    model_args = {name: value for name, value in cost["model_args"].items() if name not in coefficients}
-    return job | {"model_args": model_args}
-
-
-def memory_estimate(cost: dict) -> dict[str, float]:
-    """
-    Estimate the GB that a training step needs on a rank's device, from `cost_of`.
+    Estimate the GB that a training step of a plan needs on a rank's device.
 
     The parts are weights, gradients, optimizer state (the moments, and what compression and islands keep),
     activations, and the total. In a pipeline, this is the first or the last rank, whichever needs more.
     """
-    ranks = sorted({0, cost["pp"] - 1})
-    return max((rank_estimate(cost, rank) for rank in ranks), key=lambda parts: parts["total"])
+    ranks = sorted({0, plan.pp - 1})
+    return max((rank_estimate(plan, rank) for rank in ranks), key=lambda parts: parts["total"])
 
 
-def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
+def rank_estimate(plan: Plan, pp_rank: int) -> dict[str, float]:
     """
     `memory_estimate` for one rank of a pipeline. ZeRO divides all but the activations by the number of shards
     (Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Experts are divided by ep first, and then over the
     ranks that hold the same experts: into as many shards in total.
     """
-    zero, tp, ep = 3 if cost["fsdp"] else cost["zero"], cost["tp"], cost["ep"]
-    layers, edges, has_loss = pipeline_part(cost, pp_rank)
-    model_args = cost["model_args"] | {"n_layer": layers}
+    zero, tp, ep = plan.zero, plan.tp, plan.ep
+    layers, edges, has_loss = pipeline_part(plan, pp_rank)
+    model_args = plan.model_args | {"n_layer": layers}
     whole, experts = (count / tp for count in parameter_counts(model_args)[1:])
     block = whole - experts + experts / ep
-    islands = max(1, cost["islands"])
-    shards = max(1, cost["world_size"] // (islands * cost["dp_replicate"] * cost["pp"] * tp))
+    islands = max(1, plan.islands)
+    shards = max(1, plan.world_size // (islands * plan.dp_replicate * plan.pp * tp))
     n, shard = block * layers + edges / tp, (whole * layers + edges / tp) / shards
-    size = DTYPES[cost["dtype"]].itemsize
+    size = plan.torch_dtype.itemsize
     weights, gradients, moments = 4 * n, 4 * n, 8 * (shard if zero >= 1 else n)
-    if cost["cuda_graphs"] and cost["device_type"] == "cuda":
+    if plan.cuda_graphs and plan.device_type == "cuda":
         gradients *= 2  # gradients of the graph, and gradients to which these are added
-    if cost.get("optimizer") == "muon":  # one moment for the matrices of the blocks
+    if plan.optimizer == "muon":  # one moment for the matrices of the blocks
         moments -= 4 * layers * (whole / shards if zero >= 1 else block)
     if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in
-        gathered_blocks = min(1 + cost["fsdp_prefetch"], model_args["n_layer"])
+        gathered_blocks = min(1 + plan.fsdp_prefetch, model_args["n_layer"])
         # the root unit always stays gathered
         gathered = n - block * (model_args["n_layer"] - gathered_blocks)
         # in every micro-step, not only in the last micro-step
-        reduces_always = cost["grad_sync"] in ("auto", "every")
+        reduces_always = plan.grad_sync in ("auto", "every")
         weights = 4 * shard + size * (n if zero == 2 else gathered)
         gradients = 4 * shard + size * (gathered if reduces_always else n)
-    if cost["cpu_offload"]:
+    if plan.cpu_offload:
         weights, moments = weights - 4 * shard, 0
-        if cost["grad_sync"] != "auto":  # 'auto' adds up the shards of the gradients on the device
+        if plan.grad_sync != "auto":  # 'auto' adds up the shards of the gradients on the device
             gradients -= 4 * shard
     own = shard if zero >= 2 else n
-    if keeps_errors(cost["grad_compression"]) and cost["world_size"] > islands:
+    if keeps_errors(plan.grad_compression) and plan.world_size > islands:
         moments += 4 * own  # the errors
     # weights and momentum of the outer step; for one part, the weights that are sent and their change
     if islands > 1:
-        moments += 8 * own + 8 * own / cost["outer_parts"]
-    mode, on_cpu = cost["activation_checkpointing"], cost["device_type"] == "cpu"
+        moments += 8 * own + 8 * own / plan.outer_parts
+    mode, on_cpu = plan.activation_checkpointing, plan.device_type == "cpu"
     activations = activation_bytes(
         model_args,
-        cost["rows"],
+        plan.micro_batch,
         size,
         zero,
         mode,
         on_cpu,
         tp,
-        cost["cp"],
+        plan.cp,
         ep,
-        in_flight(cost, pp_rank),
+        in_flight(plan, pp_rank),
         has_loss,
     )
     parts = {"weights": weights, "gradients": gradients, "optimizer": moments, "activations": activations}
@@ -146,12 +97,12 @@ def rank_estimate(cost: dict, pp_rank: int) -> dict[str, float]:
     return {name: part / 1e9 for name, part in parts.items()}
 
 
-def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
+def pipeline_part(plan: Plan, pp_rank: int) -> tuple[int, int, bool]:
     """
     Return a pipeline rank's number of blocks, number of other parameters, and whether the rank computes the
     loss.
     """
-    model_args, pp, schedule = cost["model_args"], cost["pp"], cost["pp_schedule"]
+    model_args, pp, schedule = plan.model_args, plan.pp, plan.pp_schedule
     L, C, V = model_args["n_layer"], model_args["n_embd"], model_args["vocab_size"]
     n, block, _ = parameter_counts(model_args)
     if pp == 1:
@@ -167,22 +118,21 @@ def pipeline_part(cost: dict, pp_rank: int) -> tuple[int, int, bool]:
     return sum(len(runs[stage]) for stage in own), edges, is_last
 
 
-def in_flight(cost: dict, pp_rank: int) -> float:
+def in_flight(plan: Plan, pp_rank: int) -> float:
     """
     Return how many micro-batches' activations a pipeline rank holds at once, as a multiple of the activations
     of all of its blocks.
     """
-    pp, schedule = cost["pp"], cost["pp_schedule"]
+    pp, schedule = plan.pp, plan.pp_schedule
     if pp == 1:
         return 1
-    sequences = cost["batch_size"] * (cost["gradient_accumulation_steps"] or cost["world_size"])
-    data_size = max(1, cost["world_size"] // (pp * cost["cp"] * cost["tp"]))
-    micro_steps = share_of(sequences, 0, data_size, cost["rows"], pp).micro_steps
+    data_size = max(1, plan.world_size // (pp * plan.cp * plan.tp))
+    micro_steps = share_of(plan.sequences, 0, data_size, plan.micro_batch, pp).micro_steps
     most = {"gpipe": micro_steps, "1f1b": pp - pp_rank, "zbv": pp}.get(schedule, (3 * pp - 1) / 2 - pp_rank)
     return min(micro_steps, most)
 
 
-def largest_micro_batch(cost: dict, gb: float) -> int:
+def largest_micro_batch(plan: Plan, gb: float) -> int:
     """
     Return the largest micro-batch, a power of two up to 256, that is estimated to fit into 80% of `gb`; at
     least 1.
@@ -190,28 +140,28 @@ def largest_micro_batch(cost: dict, gb: float) -> int:
     fits = [
         rows
         for rows in (2**k for k in range(9))
-        if memory_estimate(cost | {"rows": rows})["total"] <= 0.8 * gb
+        if memory_estimate(replace(plan, micro_batch=rows))["total"] <= 0.8 * gb
     ]
     return max(fits, default=1)
 
 
-def memory_report(cost: dict) -> str:
+def memory_report(plan: Plan) -> str:
     """
-    Describe the parts of memory_estimate(cost), and the settings that would lower the total, each with the
+    Describe the parts of memory_estimate(plan), and the settings that would lower the total, each with the
     new total.
     """
-    parts, half = memory_estimate(cost), max(1, cost["rows"] // 2)
-    full, fsdp = {"activation_checkpointing": "full"}, {"fsdp": True}
-    options = {f"--batch_size={half}": {"rows": half}, "--activation_checkpointing=full": full}
-    if cost["zero"] < 3 and not cost["fsdp"] and cost["world_size"] > 1:
+    parts, half = memory_estimate(plan), max(1, plan.micro_batch // 2)
+    full, fsdp = {"activation_checkpointing": "full"}, {"zero": 3}
+    options = {f"--batch_size={half}": {"micro_batch": half}, "--activation_checkpointing=full": full}
+    if plan.zero < 3 and plan.world_size > 1:
         options |= {"--fsdp=True": fsdp, "--fsdp=True --activation_checkpointing=full": fsdp | full}
-    if cost["cuda_graphs"]:
+    if plan.cuda_graphs:
         options["--cuda_graphs=False"] = {"cuda_graphs": False}
-    if cost["zero"] >= 2 or cost["fsdp"]:
+    if plan.zero >= 2:
         options["--cpu_offload=True"] = {"cpu_offload": True}
-    if cost["cpu_offload"] and cost["grad_sync"] == "auto":
+    if plan.cpu_offload and plan.grad_sync == "auto":
         options["--grad_sync=every"] = {"grad_sync": "every"}
-    totals = {flags: memory_estimate(cost | changes)["total"] for flags, changes in options.items()}
+    totals = {flags: memory_estimate(replace(plan, **changes))["total"] for flags, changes in options.items()}
     lower = [f"{flags} {total:.2f}" for flags, total in totals.items() if total < parts["total"]]
     text = "GB on each rank, estimated: " + ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
     return f"{text}; lower totals: {', '.join(lower)}" if lower else text

@@ -7,13 +7,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-# tf32 is stored as float32 and multiplied by tensor cores with a 10-bit mantissa
-DTYPES = {
-    "float32": torch.float32,
-    "tf32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+from isogpt.parallel.plan import DTYPES
+
 # if the ranks' dtypes differ, all ranks use the dtype that comes first here
 BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")
 # AMD's architectures with matrix instructions for bfloat16: CDNA, and RDNA 3 and 4

@@ -13,6 +13,7 @@ from isogpt.data.dataset import Dataset
 from isogpt.nn.architecture import GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.mesh import stages_per_rank
+from isogpt.parallel.plan import Plan, normalized
 from isogpt.parallel.shares import parse_shares
 from isogpt.parallel.slow_network import keeps_errors
 
@@ -153,8 +154,8 @@ def check_training(config: dict) -> None:
     Raises:
         ValueError: one line for each problem.
     """
+    problems = problems_of(config)
     c = SimpleNamespace(**config)
-    is_divided = c.zero >= 2 or c.fsdp or max(c.ep, c.cp, c.tp) > 1
     weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
     checks = (
         (
@@ -179,17 +180,6 @@ def check_training(config: dict) -> None:
             c.lr_scaling == "none" and c.base_batch > 0,
             f"base_batch is {c.base_batch}, but lr_scaling is 'none': set --lr_scaling=linear or sqrt, or "
             "--base_batch=0",
-        ),
-        (
-            c.shares != "equal" and c.pp > 1,
-            f"shares is {c.shares!r}, but the ranks of a pipeline (pp {c.pp}) need equal ones: set "
-            "--shares=equal",
-        ),
-        (
-            c.shares == "auto" and c.pp == 1 and is_divided,
-            "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the "
-            "rank by itself: "
-            "set a list such as --shares=2,1, or --shares=equal",
         ),
         (
             c.optimizer == "muon" and c.learning_rate == 0,
@@ -222,14 +212,44 @@ def check_training(config: dict) -> None:
             "grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
             "--save_checkpoint=False",
         ),
+    )
+    problems += [message for is_wrong, message in checks if is_wrong]
+    report(problems + layout_problems(SimpleNamespace(**normalized(config))))
+
+
+def check_layout(plan: Plan) -> None:
+    """
+    Check that a plan's settings fit each other.
+
+    Raises:
+        ValueError: one line for each problem.
+    """
+    report(problems_of(vars(plan)) + layout_problems(plan))
+
+
+def layout_problems(c: Plan | SimpleNamespace) -> list[str]:
+    """A sentence for each reason why the ways of dividing the work do not fit each other."""
+    is_divided = c.zero >= 2 or max(c.ep, c.cp, c.tp) > 1
+    checks = (
         (
-            c.grad_compression != "none" and (c.fsdp or c.zero >= 2) and c.dp_replicate == 1,
+            c.shares != "equal" and c.pp > 1,
+            f"shares is {c.shares!r}, but the ranks of a pipeline (pp {c.pp}) need equal ones: set "
+            "--shares=equal",
+        ),
+        (
+            c.shares == "auto" and c.pp == 1 and is_divided,
+            "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the "
+            "rank by itself: "
+            "set a list such as --shares=2,1, or --shares=equal",
+        ),
+        (
+            c.grad_compression != "none" and c.zero >= 2 and c.dp_replicate == 1,
             "grad_compression is for gradients of replicas, and zero 2 or 3 has them with dp_replicate "
             "only: set "
             "--dp_replicate= to the number of replicas, or --grad_compression=none",
         ),
         (
-            c.grad_compression != "none" and not c.fsdp and c.zero < 2 and c.grad_sync == "every",
+            c.grad_compression != "none" and c.zero < 2 and c.grad_sync == "every",
             "grad_sync 'every' would compress what has been compressed already: set --grad_sync=last",
         ),
         (
@@ -254,40 +274,40 @@ def check_training(config: dict) -> None:
             "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
         ),
         (
-            c.cuda_graphs and (c.zero >= 2 or c.fsdp),
+            c.cuda_graphs and c.zero >= 2,
             "cuda_graphs needs gradients that stay in place, and zero 2 and 3 "
-            f"allocate new ones: set {'--fsdp=False' if c.fsdp else '--zero=0'}, or --cuda_graphs=False",
+            "allocate new ones: set --zero=0 --fsdp=False, or --cuda_graphs=False",
         ),
         (
-            (c.cpu_offload or c.dp_replicate != 1) and not c.fsdp and c.zero < 2,
+            (c.cpu_offload or c.dp_replicate != 1) and c.zero < 2,
             f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {c.zero}: set --zero=3",
         ),
     )
-    report(problems_of(config) + [message for is_wrong, message in checks if is_wrong])
+    return [message for is_wrong, message in checks if is_wrong]
 
 
-def check_degrees(world_size: int, config: dict, model_args: dict, splits_sequence: bool = True) -> None:
+def check_degrees(plan: Plan, splits_sequence: bool = True) -> None:
     """
     Check that the degrees of parallelism divide the ranks and the model, and that both allow CUDA graphs.
 
     Args:
-        model_args: the fields of GPTConfig that determine the model's shape; empty if they are not known yet.
+        plan: whose model_args are empty if the model is not known yet.
         splits_sequence: whether cp and tp divide sequences of block_size tokens, as they do in training.
 
     Raises:
         ValueError: one line for each problem.
     """
-    found = problems_with_ranks(world_size, config)
-    if model_args:
-        found += problems_with_shape(config, model_args, splits_sequence)
+    found = problems_with_ranks(plan)
+    if plan.model_args:
+        found += problems_with_shape(plan, plan.model_args, splits_sequence)
     report(found)
 
 
-def problems_with_ranks(world_size: int, config: dict) -> list[str]:
-    """A sentence for each reason why settings cannot be used with this number of processes."""
-    degrees = {
-        name: config[name] for name in ("islands", "pp", "dp_replicate", "ep", "cp", "tp") if config[name] > 1
-    }
+def problems_with_ranks(plan: Plan) -> list[str]:
+    """A sentence for each reason why a plan cannot be used with its number of processes."""
+    world_size = plan.world_size
+    names = ("islands", "pp", "dp_replicate", "ep", "cp", "tp")
+    degrees = {name: getattr(plan, name) for name in names if getattr(plan, name) > 1}
     product = prod(degrees.values())
     found = []
     if world_size % product:
@@ -303,27 +323,26 @@ def problems_with_ranks(world_size: int, config: dict) -> list[str]:
             f"{started} cannot be divided into {text}: start {counts} processes, or "
             f"{nearest if len(degrees) == 1 else 'lower a degree'}"
         )
-    sequences = config.get("gradient_accumulation_steps", 0) * config.get("batch_size", 0)
-    if 0 < sequences < config["islands"]:
+    if plan.sequences < plan.islands:
         found.append(
-            f"islands is {config['islands']}, but a step has only {sequences} sequences: set "
-            f"--gradient_accumulation_steps={ceil(config['islands'] / config['batch_size'])}"
+            f"islands is {plan.islands}, but a step has only {plan.sequences} sequences: set "
+            f"--gradient_accumulation_steps={ceil(plan.islands / plan.batch_size)}"
         )
-    if config.get("cuda_graphs") and world_size > 1:
+    if plan.cuda_graphs and world_size > 1:
         found.append(f"cuda_graphs is for one process, but there are {world_size}: set --cuda_graphs=False")
     return found
 
 
-def problems_with_shape(config: dict, model_args: dict, splits_sequence: bool) -> list[str]:
+def problems_with_shape(plan: Plan, model_args: dict, splits_sequence: bool) -> list[str]:
     """A sentence for each reason why settings cannot be used with a model of this shape."""
-    pp, ep, cp, tp = (config[name] for name in ("pp", "ep", "cp", "tp"))
+    pp, ep, cp, tp = plan.pp, plan.ep, plan.cp, plan.tp
     found = []
     heads = model_args["n_kv_head"] or model_args["n_head"]
     if heads % tp:
         name = "n_head" if heads == model_args["n_head"] else "n_kv_head"
         found.append(f"tp is {tp}: it must divide {name}, {heads}: set --tp={gcd(heads, tp)}")
     experts = model_args.get("n_expert", 0)
-    if config.get("cuda_graphs") and experts:
+    if plan.cuda_graphs and experts:
         found.append("cuda_graphs is for models without experts: set --cuda_graphs=False")
     if ep > 1 and not experts:
         found.append(
@@ -331,11 +350,11 @@ def problems_with_shape(config: dict, model_args: dict, splits_sequence: bool) -
         )
     elif experts % ep:
         found.append(f"ep is {ep}: it must divide n_expert, {experts}: set --ep={gcd(experts, ep)}")
-    layers, per_rank = model_args["n_layer"], stages_per_rank(config["pp_schedule"])
+    layers, per_rank = model_args["n_layer"], stages_per_rank(plan.pp_schedule)
     if layers < pp * per_rank:
         schedule = " or --pp_schedule=1f1b" if layers >= pp else ""
         found.append(
-            f"pp_schedule {config['pp_schedule']!r} makes {pp * per_rank} stages with pp {pp}, but there are "
+            f"pp_schedule {plan.pp_schedule!r} makes {pp * per_rank} stages with pp {pp}, but there are "
             f"only {layers} layers: set --pp={max(1, layers // per_rank)}{schedule}"
         )
     length, parts = model_args["block_size"], tp * (2 * cp if cp > 1 else 1)
@@ -372,7 +391,7 @@ def settings_of_model(model_args: dict) -> dict:
     return {"arch": "gpt2"} | same | {"head": "tied" if tied else "untied"}
 
 
-def fit_model_args(model_args: dict, config: dict, world_size: int, data: Dataset, is_resume: bool) -> dict:
+def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: bool) -> dict:
     """
     Return the fields of GPTConfig for this run, from the fields of a checkpoint, a pretrained model or a new
     model. Dropout, the length of the context and the router's losses are settings of the run. With n_expert,
@@ -381,7 +400,7 @@ def fit_model_args(model_args: dict, config: dict, world_size: int, data: Datase
 
     Raises:
         ValueError: the model's context is shorter than block_size, the data set contains token ids beyond the
-            model's, the number of experts differs, or the degrees of parallelism do not divide the model.
+            model's, or the number of experts differs.
     """
     length, size, block_size = model_args["block_size"], model_args["vocab_size"], config["block_size"]
     if block_size > length:
@@ -410,7 +429,6 @@ def fit_model_args(model_args: dict, config: dict, world_size: int, data: Datase
                 f"--out_dir"
             )
         here |= {name: config[name] for name in ("n_expert", "n_expert_active")}
-    check_degrees(world_size, config, here)
     return here
 
 
