@@ -162,8 +162,9 @@ base_batch = 0  # with lr_scaling: the sequences per step for which learning_rat
 # settings, processes, data
 try:
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
-    config = normalized(configure(globals()))
+    config = configure(globals())
     check_training(config)
+    config = normalized(config)
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
     eval_sequences = eval_iters * batch_size  # sequences of each split
     schedule = make_schedule(config, sequences_per_step)

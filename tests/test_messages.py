@@ -766,8 +766,7 @@ def test_settings_of_train_py(at, capsys):
     assert sorted(output.err.splitlines()) == [
         "error: cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
         "error: cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new ones: set "
-        "--fsdp=False, "
-        "or --cuda_graphs=False",
+        "--zero=0 --fsdp=False, or --cuda_graphs=False",
         "error: fsdp is short for zero=3, but zero is 1: set only one of them",
         "error: grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
         "--save_checkpoint=False",

@@ -57,7 +57,7 @@ def test_shares_add_up_to_the_batch(weights):
         starts = 1000 + 10 * np.random.default_rng(0).permutation(sequences)
         for batch_size in (1, 2, 12, 200):
             shares = [
-                share_of(sequences, r, len(weights), batch_size, weights=weights) for r in range(len(weights))
+                share_of(sequences, r, len(weights), batch_size, speeds=weights) for r in range(len(weights))
             ]
             assert len({(s.micro_steps, s.rows_of) for s in shares}) == 1  # all ranks have the same plan
             assert all(1 <= s.rows <= batch_size for s in shares)
@@ -82,7 +82,7 @@ def test_no_other_rows_of_a_micro_step_take_less_time(weights):
 
 def test_equal_weights_are_equal_shares():
     for weights in ((1, 1, 1), (2.5, 2.5, 2.5)):
-        assert share_of(7, 2, 3, 4, weights=weights) == share_of(7, 2, 3, 4) == Share(7, 2, 1, (3, 3, 3))
+        assert share_of(7, 2, 3, 4, speeds=weights) == share_of(7, 2, 3, 4) == Share(7, 2, 1, (3, 3, 3))
 
 
 def test_the_sequences_of_an_island_depend_on_neither_micro_batch_nor_ranks():

@@ -1,8 +1,11 @@
 """Output of the scripts to the terminal. Printing must never end a training run or lose generated text."""
 
 import atexit
+import json
 import os
 import sys
+import time
+from contextlib import suppress
 
 
 def prepare() -> None:
@@ -27,6 +30,11 @@ def print_error(message: str, source: str = "") -> None:
     message = message.partition("\nException raised from ")[0]  # torch.distributed appends C++ frames
     lines = [f"error: {source}{line}" for line in message.splitlines() or [""]]
     print("\n".join(lines), file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun repeats this text in the report that ends its output
+        facts = {"py_callstack": "\n".join(lines), "timestamp": str(int(time.time()))}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": facts}}, file)
 
 
 def is_worker_of_nproc() -> bool:

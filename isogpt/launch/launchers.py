@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isogpt.common import console
+from isogpt.common.files import REPOSITORY
 from isogpt.launch import network
 
 # The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes
@@ -180,10 +181,12 @@ def start_workers(nproc: int, script: str) -> None:
     os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
     sys.stdout.flush()
     # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    os.execv(
-        torchrun[0], [*torchrun, script, *(word for word in sys.argv[1:] if not word.startswith("--nproc="))]
+    code = (
+        f"import sys; sys.path[:1] = [{str(REPOSITORY)!r}]; from isogpt.launch.torchrun import main; main()"
     )
+    torchrun = [sys.executable, "-c", code, "--standalone", f"--nproc_per_node={nproc}"]
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
+    os.execv(torchrun[0], [*torchrun, script, *arguments])
 
 
 def rank_variables() -> tuple[int, int, int, int]:
