@@ -645,7 +645,7 @@ def test_a_slow_disk_is_named_and_one_that_hangs_keeps_no_rank_from_exiting(monk
     monkeypatch.setattr(network, "answer_of", lambda request, s: limits.append(s) or answer_of(request, 0.1))
     hangs = SimpleNamespace(failed=lambda text: threading.Event().wait())
     ranks, progress = Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(1)
-    dog = Watchdog(ranks, 1.0, progress, SimpleNamespace(count=0, doing="the start"), hangs)
+    dog = Watchdog(ranks, 1.0, progress, hangs)
     dog.report("no progress for 1 s")
     assert "no progress for 1 s" in capsys.readouterr().err and limits == [15]
 
