@@ -334,7 +334,12 @@ MUTATIONS = {
         "self.best_val_loss = math.inf",
         f"{RESUME}::test_without_always_save_checkpoint_only_the_best_evaluation_saves",
     ),
-    "resume: metrics are cut back": ("isogpt/monitor/sink_metrics.py", 'r.get("iter", 0) < step]', "True]", KILLED),
+    "resume: metrics are cut back": (
+        "isogpt/monitor/sink_metrics.py",
+        'r.get("iter", 0) < step]',
+        "True]",
+        KILLED,
+    ),
     "checkpoint: checksum is not compared": (
         "isogpt/checkpoint/manifest.py",
         'if actual == manifest["files"][path.name]["sha256"]',
