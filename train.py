@@ -309,26 +309,23 @@ watchdog = start_watchdog.hand_over(clock, logger, saver)
 explain_crashes(watchdog, memory_use)
 saver.check_folder(ranks.hosts)
 peak_flops, peak_source = total_peak_flops(ranks.device, compute_dtype)
-logger.print(
-    str(
-        Banner(
-            config=config,
-            ranks=ranks,
-            data=data,
-            model_args=model_args,
-            parameter_count=parameter_count,
-            source=source,
-            dtype=compute_dtype,
-            zero=zero_stage,
-            compile_note=compile_note,
-            reader=reader,
-            schedule=schedule,
-            peak_flops=peak_flops,
-            peak_source=peak_source,
-            notes=notes,
-        )
-    )
+banner = Banner(
+    config=config,
+    ranks=ranks,
+    data=data,
+    model_args=model_args,
+    parameter_count=parameter_count,
+    found=source.found if source else None,
+    dtype=compute_dtype,
+    zero=zero_stage,
+    compile_note=compile_note,
+    reader=reader,
+    schedule=schedule,
+    peak_flops=peak_flops,
+    peak_source=peak_source,
+    notes=notes,
 )
+logger.print(str(banner))
 logger.event(
     "resume" if is_resume else "start",
     config=recorded,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from isogpt.checkpoint.source import OpenCheckpoint
+from isogpt.checkpoint.search import FoundCheckpoint
 from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
 from isogpt.launch import threads
@@ -21,7 +21,7 @@ class Banner:
     data: Dataset
     model_args: dict
     parameter_count: int
-    source: OpenCheckpoint | None
+    found: FoundCheckpoint | None  # the checkpoint from which the run starts
     dtype: str
     zero: int
     compile_note: str
@@ -44,8 +44,8 @@ class Banner:
 
     def model_lines(self) -> list[str]:
         """The data and the model."""
-        source, vocab_size = self.source, self.model_args["vocab_size"]
-        origin = f"{source.found.path}, step {source.found.step}" if source else self.config["init_from"]
+        found, vocab_size = self.found, self.model_args["vocab_size"]
+        origin = f"{found.path}, step {found.step}" if found else self.config["init_from"]
         unused = GPTConfig(**self.model_args).unused_count
         active = f", {(self.parameter_count - unused) / 1e6:.2f}M for each token" if unused else ""
         return [
