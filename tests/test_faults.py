@@ -467,10 +467,14 @@ def test_a_plot_that_cannot_be_written_says_why(zygote, work):
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
-    run = zygote.train(["--n_embd=20000000", "--out_dir=out"], work, nproc, ok=False)
+    """The user is told, and the folder is not touched."""
+    args = ["--n_embd=20000000", "--out_dir=out", "--alert_command=cat >> told.jsonl"]
+    run = zygote.train(args, work, nproc, ok=False)
     assert set(run.codes) == {1} and "Traceback" not in run.text()
     assert run.text().count("out of memory while the model was allocated") == 1
-    assert "uses micro-batches of" not in run.text() and not (work / "out/micro_batch.json").exists()
+    assert "uses micro-batches of" not in run.text() and not (work / "out").exists()
+    told = [json.loads(line) for line in (work / "told.jsonl").read_text().splitlines()]
+    assert told and all(t["event"] == "failed" and "out of memory" in t["reason"] for t in told)
 
 
 def test_data_that_is_truncated_during_a_run(zygote, work):

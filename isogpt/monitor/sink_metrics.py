@@ -96,7 +96,7 @@ class MetricsFile:
                 f"warning: another run was started in {self.out_dir}: this one no longer writes to {name}"
             )
             return False
-        self.console.print(f"warning: {name} was deleted: it is written anew from here on")
+        self.console.print(f"warning: {name} was deleted: a new file is written from here on")
         self.file = open(name, "ab", buffering=0)
         return True
 
