@@ -507,7 +507,9 @@ def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):
 def test_a_run_stops_when_another_run_has_claimed_its_folder(faulty, zygote, work):
     args = ["--out_dir=out", "--save_interval=5", "--max_iters=20", "--init_from=auto"]
     first = faulty(args, WAIT=[[12, 0]])
-    assert first.until(lambda text: "waiting" in text and "saved out/step_00000010" in text)
+    assert first.until(lambda text: "waiting" in text)
+    # it is written in the background, and reported only after step 12
+    wait_for(lambda: (work / "out/step_00000010/manifest.json").exists())
     zygote.start([*TINY, *args], work).wait()
     before = weights(work / "out")
     (work / "go").touch()
