@@ -467,9 +467,10 @@ while not is_complete:
         optim.step(optimizers, scaler, gathered, grad_clip)
     with clock("agree"):
         numbers = gathered.read()  # waits until the GPU has finished the backward pass
-    verdict = nan_policy.judge(numbers, step)
+
+    verdict = nan_policy.judge(numbers, step)  # the same on all ranks
     if verdict.action is not Action.TAKE:
-        watchdog.armed = False
+        watchdog.armed = False  # a report and a rollback may take long
         clock.discard()
         problem = report_not_finite(verdict, numbers, step, raw_model, reader, logger)
         progress.skip()
@@ -477,7 +478,7 @@ while not is_complete:
         raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either
         slow_network.forget()
         if verdict.action is not Action.SKIP:
-            logger.saved(saver.wait_together())
+            logger.saved(saver.wait_together())  # a checkpoint may be under way
         if verdict.action is Action.STOP:
             stop_run(problem, nan_policy, out_dir, logger)  # exits
         if verdict.action is Action.ROLL_BACK:
