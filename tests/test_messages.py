@@ -615,9 +615,9 @@ def test_a_logged_step():
     assert step_line({**record, "memory_gb_max": 2.5}, 61) == line
 
 
-def test_a_full_disk_is_reported_once_by_the_log(capsys):
-    Path("out").mkdir()
-    metrics = MetricsFile({"out_dir": "out", "max_iters": 9, "eval_interval": 1}, "", Console(), step=3)
+def test_a_full_disk_is_reported_once_by_the_log(capsys, tmp_path):
+    config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}
+    metrics = MetricsFile(config, "", Console(), step=3)
     metrics.file.close()
     metrics.file = open("/dev/full", "ab", buffering=0)
     logger = tiny_logger(metrics)
