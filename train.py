@@ -34,12 +34,14 @@ from isogpt.launch.launchers import adopt_launcher_variables, start_workers
 from isogpt.launch.process_group import connect_ranks, join_process_group, leave_process_group
 from isogpt.launch.start_checks import check_start
 from isogpt.launch.together import do_together, exit_together, gather_numbers, gather_objects
+from isogpt.monitor.banner import Banner
+from isogpt.monitor.crashes import explain_crashes, watch_start
 from isogpt.monitor.evaluation import evaluate
-from isogpt.monitor.log import Logger
-from isogpt.monitor.not_finite import NanPolicy
-from isogpt.monitor.out_of_memory import explain_crashes
+from isogpt.monitor.log import Logger, open_logger, start_services, start_sinks
+from isogpt.monitor.not_finite import Action, NanPolicy, find_rollback, report_not_finite, stop_run
+from isogpt.monitor.out_of_memory import MemoryUse
+from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.signals import watch_signals
-from isogpt.monitor.watchdog import Watchdog
 from isogpt.parallel.compare_weights import check_equal_weights
 from isogpt.parallel.data import no_sync, replicate, settle_gradients
 from isogpt.parallel.gradients import complete_gradients, norm_share, parameters_by_replica_count
@@ -171,10 +173,8 @@ try:
     start_workers(nproc, __file__)
     ranks = connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=sequences_per_step * block_size)
-    logger = Logger(out_dir, ranks, progress, alert_command, max_iters, eval_interval)
-    clock = Clock(ranks.device)
-    watchdog = Watchdog(ranks, dist_timeout_s, progress, clock, logger)
-    watchdog.start()  # from here on, a rank that fails is named
+    start_logger = Logger(progress, start_sinks(ranks, out_dir, alert_command))  # console and alerts
+    start_watchdog = watch_start(ranks, dist_timeout_s, progress, start_logger)  # names a rank that fails
     join_process_group(ranks, dist_timeout_s, shards=config["zero"] > 0)
 except ValueError as e:
     fail(str(e))
@@ -201,7 +201,7 @@ notes = progress.begin(what_is_measured(config, data.digest), start.resumed)
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 notes += differences + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device, parse_shares(shares))
-explain_crashes(watchdog, out_dir, reader)  # from here on a crash, such as out of memory, is explained
+explain_crashes(start_watchdog, MemoryUse(out_dir, reader, first_step=progress.step))
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallelize(raw_model, mesh, ranks.device, plan)
 optimizers = optim.make_optimizers(
@@ -236,21 +236,30 @@ model = raw_model
 replicas = mesh.group("dp_replicate", "ep", "cp")
 if replicas and plan.zero < 2 and not pipeline:
     model = replicate(raw_model, ddp_bucket_mb, replicas)
-with exit_together():
-    if ranks.is_main:
-        logger.start_services(recorded)  # wandb, TensorBoard
+services = start_services(recorded, progress)  # wandb; before anything in the folder is changed
 run_folder = claim_folder(out_dir, start.resumed and start.resumed.found, ranks, is_written=not eval_only)
 saver = Saver(run_folder, keep_last, plan, mesh, slow_network, recorded, vocabulary)
 saver.check_folder(ranks.hosts)
-with exit_together():
-    if ranks.is_main and not eval_only:
-        logger.owner = run_folder.owner
-        logger.open()
-watchdog.saver = saver
-clock.doing = "the first step"
-logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, plan.dtype))
-logger.banner(config, data, plan, parameter_count, start.description, compile_note, reader, schedule)
-logger.notes(notes)
+logger = open_logger(recorded, progress, run_folder.owner, services)
+clock = Clock(ranks.device)
+watchdog = start_watchdog.hand_over(clock, logger, saver)
+explain_crashes(watchdog, MemoryUse(out_dir, reader, first_step=progress.step))
+peak_flops, peak_source = total_peak_flops(ranks.device, plan.dtype)
+banner = Banner(
+    config=config,
+    ranks=ranks,
+    data=data,
+    plan=plan,
+    parameter_count=parameter_count,
+    origin=start.description,
+    compile_note=compile_note,
+    reader=reader,
+    schedule=schedule,
+    peak_flops=peak_flops,
+    peak_source=peak_source,
+    notes=notes,
+)
+logger.print(str(banner))
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,
@@ -258,7 +267,7 @@ logger.event(
     dtype=plan.dtype,
     micro_batch=plan.micro_batch,
     parameters=parameter_count,
-    peak_flops=logger.peak_flops,
+    peak_flops=peak_flops,
 )
 
 
@@ -302,12 +311,17 @@ start = None  # frees the memory of the loaded tensors
 if pipeline:
     pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
 batches = reader.train(progress.step, progress.position, progress.skipped)
+profiler = None
 if profile and ranks.is_main:
-    clock.profiler = start_profiler(out_dir, max_iters - progress.step + 1)
-logger.start(eval_only)
+    profiler = start_profiler(out_dir, max_iters - progress.step + 1)
+flops_per_step = flops_per_token * progress.tokens_per_step
+report = RunReport(logger, ranks, max_iters, log_interval, flops_per_step, peak_flops)
 step_began = time.perf_counter()
 
 is_complete = progress.step > max_iters and not eval_only  # a complete run was resumed: nothing is left to do
+if is_complete:
+    advice = f"to continue, set --max_iters={2 * progress.step} or so"
+    logger.print(f"{out_dir} is at step {progress.step}, which is beyond max_iters: {advice}")
 while not is_complete:
     step, val_loss = progress.step, None
     precision.seed_step(seed, step, ranks.rank)
@@ -319,12 +333,12 @@ while not is_complete:
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a separate graph
-        with exit_together(evaluation_failed), slow_network.evaluated_weights(), logger.traffic.paused():
+        with exit_together(evaluation_failed), slow_network.evaluated_weights(), report.traffic.paused():
             losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
         if stop.agreed:
             break
         train_loss, val_loss = losses
-        logger.evaluation(train_loss, val_loss, lr)
+        report.evaluation(train_loss, val_loss, lr)
     if eval_only:
         break
     is_best = val_loss is not None and val_loss < progress.best_val_loss
@@ -378,7 +392,7 @@ while not is_complete:
                 memory_gb=memory_gb(ranks.device),
                 forward_ms=clock.last("forward"),
                 stop=stop.code(step_s, saver.seconds),
-                bytes_sent=logger.traffic.per_step(step % log_interval == 0),
+                bytes_sent=report.traffic.per_step(step % log_interval == 0),
                 loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
             ),
             ranks.device,
@@ -387,22 +401,30 @@ while not is_complete:
         optim.step(optimizers, scaler, gathered, grad_clip)
     with clock("agree"):
         numbers = gathered.read()  # waits until the GPU has finished the backward pass
-    if not nan_policy.accepts(numbers):
-        watchdog.armed = False
+
+    verdict = nan_policy.judge(numbers, step)  # the same on all ranks
+    if verdict.action is not Action.TAKE:
+        watchdog.armed = False  # a report and a rollback may take long
         clock.discard()
-        # advances progress.step; returns a checkpoint to roll back to, or None to skip. on_nan=stop exits
-        back = nan_policy.handle(numbers, progress, raw_model, reader, saver, logger)
+        problem = report_not_finite(verdict, numbers, step, raw_model, reader, logger)
+        progress.skip()
         model.zero_grad(set_to_none=not keeps_gradients)
         raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either
         slow_network.forget()
-        if back:
-            source = do_together(partial(open_checkpoint, back), logger.failed)
+        if verdict.action is not Action.SKIP:
+            logger.saved(saver.wait_together())  # a checkpoint may be under way
+        if verdict.action is Action.STOP:
+            stop_run(problem, nan_policy, out_dir, logger)  # exits
+        if verdict.action is Action.ROLL_BACK:
+            found = find_rollback(problem, saver, logger)  # exits if there is no checkpoint
+            source = do_together(partial(open_checkpoint, found), logger.failed)
             restore = partial(
                 restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island
             )
             do_together(restore, logger.failed)
             restore_slow_network(source, slow_network, progress.step)
-            nan_policy.rolled_back(progress, logger)
+            progress.skipped.update(verdict.not_finite)
+            logger.rolled_back(verdict.not_finite, nan_policy.rollbacks)
             saver.step = progress.step
             batches = reader.train(progress.step, progress.position, progress.skipped)
         step_began = time.perf_counter()  # the next step does not include the report and the rollback
@@ -410,8 +432,10 @@ while not is_complete:
     model.zero_grad(set_to_none=not keeps_gradients)
     slow_network.after_step(step)
     clock.step()
+    if profiler:  # on rank 0
+        profiler.step()
 
-    logger.step(numbers, lr, log_interval, routing)
+    report.step(numbers, lr, routing)
     logger.saved(saver.poll())
     watchdog.armed = True
     progress.advance()
@@ -424,16 +448,16 @@ is_preempted = stop.agreed != 0 and progress.step <= max_iters
 step_parts = over_ranks(gather_objects(clock.medians()))
 if stop.agreed and save_checkpoint and progress.step != saver.step:
     save()
-if logger.steps_taken:
+if report.steps_taken:
     logger.saved(saver.wait_together())
-    logger.done()  # the summary and the plot
+    report.done()  # the summary and the plot
 with exit_together(logger.failed):
     if saver.problem:
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")
     if is_preempted and ranks.is_main and not eval_only:
         mark_preempted(run_folder, progress.step, stop.reason())
 slow_network.wait()
-logger.end(stop if is_preempted else None, step_parts)
+report.end(out_dir, stop if is_preempted else None, step_parts)
 watchdog.stop()
 saver = slow_network = None
 # the process group can be destroyed only after the last reference to it is dropped

@@ -33,8 +33,11 @@ from isogpt.common import files
 from isogpt.common.files import load_pickle, reason_of, write_whole
 from isogpt.data.dataset import open_dataset, read_meta
 from isogpt.launch.launchers import Launch, make_launch
-from isogpt.launch.process_group import Ranks
 from isogpt.monitor.log import Logger
+from isogpt.monitor.sink_console import Console
+from isogpt.monitor.sink_metrics import MetricsFile
+from isogpt.monitor.sink_plot import Plot
+from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.parallel import mesh
 from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.plan import Plan
@@ -462,16 +465,19 @@ def test_a_plot_that_cannot_be_written_says_why(zygote, work):
     run = zygote.train(["--max_iters=2", "--eval_interval=2", "--out_dir=out"], work)
     assert "no plot of the loss curve: [Errno 21]" in run.text() and "pip install" not in run.text()
     assert not (work / "out/loss.png.tmp").exists()
-    ranks = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo")
-    assert "no plot" in Logger(work / "moved", ranks, Progress(1)).plot()
+    assert "no plot" in Plot(work / "moved", Console()).draw()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_out_of_memory_while_the_model_is_allocated(zygote, work, nproc):
-    run = zygote.train(["--n_embd=20000000", "--out_dir=out"], work, nproc, ok=False)
+    """The user is told, and the folder is not touched."""
+    args = ["--n_embd=20000000", "--out_dir=out", "--alert_command=cat >> told.jsonl"]
+    run = zygote.train(args, work, nproc, ok=False)
     assert set(run.codes) == {1} and "Traceback" not in run.text()
     assert run.text().count("out of memory while the model was allocated") == 1
-    assert "uses micro-batches of" not in run.text() and not (work / "out/micro_batch.json").exists()
+    assert "uses micro-batches of" not in run.text() and not (work / "out").exists()
+    told = [json.loads(line) for line in (work / "told.jsonl").read_text().splitlines()]
+    assert told and all(t["event"] == "failed" and "out of memory" in t["reason"] for t in told)
 
 
 def test_data_that_is_truncated_during_a_run(zygote, work):
@@ -487,17 +493,17 @@ UNREADABLE = """
 import os, sys
 sys.path.insert(0, REPO)
 from isogpt.data import dataset, reader
-from isogpt.monitor import log as log_module
-check_ids, log_step, is_late = dataset.check_ids, log_module.Logger.step, []
+from isogpt.monitor import run_report
+check_ids, report_step, is_late = dataset.check_ids, run_report.RunReport.step, []
 def check(highest, vocab_size, path, *lowest):
     if is_late and path.name == "val.bin" and os.environ.get("RANK", "1") == "1":
         raise dataset.DataError(f"{path} has been truncated since the start of the run")
     check_ids(highest, vocab_size, path, *lowest)
-def log(logger, *args):
-    if logger.progress.step == 6:
+def noted(report, *args):
+    if report.progress.step == 6:
         is_late.append(True)
-    log_step(logger, *args)
-reader.check_ids, log_module.Logger.step = check, log
+    report_step(report, *args)
+reader.check_ids, run_report.RunReport.step = check, noted
 sys.argv[0] = REPO + "/train.py"
 code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
 exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
@@ -707,17 +713,17 @@ def test_a_folder_that_begins_with_a_dash(zygote, place):
 def test_a_second_of_tensorboards_steps_after_a_rollback(tmp_path):
     """The reader drops what was logged before the rollback."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from torch.utils.tensorboard import SummaryWriter
-
-    ranks, progress = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo"), Progress(1)
-    logger = Logger(tmp_path, ranks, progress, summary_writer=SummaryWriter)
-    logger.open()
+    config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 4}
+    progress, metrics = Progress(1), MetricsFile(config, "", Console(), step=0)
+    logger = Logger(progress, [metrics, TensorBoard(tmp_path, step=0)])
     for first in (0, 3):  # rolled back from step 5 to step 3
         progress.step = first
-        logger.cut_back()
+        if first:
+            logger.rolled_back((), rollback=1)
         for progress.step in range(first, 5):
-            logger.send({"loss": 1.0})
-    logger.tensorboard.close()
+            logger.tell("step", {"iter": progress.step, "loss": 1.0, "mfu": None}, 0.0)
+    logger.tell("close")
+    metrics.file.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
 

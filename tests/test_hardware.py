@@ -18,8 +18,8 @@ from isogpt.checkpoint.save import Saver
 from isogpt.launch import device as device_module
 from isogpt.launch.together import Gathered, Number, gather_numbers
 from isogpt.monitor import evaluation, signals
+from isogpt.monitor.crashes import is_connection_lost
 from isogpt.monitor.signals import Stop
-from isogpt.monitor.watchdog import is_connection_lost
 from isogpt.parallel import compression, data, gradients, mesh
 from isogpt.parallel import mesh as mesh_module
 from isogpt.parallel.mesh import Mesh

@@ -22,7 +22,7 @@ from configurator import settings_of
 from isogpt.launch import launchers, network, process_group
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, slurm_nodes, start_workers
 from isogpt.launch.process_group import Ranks, connect_ranks, rank_names
-from isogpt.monitor.alerts import alert
+from isogpt.monitor.sink_alerts import alert
 
 FIVE = [*TINY, "--max_iters=4"]
 TRAIN = str(REPO / "train.py")

@@ -41,10 +41,13 @@ from isogpt.launch.device import pick_backend, pick_device, use_gpu
 from isogpt.launch.launchers import rank_variables
 from isogpt.launch.process_group import Ranks, check_gpus, connect_ranks
 from isogpt.launch.start_checks import check_alike, check_start
-from isogpt.monitor.alerts import alert
+from isogpt.monitor.crashes import explain_crashes
 from isogpt.monitor.log import Logger
-from isogpt.monitor.out_of_memory import explain_crashes, is_out_of_memory
+from isogpt.monitor.out_of_memory import MemoryUse, is_out_of_memory
 from isogpt.monitor.records import step_line
+from isogpt.monitor.sink_alerts import alert
+from isogpt.monitor.sink_console import Console
+from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.parallel import compare_weights, compilation
 from isogpt.parallel.compare_weights import weight_differences
@@ -75,16 +78,16 @@ def one_rank(world_size=1):
     return Ranks(0, world_size, CPU, "gloo")
 
 
-def tiny_logger(step=3):
-    """A logger without a file."""
-    return Logger(Path("out"), one_rank(), Progress(tokens_per_step=64, step=step))
+def tiny_logger(*sinks, step=3):
+    """A logger that prints."""
+    return Logger(Progress(tokens_per_step=64, step=step), [Console(), *sinks])
 
 
-def tiny_watchdog(timeout_s, step=0):
+def tiny_watchdog(timeout_s, step=0, store=None):
     """A watchdog of one rank, which is in the forward pass."""
-    logger = tiny_logger(step)
+    logger = tiny_logger(step=step)
     clock, saver = SimpleNamespace(count=5, doing="forward"), SimpleNamespace(writes_alone=lambda: False)
-    return Watchdog(one_rank(), timeout_s, logger.progress, clock, logger, saver)
+    return Watchdog(one_rank(), timeout_s, logger.progress, logger, store, clock, saver)
 
 
 def save_in(folder, dataset="letters", **changes):
@@ -592,9 +595,12 @@ def test_a_logged_step():
     assert step_line({**record, "memory_gb_max": 2.5}, 61) == line
 
 
-def test_a_full_disk_is_reported_once_by_the_log(capsys):
-    logger = tiny_logger()
-    logger.file = open("/dev/full", "ab", buffering=0)
+def test_a_full_disk_is_reported_once_by_the_log(capsys, tmp_path):
+    config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}
+    metrics = MetricsFile(config, "", Console(), step=3)
+    metrics.file.close()
+    metrics.file = open("/dev/full", "ab", buffering=0)
+    logger = tiny_logger(metrics)
     for _ in range(2):
         logger.event("save")
     text = "warning: /dev/full cannot be written (No space left on device); training continues\n"
@@ -608,11 +614,8 @@ def test_a_full_disk_is_reported_once_by_the_log(capsys):
 def test_a_hang_in_which_all_ranks_respond(at, capsys):
     codes = []
     at.set(os, "_exit", lambda status: (codes.append(status), dog.over.set()))
-    dog = tiny_watchdog(timeout_s=0.1, step=5)
-    dog.store, dog.armed = dist.HashStore(), True
-    dog.threads = [threading.Thread(target=target, daemon=True) for target in (dog.beat, dog.watch)]
-    for thread in dog.threads:
-        thread.start()
+    dog = tiny_watchdog(timeout_s=0.1, step=5, store=dist.HashStore())
+    dog.armed = True
     assert dog.over.wait(20) and codes == [1]
     dog.stop()
     text = (
@@ -635,7 +638,7 @@ def test_out_of_memory(at, capsys):
     at.set(os, "_exit", leave)
     at.set(sys, "excepthook", sys.excepthook)
     reader = SimpleNamespace(share=share_of(4, 0, 1, 4), plan=PLAN)
-    explain_crashes(tiny_watchdog(timeout_s=600), "out", reader)
+    explain_crashes(tiny_watchdog(timeout_s=600), MemoryUse("out", reader, first_step=0))
     with pytest.raises(SystemExit):
         sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("tried to allocate 1 TiB"), None)
     lines = capsys.readouterr().err.splitlines()
@@ -685,10 +688,12 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
     at.set(os, "_exit", leave)
     at.set(sys, "excepthook", sys.excepthook)
     dog, store = tiny_watchdog(timeout_s=600, step=50), dist.HashStore()
+    reader = SimpleNamespace(share=share_of(4, 0, 1, 4), plan=PLAN)
+    memory_use = MemoryUse("out", reader, first_step=50)
     dog.ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
     for number, (kind, text) in enumerate(FORMS):
         dog.store = dist.PrefixStore(str(number), store)
-        explain_crashes(dog, "out", SimpleNamespace(share=share_of(4, 0, 1, 4), plan=PLAN))
+        explain_crashes(dog, memory_use)
         for is_first in (True, False):
             with pytest.raises(SystemExit):
                 sys.excepthook(kind, kind(text), None)

@@ -15,8 +15,9 @@ import export
 from isogpt.checkpoint.manifest import damage
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
-from isogpt.launch.process_group import Ranks
 from isogpt.monitor.log import Logger
+from isogpt.monitor.sink_console import Console
+from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.training import precision
 
 DROPOUT = [
@@ -497,10 +498,10 @@ def test_a_torn_metrics_file_is_cut_back(tmp_path):
     lines = [{"iter": i, "loss": 1.0 * i} for i in range(8)] + [{"event": "save", "iter": 7}]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in lines) + '{"iter": 8, "lo')
-    logger = Logger(tmp_path, Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(256, step=5))
-    logger.open()
-    logger.event("resume")
-    logger.file.close()
+    config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}
+    metrics = MetricsFile(config, "", Console(), step=5)
+    Logger(Progress(256, step=5), [metrics]).event("resume")
+    metrics.file.close()
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if "event" not in r] == [0, 1, 2, 3, 4]
     assert [r["event"] for r in kept if "event" in r] == ["save", "resume"]

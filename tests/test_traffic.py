@@ -43,8 +43,7 @@ def exchange(here, there, size):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the bytes of a connection")
 def test_bytes_of_new_closed_and_idle_connections(connection):
     exchange(*connection, 1000)
-    traffic = BytesSent()
-    traffic.start(2)
+    traffic = BytesSent(2)
     assert traffic.is_counted and traffic.per_step(True) == 0, "1,000 bytes were sent before"
     exchange(*connection, 300)
     assert traffic.per_step(False) == 0 and traffic.per_step(False) == 0
@@ -66,11 +65,10 @@ def test_bytes_of_new_closed_and_idle_connections(connection):
 
 
 def test_no_count_with_one_process_or_on_another_system(monkeypatch):
-    traffic = BytesSent()
     monkeypatch.setattr("isogpt.speed.bytes_sent.LIBC", None)
     assert bytes_by_socket() == {}
     for world_size in (1, 2):
-        traffic.start(world_size)
+        traffic = BytesSent(world_size)
         with traffic.paused():
             assert not traffic.is_counted
         assert str(traffic.per_step(True)) == "nan"

@@ -14,7 +14,7 @@ class LossSpikes:
     losses: deque = field(default_factory=lambda: deque(maxlen=100))
 
     def seen(self, loss: float) -> bool:
-        """Whether this loss is a spike."""
+        """Return whether a loss is a spike, and remember the loss."""
         before = np.array(self.losses)
         self.losses.append(loss)
         return len(before) >= 20 and loss > before.mean() + max(6 * before.std(), 0.1 * abs(before.mean()))
@@ -23,21 +23,21 @@ class LossSpikes:
 @dataclass
 class Overflows:
     """
-    Detects float16 steps that are skipped in succession: the gradient overflows whatever the loss scale is.
+    Detects consecutive float16 steps that are skipped: the gradient overflows whatever the loss scale is.
     """
 
     patience: int = 8  # a run's first steps often overflow; after 8 steps the scale is 1/256
     count: int = 0
 
     def seen(self, is_finite: bool) -> bool:
-        """Whether this step is the last of `patience` skipped steps; True once in each succession."""
+        """Return whether a step is the last of `patience` consecutive skipped steps: True once."""
         self.count = 0 if is_finite else self.count + 1
         return self.count == self.patience
 
 
 @dataclass
 class SlowRanks:
-    """Detects a rank that stays well above the others in forward time, in data wait or in memory."""
+    """Detects a rank that stays well above the other ranks in forward time, in data wait or in memory."""
 
     patience: int = 20  # consecutive logged steps
     counts: dict = field(default_factory=dict)  # consecutive steps by (column, rank)
@@ -45,10 +45,10 @@ class SlowRanks:
     def seen(self, columns: dict[str, list[float]]) -> list[str]:
         """
         Args:
-            columns: what was measured -> its value by rank.
+            columns: {what was measured: the value of each rank}.
 
         Returns:
-            A sentence for each rank that has been above the others for `patience` steps; once each time.
+            A sentence for each rank that has been above the other ranks for exactly `patience` steps.
         """
         found = []
         for what, values in columns.items():

@@ -15,7 +15,7 @@ from isogpt.speed.clock import Clock
 
 
 class SplitSums(NamedTuple):
-    """This rank's sums of the losses over its sequences of both splits."""
+    """Sums of the losses over the sequences that this rank evaluates, for both splits."""
 
     train: Tensor | float
     val: Tensor | float
@@ -40,7 +40,7 @@ def evaluate(
         checkpoint_s: how long a checkpoint takes, see Stop.code.
 
     Raises:
-        DataError: on all ranks, if any of them could not read the data.
+        DataError: on all ranks, if any rank could not read the data.
     """
     device, problems = reader.device, []
     sums = {split: 0.0 for split in SplitSums._fields}
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def raise_together(problem: str) -> None:
-    """Raise DataError on all ranks if any rank found a problem; '' is no problem (all ranks)."""
+    """Raise DataError on all ranks if any rank found a problem; '' means no problem (all ranks)."""
     found = gather_objects(problem)
     ranks = {
         text: ", ".join(str(r) for r, other in enumerate(found) if other == text) for text in found if text

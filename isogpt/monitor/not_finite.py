@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch.nn as nn
 
 from isogpt.checkpoint import folder
 from isogpt.checkpoint.manifest import is_run
-from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import FoundCheckpoint, share_found
 from isogpt.data.reader import Reader
@@ -19,95 +19,98 @@ from isogpt.parallel.gradients import gradient_norms
 from isogpt.training.step_numbers import StepNumbers
 
 
+class Action(Enum):
+    """What to do about a step."""
+
+    TAKE = auto()
+    SKIP = auto()
+    ROLL_BACK = auto()  # to the last checkpoint, and exclude the steps that were not finite
+    STOP = auto()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do about a step, and the consecutive steps that were not finite, including this step."""
+
+    action: Action
+    not_finite: tuple[int, ...] = ()
+
+
 @dataclass
 class NanPolicy:
-    """What to do about a step whose loss or gradient is not finite; the same on all ranks."""
+    """Decides about each step from the numbers of all ranks, so that the verdict is the same on all ranks."""
 
     on_nan: str  # stop or skip
     patience: int  # consecutive steps until a rollback
     max_rollbacks: int
-    consecutive: list[int] = field(default_factory=list)  # the steps since the last finite step
+    consecutive: list[int] = field(default_factory=list)  # the steps since the last finite step or rollback
     rollbacks: int = 0
 
-    def decide(self, step: int) -> str:
-        """'skip' the step, 'rollback' to the last checkpoint and exclude the consecutive steps, or 'stop'."""
-        self.consecutive.append(step)
-        if self.on_nan == "stop":
-            return "stop"
-        if len(self.consecutive) < self.patience:
-            return "skip"
-        return "rollback" if self.rollbacks < self.max_rollbacks else "stop"
+    def judge(self, numbers: StepNumbers, step: int) -> Verdict:
+        """
+        Decide what to do about a step.
 
-    def accepts(self, numbers: StepNumbers) -> bool:
+        A finite step is taken. So is a float16 step whose gradient overflowed because of the loss scale: the
+        optimizer has left the step out, and the scale is halved. A scale of 1 cannot be the cause.
         """
-        Whether the step needs no report (the same on all ranks). A finite step needs none. Neither does a
-        float16 step whose gradient overflowed because of the loss scale, which is then halved. A scale of 1
-        cannot be the cause.
-        """
-        accepted = bool(numbers.is_finite or (numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1))
-        if accepted:
+        has_overflowed = numbers.loss.isfinite().all() and numbers.loss_scale.max() > 1
+        if numbers.is_finite or has_overflowed:
             self.consecutive.clear()
-        return accepted
-
-    def handle(
-        self,
-        numbers: StepNumbers,
-        progress: Progress,
-        model: nn.Module,
-        reader: Reader,
-        saver: Saver,
-        logger: Logger,
-    ) -> FoundCheckpoint | None:
-        """
-        Report a step that is not finite and move past it (all ranks).
-
-        Returns:
-            The checkpoint to roll back to; None if the step is skipped. Exits if the run cannot continue.
-        """
-        text, facts = describe_not_finite(progress.step, numbers, model, reader)
-        logger.event("not_finite", **facts)
-        action = self.decide(progress.step)
-        progress.skip()
-        if action == "skip":
-            logger.print(f"warning: {text}: the step is skipped")
-            return None
-        logger.saved(saver.wait_together())
-        if action == "stop":
-            with exit_together(logger.failed):
-                if is_main():
-                    raise ValueError(f"{text}; {self.advice(is_run(saver.run_folder.path))}")
-        return self.find_rollback(text, saver, logger)
-
-    def find_rollback(self, text: str, saver: Saver, logger: Logger) -> FoundCheckpoint:
-        """
-        Find the checkpoint to roll back to (all ranks; rank 0 looks). Damaged checkpoints are reported. Exits
-        with a message that begins with `text` if there is no checkpoint.
-        """
-        found, reports = do_together(partial(look_for_rollback, saver), logger.failed)
-        for report in reports:
-            logger.print(f"warning: {report}")
-        with exit_together(logger.failed):
-            if is_main() and not found:
-                advice = "start again with a lower --learning_rate"
-                raise ValueError(f"{text}; there is no valid checkpoint to roll back to: {advice}")
-        return share_found(found, str(saver.run_folder.path))
-
-    def rolled_back(self, progress: Progress, logger: Logger) -> None:
-        """Exclude the consecutive steps after progress was rewound to a checkpoint (all ranks)."""
-        excluded, self.consecutive, step = self.consecutive, [], progress.step
+            return Verdict(Action.TAKE)
+        self.consecutive.append(step)
+        steps = tuple(self.consecutive)
+        if self.on_nan == "stop":
+            return Verdict(Action.STOP, steps)
+        if len(steps) < self.patience:
+            return Verdict(Action.SKIP, steps)
+        if self.rollbacks >= self.max_rollbacks:
+            return Verdict(Action.STOP, steps)
+        self.consecutive.clear()
         self.rollbacks += 1
-        progress.skipped.update(excluded)
-        logger.event("rollback", to=step, left_out=sorted(progress.skipped), rollback=self.rollbacks)
-        logger.print(
-            f"warning: {len(excluded)} steps not finite: rolled back to step {step}, excluding {excluded}"
-        )
-        logger.cut_back()
+        return Verdict(Action.ROLL_BACK, steps)
 
     def advice(self, can_resume: bool) -> str:
-        """What a user can do when the run ends."""
+        """Return what a user can do when the run ends."""
         command = "Resume with --init_from=resume and" if can_resume else "Start again with"
         skip = ", or --on_nan=skip" if self.on_nan == "stop" else ""
         return f"the step was not taken and no checkpoint was lost. {command} a lower --learning_rate{skip}"
+
+
+def report_not_finite(
+    verdict: Verdict, numbers: StepNumbers, step: int, model: nn.Module, reader: Reader, logger: Logger
+) -> str:
+    """
+    Report a step that is not finite, while the gradients are still there (all ranks).
+
+    Returns:
+        A sentence for the user about the ranks, the gradients and the rows.
+    """
+    problem, facts = describe_not_finite(step, numbers, model, reader)
+    text = f"warning: {problem}: the step is skipped" if verdict.action is Action.SKIP else ""
+    logger.event("not_finite", text, **facts)
+    return problem
+
+
+def stop_run(problem: str, nan_policy: NanPolicy, out_dir: str, logger: Logger) -> None:
+    """Exit with a message that begins with `problem` and says what a user can do (all ranks)."""
+    with exit_together(logger.failed):
+        if is_main():  # rank 0 prints the message
+            raise ValueError(f"{problem}; {nan_policy.advice(is_run(out_dir))}")
+
+
+def find_rollback(problem: str, saver: Saver, logger: Logger) -> FoundCheckpoint:
+    """
+    Find the checkpoint to roll back to (all ranks; rank 0 looks). Damaged checkpoints are reported. Exits
+    with a message that begins with `problem` if there is no checkpoint.
+    """
+    found, reports = do_together(partial(look_for_rollback, saver), logger.failed)
+    for report in reports:
+        logger.print(f"warning: {report}")
+    with exit_together(logger.failed):
+        if is_main() and not found:
+            advice = "start again with a lower --learning_rate"
+            raise ValueError(f"{problem}; there is no valid checkpoint to roll back to: {advice}")
+    return share_found(found, str(saver.run_folder.path))
 
 
 def look_for_rollback(saver: Saver) -> tuple[FoundCheckpoint | None, list[str]]:
@@ -119,15 +122,15 @@ def describe_not_finite(
     step: int, numbers: StepNumbers, model: nn.Module, reader: Reader
 ) -> tuple[str, dict]:
     """
-    Describe which ranks computed a loss that is not finite, what they read, and the largest gradients (all
-    ranks).
+    Describe which ranks computed a loss that is not finite, what these ranks read, and the largest gradients
+    (all ranks).
 
     Returns:
         (a sentence for the user, the facts for metrics.jsonl)
     """
     everyone, starts = range(len(numbers.loss)), reader.starts(step)
     guilty = [r for r in everyone if not numbers.loss[r].isfinite()] or list(everyone)
-    rows_read = {}  # where each rank's rows start
+    rows_read = {}  # {rank: the tokens at which its rows start}
     for r in guilty:
         share = reader.share_of_rank(r)
         picked = [share.pick(starts, m) for m in range(share.micro_steps)]
@@ -148,7 +151,6 @@ def describe_not_finite(
     rows = "; ".join(f"{first[:8]} (rank {r})" for r, first in list(rows_read.items())[:4])
     text = (
         f"step {step}: not finite on rank {', '.join(map(str, guilty))}: loss by rank {facts['loss']}, "
-        "gradient "
-        f"norm {facts['grad_norm']:.3g}; largest gradients {gradients}; rows start at token {rows}"
+        f"gradient norm {facts['grad_norm']:.3g}; largest gradients {gradients}; rows start at token {rows}"
     )
     return text, facts

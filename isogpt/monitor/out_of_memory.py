@@ -1,74 +1,64 @@
 """Out of memory: explain why, and continue with smaller micro-batches at the next start."""
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from isogpt.common import console
 from isogpt.common.files import record
-from isogpt.data.dataset import DataError
 from isogpt.data.reader import Reader
 from isogpt.launch.process_group import rank_names
-from isogpt.monitor.watchdog import Watchdog, cause_of, explain_failure, install, line_of
+from isogpt.monitor.watchdog import Watchdog
 from isogpt.speed.memory import OUT_OF_MEMORY, memory_report
 from isogpt.speed.run_plan import MICRO_BATCH
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """
-    Whether the device or the CPU ran out of memory. Libraries such as cuBLAS and NCCL raise a plain
+    Return whether the device or the CPU ran out of memory. Libraries such as cuBLAS and NCCL raise a plain
     RuntimeError.
     """
     has_said_so = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error))
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(has_said_so)
 
 
-def explain_crashes(watchdog: Watchdog, out_dir: str, reader: Reader) -> None:
+@dataclass(frozen=True)
+class MemoryUse:
+    """What explains that memory runs out, and what makes the next start use less."""
+
+    out_dir: str
+    reader: Reader  # contains the plan, and the rows of each rank
+    first_step: int  # the step at which this process starts
+
+
+def explain_out_of_memory(watchdog: Watchdog, use: MemoryUse, error: BaseException) -> None:
     """
-    Install an excepthook that prints a message instead of a traceback if it can explain the exception. It
-    replaces the hook of Watchdog.start, which explains lost ranks, as soon as it is known what takes memory.
+    Print what the memory consists of and what would reduce it. In the first steps, also record half of the
+    rows as the micro-batch size, so that the same command, repeated or restarted by torchrun --max-restarts,
+    continues.
 
-    When memory runs out, the first rank with this problem prints what the memory consists of and what would
-    reduce it. Often all ranks run out alike, but the last stage of a pipeline computes the loss, and other
-    programs may use a GPU. In the first steps the rank also records half of the rows as the micro-batch size,
-    so that the same command, repeated or restarted by torchrun --max-restarts, continues.
-
-    Args:
-        reader: contains the plan, and the rows of each rank.
+    Often all ranks run out alike, but the last stage of a pipeline computes the loss, and other programs may
+    use a GPU.
     """
-    first_step, rank = watchdog.progress.step, watchdog.ranks.rank
-
-    def explain(kind: type, raised: BaseException, trace: object) -> None:
-        error = cause_of(raised)
-        if isinstance(error, DataError):
-            console.print_error(str(error), f"rank {rank}: ")
-            watchdog.logger.failed(str(error))
-        elif not is_out_of_memory(error):
-            explain_failure(watchdog, kind, raised, trace)
-        elif watchdog.is_first("out of memory"):
-            explain_out_of_memory(error)
-
-    def explain_out_of_memory(error: BaseException) -> None:
-        is_allocating = watchdog.clock.doing == "the start"  # allocating the model and the optimizer
-        rows, most = reader.share.rows, max(reader.share.rows_of)
-        cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
-        name = rank_names(watchdog.ranks.hosts)[rank]
-        source = f"{name}: " if watchdog.ranks.world_size > 1 else ""
-        problem, hint = f"error: {source}out of memory {cause}: {line_of(error)}", ""
-        if watchdog.progress.step < first_step + 3 and most > 1 and not is_allocating:
-            record(Path(out_dir) / MICRO_BATCH, reader.plan.job(), most // 2)
-            hint = (
-                f"\nthe next start in {out_dir} uses micro-batches of {most // 2} (same global batch, same "
-                "curve): "
-                "torchrun --max-restarts does so by itself, otherwise repeat the command"
-            )
-        print(
-            f"{problem}\n{memory_report(replace(reader.plan, micro_batch=rows))}{hint}",
-            file=sys.stderr,
-            flush=True,
+    is_allocating = watchdog.clock is None  # the model and the optimizer
+    rows, most = use.reader.share.rows, max(use.reader.share.rows_of)
+    cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"
+    name = rank_names(watchdog.ranks.hosts)[watchdog.ranks.rank]
+    source = f"{name}: " if watchdog.ranks.world_size > 1 else ""
+    problem, hint = f"error: {source}out of memory {cause}: {line_of(error)}", ""
+    if watchdog.progress.step < use.first_step + 3 and most > 1 and not is_allocating:
+        record(Path(use.out_dir) / MICRO_BATCH, use.reader.plan.job(), most // 2)
+        hint = (
+            f"\nthe next start in {use.out_dir} uses micro-batches of {most // 2} (same global batch, same "
+            "curve): torchrun --max-restarts does so by itself, otherwise repeat the command"
         )
-        watchdog.logger.failed(problem)
+    report = memory_report(replace(use.reader.plan, micro_batch=rows))
+    print(f"{problem}\n{report}{hint}", file=sys.stderr, flush=True)
+    watchdog.logger.failed(problem)
 
-    install(watchdog, explain)
+
+def line_of(error: BaseException) -> str:
+    """Return the line of an error's message that says that memory is missing; else the first line."""
+    lines = str(error).splitlines() or [""]
+    return next((line for line in lines if OUT_OF_MEMORY.search(line)), lines[0])

@@ -18,8 +18,8 @@ def step_record(
     progress: Progress, numbers: StepNumbers, lr: float, flops_per_step: float, peak_flops: float | None
 ) -> dict:
     """
-    Return a step's record. The loss is the mean over the ranks, which is the mean over the global batch.
-    Since a mean hides a slow rank, times and memory also contain the maximum over the ranks.
+    Return the record of a step. The loss is the mean over the ranks, which is the mean over the global batch.
+    Since a mean hides a slow rank, the record also contains the maximum over the ranks of times and memory.
 
     Args:
         numbers: tensors (world_size,).
@@ -46,11 +46,21 @@ def step_record(
     }
 
 
+def step_values(record: dict) -> dict:
+    """Return the numbers of a step for wandb and TensorBoard: as in nanoGPT, the mfu is in percent."""
+    return record | {"mfu": None if record["mfu"] is None else record["mfu"] * 100}
+
+
+def evaluation_values(record: dict, lr: float) -> dict:
+    """Return the numbers of an evaluation for wandb and TensorBoard, with nanoGPT's names."""
+    return {"train/loss": record["train_loss"], "val/loss": record["val_loss"], "lr": lr}
+
+
 def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
     """
-    Return the routers' statistics. These are the fewest, mean and most tokens of an expert in a step over all
-    layers; the mean entropy of the routers' probabilities in nats; the auxiliary loss; and experts without a
-    token, as layer.expert.
+    Return the statistics of the routers: the fewest, mean and most tokens of an expert in a step over all
+    layers; the mean entropy of the routers' probabilities in nats; the auxiliary loss; and the experts
+    without a token, as layer.expert.
 
     Args:
         routing: from parallelize.take_routing (L, E + 2).
@@ -69,7 +79,7 @@ def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
 
 
 def step_line(record: dict, left_s: float) -> str:
-    """A step's line on the console; nanoGPT's tools parse it up to the mfu."""
+    """Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu."""
     mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
     return (
         f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
@@ -81,7 +91,7 @@ def step_line(record: dict, left_s: float) -> str:
 
 
 def routing_text(record: dict) -> str:
-    """The end of a step's line with experts."""
+    """Return the end of the line of a step with experts."""
     least, mean, most = (record[f"expert_tokens_{name}"] for name in ("min", "mean", "max"))
     text = (
         f", tokens per expert {least:.0f} to {most:.0f}, mean {mean:.0f}, entropy "

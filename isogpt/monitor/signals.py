@@ -31,8 +31,8 @@ def running_s() -> float:
 @dataclass
 class Stop:
     """
-    Whether this rank was asked to stop: by a signal, or because time_limit_s (0: none) is about to be
-    exceeded.
+    Records whether this rank was asked to stop: by a signal, or because time_limit_s (0: no limit) is about
+    to be exceeded.
     """
 
     time_limit_s: float = 0
@@ -53,7 +53,7 @@ class Stop:
 
     def decide(self, codes: torch.Tensor) -> int:
         """
-        Decide from every rank's code why all ranks stop; 0: continue. A signal takes precedence over
+        Return why all ranks stop, from the codes of all ranks; 0: continue. A signal takes precedence over
         TIME_IS_UP.
         """
         self.agreed = int(codes.max() or codes.min())
@@ -61,9 +61,9 @@ class Stop:
 
     def in_evaluation(self, micro_batch: int, device: torch.device, checkpoint_s: float) -> bool:
         """
-        Whether to stop; called after each micro-batch of an evaluation (all ranks). With a GPU, the ranks ask
-        each other at every fourth micro-batch and read the answer four micro-batches later: reading at once
-        would wait for all queued work.
+        Return whether to stop; called after each micro-batch of an evaluation (all ranks). With a GPU, the
+        ranks exchange codes at every fourth micro-batch and read them four micro-batches later: reading at
+        once would wait for all queued work.
         """
         if device.type == "cpu":
             return self.decide(gather_number(self.code(checkpoint_s=checkpoint_s), device)) != 0
@@ -74,7 +74,7 @@ class Stop:
         return answer is not None and self.decide(answer.read().value) != 0
 
     def reason(self) -> str:
-        """The name of the agreed code."""
+        """Return the name of the agreed code."""
         return "time_limit_s" if self.agreed == TIME_IS_UP else signal.Signals(self.agreed).name
 
 

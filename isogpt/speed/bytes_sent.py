@@ -34,7 +34,8 @@ def bytes_by_socket() -> dict[int, int]:
 @dataclass
 class BytesSent:
     """
-    The bytes that this process sends per step, from `start` on.
+    The bytes that this process sends per step, from the construction on. A single process sends nothing and
+    is not counted.
 
     These are the payload of the TCP connections: gloo's, also to processes on the same machine, NCCL's if
     NCCL uses sockets, and the few bytes of the store. Headers and acknowledgements are not included;
@@ -43,14 +44,13 @@ class BytesSent:
     connections of a process group stay open.
     """
 
-    is_counted: bool = False
-    counts: dict[int, int] = field(default_factory=dict)  # bytes_by_socket, at the last count
+    world_size: int
+    counts: dict[int, int] = field(init=False)  # bytes_by_socket, at the last count
     sent: int = 0  # bytes since the last logged step, up to a pause
     steps: int = 0  # steps since the last logged step
 
-    def start(self, world_size: int) -> None:
-        """Forget what was sent before. A single process sends nothing and is not counted."""
-        self.counts = bytes_by_socket() if world_size > 1 else {}
+    def __post_init__(self) -> None:
+        self.counts = bytes_by_socket() if self.world_size > 1 else {}
         self.is_counted = bool(self.counts)
 
     def count(self) -> int:

@@ -17,8 +17,9 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu, self.now = device.type == "cuda", {}
-        self.count, self.doing = 0, "the start"  # for the watchdog: grows with each part; the current part
-        self.cpu, self.profiler = {}, None  # ms of parts of the current step that are timed on the CPU
+        # for the watchdog: a number that grows with each part, and the current part
+        self.count, self.doing = 0, "the first step"
+        self.cpu = {}  # ms of parts of the current step that are timed on the CPU
         self.waiting, self.steps = deque(), deque(maxlen=1000)  # {part: ms} for each step
 
     @contextmanager
@@ -60,8 +61,6 @@ class Clock:
             self.steps.append(
                 {name: sum(self.elapsed_ms(*m) for m in marks) for name, marks in parts.items()} | cpu
             )
-        if self.profiler:
-            self.profiler.step()
 
     def discard(self) -> None:
         """Forget the parts of a step that is not taken."""

@@ -13,7 +13,7 @@ def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
     """
     Start a profiler for a run of `steps` steps that skips 5 steps, records 5, and writes files to out_dir.
     These are trace.json, operators.txt (the operators by self time) and on a GPU memory.pickle, a snapshot
-    for https://pytorch.org/memory_viz. Assign the profiler to Clock.profiler.
+    for https://pytorch.org/memory_viz. The caller calls step() after each step.
     """
     out, on_gpu, needed = Path(out_dir), torch.cuda.is_available(), PROFILE_SKIP + PROFILE_STEPS
     if steps < needed:

@@ -4,14 +4,32 @@ import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 from isogpt.launch.launchers import environment_without_launcher
+from isogpt.monitor.records import as_json
+
+FINAL = ("end", "preempted", "failed")  # the command gets time to finish before the process exits
+FINAL_S = 10
+
+
+class Alerts:
+    """Passes each event except `save` to the user's command."""
+
+    def __init__(self, command: str, out_dir: str | Path) -> None:
+        self.command, self.out_dir = command, str(out_dir)
+
+    def event(self, record: dict, text: str) -> None:
+        """Pass an event to the command."""
+        if record["event"] != "save":  # frequent, and no reason to look
+            wait_s = FINAL_S if record["event"] in FINAL else 0
+            alert(self.command, as_json(record | {"out_dir": self.out_dir}), wait_s)
 
 
 def alert(command: str, record: dict, wait_s: float = 0) -> None:
     """
-    Run the user's command with a line of JSON on standard input (rank 0). A failure of the command does not
-    stop the run.
+    Run the user's command with a line of JSON on standard input, and wait for the command at most wait_s
+    seconds. A failure of the command does not stop the run.
     """
     if not command:
         return

@@ -1,0 +1,122 @@
+"""The crash hook, which explains the exceptions that end a process."""
+
+import os
+import sys
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from isogpt.checkpoint.progress import Progress
+from isogpt.common import console
+from isogpt.data.dataset import DataError
+from isogpt.launch.process_group import Ranks, connect_store
+from isogpt.monitor.log import Logger
+from isogpt.monitor.out_of_memory import MemoryUse, explain_out_of_memory, is_out_of_memory, line_of
+from isogpt.monitor.watchdog import STORE_TIMEOUT_S, Watchdog
+
+# parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
+CONNECTION_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "remote peer",
+    "timed out waiting",
+    "connection was likely closed",
+    "remote process exit",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "broken pipe",
+    "socket closed",
+    "communicator was aborted",
+)
+
+
+def watch_start(ranks: Ranks, timeout_s: float, progress: Progress, logger: Logger) -> Watchdog:
+    """
+    Return the watchdog of the start, and install the crash hook: from here on, a rank that fails is named.
+    With other ranks, the watchdog connects to the store.
+    """
+    watchdog = Watchdog(ranks, timeout_s, progress, logger)
+    explain_crashes(watchdog)  # also a store that does not respond
+    if ranks.world_size == 1 or not ranks.store:
+        return watchdog
+    # a separate connection, since a request blocks all others on the same connection
+    store = dist.PrefixStore(ranks.start, connect_store(timeout_s))
+    store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+    watchdog = replace(watchdog, store=store)
+    explain_crashes(watchdog)
+    return watchdog
+
+
+def explain_crashes(watchdog: Watchdog, memory_use: MemoryUse | None = None) -> None:
+    """
+    Install an excepthook that explains an exception, tells the other ranks and ends the process. It replaces
+    the hook of an earlier watchdog.
+
+    Args:
+        memory_use: explains running out of memory, see `explain_out_of_memory`; None: not known yet, then a
+            traceback is printed.
+    """
+
+    def hook(kind: type, error: BaseException, trace: object) -> None:
+        try:
+            explain(watchdog, memory_use, kind, error, trace)
+        except Exception as e:  # an explanation that fails must not keep the process from exiting
+            print(f"error: {error} (and while explaining it: {e})", file=sys.stderr, flush=True)
+        watchdog.announce(f"error/{watchdog.ranks.rank}", summary_of(cause_of(error)))
+        watchdog.announce("failed")
+        watchdog.finish_checkpoint()
+        sys.stdout.flush()
+        # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo),
+        # and a rank that hangs instead of exiting keeps its launcher from restarting it
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def explain(
+    watchdog: Watchdog, memory_use: MemoryUse | None, kind: type, raised: BaseException, trace: object
+) -> None:
+    """
+    Print a message instead of a traceback if the cause of an exception is known: a different rank, the data
+    or too little memory. If several ranks run out of memory, the first rank explains it.
+    """
+    error = cause_of(raised)
+    if isinstance(error, DataError):
+        console.print_error(str(error), f"rank {watchdog.ranks.rank}: ")
+        watchdog.logger.failed(str(error))
+    elif memory_use and is_out_of_memory(error):
+        if watchdog.is_first("out of memory"):
+            explain_out_of_memory(watchdog, memory_use, error)
+    elif is_connection_lost(error):
+        reason = str(error).splitlines()[0].split(". ")[0][:200]
+        watchdog.report(f"lost the connection to another rank ({reason})")
+    else:
+        watchdog.logger.failed(f"{type(error).__name__}: {error}")
+        watchdog.default_hook(kind, raised, trace)
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """
+    Return whether a collective or the store failed because a different rank exited or did not respond in
+    time.
+    """
+    has_failed = isinstance(error, RuntimeError) and any(
+        text in str(error).lower() for text in CONNECTION_LOST
+    )
+    return has_failed or isinstance(error, dist.DistStoreError | dist.DistNetworkError)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """
+    Return the first error of a chain: torch.distributed.pipelining raises a RuntimeError from what a stage
+    raised.
+    """
+    while error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def summary_of(error: BaseException) -> str:
+    """Return the type of an error, and the line of the message that `line_of` chooses."""
+    return f"{type(error).__name__}: {line_of(error)[:200]}".removesuffix(": ")

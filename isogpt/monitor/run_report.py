@@ -1,0 +1,124 @@
+"""The report on a run in progress: steps, evaluations, anomalies and the end."""
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from isogpt.checkpoint.manifest import is_run
+from isogpt.checkpoint.measures import NONE
+from isogpt.launch.process_group import Ranks
+from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
+from isogpt.monitor.log import Logger
+from isogpt.monitor.records import duration, routing_record, step_record
+from isogpt.monitor.signals import Stop
+from isogpt.parallel.compilation import compile_report
+from isogpt.speed.bytes_sent import BytesSent
+from isogpt.speed.usage import utilization
+from isogpt.training.step_numbers import StepNumbers
+
+
+@dataclass
+class RunReport:
+    """
+    Turns the numbers of steps and evaluations into records and warnings for the logger. On ranks other than
+    0, the methods only count the steps and the bytes sent.
+
+    Constructed just before the first step: estimates the remaining time, and counts bytes, from there on.
+    """
+
+    logger: Logger
+    ranks: Ranks
+    max_iters: int
+    log_interval: int
+    flops_per_step: float
+    peak_flops: float | None  # None: unknown, then the mfu is None
+    steps_taken: int = 0  # steps taken by this process, including steps that a rollback repeats
+    began: float = field(default_factory=time.perf_counter)
+    spikes: LossSpikes = field(default_factory=LossSpikes)
+    slow_ranks: SlowRanks = field(default_factory=SlowRanks)
+    overflows: Overflows = field(default_factory=Overflows)
+    traffic: BytesSent = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progress = self.logger.progress
+        self.traffic = BytesSent(self.ranks.world_size)
+
+    def evaluation(self, train_loss: float, val_loss: float, lr: float) -> None:
+        """Report an evaluation, and plot the losses so far."""
+        step = self.progress.step
+        self.logger.tell("evaluation", {"iter": step, "train_loss": train_loss, "val_loss": val_loss}, lr)
+        if self.steps_taken and step <= self.max_iters:  # `done` plots after the last step
+            self.logger.tell("draw")
+
+    def step(self, numbers: StepNumbers, lr: float, routing: Tensor | None) -> None:
+        """
+        Report a step, and a loss spike or a slow rank if there is one. For `routing` see
+        parallelize.take_routing.
+        """
+        self.steps_taken += 1
+        if not self.ranks.is_main:
+            return
+        if self.steps_taken == 1:
+            self.first_step()
+        if self.overflows.seen(bool(numbers.is_finite)):
+            self.overflowed(numbers.loss_scale.max().item())
+        if self.progress.step % self.log_interval:
+            return
+        record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)
+        record["gpu_percent"] = utilization(self.ranks.device)
+        if routing is not None:
+            record |= routing_record(routing, self.progress.tokens_per_step)
+        left_s = (time.perf_counter() - self.began) / self.steps_taken * (self.max_iters - self.progress.step)
+        self.logger.tell("step", record, left_s)
+        self.look_for_anomalies(record["loss"], numbers)
+
+    def first_step(self) -> None:
+        """Report how long the run was interrupted, and how much was compiled."""
+        if self.logger.interrupted_at:
+            seconds = max(0.0, time.time() - self.logger.interrupted_at)  # clocks may differ
+            self.logger.event("recovered", seconds=seconds)
+        if report := compile_report():
+            self.logger.print(report)
+
+    def overflowed(self, scale: float) -> None:
+        """Report that float16 gradients overflow in succession."""
+        text = (
+            f"warning: {self.overflows.count} steps in succession were skipped: their gradients overflow in "
+            f"float16, although the loss scale is down to {scale:g}. If this goes on, set --dtype=float32"
+        )
+        self.logger.event("overflows", text, loss_scale=scale)
+
+    def look_for_anomalies(self, loss: float, numbers: StepNumbers) -> None:
+        """Report a loss spike and slow ranks."""
+        if self.spikes.seen(loss):
+            self.logger.event("spike", loss=loss)
+        columns = {
+            "forward ms": numbers.forward_ms,
+            "data wait ms": numbers.data_ms,
+            "memory GB": numbers.memory_gb,
+        }
+        for slow in self.slow_ranks.seen({name: values.tolist() for name, values in columns.items()}):
+            self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
+
+    def done(self) -> None:
+        """Report the end of training."""
+        p, took = self.progress, duration(time.perf_counter() - self.began)
+        best = ""
+        if math.isfinite(p.best_val_loss):
+            at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
+            best = f", best val loss {p.best_val_loss:.4f}{at_step}"
+        self.logger.tell("done", f"done: {self.steps_taken} steps in {took}{best}")
+
+    def end(self, out_dir: str, stop: Stop | None, spans_ms: dict) -> None:
+        """Report the end of the run, or the reason why the run stopped early, and close the sinks."""
+        if stop:
+            hint = "there is no checkpoint to resume"
+            if is_run(out_dir):
+                hint = "resume with --init_from=resume or auto"
+            text = f"stopped on request before step {self.progress.step}: {hint}"
+            self.logger.event("preempted", text, spans_ms=spans_ms, signal=stop.agreed)
+        else:
+            self.logger.event("end", spans_ms=spans_ms)
+        self.logger.tell("close")

@@ -1,0 +1,41 @@
+"""Weights & Biases: the steps and the evaluations."""
+
+from isogpt.monitor.records import evaluation_values, step_values
+
+
+class Wandb:
+    """
+    Sends the numbers of steps and evaluations to a new wandb run, or to the existing run `run_id`.
+
+    Raises:
+        ValueError: wandb is not installed or cannot start.
+    """
+
+    def __init__(self, config: dict, run_id: str | None) -> None:
+        project, name = config["wandb_project"], config["wandb_run_name"]
+        resume = "allow" if run_id else None
+        try:
+            import wandb
+
+            self.run = wandb.init(project=project, name=name, id=run_id, resume=resume, config=config)
+        except Exception as e:  # Exception is the only common base class of wandb's errors
+            reason = " ".join(str(e).split())
+            raise ValueError(
+                f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False"
+            ) from e
+
+    def step(self, record: dict, left_s: float) -> None:
+        """Send the numbers of a step."""
+        self.send(record["iter"], step_values(record))
+
+    def evaluation(self, record: dict, lr: float) -> None:
+        """Send the losses of an evaluation."""
+        self.send(record["iter"], evaluation_values(record, lr))
+
+    def send(self, step: int, values: dict) -> None:
+        """Send values for a step. wandb keeps the first of two values for a step."""
+        self.run.log({"iter": step, **values}, step=step)
+
+    def close(self) -> None:
+        """Finish the wandb run."""
+        self.run.finish()
