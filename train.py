@@ -256,16 +256,7 @@ explain_crashes(watchdog, out_dir, job, reader, memory_cost)
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallelize(raw_model, mesh, ranks.device, zero_stage, torch_dtype, config)
 optimizers = optim.make_optimizers(
-    raw_model,
-    optimizer,
-    zero_stage,
-    weight_decay,
-    learning_rate,
-    (beta1, beta2),
-    muon_lr,
-    embedding_lr,
-    torch_dtype,
-    mesh,
+    raw_model, optim.OptimizerSettings.of(config), zero_stage, torch_dtype, mesh
 )
 scaler = precision.make_scaler(compute_dtype, next(raw_model.parameters()).device)
 # FSDP casts to torch_dtype itself, by a mixed-precision policy
