@@ -482,7 +482,9 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "repo"
             shutil.copytree(
-                REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__")
+                REPO,
+                copy,
+                ignore=shutil.ignore_patterns(".git", ".venv", "out", "out-*", "*.bin", "__pycache__"),
             )
             text = (copy / file).read_text()
             assert len(places(old, text)) == 1, f"{name}: {len(places(old, text))} places in {file}"
