@@ -93,15 +93,7 @@ def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
     ckpt.pt. Settings that the config lacks take nanoGPT's defaults. The state of Muon is stored without such
     settings, since nanoGPT cannot resume it.
     """
-    c = {
-        "optimizer": "adamw",
-        "learning_rate": 6e-4,
-        "weight_decay": 0.1,
-        "beta1": 0.9,
-        "beta2": 0.95,
-    } | config
-    betas = (c["beta1"], c["beta2"])
-    return optim.make_optimizers(model, c["optimizer"], 0, c["weight_decay"], c["learning_rate"], betas)
+    return optim.make_optimizers(model, optim.OptimizerSettings.of(config))
 
 
 @contextmanager

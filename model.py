@@ -401,7 +401,8 @@ class GPT(nn.Module):
         """
         Make an AdamW with two groups: parameters with two or more dimensions (matmuls, embeddings) with
         weight decay, and all others without. AdamW is fused (one pass over the memory) if the device supports
-        this.
+        this. This is nanoGPT's interface: train.py makes its optimizers by RULES in
+        isogpt/training/optim.py.
         """
         params = [p for p in self.parameters() if p.requires_grad]
         decay, no_decay = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]

@@ -205,16 +205,7 @@ explain_crashes(start_watchdog, MemoryUse(out_dir, reader, first_step=progress.s
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallelize(raw_model, mesh, ranks.device, plan)
 optimizers = optim.make_optimizers(
-    raw_model,
-    optimizer,
-    plan.zero,
-    weight_decay,
-    learning_rate,
-    (beta1, beta2),
-    muon_lr,
-    embedding_lr,
-    plan.torch_dtype,
-    mesh,
+    raw_model, optim.OptimizerSettings.of(config), plan.zero, plan.torch_dtype, mesh
 )
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
 # FSDP casts to the dtype itself, by a mixed-precision policy

@@ -94,8 +94,8 @@ MUTATIONS = {
     ),
     "tp: rows of q, k and v": (
         "isogpt/parallel/tensor.py",
-        'model.config.qkv_rows if ".c_attn." in name else (p.size(dim),)',
-        "(p.size(dim),)",
+        "dim=0, sections=heads_of_qkv",
+        "dim=0",
         PARALLEL,
     ),
     "pp: the gradient of the tied embedding": (
@@ -106,7 +106,7 @@ MUTATIONS = {
     ),
     "cp: order of the chunks": (
         "isogpt/parallel/context.py",
-        "torch.cat([chunks[place] for place in order], 1)",
+        "torch.cat([chunks[place] for place in ranks.order], 1)",
         "torch.cat(chunks, 1)",
         PARALLEL,
     ),
@@ -207,6 +207,18 @@ MUTATIONS = {
         '(True, ("dp_shard", "ep", "cp"))',
         EP,
     ),
+    "muon: the rate of the token embedding": (
+        "isogpt/training/optim.py",
+        'AdamW, "embedding_lr", None)',
+        'AdamW, "learning_rate", None)',
+        "tests/test_arch.py::test_the_optimizer_rate_and_weight_decay_of_each_parameter",
+    ),
+    "adamw: weight decay of vectors": (
+        "isogpt/training/optim.py",
+        'Rule("adamw", (VECTOR,), AdamW, "learning_rate", None)',
+        'Rule("adamw", (VECTOR,), AdamW, "learning_rate", "weight_decay")',
+        "tests/test_model.py::test_adamw_is_what_nanogpts_interface_makes",
+    ),
     "ep: numbers of one rank's routers": (
         "isogpt/parallel/parallelize.py",
         "        dist.all_reduce(sums)\n",
@@ -221,14 +233,14 @@ MUTATIONS = {
     ),
     "tp: the auxiliary loss counts on each rank": (
         "isogpt/parallel/tensor.py",
-        "routing / ranks",
-        "routing",
+        "type(moe).routing_of(moe, *numbers) / ranks.count",
+        "type(moe).routing_of(moe, *numbers)",
         EP,
     ),
     "tp: rows of experts": (
         "isogpt/parallel/tensor.py",
-        "(model.config.n_hidden,) * (p.size(0) // model.config.n_hidden)",
-        "(p.size(0),)",
+        "(config.n_hidden,) * (length // config.n_hidden)",
+        "(length,)",
         EP,
     ),
     "experts: padding rows count": (
@@ -474,7 +486,9 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / "repo"
             shutil.copytree(
-                REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv", "out*", "*.bin", "__pycache__")
+                REPO,
+                copy,
+                ignore=shutil.ignore_patterns(".git", ".venv", "out", "out-*", "*.bin", "__pycache__"),
             )
             text = (copy / file).read_text()
             assert len(places(old, text)) == 1, f"{name}: {len(places(old, text))} places in {file}"

@@ -15,7 +15,7 @@ from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.nn import huggingface
 from isogpt.nn.kernels import CPUNormalize, relu2, rotate
-from isogpt.training import optim
+from isogpt.training import muon, optim
 from model import GPT, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
@@ -168,8 +168,8 @@ def test_an_overflow_in_one_optimizer_skips_the_step_of_both(zygote, work, kind)
 
 def test_float16_keeps_the_direction_of_small_gradients():
     x = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0))
-    expected = optim.orthogonalize(x, torch.float32)
-    actual = optim.orthogonalize(1e-8 * x, torch.float16)
+    expected = muon.orthogonalize(x, torch.float32)
+    actual = muon.orthogonalize(1e-8 * x, torch.float16)
     torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=0)
 
 
@@ -504,19 +504,43 @@ def test_weights_that_do_not_belong_to_the_config(tmp_path):
         GPT.from_pretrained(str(tmp_path))
 
 
+@pytest.mark.parametrize(("head", "embedding_lr"), [("untied", 0.3), ("untied", 0.0), ("tied", 0.3)])
+def test_the_optimizer_rate_and_weight_decay_of_each_parameter(head, embedding_lr):
+    shape = dict(block_size=8, vocab_size=16, n_layer=2, n_head=2, n_embd=8, n_expert=2)
+    gpt = GPT(GPTConfig(**shape, arch="llama", tied=head == "tied"))
+    settings = optim.OptimizerSettings("muon", 1e-2, 0.1, 0.8, 0.99, 0.04, embedding_lr)
+    name_of, found = {p: name for name, p in gpt.named_parameters()}, {}
+    for optimizer in optim.make_optimizers(gpt, settings):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                assert name_of[p] not in found
+                how = (type(optimizer).__name__, group["lr"], group["lr_scale"], group["weight_decay"])
+                found[name_of[p]] = how
+    rest = ("AdamW", 1e-2, 1.0, 0.0)
+    expected = dict.fromkeys(name_of.values(), rest)
+    if embedding_lr and head == "untied":
+        expected["transformer.wte.weight"] = ("AdamW", 0.3, 0.3 / 1e-2, 0.0)
+    matrices = ("attn.c_attn", "attn.c_proj", *(f"mlp.experts.c_{part}" for part in ("gate", "fc", "proj")))
+    for name in (f"transformer.h.{i}.{matrix}.weight" for i in (0, 1) for matrix in matrices):
+        assert expected[name] == rest
+        expected[name] = ("Muon", 0.04, 0.04 / 1e-2, 0.1)
+    assert found == expected
+    assert (rest in found.values()) and "transformer.h.1.mlp.router.weight" in found
+
+
 def test_muon_orthogonalizes_each_matrix():
     """
     q, k and v each by itself; in the direction of torch.optim.Muon; AdamW keeps the rest, without weight
     decay.
     """
     gpt = moved("nanochat-kv-tied")
-    adamw, muon = optim.make_optimizers(gpt, "muon", 0, 0.1, 1e-3, (0.9, 0.95), muon_lr=0.02)
+    adamw, matrices = optim.make_optimizers(gpt, optim.OptimizerSettings("muon", 1e-3))
     assert not any(group["weight_decay"] for group in adamw.param_groups)
     weight = gpt.transformer.h[1].attn.c_attn.weight  # (heads: 4, 2 and 2) x 8 features
     gpt(x := torch.arange(96).view(2, 48), x)[1].backward()
     before, gradient = weight.detach().clone(), weight.grad.clone()
-    optim.set_rates([adamw, muon], 300, 1e-3, 0.95)
-    muon.step()
+    optim.set_rates([adamw, matrices], 300, 1e-3, 0.95)
+    matrices.step()
     update = (before * (1 - 0.02 * 0.1) - weight.detach()) / 0.02
     for part, g in zip(update.split((32, 16, 16)), gradient.split((32, 16, 16)), strict=True):
         values = torch.linalg.svdvals(part)

@@ -200,7 +200,8 @@ def test_the_masks_of_context_parallelism_on_a_gpu_are_in_the_graph(monkeypatch)
     own = [(c, context.last_rows_mask(32, (c + 1) * 32, torch.device("cuda"))) for c in range(2)]
     assert None not in (mask for _, mask in own)
     for block in model.transformer.h:
-        block.attn.attention = partial(context.context_attention, None, [0, 1], own)
+        ranks = context.ContextRanks(None, torch.arange(64), [0, 1], own)
+        block.attn.attention = partial(context.context_attention, ranks, block.attn)
     compile_parts(model, by_block=False, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(train_and_evaluate(model, 65, times=2), expected, rtol=1e-4, atol=1e-6)
     assert compile_report() == "compile: 2 graphs, 0 graph breaks"

@@ -288,7 +288,7 @@ def gathered(**changes):
 def test_the_optimizers_and_the_loop_wait_once_for_a_steps_numbers(loss):
     """Muon decides on the CPU, and so does the loop. float16's flags stay where they are."""
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False, arch="nanochat"), 0)
-    optimizers = optim.make_optimizers(model, "muon", 0, 0.1, 1e-3, (0.9, 0.95), 0.02)
+    optimizers = optim.make_optimizers(model, optim.OptimizerSettings("muon", 1e-3))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(
         model(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))[1]

@@ -240,7 +240,7 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
     script = tmp_path / "held.py"
     script.write_text(
         "import os, runpy, sys\nsys.path.insert(0, os.environ['REPO'])\nfrom isogpt.training import "
-        "optim\nfrom isogpt.parallel import local_parts\n"
+        "optim, optimizer_state\nfrom isogpt.parallel import local_parts\n"
         "make, kept = optim.make_optimizers, []\n"
         "def keep(model, *args):\n    kept.extend((model, make(model, *args)))\n    return kept[1]\n"
         "optim.make_optimizers = keep\n"
@@ -248,7 +248,8 @@ def test_weights_and_moments_are_divided_by_the_ranks(zygote, shared_work, tmp_p
         "m, o = kept\n"
         "size = lambda t: local_parts.local(t).numel() * 4\n"
         "w = sum(size(p) for p in m.parameters())\n"
-        "s = sum(size(t) for d in optim.state_by_name(m, o).values() for k, t in d.items() if k != 'step')\n"
+        "state = optimizer_state.state_by_name(m, o).values()\n"
+        "s = sum(size(t) for tensors in state for k, t in tensors.items() if k != 'step')\n"
         "print(f'held {w} {s}', flush=True)\n"
     )
     total = None

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isogpt.nn import generation
 from isogpt.nn.generation import next_token, uniform_numbers
 from isogpt.nn.kernels import ChunkedLoss, CPUHalfAttention, Dropout, KVCache, dropout_factors, summed_loss
+from isogpt.training import optim
 from model import GPT, GPTConfig
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
@@ -170,8 +171,23 @@ def test_matrices_decay_first_and_vectors_do_not(bias):
 def test_frozen_parameters_are_not_optimized():
     gpt = GPT(GPTConfig(**SMALL), seed=1)
     gpt.transformer.wpe.weight.requires_grad_(False)
-    optimizer = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
-    assert all(p is not gpt.transformer.wpe.weight for g in optimizer.param_groups for p in g["params"])
+    made = [gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
+    made += optim.make_optimizers(gpt, optim.OptimizerSettings())
+    for optimizer in made:
+        assert all(p is not gpt.transformer.wpe.weight for g in optimizer.param_groups for p in g["params"])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_adamw_is_what_nanogpts_interface_makes(bias):
+    """The groups and all of their settings: a ckpt.pt numbers parameters by group."""
+    gpt = GPT(GPTConfig(**SMALL, bias=bias), seed=1)
+    theirs = gpt.configure_optimizers(0.2, 3e-4, (0.8, 0.9), "cpu").param_groups
+    (adamw,) = optim.make_optimizers(gpt, optim.OptimizerSettings("adamw", 3e-4, 0.2, 0.8, 0.9))
+    assert isinstance(adamw, torch.optim.AdamW) and len(adamw.param_groups) == len(theirs) == 2
+    for ours, expected in zip(adamw.param_groups, theirs, strict=True):
+        assert ours.pop("lr_scale") == 1.0
+        numbers = [[id(p) for p in group.pop("params")] for group in (ours, expected)]
+        assert numbers[0] == numbers[1] and ours == expected
 
 
 # ------------------------------------------------------------------------------------------------------------

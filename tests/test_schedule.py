@@ -204,7 +204,7 @@ def test_muon_follows(at):
 
     c = DEFAULTS | dict(lr_scaling="sqrt", base_batch=10, decay_lr=False)
     gpt = GPT(GPTConfig(block_size=8, vocab_size=16, n_layer=1, n_head=1, n_embd=8))
-    optimizers = optim.make_optimizers(gpt, "muon", 0, 0.1, c["learning_rate"], (0.9, 0.95), muon_lr=0.02)
+    optimizers = optim.make_optimizers(gpt, optim.OptimizerSettings.of(c | {"optimizer": "muon"}))
     optim.set_rates(optimizers, 0, make_schedule(c, 40).lr(0), 0.95)
     rates = {type(o).__name__: o.param_groups[0]["lr"] for o in optimizers}
     assert rates == {"AdamW": pytest.approx(2 * c["learning_rate"]), "Muon": pytest.approx(0.04)}

@@ -75,7 +75,7 @@ def make_folder(name, out):
         "config": {"dataset": str(data)},
         "isogpt": {},
     }
-    optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95))
+    optimizers = optim.make_optimizers(model, optim.OptimizerSettings())
     torch.save(nanogpt_state(run, model, optimizers), out / "ckpt.pt")
     subprocess.run([sys.executable, REPO / "export.py", out, "--to=hf"], check=True)
     texts = []

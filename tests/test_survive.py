@@ -32,7 +32,7 @@ from isogpt.launch.together import Gathered, gather_numbers, wait_together
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.signals import TIME_IS_UP, Stop, running_s
 from isogpt.monitor.watchdog import Watchdog
-from isogpt.training import optim
+from isogpt.training import optim, optimizer_state
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
@@ -240,7 +240,7 @@ def small_model_with_gradients(value: float):
 def test_adamw_clips_without_waiting_for_the_host(monkeypatch, max_norm):
     model, gathered = small_model_with_gradients(0.5)
     expected = copy.deepcopy(model)
-    optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-2, (0.9, 0.95))
+    optimizers = optim.make_optimizers(model, optim.OptimizerSettings("adamw", 1e-2))
     with monkeypatch.context() as m:
         m.setattr(Gathered, "read", lambda self: pytest.fail("the host waited"))
         optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
@@ -260,7 +260,7 @@ def test_muon_clips(max_norm):
     model, gathered = small_model_with_gradients(0.5)
     expected = copy.deepcopy(model)
     optimizers, others = (
-        optim.make_optimizers(m, "muon", 0, 0.1, 1e-2, (0.9, 0.95), muon_lr=0.02) for m in (model, expected)
+        optim.make_optimizers(m, optim.OptimizerSettings("muon", 1e-2)) for m in (model, expected)
     )
     optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
     for p in expected.parameters():
@@ -269,8 +269,8 @@ def test_muon_clips(max_norm):
     for optimizer in others:
         optimizer.step()
     actual_state, expected_state = (
-        optim.state_by_name(model, optimizers),
-        optim.state_by_name(expected, others),
+        optimizer_state.state_by_name(model, optimizers),
+        optimizer_state.state_by_name(expected, others),
     )
     torch.testing.assert_close(actual_state, expected_state, rtol=1e-5, atol=0)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
@@ -281,10 +281,10 @@ def test_muon_clips(max_norm):
 def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimizer, loss, gradient):
     model, gathered = small_model_with_gradients(gradient)
     gathered.columns[0] = loss
-    optimizers = optim.make_optimizers(model, optimizer, 0, 0.1, 1e-2, (0.9, 0.95), muon_lr=0.02)
-    before = copy.deepcopy((model.state_dict(), optim.state_by_name(model, optimizers)))
+    optimizers = optim.make_optimizers(model, optim.OptimizerSettings(optimizer, 1e-2))
+    before = copy.deepcopy((model.state_dict(), optimizer_state.state_by_name(model, optimizers)))
     optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, 1.0)
-    after = model.state_dict(), optim.state_by_name(model, optimizers)
+    after = model.state_dict(), optimizer_state.state_by_name(model, optimizers)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     # for the report
     assert all(torch.equal(p.grad, torch.full_like(p, gradient)) for p in model.parameters())

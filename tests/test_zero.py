@@ -21,7 +21,7 @@ from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.parallel.parallelize import materialize
-from isogpt.training import optim
+from isogpt.training import optim, optimizer_state
 from model import GPT, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3"]
@@ -184,9 +184,13 @@ def tensors_of(out):
     assert found and not reports
     source = open_checkpoint(found)
     model = empty_model(source)
-    optimizers = optim.make_optimizers(model, source.run["config"]["optimizer"], 0, 0.1, 1e-3, (0.9, 0.95))
+    optimizers = optim.make_optimizers(model, optim.OptimizerSettings.of(source.run["config"]))
     restore_checkpoint(source, model, optimizers)
-    moments = {f"{n}.{k}": v for n, m in optim.state_by_name(model, optimizers).items() for k, v in m.items()}
+    moments = {
+        f"{n}.{k}": v
+        for n, m in optimizer_state.state_by_name(model, optimizers).items()
+        for k, v in m.items()
+    }
     return {**{n: p.detach() for n, p in model.named_parameters()}, **moments}
 
 
@@ -432,6 +436,6 @@ def test_a_copy_of_the_state_waits_for_the_queued_copies(monkeypatch):
     waited = Mock()
     monkeypatch.setattr(save, "synchronize", waited)
     model = GPT(GPTConfig(block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=8), 0)
-    optimizers = optim.make_optimizers(model, "adamw", 0, 0.1, 1e-3, (0.9, 0.95))
+    optimizers = optim.make_optimizers(model, optim.OptimizerSettings())
     nanogpt_state({"model_args": {}, "isogpt": {}}, model, optimizers)
     waited.assert_called_once_with(torch.device("cpu"))

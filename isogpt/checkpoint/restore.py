@@ -13,7 +13,7 @@ from isogpt.launch.together import do_together
 from isogpt.parallel.data import reshard
 from isogpt.parallel.local_parts import LocalPart, local_part_of, local_parts_by_name, splits_of
 from isogpt.parallel.slow_network import SlowNetwork
-from isogpt.training import optim
+from isogpt.training import optimizer_state
 
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
 
@@ -41,7 +41,7 @@ def restore_checkpoint(
     """
     reshard(model)
     saved_by = source.run["config"].get("optimizer", "adamw")
-    if optimizers and saved_by != optim.kind_of(optimizers):
+    if optimizers and saved_by != optimizer_state.kind_of(optimizers):
         advice = f"set --optimizer={saved_by}, or start a new run from its weights with --init_from=FOLDER"
         raise ValueError(f"{source.found.path} was saved with optimizer {saved_by!r}: {advice}")
     state = state_parts(model, optimizers, island) if optimizers else {}
@@ -111,13 +111,13 @@ def state_parts(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], island: tuple[int, int] = (0, 1)
 ) -> dict[str, dict[str, LocalPart]]:
     """
-    The parts of the optimizers' tensors that this rank holds, by parameter name (see optim.state_by_name).
-    With several islands, the parts are rows of a stack.
+    The parts of the optimizers' tensors that this rank holds, by parameter name: see
+    optimizer_state.state_by_name. With several islands, the parts are rows of a stack.
     """
     splits = {name: splits_of(p) for name, p in model.named_parameters()}
     return {
         name: {key: local_part_of(value, splits[name]).in_row(*island) for key, value in tensors.items()}
-        for name, tensors in optim.state_by_name(model, optimizers).items()
+        for name, tensors in optimizer_state.state_by_name(model, optimizers).items()
     }
 
 

@@ -31,7 +31,7 @@ from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.slow_network import SlowNetwork, keeps_errors
-from isogpt.training import optim
+from isogpt.training import optimizer_state
 
 
 @dataclass
@@ -240,7 +240,7 @@ def copied_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> d
     Copy the weights and the optimizer's state to the CPU: complete when the caller has waited for the device.
     """
     weights = {name: copy_to_cpu(p.detach()) for name, p in model.named_parameters()}
-    state = optim.saved_state(model, optimizers)
+    state = optimizer_state.saved_state(model, optimizers)
     state["state"] = {i: {k: copy_to_cpu(v) for k, v in old.items()} for i, old in state["state"].items()}
     if model.config.tied:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]

@@ -11,7 +11,7 @@ from isogpt.checkpoint.forks import nanogpt_args, some_of, without_wrappers
 from isogpt.checkpoint.search import FoundCheckpoint, check_same
 from isogpt.launch.device import synchronize
 from isogpt.parallel.local_parts import copy_to_cpu, local
-from isogpt.training import optim
+from isogpt.training import optimizer_state
 
 ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
@@ -65,7 +65,9 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
     run["model_args"] = args | run["isogpt"].get("model_args", {})
     if "isogpt" not in state:  # a fork's settings may have the names of ours
         run["config"] = {k: v for k, v in state["config"].items() if v is not None and k != "optimizer"}
-    return OpenCheckpoint(found, run, weights, optim.by_name(weights, state.get("optimizer")), notes)
+    return OpenCheckpoint(
+        found, run, weights, optimizer_state.by_name(weights, state.get("optimizer")), notes
+    )
 
 
 def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:

@@ -82,7 +82,8 @@ class Logger:
     def saved(self, saver: Saver | None) -> None:
         """Report the checkpoint that a Saver has just completed, or its failure; None: nothing happened."""
         if saver and saver.problem:
-            text = f"warning: {saver.run_folder.path}: a checkpoint failed ({saver.problem}); older checkpoints are kept"
+            folder = saver.run_folder.path
+            text = f"warning: {folder}: a checkpoint failed ({saver.problem}); older checkpoints are kept"
             self.event("save_failed", text, reason=saver.problem)
         elif saver:
             facts = {"folder": saver.folder.name, "seconds": saver.seconds, "stall": saver.stall}

@@ -14,7 +14,7 @@ from isogpt.nn.kernels import Dropout, compute_dtype
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Return x; tensor and context parallelism replace this function by a sum over ranks."""
+    """Return x. Tensor and context parallelism replace this function, where several ranks share the work."""
     return x
 
 
@@ -32,7 +32,6 @@ class MoE(nn.Module):
         self.router = Router(config.n_embd, config.n_expert)
         self.experts = experts
         self.dropout = Dropout(config.dropout)
-        self.exchanges_tokens = False  # expert parallelism sets it
         self.add_up = unchanged  # (B, T, C); tensor parallelism replaces it
         self.count_sequences = unchanged  # tokens per expert (B, E); context parallelism replaces it
 
@@ -118,7 +117,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_expert * n_out, n_in))
         self.bias = nn.Parameter(torch.empty(n_expert * n_out)) if bias else None
-        self.bias_share = 1.0  # with tensor parallelism, each rank adds this share of c_proj's bias
+        self.share_bias = unchanged  # of c_proj, (E, out); tensor parallelism replaces it
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows (N, in), sorted by expert, `counts` (E,) of each -> (N, out)."""
@@ -127,7 +126,7 @@ class ExpertLinear(nn.Module):
         y = grouped_matmul(x.to(dtype), weight, counts)
         if self.bias is None:
             return y
-        bias = self.bias_share * self.bias.to(dtype).view(len(counts), -1)
+        bias = self.share_bias(self.bias.to(dtype).view(len(counts), -1))  # (E, out)
         return y + bias.repeat_interleave(counts, 0, output_size=len(x))
 
 

@@ -8,6 +8,7 @@ import torch.nn as nn
 from isogpt.launch.together import gather_objects
 from isogpt.nn.experts import MoE
 from isogpt.nn.kernels import summed_loss
+from isogpt.parallel.local_parts import is_split
 
 EXCHANGE = "expert parallelism: a step's token counts decide how many rows a rank receives"
 
@@ -49,7 +50,7 @@ def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
     each time.
     """
     for block in model.transformer.h:
-        if isinstance(block.mlp, MoE) and block.mlp.exchanges_tokens:
+        if isinstance(block.mlp, MoE) and is_split(block.mlp.experts.c_fc.weight, "ep"):
             block.mlp.experts.forward = torch.compiler.disable(block.mlp.experts.forward, reason=EXCHANGE)
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)

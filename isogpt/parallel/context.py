@@ -2,9 +2,11 @@
 Context parallelism: each rank of a group holds some positions of each sequence. All layers except attention
 treat positions alike; attention gathers the keys and values of all ranks (as Llama 3 does, arXiv:2407.21783,
 section 3.3.2).
+
+The table PLAN says which functions of the model are replaced; attach.py explains how it is applied.
 """
 
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,36 +15,39 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from isogpt.nn.experts import MoE
+from isogpt.parallel.attach import Attachment, attach
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.sequence_collectives import Gather
 
 
-def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+@dataclass(frozen=True)
+class ContextRanks:
     """
-    Make the model compute on this rank's positions of each sequence of block_size tokens, in place (all
-    ranks).
+    The ranks that divide each sequence.
+
+    Args:
+        positions: the positions that this rank holds, (T / cp,).
+        order: the places of chunks 0, 1, ... in what Gather returns.
+        own: the numbers of this rank's two chunks, each with a `last_rows_mask`.
     """
-    positions = mesh.own_positions(model.config.block_size).to(device)
 
-    def positions_here(start: int, end: int, device: torch.device) -> Tensor:
-        return positions
-
-    model.positions = positions_here
-    order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
-    size = model.config.block_size // len(order)  # tokens of a chunk
-    own = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in mesh.chunks(mesh.index("cp"))]
-    attention = partial(context_attention, mesh.group("cp"), order, own)
-    for block in model.transformer.h:
-        block.attn.attention = attention
-        if isinstance(block.mlp, MoE):
-            block.mlp.count_sequences = partial(sum_over_ranks, mesh.group("cp"))
+    group: dist.ProcessGroup | None
+    positions: Tensor
+    order: list[int]
+    own: list[tuple[int, CausalBias | None]]
 
 
-def sum_over_ranks(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
-    """Return the sum of the ranks' numbers, which need no gradient."""
+def positions_here(
+    ranks: ContextRanks, model: nn.Module, start: int, end: int, device: torch.device
+) -> Tensor:
+    """The positions of a sequence that this rank holds, (T / cp,)."""
+    return ranks.positions
+
+
+def sum_of_counts(ranks: ContextRanks, moe: nn.Module, counts: Tensor) -> Tensor:
+    """Return the sum of the ranks' tokens per expert (B, E), which need no gradient."""
     total = counts.clone()
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=ranks.group)
     return total
 
 
@@ -54,15 +59,8 @@ def last_rows_mask(T: int, S: int, device: torch.device) -> CausalBias | None:
     return causal_lower_right(T, S) if device.type == "cuda" else None
 
 
-def context_attention(  # noqa: PLR0913  (called in place of causal_attention)
-    group: dist.ProcessGroup,
-    order: list[int],
-    own: list[tuple[int, CausalBias | None]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout: float,
-    cache: None,
+def context_attention(
+    ranks: ContextRanks, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, dropout: float, cache: None
 ) -> Tensor:
     """
     Compute kernels.causal_attention of this rank's positions over the positions of all ranks.
@@ -70,21 +68,17 @@ def context_attention(  # noqa: PLR0913  (called in place of causal_attention)
     q (B, T / cp, H, D), k and v (B, T / cp, K, D) -> (B, T / cp, H * D). The backward pass gathers the keys
     and values again instead of keeping them, so that activations are divided by cp. It also computes the
     attention's forward pass again.
-
-    Args:
-        order: the places of chunks 0, 1, ... in what Gather returns.
-        own: the numbers of this rank's two chunks, each with a `last_rows_mask`.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys = Gather.apply(torch.cat((k, v), -1), group)  # (B, T, K, 2 D), in the order of the ranks
-        chunks = keys.chunk(len(order), 1)
-        k, v = torch.cat([chunks[place] for place in order], 1).chunk(2, -1)  # (B, T, K, D) each
+        keys = Gather.apply(torch.cat((k, v), -1), ranks.group)  # (B, T, K, 2 D), in the order of the ranks
+        chunks = keys.chunk(len(ranks.order), 1)
+        k, v = torch.cat([chunks[place] for place in ranks.order], 1).chunk(2, -1)  # (B, T, K, D) each
         groups = q.size(2) // k.size(2)
         k, v = (t.repeat_interleave(groups, 2) if groups > 1 else t for t in (k, v))
         size = q.size(1) // 2  # positions of a chunk
         parts = []
-        for part, (c, mask) in zip(q.split(size, 1), own, strict=True):
+        for part, (c, mask) in zip(q.split(size, 1), ranks.own, strict=True):
             end = (c + 1) * size
             parts.append(attend_chunk(part, k[:, :end], v[:, :end], mask, dropout))
         return torch.cat(parts, 1)
@@ -107,3 +101,25 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropo
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return y.transpose(1, 2).flatten(2).to(dtype)
+
+
+PLAN = (
+    Attachment("", function="positions", replacement=positions_here),
+    Attachment(r"transformer\.h\.\d+\.attn", function="attention", replacement=context_attention),
+)
+EXPERTS_PLAN = (
+    Attachment(r"transformer\.h\.\d+\.mlp", function="count_sequences", replacement=sum_of_counts),
+)
+
+
+def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """
+    Make the model compute on this rank's positions of each sequence of block_size tokens, in place (all
+    ranks).
+    """
+    positions = mesh.own_positions(model.config.block_size).to(device)
+    order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
+    size = model.config.block_size // len(order)  # tokens of a chunk
+    own = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in mesh.chunks(mesh.index("cp"))]
+    plan = PLAN + (EXPERTS_PLAN if model.config.n_expert else ())
+    attach(model, plan, mesh, "cp", ContextRanks(mesh.group("cp"), positions, order, own))

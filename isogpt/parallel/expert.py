@@ -1,9 +1,9 @@
 """
 Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): each rank of a group holds some of the experts of
 each block. One all-to-all sends tokens to the ranks that hold their experts, and one sends the results back.
-"""
 
-from functools import partial
+The table PLAN says what happens to each module; attach.py explains how it is applied.
+"""
 
 import torch
 import torch.distributed as dist
@@ -11,29 +11,16 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from isogpt.nn.experts import Reorder
-from isogpt.parallel.local_parts import Split, keep_local_part
+from isogpt.parallel.attach import Attachment, attach
 from isogpt.parallel.mesh import Mesh
 
 
-def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Leave this rank's experts of a model on the meta device, in place (all ranks)."""
-    group, parameters = mesh.group("ep"), dict(model.named_parameters())
-    experts = [name for name in parameters if ".experts." in name]
-    for name in experts:
-        keep_local_part(model, name, Split("ep", 0, (parameters[name].size(0),), mesh.index("ep"), mesh.ep))
-    # complete_gradients reduces the experts' gradients, over fewer ranks than DDP
-    model._ddp_params_and_buffers_to_ignore = experts
-    for block in model.transformer.h:
-        block.mlp.exchanges_tokens = True
-        block.mlp.experts.forward = partial(exchange_tokens, group, block.mlp.experts.forward)
-
-
-def exchange_tokens(group: dist.ProcessGroup, run_experts: partial, x: Tensor, counts: Tensor) -> Tensor:
+def exchange_tokens(group: dist.ProcessGroup, experts: nn.Module, x: Tensor, counts: Tensor) -> Tensor:
     """
     Return the experts' results for this rank's rows (all ranks of the group).
 
     Args:
-        run_experts: the forward pass of this rank's experts.
+        experts: this rank's experts.
         x: rows (N, C), sorted by expert.
         counts: how many rows each expert gets from this rank, (E,).
     """
@@ -47,5 +34,21 @@ def exchange_tokens(group: dist.ProcessGroup, run_experts: partial, x: Tensor, c
     expert = torch.arange(counts_here.size(1), device=x.device).repeat(ranks)  # (E,)
     order = expert.repeat_interleave(counts_here.flatten(), output_size=sum(received)).argsort(stable=True)
     place = order.argsort()
-    y = run_experts(Reorder.apply(rows, order, place), counts_here.sum(0))
+    y = type(experts).forward(experts, Reorder.apply(rows, order, place), counts_here.sum(0))
     return all_to_all_single_autograd(Reorder.apply(y, place, order), sent, received, group)
+
+
+EXPERTS = r"transformer\.h\.\d+\.mlp\.experts"
+PLAN = (
+    Attachment(EXPERTS, function="forward", replacement=exchange_tokens),
+    Attachment(rf"{EXPERTS}\.c_\w+", dim=0),  # experts are stacked along this dimension
+)
+
+
+def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Leave this rank's experts of a model on the meta device, in place (all ranks)."""
+    attach(model, PLAN, mesh, "ep", mesh.group("ep"))
+    # complete_gradients reduces the experts' gradients, over fewer ranks than DDP
+    model._ddp_params_and_buffers_to_ignore = [
+        name for name, _ in model.named_parameters() if ".experts." in name
+    ]

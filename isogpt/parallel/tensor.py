@@ -3,10 +3,11 @@ Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): each rank of a group
 namely some of the attention heads, of the hidden features, and of the vocabulary. Between these matmuls each
 rank holds a part of the sequence (Korthikanti et al. 2022, arXiv:2205.05198), so norms and dropout are also
 divided.
+
+The table PLAN says what happens to each module; attach.py explains how it is applied.
 """
 
-import re
-from functools import partial
+from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -14,35 +15,148 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isogpt.nn.experts import MoE
+from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.kernels import VocabularyPart, summed_loss
-from isogpt.parallel.local_parts import Split, keep_local_part
+from isogpt.parallel.attach import Attachment, attach
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.sequence_collectives import Gather, ScatterSum
 
-# The dimension along which a parameter is divided, and the block's matmul that it belongs to. Column-parallel
-# layers (rows of the weight) come before row-parallel layers (columns of the weight). All other parameters
-# are on every rank.
-PLAN = {
-    r"transformer\.wte\.weight|lm_head\.weight": 0,  # the vocabulary
-    r".*\.attn\.c_attn\.(weight|bias)": 0,  # heads of q, k and v
-    r".*\.attn\.c_proj\.weight": 1,  # heads
-    r".*\.mlp\.(experts\.)?(c_gate|c_fc)\.(weight|bias)": 0,  # hidden features
-    r".*\.mlp\.(experts\.)?c_proj\.weight": 1,  # hidden features
-}
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """
+    The ranks that divide each matrix, of which this rank is number `index`.
+
+    Args:
+        splits_sequence: whether each rank holds a part of the sequence between the matmuls.
+        vocab_size: of the whole model.
+    """
+
+    group: dist.ProcessGroup
+    index: int
+    count: int
+    splits_sequence: bool
+    vocab_size: int
+
+    def whole_sequence(self, x: Tensor) -> Tensor:
+        """All positions of what each rank holds a part of: (B, T / tp, C) -> (B, T, C)."""
+        return Gather.apply(x, self.group) if self.splits_sequence else x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' (B, T, C): this rank's positions, or all positions."""
+        if self.splits_sequence:
+            return ScatterSum.apply(x, self.group)
+        dist.all_reduce(x, group=self.group)  # used only without gradients
+        return x
+
+    @property
+    def longest(self) -> int:
+        """The number of token ids of each rank, of which the last rank can hold fewer."""
+        return ceil(self.vocab_size / self.count)
 
 
-def split_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Replace the parameters in PLAN by this rank's parts, on the meta device."""
-    for name, p in list(model.named_parameters()):
-        dim = next((d for pattern, d in PLAN.items() if re.fullmatch(pattern, name)), None)
-        if dim is None:
-            continue
-        sections = model.config.qkv_rows if ".c_attn." in name else (p.size(dim),)
-        if ".experts." in name and dim == 0:  # the experts' rows are stacked
-            sections = (model.config.n_hidden,) * (p.size(0) // model.config.n_hidden)
-        keep_local_part(model, name, Split("tp", dim, sections, mesh.index("tp"), mesh.tp))
-    model.tie_weights()
+def embed_own_ids(ranks: TensorRanks, wte: nn.Embedding, idx: Tensor) -> Tensor:
+    """
+    Look up an Embedding of which this rank holds some rows: (B, T) -> (B, T, C), or this rank's positions.
+    """
+    row, n = idx - ranks.longest * ranks.index, wte.weight.size(0)
+    is_mine = (row >= 0) & (row < n)
+    return ranks.sum(F.embedding(row.clamp(0, n - 1), wte.weight) * is_mine[..., None])
+
+
+def embed_own_positions(ranks: TensorRanks, wpe: nn.Embedding, positions: Tensor) -> Tensor:
+    """Look up the embeddings of the positions that this rank holds: (T,) -> (T / tp, C)."""
+    if ranks.splits_sequence:
+        positions = positions.chunk(ranks.count)[ranks.index]
+    return type(wpe).forward(wpe, positions)
+
+
+def take_whole_sequence(ranks: TensorRanks, layer: nn.Module, x: Tensor, *others: object) -> object:
+    """Attention and MLP take the whole sequence: (B, T / tp, C) -> (B, T, C)."""
+    return type(layer).forward(layer, ranks.whole_sequence(x), *others)
+
+
+def row_parallel(ranks: TensorRanks, linear: nn.Linear, x: Tensor) -> Tensor:
+    """A Linear layer of which each rank holds some columns; the bias is on every rank and is added once."""
+    y = ranks.sum(F.linear(x, linear.weight))
+    return y if linear.bias is None else y + linear.bias.to(y.dtype)
+
+
+def sum_of_experts(ranks: TensorRanks, moe: nn.Module, y: Tensor) -> Tensor:
+    """The experts' weighted sum, of whose hidden features each rank has added some."""
+    return ranks.sum(y)
+
+
+def share_of_bias(ranks: TensorRanks, linear: nn.Module, bias: Tensor) -> Tensor:
+    """`sum_of_experts` adds the bias of every rank."""
+    return 1 / ranks.count * bias
+
+
+def share_of_routing(ranks: TensorRanks, moe: nn.Module, *numbers: Tensor) -> Tensor:
+    """All ranks route the whole sequence: the sum of their shares is the result of one process."""
+    return type(moe).routing_of(moe, *numbers) / ranks.count
+
+
+def gather_logits(ranks: TensorRanks, head: nn.Linear, x: Tensor) -> Tensor:
+    """
+    Compute all logits, in generation: (B, T, C) -> (B, T, V). The last rank's part of the vocabulary can be
+    shorter.
+    """
+    logits = type(head).forward(head, x)  # (B, T, V / tp)
+    logits = F.pad(logits, (0, ranks.longest - logits.size(-1))).contiguous()
+    parts = [torch.empty_like(logits) for _ in range(ranks.count)]
+    dist.all_gather(parts, logits, group=ranks.group)
+    return torch.cat(parts, -1)[..., : ranks.vocab_size]
+
+
+def vocabulary_parallel_loss(
+    ranks: TensorRanks, model: nn.Module, x: Tensor, weight: Tensor, targets: Tensor, cap: float
+) -> Tensor:
+    """
+    Compute summed_loss on (B, T / tp, C), with each rank's logits of a part of the vocabulary; equal on all
+    ranks.
+    """
+
+    def reduce(value: Tensor, op: str) -> None:
+        dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=ranks.group)
+
+    part = VocabularyPart(ranks.longest * ranks.index, ranks.longest, reduce)
+    return summed_loss(Gather.apply(x, ranks.group), weight, targets, cap, part)
+
+
+def heads_of_qkv(config: GPTConfig, length: int) -> tuple[int, ...]:
+    """The heights of q, k and v, which are stacked."""
+    return config.qkv_rows
+
+
+def features_of_experts(config: GPTConfig, length: int) -> tuple[int, ...]:
+    """The heights of the experts that are stacked; expert parallelism can have left some of them."""
+    return (config.n_hidden,) * (length // config.n_hidden)
+
+
+ATTENTION, MLP = r"transformer\.h\.\d+\.attn", r"transformer\.h\.\d+\.mlp"
+# Column-parallel layers (rows of the weight, dimension 0) come before row-parallel layers (columns of the
+# weight, dimension 1). All parameters without a dimension here are on every rank.
+PLAN = (
+    Attachment(r"transformer\.wte", dim=0, function="forward", replacement=embed_own_ids),
+    Attachment(r"transformer\.wpe", function="forward", replacement=embed_own_positions),
+    Attachment(ATTENTION, function="forward", replacement=take_whole_sequence),
+    Attachment(rf"{ATTENTION}\.c_attn", dim=0, sections=heads_of_qkv),
+    Attachment(rf"{ATTENTION}\.c_proj", dim=1, function="forward", replacement=row_parallel),
+    Attachment(MLP, function="forward", replacement=take_whole_sequence),
+    Attachment("lm_head", dim=0, function="forward", replacement=gather_logits),
+    Attachment("", function="loss", replacement=vocabulary_parallel_loss),
+)
+MLP_PLAN = (
+    Attachment(rf"{MLP}\.(c_gate|c_fc)", dim=0),
+    Attachment(rf"{MLP}\.c_proj", dim=1, function="forward", replacement=row_parallel),
+)
+EXPERTS_PLAN = (
+    Attachment(MLP, function="routing_of", replacement=share_of_routing),
+    Attachment(MLP, function="add_up", replacement=sum_of_experts),
+    Attachment(rf"{MLP}\.experts\.(c_gate|c_fc)", dim=0, sections=features_of_experts),
+    Attachment(rf"{MLP}\.experts\.c_proj", dim=1, function="share_bias", replacement=share_of_bias),
+)
 
 
 def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = True) -> None:
@@ -53,108 +167,6 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
         splits_sequence: divide the sequence between the matmuls. False for generation, whose sequences have
             any length.
     """
-    split_parameters(model, mesh)
-    group = mesh.group("tp")
-    add_up = partial(combine, group, splits_sequence)
-    for block in model.transformer.h:
-        for layer in (block.attn, block.mlp):
-            if splits_sequence:
-                layer.register_forward_pre_hook(partial(gather_input, group))
-            if isinstance(layer, MoE):
-                layer.add_up = add_up
-                layer.register_forward_hook(partial(share_of_routing, mesh.tp))
-                layer.experts.c_proj.bias_share = 1 / mesh.tp
-            else:
-                layer.c_proj.forward = partial(row_parallel, layer.c_proj, add_up)
-    if "wte" in model.transformer:
-        first = ceil(model.config.vocab_size / mesh.tp) * mesh.index("tp")
-        model.transformer.wte.forward = partial(embed_part, model.transformer.wte, first, add_up)
-    if "wpe" in model.transformer and splits_sequence:
-        model.transformer.wpe.register_forward_pre_hook(partial(own_positions, mesh))
-    model.loss = partial(vocabulary_parallel_loss, mesh, group, model.config.vocab_size)
-    if model.lm_head is not None:
-        model.lm_head.register_forward_hook(partial(gather_logits, group, model.config.vocab_size))
-
-
-def combine(group: dist.ProcessGroup, splits_sequence: bool, x: Tensor) -> Tensor:
-    """Return the sum of the ranks' (B, T, C): all positions, or this rank's positions."""
-    if splits_sequence:
-        return ScatterSum.apply(x, group)
-    dist.all_reduce(x, group=group)  # used only without gradients
-    return x
-
-
-def gather_input(group: dist.ProcessGroup, layer: nn.Module, inputs: tuple) -> tuple:
-    """Attention and MLP take the whole sequence: (B, T / tp, C) -> (B, T, C)."""
-    x, *others = inputs
-    return Gather.apply(x, group), *others
-
-
-def share_of_routing(
-    ranks: int, layer: nn.Module, inputs: tuple, outputs: tuple
-) -> tuple[Tensor, Tensor | None]:
-    """All ranks route the whole sequence: the sum of their shares is the result of one process."""
-    y, routing = outputs
-    return y, None if routing is None else routing / ranks
-
-
-def row_parallel(linear: nn.Linear, add_up: partial, x: Tensor) -> Tensor:
-    """A Linear layer of which each rank holds some columns; the bias is on every rank and is added once."""
-    y = add_up(F.linear(x, linear.weight))
-    return y if linear.bias is None else y + linear.bias.to(y.dtype)
-
-
-def embed_part(wte: nn.Embedding, first: int, add_up: partial, idx: Tensor) -> Tensor:
-    """
-    Look up an Embedding of which this rank holds the rows from `first` on: (B, T) -> (B, T, C), or this
-    rank's positions.
-    """
-    row, n = idx - first, wte.weight.size(0)
-    is_mine = (row >= 0) & (row < n)
-    return add_up(F.embedding(row.clamp(0, n - 1), wte.weight) * is_mine[..., None])
-
-
-def own_positions(mesh: Mesh, wpe: nn.Embedding, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """The positions whose embeddings this rank adds: (T,) -> (T / tp,)."""
-    return (inputs[0].chunk(mesh.tp)[mesh.index("tp")],)
-
-
-def gather_logits(
-    group: dist.ProcessGroup, vocab_size: int, head: nn.Linear, inputs: tuple, logits: Tensor
-) -> Tensor:
-    """
-    Gather all logits, in generation: (B, T, V / tp) -> (B, T, V). The last rank's part of the vocabulary can
-    be shorter.
-    """
-    ranks = dist.get_world_size(group)
-    logits = F.pad(logits, (0, ceil(vocab_size / ranks) - logits.size(-1))).contiguous()
-    parts = [torch.empty_like(logits) for _ in range(ranks)]
-    dist.all_gather(parts, logits, group=group)
-    return torch.cat(parts, -1)[..., :vocab_size]
-
-
-def vocabulary_parallel_loss(
-    mesh: Mesh,
-    group: dist.ProcessGroup,
-    vocab_size: int,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    cap: float,
-) -> Tensor:
-    """
-    Compute summed_loss on (B, T / tp, C), with each rank's logits of a part of the vocabulary; equal on all
-    ranks.
-    """
-
-    def reduce(value: Tensor, op: str) -> None:
-        dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
-
-    longest = ceil(vocab_size / mesh.tp)
-    return summed_loss(
-        Gather.apply(x, group),
-        weight,
-        targets,
-        cap,
-        VocabularyPart(longest * mesh.index("tp"), longest, reduce),
-    )
+    c = model.config
+    ranks = TensorRanks(mesh.group("tp"), mesh.index("tp"), mesh.tp, splits_sequence, c.vocab_size)
+    attach(model, PLAN + (EXPERTS_PLAN if c.n_expert else MLP_PLAN), mesh, "tp", ranks)

@@ -1,51 +1,108 @@
 """
-The optimizers for each layout, and their state by parameter name. No other module knows their groups or
-state.
+The optimizers: which of them updates a parameter, at which rate and with which weight decay, and their step.
+
+Muon is in muon.py, the optimizers' state by parameter name in optimizer_state.py.
 """
 
 import inspect
 import math
 import re
+from collections import defaultdict
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import AdamW
 from torch.optim.adamw import adamw as update_adamw
 
 from isogpt.launch.together import Gathered
-from isogpt.parallel.local_parts import LocalPart, is_split, local, local_part_of, splits_of, whole_tensors
+from isogpt.nn.architecture import GPTConfig
+from isogpt.parallel.local_parts import is_split, local
 from isogpt.parallel.mesh import Mesh
+from isogpt.training.muon import Muon, Stack, stack_of
+from isogpt.training.optimizer_state import create_state
 from isogpt.training.step_numbers import StepNumbers
 
-HIDDEN_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp|mlp\.experts)\.c_\w+\.weight")
+BLOCK_MATRIX = "matrix of a block"  # of attention, of an MLP, or of all experts of a block
+TOKEN_EMBEDDING = "token embedding"  # if it is not tied to the head
+OTHER_MATRIX = "other matrix"  # the head, a token embedding tied to the head, position embeddings, routers
+VECTOR = "vector"  # biases, weights of norms
+NAME_OF_BLOCK_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp|mlp\.experts)\.c_\w+\.weight")
 
 
-def make_optimizers(  # noqa: PLR0913  (train.py's settings)
+class Rule(NamedTuple):
+    """How parameters are updated. The rate and the weight decay are names of train.py's settings."""
+
+    optimizer: str  # the value of the setting `optimizer` for which this rule holds
+    roles: tuple[str, ...]
+    updated_by: type[torch.optim.Optimizer]
+    rate: str
+    weight_decay: str | None
+
+
+RULES = (
+    # optimizer, parameters, updated by, rate, weight decay
+    Rule("adamw", (BLOCK_MATRIX, TOKEN_EMBEDDING, OTHER_MATRIX), AdamW, "learning_rate", "weight_decay"),
+    Rule("adamw", (VECTOR,), AdamW, "learning_rate", None),
+    Rule("muon", (BLOCK_MATRIX,), Muon, "muon_lr", "weight_decay"),
+    Rule("muon", (TOKEN_EMBEDDING,), AdamW, "embedding_lr", None),
+    Rule("muon", (OTHER_MATRIX, VECTOR), AdamW, "learning_rate", None),
+)
+
+
+def role_of(name: str, p: Tensor, config: GPTConfig) -> str:
+    """What a parameter is: one of the roles in RULES."""
+    if p.dim() < 2:
+        return VECTOR
+    if NAME_OF_BLOCK_MATRIX.fullmatch(name):
+        return BLOCK_MATRIX
+    if name == "transformer.wte.weight" and not config.tied:
+        return TOKEN_EMBEDDING
+    return OTHER_MATRIX
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """train.py's settings of the optimizers, with train.py's defaults."""
+
+    optimizer: str = "adamw"
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    muon_lr: float = 0.02
+    embedding_lr: float = 0.0  # 0: learning_rate
+
+    @classmethod
+    def of(cls, config: dict) -> "OptimizerSettings":
+        """Select the settings of the optimizers from all settings, some of which may be missing."""
+        return cls(**{field.name: config[field.name] for field in fields(cls) if field.name in config})
+
+    def rate(self, name: str) -> float:
+        """The learning rate that a rule names."""
+        if name == "embedding_lr" and not self.embedding_lr:
+            return self.learning_rate
+        return getattr(self, name)
+
+
+def make_optimizers(
     model: nn.Module,
-    optimizer: str,
-    zero: int,
-    weight_decay: float,
-    learning_rate: float,
-    betas: tuple[float, float],
-    muon_lr: float = 0.0,
-    embedding_lr: float = 0.0,
+    settings: OptimizerSettings,
+    zero: int = 0,
     muon_dtype: torch.dtype = torch.float32,
     mesh: Mesh | None = None,
 ) -> list[torch.optim.Optimizer]:
     """
-    Make the model's optimizers.
+    Make the model's optimizers, as RULES says: AdamW, then Muon.
 
-    AdamW is what `model.configure_optimizers` returns. With optimizer "muon", a Muon takes over the matrices
-    of the blocks, and the parameters that stay with AdamW get no weight decay. With zero 1, each rank keeps
-    the optimizer state of a share of the parameters, updates these and sends them to the other ranks. Experts
-    that are only on some of the ranks get separate optimizers. Every group contains an `lr_scale`, see
-    `set_rates`.
+    With zero 1, each rank keeps the optimizer state of a share of the parameters, updates these and sends
+    them to the other ranks. Experts that are only on some of the ranks get separate optimizers. Every group
+    contains an `lr_scale`, see `set_rates`.
 
     Args:
-        muon_lr: Muon's learning rate when AdamW's is `learning_rate`.
-        embedding_lr: with Muon, AdamW's learning rate for token embeddings that are not tied to the head (0:
-            `learning_rate`).
         muon_dtype: the dtype in which Muon orthogonalizes.
         mesh: the ranks over which parameters and optimizer state are divided. Default: a single process.
     """
@@ -56,40 +113,60 @@ def make_optimizers(  # noqa: PLR0913  (train.py's settings)
         # exclude themselves. This takes 1 of the 3.4 s to the first step on a CPU, where nothing is compiled.
         for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
             inspect.unwrap(method).__dict__.setdefault("__dynamo_disable", inspect.unwrap(method))
-    adamw = model.configure_optimizers(weight_decay, learning_rate, betas, device_type)
-    adamw_groups = [
-        {k: group[k] for k in ("params", "weight_decay")} | {"lr_scale": 1.0} for group in adamw.param_groups
-    ]
-    adamw_options = {"lr": learning_rate, "betas": betas, "fused": adamw.param_groups[0]["fused"]}
-    made = [(torch.optim.AdamW, adamw_groups, adamw_options)]
-    if optimizer == "muon":
-        muon_groups = take_matrices(model, adamw_groups, muon_lr / learning_rate)
-        if embedding_lr and not model.config.tied and "wte" in model.transformer:
-            wte = take(adamw_groups, [model.transformer.wte.weight])
-            adamw_groups.append({"params": wte, "lr_scale": embedding_lr / learning_rate})
-        for group in adamw_groups:
-            group["weight_decay"] = 0.0
-        muon_options = {"lr": muon_lr, "weight_decay": weight_decay, "dtype": muon_dtype}
-        made.append((Muon, muon_groups, muon_options))
+    betas, is_fused = (settings.beta1, settings.beta2), device_type in ("cuda", "cpu", "mps")
+    groups = groups_by_optimizer(model, settings)
     optimizers = []
-    for cls, groups, options in made:
+    for cls in (AdamW, Muon):
         for are_experts, axes in ((False, ("dp_shard", "ep", "cp")), (True, ("dp_shard", "cp"))):
-            own = select(groups, are_experts)
-            if not own:
+            own = groups[cls, are_experts]
+            if not own:  # also on some ranks only: a pipeline's stage can lack embeddings and norms
                 continue
+            options = {"betas": betas, "fused": is_fused}
             if cls is Muon:
-                options["group"] = mesh.group(*(axes if zero >= 2 else ()), "tp")
+                options = {"dtype": muon_dtype, "group": mesh.group(*(axes if zero >= 2 else ()), "tp")}
             optimizers.append(make_optimizer(cls, own, options, zero, mesh.group("dp_replicate", *axes)))
     return optimizers
 
 
-def select(groups: list[dict], are_experts: bool) -> list[dict]:
-    """Select from an optimizer's groups the parameters that are, or are not, experts divided over ranks."""
-    found = [
-        group | {"params": [p for p in group["params"] if is_split(p, "ep") == are_experts]}
-        for group in groups
-    ]
-    return [group for group in found if group["params"]]
+def groups_by_optimizer(
+    model: nn.Module, settings: OptimizerSettings
+) -> dict[tuple[type[torch.optim.Optimizer], bool], list[dict]]:
+    """
+    Divide the model's parameters into the groups of each optimizer, by RULES.
+
+    Returns:
+        {(class of the optimizer, whether it updates experts that are divided over ranks): groups}
+    """
+    rules = [rule for rule in RULES if rule.optimizer == settings.optimizer]
+    members = defaultdict(list)
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        role = role_of(name, p, model.config)
+        rule = next(rule for rule in rules if role in rule.roles)
+        # Muon updates matrices of equal shape together
+        stack = stack_of(name, p, model.config) if rule.updated_by is Muon else None
+        members[rule, is_split(p, "ep"), stack].append(p)
+    groups = defaultdict(list)
+    # nanoGPT numbers parameters by the order of the rules
+    for key in sorted(members, key=lambda key: rules.index(key[0])):
+        rule, are_experts, stack = key
+        groups[rule.updated_by, are_experts].append(make_group(members[key], rule, stack, settings))
+    return groups
+
+
+def make_group(
+    params: list[nn.Parameter], rule: Rule, stack: Stack | None, settings: OptimizerSettings
+) -> dict:
+    """An optimizer's group of parameters. Muon's also contain the heights of the stacked matrices."""
+    rate = settings.rate(rule.rate)
+    group = {
+        "params": params,
+        "lr": rate,
+        "lr_scale": 1.0 if rate == settings.learning_rate else rate / settings.learning_rate,
+        "weight_decay": getattr(settings, rule.weight_decay) if rule.weight_decay else 0.0,
+    }
+    return group | {"rows": stack.rows} if stack else group
 
 
 def make_optimizer(
@@ -135,124 +212,6 @@ def step_shards(adamw: torch.optim.AdamW) -> None:
         }
         beta1, beta2 = group["betas"]
         update_adamw(*shards, [], [s["step"] for s in states], beta1=beta1, beta2=beta2, **settings, **amp)
-
-
-def take_matrices(model: nn.Module, adamw_groups: list[dict], lr_scale: float) -> list[dict]:
-    """
-    Move the matrices of the blocks from AdamW's groups into groups for Muon, one group for each shape.
-    Biases, norms, embeddings and the head stay with AdamW. `rows` are the heights of the matrices that are
-    stacked in a parameter.
-    """
-    groups = {}
-    for name, p in model.named_parameters():
-        if HIDDEN_MATRIX.fullmatch(name):
-            shape = matrix_part(p, p).shape
-            height = model.config.n_embd if name.endswith("c_proj.weight") else model.config.n_hidden
-            rows = (
-                model.config.qkv_rows if name.endswith("c_attn.weight") else (height,) * (shape[0] // height)
-            )
-            groups.setdefault((shape, rows), []).append(p)
-    return [
-        {"params": take(adamw_groups, params), "rows": rows, "lr_scale": lr_scale}
-        for (_, rows), params in groups.items()
-    ]
-
-
-def matrix_part(tensor: Tensor, p: nn.Parameter) -> LocalPart:
-    """Return what this rank holds of matrices, each of which expert parallelism leaves whole."""
-    return local_part_of(tensor, tuple(split for split in splits_of(p) if split.axis != "ep"))
-
-
-def take(groups: list[dict], params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Remove parameters from an optimizer's groups; returns them."""
-    for group in groups:
-        group["params"] = [p for p in group["params"] if all(p is not q for q in params)]
-    return params
-
-
-class Muon(torch.optim.Muon):
-    """
-    torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with three differences.
-
-    Matrices that are stacked in a parameter (q, k and v) are orthogonalized separately. Matrices of equal
-    shape are orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the
-    layout. Matrices whose parts are on the ranks of `group` are gathered first.
-    """
-
-    def __init__(
-        self,
-        groups: list[dict],
-        lr: float,
-        weight_decay: float,
-        dtype: torch.dtype,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(groups, lr, weight_decay)
-        self.dtype, self.group = dtype, group
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient."""
-        for group in self.param_groups:
-            params, grads, buffers = [], [], []
-            self._init_group(group, params, grads, buffers)
-            if not params:
-                continue
-            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov momentum
-            parts = [matrix_part(u, p) for u, p in zip(updates, params, strict=True)]
-            wholes = whole_tensors(parts, self.group, params[0].device)  # (parameters, rows, columns)
-            for part in stacked_matrices(wholes, group["rows"]):
-                scale = math.sqrt(max(1, part.size(1) / part.size(2)))
-                part.copy_(orthogonalize(part, self.dtype)).mul_(scale)
-            for part, whole in zip(parts, wholes, strict=True):
-                part.put(whole)
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
-
-
-def stacked_matrices(wholes: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
-    """Views (matrices, rows, columns) of parameters in which matrices of these heights are stacked."""
-    if len(set(rows)) == 1:
-        return [wholes.view(-1, rows[0], wholes.size(-1))]
-    return list(wholes.split(rows, dim=1))
-
-
-# a, b, c of the polynomials a s + b s^3 + c s^5 that are applied in succession to each singular value s. Four
-# of these bring s as close to 1 as five of torch.optim.Muon's. From Amsel et al. 2025 (arXiv:2505.16932), for
-# values down to 0.001.
-COEFFICIENTS = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-)
-# a little slower, so that rounding errors above 1 do not grow
-POLYNOMIALS = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in COEFFICIENTS]
-
-
-def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bring the singular values of each matrix close to 1, computed in `dtype`: (matrices, rows, columns)."""
-    if x.size(1) > x.size(2):
-        return orthogonalize(x.mT, dtype).mT
-    # converted last: most gradients are below 6e-5, where float16 has fewer digits, and those below 3e-8
-    # would become 0
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)).to(dtype)
-    if x.dtype != torch.float32:  # half precision has too few digits for products of the polynomials
-        for a, b, c in POLYNOMIALS:
-            gram = x @ x.mT  # the eigenvalues are s^2
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x
-    # the same polynomials, multiplied with each other before they are applied to x: fewer operations for long
-    # rows
-    gram, factor, product = x @ x.mT, None, None
-    for a, b, c in POLYNOMIALS:
-        if factor is not None:
-            gram = factor @ gram @ factor
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal(dim1=1, dim2=2).add_(a)
-        product = factor if product is None else factor @ product
-    return product @ x
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muon_momentum: float) -> None:
@@ -305,73 +264,3 @@ def step(
                 # the GPU
                 overflowed.copy_(~gathered.on(overflowed.device).is_finite)
     scaler.update()
-
-
-def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
-    """The setting `optimizer` for which `make_optimizers` made the optimizers."""
-    return "muon" if any("momentum" in group for o in optimizers for group in o.param_groups) else "adamw"
-
-
-def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
-    """
-    Return {parameter name: the optimizer's tensors} of what this rank holds: with ZeRO-1 some of the
-    parameters, with ZeRO-2 and 3 a shard of each. State that does not exist before the first step is created
-    as the optimizer would create it.
-    """
-    names, found = {p: name for name, p in model.named_parameters()}, {}
-    for optimizer in optimizers:
-        # ZeroRedundancyOptimizer's optimizer for this rank's share
-        inner = getattr(optimizer, "optim", optimizer)
-        create_state(inner)
-        found |= {names[p]: inner.state[p] for group in inner.param_groups for p in group["params"]}
-    return found
-
-
-def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that does not exist before the first step, as the optimizer would create it."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if not optimizer.state[p]:
-                optimizer.state[p] = new_state(p, group)
-
-
-def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
-    """
-    Return an optimizer's state for a parameter before the first step: Muon's, whose groups contain a
-    momentum, or AdamW's.
-    """
-    if "momentum" in group:
-        return {"momentum_buffer": torch.zeros_like(p)}
-    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
-    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-
-
-def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
-    """
-    Return the state for ckpt.pt: for AdamW alone as nanoGPT stores it, by number, in two groups; else by
-    parameter name.
-    """
-    state = state_by_name(model, optimizers)  # creates the state before the first step
-    if len(optimizers) > 1 or model.config.arch != "gpt2":
-        return {"state": state}
-    state = optimizers[0].state_dict()
-    for group in state["param_groups"]:
-        group.pop("lr_scale", None)
-    return state
-
-
-def by_name(weights: dict[str, Tensor], saved: object) -> dict[str, dict]:
-    """
-    Return the state of `saved_state` by parameter name. It is empty if there is no state, or not AdamW's, as
-    in checkpoints of forks. nanoGPT's numbers count the parameters of two or more dimensions first, then the
-    rest, both in the order of `weights`.
-    """
-    state = saved.get("state") if isinstance(saved, dict) else None
-    if not isinstance(state, dict) or not all(isinstance(moments, dict) for moments in state.values()):
-        return {}
-    if all(isinstance(key, str) for key in state):
-        return state
-    if not all({"exp_avg", "exp_avg_sq", "step"} <= moments.keys() for moments in state.values()):
-        return {}
-    names = sorted((n for n in weights if n != "lm_head.weight"), key=lambda n: weights[n].dim() < 2)
-    return {name: state[i] for i, name in enumerate(names) if i in state}

@@ -99,6 +99,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from isogpt.nn import kernels
 from isogpt.parallel import compilation
 from isogpt.parallel.context import parallelize_context
+from isogpt.parallel.local_parts import splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.parallelize import split_model
 from isogpt.parallel.recompute import recompute
@@ -213,6 +214,7 @@ def label_parameters(module: nn.Module) -> None:
     for m in module.modules():
         for name, p in list(m.named_parameters(recurse=False)):
             setattr(m, name, nn.Parameter(labelled(*p.shape, dtype=p.dtype)))
+            getattr(m, name).splits = splits_of(p)  # as materialize does
     module.tie_weights()
     if module.config.n_expert:
         module.routing = labelled(module.config.n_layer, module.config.n_expert + 2)

@@ -1,0 +1,135 @@
+"""
+Muon for matrices that are stacked in a parameter, divided over ranks, or both.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isogpt.nn.architecture import GPTConfig
+from isogpt.parallel.local_parts import LocalPart, local_part_of, splits_of, whole_tensors
+
+
+class Stack(NamedTuple):
+    """The shape of a parameter, and the heights of the matrices that are stacked in the parameter."""
+
+    shape: torch.Size
+    rows: tuple[int, ...]
+
+
+def stack_of(name: str, p: nn.Parameter, config: GPTConfig) -> Stack:
+    """The stack of a block's linear layer: parameters with equal stacks are updated together."""
+    shape = matrix_part(p, p).shape
+    if name.endswith("c_attn.weight"):
+        return Stack(shape, config.qkv_rows)
+    height = config.n_embd if name.endswith("c_proj.weight") else config.n_hidden
+    return Stack(shape, (height,) * (shape[0] // height))
+
+
+def matrix_part(tensor: Tensor, p: nn.Parameter) -> LocalPart:
+    """Return what this rank holds of matrices, each of which expert parallelism leaves whole."""
+    return local_part_of(tensor, tuple(split for split in splits_of(p) if split.axis != "ep"))
+
+
+class Muon(torch.optim.Muon):
+    """
+    torch.optim.Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), with three differences.
+
+    Matrices that are stacked in a parameter (q, k and v) are orthogonalized separately. Matrices of equal
+    shape are orthogonalized together, in `dtype`, since torch's bfloat16 would make the result depend on the
+    layout. Matrices whose parts are on the ranks of `group` are gathered first.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict],
+        lr: float = 1e-3,
+        dtype: torch.dtype = torch.float32,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(groups, lr)
+        self.dtype, self.group = dtype, group
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            params, grads, buffers = [], [], []
+            self._init_group(group, params, grads, buffers)
+            if not params:
+                continue
+            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov momentum
+            parts = [matrix_part(u, p) for u, p in zip(updates, params, strict=True)]
+            orthogonalize_parts(parts, group["rows"], self.dtype, self.group, params[0].device)
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+def orthogonalize_parts(
+    parts: list[LocalPart],
+    rows: tuple[int, ...],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """
+    Orthogonalize the matrices of heights `rows` whose parts this rank holds, in place (all ranks of the
+    group).
+
+    Only here do bits depend on the layout: the parameters that a rank updates determine how many matrices a
+    matmul multiplies together.
+    """
+    wholes = whole_tensors(parts, group, device)  # (parameters, rows, columns)
+    for matrices in stacked_matrices(wholes, rows):
+        scale = math.sqrt(max(1, matrices.size(1) / matrices.size(2)))
+        matrices.copy_(orthogonalize(matrices, dtype)).mul_(scale)
+    for part, whole in zip(parts, wholes, strict=True):
+        part.put(whole)
+
+
+def stacked_matrices(wholes: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
+    """Views (matrices, rows, columns) of parameters in which matrices of these heights are stacked."""
+    if len(set(rows)) == 1:
+        return [wholes.view(-1, rows[0], wholes.size(-1))]
+    return list(wholes.split(rows, dim=1))
+
+
+# a, b, c of the polynomials a s + b s^3 + c s^5 that are applied in succession to each singular value s. Four
+# of these bring s as close to 1 as five of torch.optim.Muon's. From Amsel et al. 2025 (arXiv:2505.16932), for
+# values down to 0.001.
+COEFFICIENTS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+)
+# a little slower, so that rounding errors above 1 do not grow
+POLYNOMIALS = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in COEFFICIENTS]
+
+
+def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bring the singular values of each matrix close to 1, computed in `dtype`: (matrices, rows, columns)."""
+    if x.size(1) > x.size(2):
+        return orthogonalize(x.mT, dtype).mT
+    # converted last: most gradients are below 6e-5, where float16 has fewer digits, and those below 3e-8
+    # would become 0
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)).to(dtype)
+    if x.dtype != torch.float32:  # half precision has too few digits for products of the polynomials
+        for a, b, c in POLYNOMIALS:
+            gram = x @ x.mT  # the eigenvalues are s^2
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x
+    # the same polynomials, multiplied with each other before they are applied to x: fewer operations for long
+    # rows
+    gram, factor, product = x @ x.mT, None, None
+    for a, b, c in POLYNOMIALS:
+        if factor is not None:
+            gram = factor @ gram @ factor
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        product = factor if product is None else factor @ product
+    return product @ x

@@ -1,0 +1,74 @@
+"""The state of the optimizers by parameter name, and as nanoGPT numbers it in a ckpt.pt."""
+
+import torch
+from torch import Tensor, nn
+
+
+def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
+    """The setting `optimizer` for which `optim.make_optimizers` made the optimizers."""
+    return "muon" if any("momentum" in group for o in optimizers for group in o.param_groups) else "adamw"
+
+
+def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
+    """
+    Return {parameter name: the optimizer's tensors} of what this rank holds: with ZeRO-1 some of the
+    parameters, with ZeRO-2 and 3 a shard of each. State that does not exist before the first step is created
+    as the optimizer would create it.
+    """
+    names, found = {p: name for name, p in model.named_parameters()}, {}
+    for optimizer in optimizers:
+        # ZeroRedundancyOptimizer's optimizer for this rank's share
+        inner = getattr(optimizer, "optim", optimizer)
+        create_state(inner)
+        found |= {names[p]: inner.state[p] for group in inner.param_groups for p in group["params"]}
+    return found
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that does not exist before the first step, as the optimizer would create it."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                optimizer.state[p] = new_state(p, group)
+
+
+def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
+    """
+    Return an optimizer's state for a parameter before the first step: Muon's, whose groups contain a
+    momentum, or AdamW's.
+    """
+    if "momentum" in group:
+        return {"momentum_buffer": torch.zeros_like(p)}
+    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """
+    Return the state for ckpt.pt: for AdamW alone as nanoGPT stores it, by number, in two groups; else by
+    parameter name.
+    """
+    state = state_by_name(model, optimizers)  # creates the state before the first step
+    if len(optimizers) > 1 or model.config.arch != "gpt2":
+        return {"state": state}
+    state = optimizers[0].state_dict()
+    for group in state["param_groups"]:
+        group.pop("lr_scale", None)
+    return state
+
+
+def by_name(weights: dict[str, Tensor], saved: object) -> dict[str, dict]:
+    """
+    Return the state of `saved_state` by parameter name. It is empty if there is no state, or not AdamW's, as
+    in checkpoints of forks. nanoGPT's numbers count the parameters of two or more dimensions first, then the
+    rest, both in the order of `weights`.
+    """
+    state = saved.get("state") if isinstance(saved, dict) else None
+    if not isinstance(state, dict) or not all(isinstance(moments, dict) for moments in state.values()):
+        return {}
+    if all(isinstance(key, str) for key in state):
+        return state
+    if not all({"exp_avg", "exp_avg_sq", "step"} <= moments.keys() for moments in state.values()):
+        return {}
+    names = sorted((n for n in weights if n != "lm_head.weight"), key=lambda n: weights[n].dim() < 2)
+    return {name: state[i] for i, name in enumerate(names) if i in state}
