@@ -142,7 +142,7 @@ MUTATIONS = {
     ),
     "islands: no momentum in the outer step": (
         "isogpt/parallel/local_sgd.py",
-        ".mul_(self.outer_momentum).add_(change)",
+        ".mul_(self.plan.outer_momentum).add_(change)",
         ".mul_(0)",
         NETWORKS,
     ),
@@ -360,8 +360,8 @@ MUTATIONS = {
     ),
     "checkpoint: incomplete when it appears": (
         "isogpt/checkpoint/save.py",
-        "unfinished = unfinished_folder(Path(self.out_dir), self.owner, self.step)",
-        'unfinished = Path(self.out_dir) / f"step_{self.step:08d}"',
+        "unfinished = unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)",
+        'unfinished = self.run_folder.path / f"step_{self.step:08d}"',
         f"{RESUME}::test_sigint_and_sigterm_leave_valid_checkpoints",
     ),
     "checkpoint: weights that are not finite": (
