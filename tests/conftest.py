@@ -87,6 +87,12 @@ def at(monkeypatch, tmp_path):
     )
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Two workers for many files, which wait for processes half of the time; none for a chosen test."""
+    chosen = [arg for arg in config.args if "::" in arg or arg.endswith(".py")]
+    return 2 if len(chosen) != 1 else 0
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark the slow tests that CI has no time for as extra."""
