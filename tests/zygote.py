@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401
@@ -32,27 +33,55 @@ import torch.distributed.pipelining  # noqa: F401
 import torch.distributed.tensor  # noqa: F401
 import torch.nn.parallel  # noqa: F401
 
+HOME = Path(__file__).resolve().parent.parent
+# isoGPT's modules that a run must import by itself: they note when and how the process has started
+OF_A_PROCESS = ("isogpt.launch.threads", "isogpt.monitor")
 
-class AssumedPeak:
-    """Finds isogpt.speed.devices, and puts a constant in place of the measurement of 0.15 s."""
 
-    def find_spec(self, name, path=None, target=None):
-        if name != "isogpt.speed.devices":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        load = spec.loader.exec_module
+def import_isogpt():
+    """Import the modules of isoGPT that are the same for all runs."""
+    sys.path.insert(0, str(HOME))
+    names = [".".join(path.relative_to(HOME).with_suffix("").parts) for path in HOME.glob("isogpt/*/*.py")]
+    for name in ("model", "configurator", *sorted(names)):
+        if not name.startswith(OF_A_PROCESS) and not name.endswith("__init__"):
+            importlib.import_module(name)
+    sys.path.remove(str(HOME))
 
-        def load_and_replace(module):
-            load(module)
-            module.measured_matmul = assumed_peak
 
-        spec.loader.exec_module = load_and_replace
-        return spec
+def forget_isogpt():
+    """For a script that replaces functions of modules before train.py imports the functions."""
+    for name in [*sys.modules]:
+        if name.split(".")[0] in ("isogpt", "model", "configurator"):
+            del sys.modules[name]
 
 
 def assumed_peak(device, dtype):
     """FLOP/s, as isogpt.speed.devices.measured_matmul returns them."""
     return 1e11
+
+
+class AssumedPeak:
+    """Finds isogpt.speed.devices, and replaces the measurement when the module is imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        spec = None
+        if name == "isogpt.speed.devices":
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            load = spec.loader.exec_module
+
+            def load_and_replace(module):
+                load(module)
+                module.measured_matmul = assumed_peak
+
+            spec.loader.exec_module = load_and_replace
+        return spec
+
+
+def assume_peak():
+    """In place of a measurement that takes 0.15 s."""
+    if "isogpt.speed.devices" in sys.modules:
+        sys.modules["isogpt.speed.devices"].measured_matmul = assumed_peak
+    sys.meta_path.insert(0, AssumedPeak())
 
 
 def save_without_drawing(figure, file, **options):
@@ -74,8 +103,10 @@ def child(job, out):
     sys.path.insert(0, os.path.dirname(script))
     if "threads" in job:
         torch.set_num_threads(job["threads"])
+    if os.path.dirname(script) != str(HOME):
+        forget_isogpt()
     if not job.get("whole"):
-        sys.meta_path.insert(0, AssumedPeak())
+        assume_peak()
         matplotlib.figure.Figure.savefig = save_without_drawing
     code = 0
     try:
@@ -103,6 +134,7 @@ def main():
     # isoGPT's modules are compiled once for all runs, also if PYTHONDONTWRITEBYTECODE is set
     sys.pycache_prefix = tempfile.mkdtemp()
     sys.dont_write_bytecode = False
+    import_isogpt()
     gc.freeze()  # children need not look for garbage among what was imported
     alive = set()
     for line in sys.stdin:
