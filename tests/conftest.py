@@ -84,6 +84,7 @@ def at(monkeypatch, tmp_path):
         env=monkeypatch.setenv,
         item=monkeypatch.setitem,
         context=monkeypatch.context,
+        chdir=monkeypatch.chdir,
     )
 
 
