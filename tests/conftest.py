@@ -89,9 +89,13 @@ def at(monkeypatch, tmp_path):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Two workers for many files, which wait for processes half of the time; none for a chosen test."""
+    """
+    Two workers, since tests wait for processes; none for one chosen file or test, for tests that share a GPU,
+    and for output that is shown immediately.
+    """
     chosen = [arg for arg in config.args if "::" in arg or arg.endswith(".py")]
-    return 2 if len(chosen) != 1 else 0
+    one_process = len(chosen) == 1 or config.option.markexpr == "gpu" or config.option.capture == "no"
+    return 0 if one_process else 2
 
 
 @pytest.hookimpl(tryfirst=True)
