@@ -179,6 +179,12 @@ class Zygote:
         self.process.wait(20)
 
 
+def start_faulty(zygote, args, cwd, nproc=1, **faults):
+    """Start train.py with injected faults, see faulty_train.py: NAN=[step, rank]."""
+    env = {"FAULTS": json.dumps(faults)}
+    return zygote.start([*TINY, *args], cwd, nproc, script="tests/faulty_train.py", env=env)
+
+
 def script(at, name, args, until=None, home=REPO):
     """Run a script in this process, up to the line that begins with `until`; returns its globals."""
     source = (REPO / name).read_text()
