@@ -84,7 +84,18 @@ def at(monkeypatch, tmp_path):
         env=monkeypatch.setenv,
         item=monkeypatch.setitem,
         context=monkeypatch.context,
+        chdir=monkeypatch.chdir,
     )
+
+
+def pytest_xdist_auto_num_workers(config):
+    """
+    Two workers, since tests wait for processes; none for one chosen file or test, for tests that share a GPU,
+    and for output that is shown immediately.
+    """
+    chosen = [arg for arg in config.args if "::" in arg or arg.endswith(".py")]
+    one_process = len(chosen) == 1 or config.option.markexpr == "gpu" or config.option.capture == "no"
+    return 0 if one_process else 2
 
 
 @pytest.hookimpl(tryfirst=True)

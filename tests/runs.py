@@ -144,8 +144,11 @@ class Zygote:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, args, cwd, nproc=1, script="train.py", repo=REPO, env=None, group=None):
-        """Start `script` in folder `cwd` on nproc processes; without a launcher's variables if nproc is 1."""
+    def start(self, args, cwd, nproc=1, script="train.py", repo=REPO, env=None, group=None, whole=False):
+        """
+        Start `script` in folder `cwd` on nproc processes; without a launcher's variables if nproc is 1.
+        `whole`: with the measured peak and a plot that is drawn.
+        """
         n, port = next(self.number), free_port()
         base = {"PYTHONUNBUFFERED": "1", **(env or {})}
         grouped = nproc > 1 if group is None else group
@@ -163,7 +166,8 @@ class Zygote:
             ]
         outs = [str(Path(cwd) / f"run{n}.rank{r}.txt") for r in range(nproc)]
         argv = [str(Path(repo) / script), *map(str, args)]
-        return Run(self, self.ask({"argv": argv, "cwd": str(cwd), "envs": envs, "outs": outs}), outs)
+        job = {"argv": argv, "cwd": str(cwd), "envs": envs, "outs": outs, "whole": whole}
+        return Run(self, self.ask(job), outs)
 
     def train(self, args, cwd, nproc=1, ok=True, timeout=120, **kw):
         """Run train.py until it ends."""
@@ -173,6 +177,12 @@ class Zygote:
         """End the process and its children."""
         self.process.stdin.close()
         self.process.wait(20)
+
+
+def start_faulty(zygote, args, cwd, nproc=1, **faults):
+    """Start train.py with injected faults, see faulty_train.py: NAN=[step, rank]."""
+    env = {"FAULTS": json.dumps(faults)}
+    return zygote.start([*TINY, *args], cwd, nproc, script="tests/faulty_train.py", env=env)
 
 
 def script(at, name, args, until=None, home=REPO):

@@ -3,7 +3,8 @@ Bad input gives one clear message: what was found, what is possible, what to typ
 nothing on disk changes, and several processes print the message once. The second part tests other things that
 users do to a run.
 
-The fixture `outcomes` makes all launches of the first part at once, and the tests read their outcomes.
+A case for one process runs in the process of the tests, unless it needs variables of its own or a process
+group. The fixture `outcomes` makes all launches of the first part at once, and the tests read their outcomes.
 """
 
 import json
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import REPO, TINY, free_port, tiny_data
+from runs import REPO, TINY, free_port, script, tiny_data
 
 from configurator import settings_of
 from isogpt.checkpoint.manifest import damage, step_folders
@@ -417,7 +418,8 @@ CASES = {
     # the vocabulary is not available, and GPT-2's is larger than the model's
     "s-no-data": Case(["--dataset=gone"], ["no train.bin in", "gone"], ONE, None, "sample.py", lines=2),
 }
-LAUNCHES = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
+ALL = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
+LAUNCHES = [(name, n) for name, n in ALL if n > 1 or CASES[name].env or "--zero=3" in CASES[name].args]
 SLOW = ("wandb", "s-no-data", *(name for name, case in CASES.items() if case.env is OFFLINE))
 # A mistake on one machine only, which rank 0 does not see. Only that rank can report it.
 ELSEWHERE = {
@@ -461,10 +463,21 @@ def trained(zygote, tmp_path_factory):
     return folder
 
 
+def prepared(trained, folder, case):
+    """A copy of `trained` with what the case changes."""
+    shutil.copytree(trained, folder, symlinks=True)
+    if case.prepare:
+        case.prepare(folder)
+    return folder
+
+
+def arguments(case):
+    return [*([*TINY, *TINIER] if case.script == "train.py" else SAMPLE), *case.args]
+
+
 def launch(zygote, case, folder, nproc, ports):
     env = {k: ports.get(v, v) for k, v in case.env.items()}
-    args = [*([*TINY, *TINIER] if case.script == "train.py" else SAMPLE), *case.args]
-    return zygote.start(args, folder, nproc, case.script, env=env)
+    return zygote.start(arguments(case), folder, nproc, case.script, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -489,9 +502,7 @@ def outcomes(zygote, trained, elsewhere, tmp_path_factory):
         while waiting or active:
             while waiting and len(active) < 4:
                 name, nproc = item = waiting.pop()
-                folder = Path(shutil.copytree(trained, root / f"{name}-{nproc}", symlinks=True))
-                if CASES[name].prepare:
-                    CASES[name].prepare(folder)
+                folder = prepared(trained, root / f"{name}-{nproc}", CASES[name])
                 before = listing(folder)
                 active[item] = (
                     launch(zygote, CASES[name], folder, nproc, ports),
@@ -513,9 +524,25 @@ def outcomes(zygote, trained, elsewhere, tmp_path_factory):
     return done
 
 
-@pytest.mark.parametrize("name, nproc", LAUNCHES)
-def test_bad_input(outcomes, name, nproc):
-    case, outcome = CASES[name], outcomes[name, nproc]
+def outcome_here(at, capsys, case, folder):
+    """The outcome of a case that runs in this process."""
+    at.chdir(folder)
+    at.set(sys, "excepthook", sys.excepthook)  # which the script replaces
+    at.set(os, "_exit", sys.exit)  # with which some failures end a process
+    before = listing(folder)
+    with pytest.raises(SystemExit) as exit:
+        script(at, case.script, arguments(case))
+    return Outcome([exit.value.code], "".join(capsys.readouterr()), before, listing(folder), False)
+
+
+@pytest.mark.parametrize("name, nproc", ALL)
+def test_bad_input(request, trained, name, nproc):
+    case = CASES[name]
+    if (name, nproc) in LAUNCHES:
+        outcome = request.getfixturevalue("outcomes")[name, nproc]
+    else:
+        at, capsys = request.getfixturevalue("at"), request.getfixturevalue("capsys")
+        outcome = outcome_here(at, capsys, case, prepared(trained, at.path / "w", case))
     assert not outcome.timed_out, f"hangs after this output:\n{outcome.text}"
     assert outcome.codes[0] == 1, outcome.text
     assert "Traceback" not in outcome.text, outcome.text[-800:]
@@ -532,10 +559,10 @@ def test_every_numeric_setting_has_a_bad_value_above():
     assert numbers <= tried
 
 
-@pytest.mark.parametrize("script", ["train.py", "sample.py"])
-def test_help_prints_every_setting(zygote, tmp_path, script):
-    run = zygote.start(["--help"], tmp_path, 2, script).wait()
-    for name, setting in settings_of(REPO / script).items():
+@pytest.mark.parametrize("file", ["train.py", "sample.py"])
+def test_help_prints_every_setting(zygote, tmp_path, file):
+    run = zygote.start(["--help"], tmp_path, 2, file).wait()
+    for name, setting in settings_of(REPO / file).items():
         assert run.text().count(f"--{name}=") == 1
         assert setting.meaning.split()[0] in run.text()
     assert not listing(tmp_path)

@@ -2,15 +2,14 @@
 Mixture of experts and expert parallelism: one curve on any layout, checkpoints for any layout, the same text.
 """
 
-import json
 import shutil
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records, wait_for
+from runs import REPO, TINY, column, records, start_faulty, wait_for
 from test_parallel import ONE, compare, compare_texts, resume_with_the_same_bits
 from test_parity import same
-from test_split import FAULTY, PROBE, lose_a_rank, refuse_degrees, same_gradients
+from test_split import PROBE, lose_a_rank, refuse_degrees, same_gradients
 
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
@@ -406,13 +405,11 @@ def test_text_in_bfloat16(zygote, shared_work, ran, nproc, flags):
 
 @pytest.fixture(scope="module")
 def faulty(zygote, shared_work):
-    """Start train.py with the faults that `env` describes."""
-    (shared_work / "faulty.py").write_text(FAULTY)
+    """Start train.py with faults."""
 
     def start(way, args, **faults):
-        env = {"REPO": str(REPO)} | {name: json.dumps(fault) for name, fault in faults.items()}
-        args = [*TINY, *args_of("gpt2", way), *args]
-        return zygote.start(args, shared_work, STARTS[way][0], script="faulty.py", repo=shared_work, env=env)
+        args = [*args_of("gpt2", way), *args]
+        return start_faulty(zygote, args, shared_work, STARTS[way][0], **faults)
 
     return start
 

@@ -352,7 +352,8 @@ def test_a_mistake_that_restarts_repeat(zygote, work):
         "torchrun with Ctrl-C"
     )
     for args in (["--dataset=none"], ["--init_from=resume"], ["--tp=3"], ["--n_lay=3"]):
-        assert text(*args, nproc=1 if args[0] == "--tp=3" else 2).count(note) >= 1
+        # an unknown setting: other ranks wait for ten seconds, see ELSEWHERE in test_bad_input.py
+        assert text(*args, nproc=1 if args[0] in ("--tp=3", "--n_lay=3") else 2).count(note) >= 1
     for counts in ({"restarts": "0", "count": "0"}, {"restarts": "3", "count": "3"}, {"restarts": "x"}):
         assert "torchrun restarts" not in text("--tp=3", nproc=1, **counts)
 
@@ -456,7 +457,7 @@ def test_the_group_that_writes_shards_waits_for_slow_disks_only(monkeypatch):
 
 @pytest.mark.parametrize("name", ["lr$x^$_b", os.fsdecode(b"caf\xe9"), "\U00012345"])
 def test_a_plot_is_no_reason_to_stop(zygote, work, name):
-    run = zygote.train(["--max_iters=2", "--eval_interval=2", f"--out_dir={name}"], work)
+    run = zygote.train(["--max_iters=2", "--eval_interval=2", f"--out_dir={name}"], work, whole=True)
     assert "the loss curve: " in run.text() and (work / name / "loss.png").stat().st_size > 1000
 
 

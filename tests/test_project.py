@@ -293,6 +293,7 @@ def commands():
                         yield path.name, command.split("#")[0].strip()
 
 
+@functools.cache
 def options_of(script):
     """The names that may follow -- after a script."""
     train = set(settings_of(REPO / "train.py"))

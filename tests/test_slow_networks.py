@@ -4,9 +4,8 @@ import re
 
 import pytest
 import torch
-from runs import REPO, TINY, column
+from runs import REPO, TINY, column, start_faulty
 from test_parity import same
-from test_survive import FAULTY
 
 from isogpt.parallel.local_parts import LocalPart
 
@@ -352,19 +351,10 @@ def test_what_is_sent_is_what_the_formulas_say(zygote, shared_work):
 
 def test_a_resume_after_a_skipped_step_at_which_an_average_was_due(zygote, work):
     """Once it is due at the first step after the resume; once it is computed in the background."""
-    flags = [
-        *TINY,
-        *ISLANDS,
-        "--outer_parts=2",
-        "--outer_compression=int8",
-        "--on_nan=skip",
-        "--dist_timeout_s=60",
-    ]
-    (work / "faulty.py").write_text(FAULTY)
-    how = dict(script="faulty.py", repo=work, env={"REPO": str(REPO), "NAN": "[[9, 1]]"})
+    flags = [*ISLANDS, "--outer_parts=2", "--outer_compression=int8", "--on_nan=skip", "--dist_timeout_s=60"]
     for out, last in (("whole", 13), ("cut", 9), ("cut", 10), ("cut", 13)):
         args = [*flags, f"--out_dir={out}", f"--max_iters={last}", "--init_from=auto"]
-        zygote.start(args, work, 2, **how).wait()
+        start_faulty(zygote, args, work, 2, NAN=[9, 1]).wait()
     assert column(work / "whole", "loss") == column(work / "cut", "loss")
     whole, cut = (tensors(work / out / "step_00000014") for out in ("whole", "cut"))
     assert whole.keys() == cut.keys() and [k for k in whole if not torch.equal(whole[k], cut[k])] == []

@@ -3,7 +3,6 @@ Tensor, pipeline and context parallelism: gradients, memory, faults and messages
 test_parallel.py.
 """
 
-import json
 import re
 import shutil
 import signal
@@ -15,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records, wait_for
+from runs import REPO, TINY, column, records, start_faulty, wait_for
 from test_parallel import MODELS, ONE, WAYS, mark_of
 from test_parity import same
 
@@ -199,55 +198,13 @@ def test_activations_per_rank(probe, way):
 # ------------------------------------------------------------------------------------------------------------
 # faults
 
-# train.py with a fault on one rank: NaN in its loss, its input or a gradient, a weight that differs, a
-# float16 overflow
-FAULTY = """
-import json, os, sys
-sys.path.insert(0, os.environ["REPO"])
-import torch, model
-from isogpt.parallel import gradients
-from isogpt.parallel import local_parts
-from isogpt.training import precision
-now = {"step": -1, "rank": -1}
-seed_step, predict, complete = precision.seed_step, model.GPT.predict, gradients.complete_gradients
-embed, names = model.GPT.embed, ("NAN", "NAN_INPUT", "NAN_GRADIENT", "DIFFER", "OVERFLOW")
-faults = {name: json.loads(os.environ.get(name, "0")) for name in names}
-def here(name):
-    return faults[name] == [now["step"], now["rank"]]
-def noted(seed, step, rank):
-    now.update(step=step, rank=rank)
-    seed_step(seed, step, rank)
-def faulty(self, *args):
-    logits, loss = predict(self, *args)
-    return logits, loss * float("nan") if self.training and here("NAN") else loss
-def embedded(self, *args):
-    x = embed(self, *args)
-    return x * float("nan") if self.training and here("NAN_INPUT") else x
-def completed(gpt, *args):
-    complete(gpt, *args)
-    p = next(gpt.parameters())
-    if here("NAN_GRADIENT") or here("OVERFLOW"):
-        local_parts.local(p.grad)[0] = float("nan" if here("NAN_GRADIENT") else "inf")
-    if here("DIFFER"):
-        local_parts.local(p.data)[0] += 1e-3
-precision.seed_step, model.GPT.predict, gradients.complete_gradients = noted, faulty, completed
-model.GPT.embed = embedded
-sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
-exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
-"""
-
 
 @pytest.fixture(scope="module")
 def faulty(zygote, shared_work):
-    """Start train.py with the faults that `env` describes."""
-    (shared_work / "faulty.py").write_text(FAULTY)
+    """Start train.py with faults."""
 
     def start(args, nproc=1, **faults):
-        env = {"REPO": str(REPO)} | {name: json.dumps(fault) for name, fault in faults.items()}
-        return zygote.start(
-            [*TINY, *ONE, *args], shared_work, nproc, script="faulty.py", repo=shared_work, env=env
-        )
+        return start_faulty(zygote, [*ONE, *args], shared_work, nproc, **faults)
 
     return start
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, TINY, children, column, free_port, records, steps_in, wait_for
+from runs import REPO, TINY, children, column, free_port, records, start_faulty, steps_in, wait_for
 
 from isogpt.checkpoint.folder import find_rollback, mark_preempted
 from isogpt.checkpoint.manifest import damage
@@ -36,61 +36,13 @@ from isogpt.training import optim, optimizer_state
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
-# train.py with an injected fault: NaN at [step, rank] pairs, in the loss or the gradient; weights that
-# differ; a wait; a SIGTERM; reports of steps that are not finite that seem to take some seconds
-FAULTY = """
-import json, os, signal, sys, time
-sys.path.insert(0, os.environ["REPO"])
-import torch, model
-from isogpt.monitor import not_finite
-from isogpt.training import precision
-now = {"step": -1, "rank": 0}
-seed_step, forward = precision.seed_step, model.GPT.forward
-def noted(seed, step, rank):
-    now.update(step=step, rank=rank)
-    seed_step(seed, step, rank)
-    if [step, rank] == json.loads(os.environ.get("DIFFER", "0")):
-        weight = now["model"].transformer.h[1].mlp.c_fc.weight.data
-        getattr(weight, "_local_tensor", weight)[3, 4] += 1e-3
-def faulty(self, idx, *args, **kwargs):
-    logits, loss = forward(self, idx, *args, **kwargs)
-    here = [now["step"], now["rank"]]
-    if self.training and here in json.loads(os.environ.get("NAN", "[]")):
-        loss = loss * float("nan")
-    if self.training and here in json.loads(os.environ.get("NAN_GRADIENT", "[]")):
-        loss.register_hook(lambda g: g * float("nan"))
-    now["model"] = self
-    if self.training and here == json.loads(os.environ.get("CRASH", "0")):
-        raise RuntimeError("a bug")
-    if self.training and here == json.loads(os.environ.get("SIGTERM_AT", "0")):
-        os.kill(os.getpid(), signal.SIGTERM)
-    if self.training and here in json.loads(os.environ.get("WAIT", "[]")):
-        print("waiting", flush=True)
-        while not os.path.exists("go"):
-            time.sleep(0.01)
-    return logits, loss
-precision.seed_step, model.GPT.forward = noted, faulty
-describe, perf_counter, extra = not_finite.describe_not_finite, time.perf_counter, [0]
-def slowly(*args):
-    extra[0] += float(os.environ.get("REPORT_S", "0"))
-    return describe(*args)
-not_finite.describe_not_finite, time.perf_counter = slowly, lambda: perf_counter() + extra[0]
-sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
-exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
-"""
-
 
 @pytest.fixture
 def faulty(zygote, work):
-    """Start train.py with the fault that `env` describes."""
-    (work / "faulty.py").write_text(FAULTY)
+    """Start train.py with faults."""
 
-    def start(args, nproc=1, **env):
-        env = {k: v if isinstance(v, str) else json.dumps(v) for k, v in env.items()}
-        return zygote.start(
-            [*TINY, *args], work, nproc, script="faulty.py", repo=work, env={"REPO": str(REPO), **env}
-        )
+    def start(args, nproc=1, **faults):
+        return start_faulty(zygote, args, work, nproc, **faults)
 
     return start
 
@@ -188,7 +140,7 @@ def test_time_limit(zygote, work):
 # not finite
 
 
-@pytest.mark.parametrize("kind", ["NAN", pytest.param("NAN_GRADIENT", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["NAN", pytest.param("NAN_BACKWARD", marks=pytest.mark.slow)])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, zygote, work, kind):
     """The weights are bit for bit those of a run without that step."""
     for nproc, zero in ((1, 0), (2, 0), (2, 1), (2, 3)):
@@ -326,7 +278,7 @@ def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
     args = ["--dist_timeout_s=60", "--save_interval=5", "--on_nan=skip", "--keep_last=9", "--out_dir=out"]
     zygote.train([*args, "--max_iters=9"], work)
     args += ["--init_from=resume", "--max_iters=14"]
-    run = faulty(args, NAN=[[s, 0] for s in (11, 12, 13)], WAIT=[[10, 0]], SIGTERM_AT=[9, 0], REPORT_S="1e6")
+    run = faulty(args, NAN=[[s, 0] for s in (11, 12, 13)], WAIT=[[10, 0]], SIGTERM=[9, 0], REPORT_S=1e6)
     assert run.until(lambda text: "waiting" in text)
     with open(work / "out" / "step_00000010" / "ckpt.pt", "r+b") as f:
         f.seek(5000)
@@ -371,7 +323,7 @@ def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(
 def test_float16_gradients_that_never_become_finite_end_the_run(faulty, work):
     """The scaler handles overflows, until 16 consecutive ones have reduced its scale to 1."""
     args = ["--out_dir=out", "--dtype=float16", "--max_iters=60"]
-    run = faulty(args, NAN_GRADIENT=[[s, 0] for s in range(60)]).wait(ok=False)
+    run = faulty(args, NAN_BACKWARD=[[s, 0] for s in range(60)]).wait(ok=False)
     assert run.codes == [1] and "error: step 16: not finite on rank 0" in run.text()
     assert sorted(column(work / "out", "loss")) == list(range(16)) and events(work / "out", "failed")
     assert run.text().count("warning: 8 steps in succession were skipped") == 1, "of 16"

@@ -1,0 +1,104 @@
+"""
+train.py with injected faults: the one harness of all tests, see runs.start_faulty.
+
+The variable FAULTS contains a JSON object {fault: [step, rank], or a list of these}:
+    NAN            the loss is NaN
+    NAN_INPUT      the embeddings are NaN
+    NAN_BACKWARD   all gradients of the rank are NaN, before they are reduced
+    NAN_GRADIENT   a gradient of the rank is NaN after the reduction; OVERFLOW: inf
+    DIFFER         a weight of the rank changes
+    CRASH          the forward pass raises an error; SIGTERM: the process receives a signal
+    WAIT           the forward pass waits until there is a file `go`
+    REPORT_S       not a place, but the seconds that a report of a step that is not finite seems to take
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+HOME = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(HOME))
+
+import model
+from isogpt.monitor import not_finite
+from isogpt.parallel import gradients, local_parts
+from isogpt.training import precision
+
+FAULTS = json.loads(os.environ["FAULTS"])
+now = {"step": -1, "rank": -1}
+seed_step, predict, embed = precision.seed_step, model.GPT.predict, model.GPT.embed
+complete_gradients, describe = gradients.complete_gradients, not_finite.describe_not_finite
+perf_counter = time.perf_counter
+seconds_more = [0.0]
+
+
+def is_due(fault):
+    """Whether this rank has this fault in this step."""
+    places = FAULTS.get(fault, [])
+    here = [now["step"], now["rank"]]
+    return here in places or here == places
+
+
+def noted_step(seed, step, rank):
+    now.update(step=step, rank=rank)
+    seed_step(seed, step, rank)
+
+
+def faulty_predict(self, *args):
+    logits, loss = predict(self, *args)
+    if not self.training:
+        return logits, loss
+    if is_due("NAN"):
+        loss = loss * float("nan")
+    if is_due("NAN_BACKWARD"):
+        loss.register_hook(lambda gradient: gradient * float("nan"))
+    if is_due("CRASH"):
+        raise RuntimeError("a bug")
+    if is_due("SIGTERM"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    if is_due("WAIT"):
+        print("waiting", flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+    return logits, loss
+
+
+def faulty_embed(self, *args):
+    x = embed(self, *args)
+    return x * float("nan") if self.training and is_due("NAN_INPUT") else x
+
+
+def faulty_gradients(gpt, *args):
+    complete_gradients(gpt, *args)
+    p = next(gpt.parameters())
+    if is_due("NAN_GRADIENT"):
+        local_parts.local(p.grad)[0] = float("nan")
+    if is_due("OVERFLOW"):
+        local_parts.local(p.grad)[0] = float("inf")
+    if is_due("DIFFER"):
+        local_parts.local(p.data)[0] += 1e-3
+
+
+def slow_description(*args):
+    seconds_more[0] += FAULTS["REPORT_S"]
+    return describe(*args)
+
+
+def later():
+    """In place of time.perf_counter: with the seconds that reports seem to have taken."""
+    return perf_counter() + seconds_more[0]
+
+
+precision.seed_step = noted_step
+model.GPT.predict = faulty_predict
+model.GPT.embed = faulty_embed
+gradients.complete_gradients = faulty_gradients
+if "REPORT_S" in FAULTS:
+    not_finite.describe_not_finite = slow_description
+    time.perf_counter = later
+sys.argv[0] = str(HOME / "train.py")
+source = Path(sys.argv[0]).read_text()
+exec(compile(source, sys.argv[0], "exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
