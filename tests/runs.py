@@ -184,6 +184,17 @@ def script(at, name, args, until=None, home=REPO):
     return space
 
 
+def accepted(name, *args):
+    """The settings that a script accepts with these arguments, without running it."""
+    from configurator import configure
+    from isogpt.training.settings import check_training
+
+    config = configure({"__file__": str(REPO / name)}, list(args))
+    if name == "train.py":
+        check_training(config)
+    return config
+
+
 def script_that_fails(at, capsys, *args, **kw):
     """Run a script that must exit with status 1; returns its output."""
     with pytest.raises(SystemExit) as exit:
