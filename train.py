@@ -74,7 +74,7 @@ profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.js
 eval_only = False  # evaluate once, then exit
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit)
 # -- checkpoints ---------------------------------------------------------------------------------------------
-init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, or a folder
+init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a folder or file
 resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
 save_checkpoint = True  # False: write no checkpoints
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end

@@ -194,10 +194,9 @@ def check_training(config: dict) -> None:
         ),
         (not c.out_dir.strip(), "out_dir is empty: set --out_dir= to a folder"),
         (
-            weights not in ("scratch", *GPT2) and not os.path.isdir(weights),
+            weights not in ("scratch", *GPT2) and not os.path.exists(weights),
             f"init_from is {c.init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a "
-            "folder of a run "
-            f"or of Hugging Face weights",
+            "folder of a run or of Hugging Face weights, or a ckpt.pt",
         ),
         (
             c.resume_step != -1 and c.init_from != "resume",
@@ -442,7 +441,9 @@ def check_sampling(config: dict) -> None:
     problems, init_from = problems_of(config), config["init_from"]
     if init_from not in ("resume", *GPT2) and not os.path.isdir(init_from):
         possible = "resume, gpt2[-medium|-large|-xl], a folder of Hugging Face weights"
-        problems.append(f"init_from is {init_from!r}; possible: {possible}")
+        folder = os.path.dirname(init_from) or "."
+        advice = f"; for this file, set --out_dir={shlex.quote(folder)}" if os.path.isfile(init_from) else ""
+        problems.append(f"init_from is {init_from!r}; possible: {possible}{advice}")
     report(problems)
 
 
