@@ -556,6 +556,8 @@ def _foreign(name: str, text: str, settings: dict[str, Setting]) -> str:
             _from_option(word, settings, problems)
         if problems.problems:  # a value that only the different tool knows
             options = advice.options("")
+        if text.lower().endswith(ENDINGS) and os.path.isfile(text):  # --deepspeed_config=ds.json
+            return f"; {_not_python(text, text, settings)}"
         if not options:
             return f"; {advice.why}"
         return f"; type {options}{f' ({advice.why})' if advice.why else ''}"

@@ -30,7 +30,7 @@ from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.start import find_start
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
-from isogpt.launch.launchers import adopt_launcher_variables, start_workers
+from isogpt.launch.launchers import adopt_launcher_variables, print_unapplied_settings, start_workers
 from isogpt.launch.process_group import connect_ranks, join_process_group, leave_process_group
 from isogpt.launch.start_checks import check_start
 from isogpt.launch.together import do_together, exit_together, gather_numbers, gather_objects
@@ -169,6 +169,7 @@ try:
     eval_sequences = eval_iters * batch_size  # sequences of each split
     schedule = make_schedule(config, sequences_per_step)
     start_workers(nproc, __file__)
+    print_unapplied_settings(config)  # of accelerate
     ranks = connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=sequences_per_step * block_size)
     logger = Logger(out_dir, ranks, progress, alert_command, max_iters, eval_interval)

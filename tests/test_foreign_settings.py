@@ -1,5 +1,6 @@
 """isogpt/launch/foreign_settings.py: the advice for settings of other tools is accepted when typed."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,7 +11,8 @@ import pytest
 from runs import REPO, accepted
 
 from configurator import settings_of
-from isogpt.launch.foreign_settings import OFF, ROWS, TABLE, advice_for, settings_in
+from isogpt.launch.foreign_settings import OFF, ROWS, TABLE, advice_for, settings_in, unapplied_settings
+from isogpt.launch.launchers import print_unapplied_settings
 from isogpt.training.settings import check_sampling
 
 SCRIPTS = {name: settings_of(REPO / name) for name in ("train.py", "sample.py", "bench.py")}
@@ -137,3 +139,77 @@ def test_values_of_other_tools():
 def test_help_does_not_import_torch():
     code = "import sys, configurator, isogpt.launch.foreign_settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+
+
+def launched_by_accelerate(**more):
+    """The variables of `accelerate launch` on 2 processes, and what it sets if nobody chose anything."""
+    env = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False", "WORLD_SIZE": "2"}
+    return env | {"ACCELERATE_DYNAMO_BACKEND": "NO"} | more
+
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
+FSDP |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false"}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
+PARALLEL = {"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_CP_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "advised"),
+    [
+        ({}, ""),
+        (FSDP, "--zero=3"),
+        (FSDP | {"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, "--zero=2"),
+        (
+            FSDP | {"FSDP_SHARDING_STRATEGY": "1", "FSDP_OFFLOAD_PARAMS": "true"},
+            "--zero=3 --cpu_offload=True",
+        ),
+        (FSDP | {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "--zero=2"),
+        (FSDP | {"ACCELERATE_USE_FSDP": "false"}, ""),
+        (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "--zero=3 --activation_checkpointing=full"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "--dtype=float16"),
+        (DEEPSPEED, "--zero=1"),
+        (DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, ""),
+        (
+            DEEPSPEED | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+            "--gradient_accumulation_steps=8 --zero=1",
+        ),
+        (DEEPSPEED | {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "--zero=1"),
+        (PARALLEL, ""),
+        (PARALLEL | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "--tp=2"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_PP_DEGREE": "2"}, "--pp=2"),
+    ],
+)
+def test_what_accelerate_passes_on_is_not_dropped_silently(env, advised):
+    """The sentence names what is dropped. With the advice, which is accepted, nothing is dropped any more."""
+    env = launched_by_accelerate(**env)
+    sentence = unapplied_settings(accepted("train.py"), env)
+    assert sentence.partition(": type ")[2] == advised
+    assert bool(sentence) == bool(advised)
+    assert not unapplied_settings(accepted("train.py", *advised.split()), env)
+
+
+def test_a_layout_that_is_planned_does_not_follow_accelerate():
+    env = launched_by_accelerate(**FSDP)
+    assert not unapplied_settings(accepted("train.py", "--layout=auto"), env)
+    assert not unapplied_settings(accepted("train.py", "--fsdp"), env)
+
+
+def test_deepspeeds_config_is_read_for_the_advice(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    content = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+    Path("ds.json").write_text(json.dumps(content | {"train_micro_batch_size_per_gpu": "auto"}))
+    env = DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}
+    assert unapplied_settings(accepted("train.py"), env).endswith("type --zero=3")
+    env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "none.json"
+    assert unapplied_settings(accepted("train.py"), env).endswith("type --zero=2")
+    line = said(capsys, "train.py", "--deepspeed_config", "ds.json")
+    assert line.endswith("to ds.py, such as zero = 3, dtype = 'bfloat16', grad_clip = 0.5")
+
+
+def test_the_warning_is_printed_once(monkeypatch, capsys):
+    for rank in ("0", "1"):
+        for name, value in launched_by_accelerate(**FSDP, RANK=rank).items():
+            monkeypatch.setenv(name, value)
+        print_unapplied_settings(accepted("train.py"))
+    reason = "not applied, since train.py reads only its arguments and configs: type --zero=3"
+    assert capsys.readouterr().err == f"warning: accelerate's FSDP_SHARDING_STRATEGY=FULL_SHARD: {reason}\n"

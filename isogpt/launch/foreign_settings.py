@@ -4,9 +4,13 @@ torchtitan, litgpt, Megatron-LM, Lightning and torchrun. configurator.py looks h
 spellings.
 """
 
+import json
 import re
 import shlex
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 OFF = ("false", "0", "no", "none", "off")
 
@@ -501,3 +505,105 @@ def advice_for(name: str) -> list[Advice]:
 def settings_in(options: str) -> list[str]:
     """The names of the settings in options such as '--zero=3 --dp_replicate=2'."""
     return re.findall(r"--(\w+)=", options)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# what `accelerate launch` passes on in variables, and this repository does not read
+
+SHARDING = ("zero", "cpu_offload", "dp_replicate", "tp", "pp", "cp")  # chosen by --layout=auto
+# variables of accelerate (1.x, utils/launch.py) -> a name in TABLE
+VARIABLES = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation",
+}
+OF_FSDP = {
+    "FSDP_SHARDING_STRATEGY": "fsdp_sharding_strategy",
+    "FSDP_RESHARD_AFTER_FORWARD": "fsdp_reshard_after_forward",
+    "FSDP_OFFLOAD_PARAMS": "fsdp_offload_params",
+    "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_activation_checkpointing",
+}
+OF_DEEPSPEED = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+}
+OF_PARALLELISM = {
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "dp_replicate_size",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "dp_shard_size",
+    "PARALLELISM_CONFIG_TP_SIZE": "tp_size",
+    "PARALLELISM_CONFIG_CP_SIZE": "cp_size",
+}
+OF_MEGATRON = {"MEGATRON_LM_TP_DEGREE": "tp_degree", "MEGATRON_LM_PP_DEGREE": "pp_degree"}
+GROUPS = {  # a switch of accelerate -> the variables that then count
+    "ACCELERATE_USE_FSDP": OF_FSDP,
+    "ACCELERATE_USE_DEEPSPEED": OF_DEEPSPEED,
+    "ACCELERATE_USE_PARALLELISM_CONFIG": OF_PARALLELISM,
+    "ACCELERATE_USE_MEGATRON_LM": OF_MEGATRON,
+}
+
+
+def unapplied_settings(config: Mapping[str, object], env: Mapping[str, str]) -> str:
+    """
+    A sentence about the settings of `accelerate launch` that this run does not follow, with what to type; ""
+    if there are none.
+    """
+    dropped, wanted = [], {}
+    for variable, name in variables_that_count(env).items():
+        value = env.get(variable, "")
+        if name == "deepspeed_config_file":
+            options = f"--zero={stage_in(value)}"
+        elif name == "gradient_accumulation" and value.isdigit():  # accelerate counts for each process
+            options = advice_for(name)[0].options(str(int(value) * int(env.get("WORLD_SIZE", "1"))))
+        else:
+            options = advice_for(name)[0].options(value)
+        typed = dict(re.findall(r"--(\w+)=(\S+)", options))
+        if any(is_different(config, *pair) for pair in typed.items()):
+            dropped.append(f"{variable}={value}")
+            wanted |= typed
+    words = " ".join(f"--{name}={value}" for name, value in wanted.items())
+    reason = "not applied, since train.py reads only its arguments and configs"
+    return f"accelerate's {', '.join(dropped)}: {reason}: type {words}" if dropped else ""
+
+
+def variables_that_count(env: Mapping[str, str]) -> dict[str, str]:
+    """
+    The variables of accelerate, and the setting that each stands for, without those that accelerate sets
+    although nobody has chosen anything.
+    """
+    names = dict(VARIABLES)
+    for switch, group in GROUPS.items():
+        if env.get(switch, "").lower() in ("true", "1"):
+            names |= group
+    is_fsdp2 = (
+        env.get("FSDP_VERSION") == "2"
+    )  # with FSDP 1, a strategy stands for what FSDP 2 calls resharding
+    names.pop("FSDP_SHARDING_STRATEGY" if is_fsdp2 else "FSDP_RESHARD_AFTER_FORWARD", None)
+    chosen = {}
+    for variable, name in names.items():
+        value = env.get(variable, "").lower()
+        is_size = variable.endswith(("_SIZE", "_DEGREE", "_STEPS"))
+        is_off = value in ("-1", "auto", *OFF) and variable != "FSDP_RESHARD_AFTER_FORWARD"
+        if value and not is_off and not (is_size and value == "1"):
+            chosen[variable] = name
+    return chosen
+
+
+def stage_in(path: str) -> int:
+    """The stage of ZeRO in a config of DeepSpeed; 2, for example, if the file cannot be read."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return int(json.loads(Path(path).read_text())["zero_optimization"]["stage"])
+    return 2
+
+
+def is_different(config: Mapping[str, object], name: str, value: str) -> bool:
+    """Whether a run with these settings does not do what --name=value says."""
+    if name in SHARDING and config["layout"] == "auto":
+        return False
+    actual = 3 if name == "zero" and config.get("fsdp") else config[name]
+    try:
+        return float(actual) != float(value)
+    except (TypeError, ValueError):
+        return str(actual) != value
