@@ -738,13 +738,14 @@ WRONG = {
     "--beta1=1": "beta1 is 1.0: it must be in [0, 1)",
     "--dist_timeout_s=0": "dist_timeout_s is 0.0: it must be above 0",
     f"--seed={2**63}": f"seed is {2**63}: it must be below 2**63",
-    "--n_embd=33": "n_embd is 33: it must be a multiple of n_head, 12",
+    "--n_embd=33": (
+        "n_embd is 33: it must be a multiple of n_head, 12: set --n_head=11 or 33, or --n_embd=24 or 36"
+    ),
     "--data_order=sorted": "data_order is 'sorted'; possible are random and shuffle",
     "--out_dir= ": "out_dir is empty: set --out_dir= to a folder",
     "--init_from=resum": (
         "init_from is 'resum'; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run "
-        "or of "
-        "Hugging Face weights"
+        "or of Hugging Face weights, or a ckpt.pt"
     ),
     "--resume_step=3": "resume_step needs init_from 'resume', but it is 'resum': set --init_from=resume",
     "--on_nan=ignore": "on_nan is 'ignore'; possible are stop and skip",

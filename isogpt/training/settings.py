@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import ceil, gcd, prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -299,7 +299,24 @@ def check_degrees(plan: Plan, splits_sequence: bool = True) -> None:
     found = problems_with_ranks(plan)
     if plan.model_args:
         found += problems_with_shape(plan, plan.model_args, splits_sequence)
+        is_only_tp = plan.islands == plan.pp == plan.dp_replicate == plan.cp == plan.ep == 1
+        if len(found) > 1 and is_only_tp and all(re.search(r"\btp\b", problem) for problem in found):
+            found = [one_hint_about_tp(plan, splits_sequence)]
     report(found)
+
+
+def one_hint_about_tp(plan: Plan, splits_sequence: bool) -> str:
+    """One sentence about a tp for which there are several problems, with the largest tp without problems."""
+    args = plan.model_args
+    lower = [replace(plan, tp=n) for n in range(1, plan.tp)]
+    fit = [other for other in lower if not problems_with_shape(other, args, splits_sequence)]
+    here = [other.tp for other in fit if not problems_with_ranks(other)]
+    advice = [f"set --tp={here[-1]}"] if here else []
+    if fit and fit[-1].tp > max(here, default=1):
+        advice += [f"start {fit[-1].tp} processes and set --tp={fit[-1].tp}"]
+    numbers = f"the number of processes, {plan.world_size}, the heads, {args['n_kv_head'] or args['n_head']}"
+    numbers += f", and block_size, {args['block_size']}"
+    return f"tp is {plan.tp}: it must divide {numbers}: {', or '.join(advice)}"
 
 
 def problems_with_ranks(plan: Plan) -> list[str]:
