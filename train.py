@@ -46,7 +46,7 @@ from isogpt.parallel.gradients import complete_gradients, norm_share, parameters
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, parallelize, take_routing
 from isogpt.parallel.plan import normalized
-from isogpt.parallel.shares import parse_shares
+from isogpt.parallel.shares import about_unused_ranks, parse_shares
 from isogpt.parallel.slow_network import make_slow_network
 from isogpt.speed.clock import Clock, over_ranks
 from isogpt.speed.devices import total_peak_flops
@@ -252,6 +252,8 @@ clock.doing = "the first step"
 logger.describe_speed(flops_per_token, *total_peak_flops(ranks.device, plan.dtype))
 logger.banner(config, data, plan, parameter_count, start.description, compile_note, reader, schedule)
 logger.notes(notes)
+if unused := about_unused_ranks(share, plan.batch_size, plan.pp):
+    logger.print(f"warning: {unused}")
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,
