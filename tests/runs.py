@@ -16,6 +16,9 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
+# Tiny Shakespeare: a copy outside the repository, or what data/shakespeare_char/prepare.py has downloaded
+TEXTS = (SHARED / "data" / "tinyshakespeare.txt", REPO / "data" / "shakespeare_char" / "input.txt")
+SHAKESPEARE = next(filter(Path.exists, TEXTS), TEXTS[-1])
 # a model small enough that a run of 40 steps takes a second or two; a test's own settings come after these
 TINY = [
     "--dataset=tiny",
@@ -209,7 +212,7 @@ def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):
     """
     folder = Path(cwd) / "data" / name
     folder.mkdir(parents=True, exist_ok=True)
-    source = SHARED / "data" / "tinyshakespeare.txt"
+    source = SHAKESPEARE
     if source.exists() and vocab == 65:
         text = source.read_text()
         chars = sorted(set(text))

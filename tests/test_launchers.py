@@ -415,6 +415,17 @@ def test_a_debug_level_with_which_torch_crashes(zygote, work):
         zygote.start([*FIVE, "--out_dir=out", flag], work, 2, env={"TORCH_DISTRIBUTED_DEBUG": level}).wait()
 
 
+def test_jobs_that_restart_need_no_login():
+    """wandb without a login ends each start of a job: config/train_gpt2.py logs to wandb."""
+    places = ("cluster/pytorchjob.yaml", "cluster/slurm.sh", "docs/launchers.md", "README.md")
+    for place in places:
+        text = (REPO / place).read_text()
+        for command in re.findall(
+            r"(?:train\.py|slurm\.sh) config/train_gpt2\.py --out_dir[^`&#]*#?[^`&#]*", text
+        ):
+            assert "--wandb_log=False" in command, f"{place}: {command}"
+
+
 def test_kubernetes_manifest_has_only_fields_of_the_operator():
     """
     Names as in the CRD of Kubeflow's training-operator 1.9, against which the whole file was checked once.
