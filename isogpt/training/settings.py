@@ -63,6 +63,8 @@ NOT_NEGATIVE = (
     "base_batch",
     "devices",
     "network",
+    "device_memory_gb",
+    "device_tflops",
 )
 # names, condition on the value, and how the message states it
 RANGES = (
@@ -83,7 +85,23 @@ CHOICES = {
     "lr_schedule": ("cosine", "linear", "wsd"),
     "lr_scaling": ("none", "linear", "sqrt"),
     "outer_compression": ("none", "fp16", "int8"),
-    "hardware": ("h100", "h200", "a100", "4090", "cpu", "this"),
+    "hardware": (
+        "h100",
+        "h200",
+        "b200",
+        "a100",
+        "a100-40gb",
+        "v100",
+        "l40s",
+        "l4",
+        "t4",
+        "3090",
+        "4090",
+        "5090",
+        "mi300x",
+        "cpu",
+        "this",
+    ),
     "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
     "layout": ("manual", "auto"),
 }
