@@ -63,12 +63,15 @@ compile = True  # torch.compile; not used on a CPU, or if it does not work on th
 steps = 20  # steps to measure, after a quarter as many for warm-up
 # -- what to report ------------------------------------------------------------------------------------------
 sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination
+weak = False  # with a sweep over nproc, or a plan: weak scaling, the global batch grows with the processes
 comm = False  # measure the collectives' bandwidth and latency by message size; no training
 plan = False  # predict time and memory of all layouts for the same global batch; no training
 tune = False  # measure the best few plans for the launched processes, and print the fastest command
 devices = 0  # number of devices to plan for (0: the launched processes)
 per_node = 8  # devices of each machine
-hardware = "this"  # hardware to plan for: h100, h200, a100, 4090, cpu (a core), or this (measured now)
+hardware = "this"  # to plan for: a GPU such as h100, a100-40gb or 4090, cpu (a core), or this (measured now)
+device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: that of hardware)
+device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on the data sheet of such a card (0: those of hardware)
 network = 0.0  # Gbit/s between machines (0: usual for the hardware)
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
@@ -257,6 +260,15 @@ def row_of(run: dict, tried: list[dict]) -> str:
     return f"{row} {shown(run['exposed_ms'], '.2f'):>9}  {shown_bubble(run['bubble'])}" if has_more else row
 
 
+def global_micro_batches(n: int) -> int:
+    """
+    The gradient_accumulation_steps of n processes: what the user has set, times n if the scaling is weak; n
+    if the user has set nothing.
+    """
+    chosen = work["gradient_accumulation_steps"]
+    return chosen * n if chosen and weak else chosen or n
+
+
 def run_sweep() -> list[dict]:
     """Launch every combination of the swept values (all ranks) and print a table."""
     text = sweep.replace(" ", "").strip(";")
@@ -269,17 +281,25 @@ def run_sweep() -> list[dict]:
     if is_launched and "nproc" in axes:
         fail("a sweep over nproc launches the processes itself: start bench.py without torchrun")
     counts = [int(value) for value in axes.get("nproc", [str(processes)]) if value.isdecimal() and int(value)]
-    # divides evenly over every number of processes
-    accumulation = work["gradient_accumulation_steps"] or math.lcm(*counts)
     varied = [name for name, values in axes.items() if len(values) > 1]
     varied = [name for name in varied if name in ("batch_size", "block_size", "gradient_accumulation_steps")]
+    scales = len(axes.get("nproc", [])) > 1
+    if weak and not scales:
+        fail("weak scaling needs a sweep over nproc, such as --sweep=nproc:1,2,4")
     if varied:
         say(f"the global batch varies with {', '.join(varied)}: compare tokens/s")
-    else:
+    elif weak:
+        say("held fixed: the sequences of each process, so that the speed-up by nproc is weak scaling")
+    elif scales:
         say("held fixed: the global batch, so that the speed-up by nproc is strong scaling")
+    else:
+        say("held fixed: the global batch")
     tried = []
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
+        # strong scaling: a number that divides evenly over every number of processes
+        n = int(point["nproc"]) if weak and point["nproc"].isdecimal() else math.lcm(*counts)
+        accumulation = global_micro_batches(n)
         try_point(point, work | {"gradient_accumulation_steps": accumulation}, steps, tried)
     return tried
 
@@ -300,7 +320,8 @@ def make_plans(n: int) -> tuple[list[Prediction], str]:
         )
     check_training(work | {"out_dir": "out", "gradient_accumulation_steps": 1})
     wanted = plan_for(n, work["islands"] or n // machine)
-    hw = named_hardware(hardware, network, measured_machine(wanted, machine) if hardware == "this" else None)
+    here = measured_machine(wanted, machine) if hardware == "this" else None
+    hw = named_hardware(hardware, network, here, device_memory_gb, device_tflops)
     found = layouts.ranked(wanted, hw, machine)
     print(
         f"the global batch of {wanted.sequences} sequences on {n} x {hardware}, {machine} on each machine, "
@@ -383,7 +404,7 @@ def run_tune() -> dict:
 
 def plan_for(world_size: int, islands: int) -> Plan:
     """The plan that the settings describe for this many processes."""
-    settings = work | {"gradient_accumulation_steps": work["gradient_accumulation_steps"] or world_size}
+    settings = work | {"gradient_accumulation_steps": global_micro_batches(world_size)}
     if hardware in ("this", "cpu"):
         kind, dtype = where.type, precision.resolve_dtype(work["dtype"], where)
     elif work["dtype"] in ("auto", "bfloat16", "float16"):
@@ -419,6 +440,13 @@ try:
     if config.get("gradient_accumulation_steps") == 0:
         del config["gradient_accumulation_steps"]
     problems = problems_of(config)
+    if (device_memory_gb or device_tflops) and hardware in ("this", "cpu"):
+        problems.append(
+            "device_memory_gb and device_tflops describe a card that is otherwise like a listed card: set "
+            "--hardware= to this card, such as --hardware=4090 for a card without NVLink"
+        )
+    if (device_memory_gb or device_tflops) and not plan:
+        problems.append("device_memory_gb and device_tflops are for a plan: set --plan=True")
     if [comm, bool(sweep), plan, tune].count(True) > 1:
         problems.append("comm, sweep, plan and tune are separate reports: set one of them")
     if not Path(json_path).absolute().parent.is_dir():

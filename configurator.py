@@ -20,12 +20,14 @@ import textwrap
 import time
 import tokenize
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from tokenize import COMMENT
 from typing import Any, NoReturn
 
 from isogpt.common import console
+from isogpt.launch.foreign_settings import advice_for, settings_in
 
 Value = int | float | bool | str
 
@@ -56,6 +58,9 @@ STEPS = frozenset(
 )
 # a leading ~ is the user's home folder, which a shell replaces in `--key ~/x`, but not in `--key=~/x`
 PATHS = frozenset(("out_dir", "dataset", "init_from", "json_path"))
+# formats of configs in which other tools keep settings
+ENDINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
+CLOSE = 0.83  # how similar, at most 1, a name must be to be taken for a misspelled setting
 # modules and functions that nanoGPT's scripts have imported when they run a config
 VISIBLE = {
     "os": "os",
@@ -295,11 +300,12 @@ def _from_option(argument: str, known: dict[str, Setting], findings: Findings) -
         try:
             return {name: _parse(text, kind)}
         except (ValueError, OverflowError, SyntaxError):
-            problem = f"--{name}={text!r}: not {WANTED[kind]}"
+            meant = _foreign(name, text, known) if kind is bool else ""  # --fsdp=full_shard
+            problem = f"--{name}={text!r}: not {WANTED[kind]}{meant}"
     elif name == "config":
         problem = "--config: missing value; type --config=FILE.py, or only FILE.py"
     elif name not in ("local_rank", "local-rank"):  # added by older launchers
-        problem = f"--{name}: no such setting{_suggestion(name, known)}"
+        problem = f"--{name}: no such setting{_suggestion(name, text, known)}"
     if problem:
         findings.problems.append(f"command line: {problem}")
     return {}
@@ -321,6 +327,9 @@ def _from_config(
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read(), path)
+        if problems := [f"{config}, {it}" for it in _assigns_nothing(tree, known)]:
+            findings.problems += problems
+            return {}
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
         assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
         read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
@@ -344,10 +353,10 @@ def _from_config(
     plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not visible.get(name)}
     for name in sorted(plain - current.keys() - read):
         nearest = difflib.get_close_matches(name, current, 1, 0.85)
-        if nearest and not name.startswith("_"):
-            findings.notes.append(
-                f"{config}: {name} is not used: no such setting; did you mean {nearest[0]}?"
-            )
+        foreign = _assignments(name, str(namespace[name]), known)
+        if (nearest or foreign) and not name.startswith("_"):
+            meant = f"did you mean {nearest[0]}?" if nearest else f"write {', '.join(foreign)}"
+            findings.notes.append(f"{config}: {name} is not used: no such setting; {meant}")
     return taken
 
 
@@ -373,6 +382,69 @@ def _config_error(config: str, path: str, error: BaseException) -> str:
     return f"{config}{line}: {type(error).__name__}: {' '.join(text.split())}"
 
 
+def _assigns_nothing(tree: ast.Module, known: dict[str, Setting]) -> list[str]:
+    """
+    A sentence for each annotation without a value, such as `batch_size: 32`, that is meant as an assignment.
+    Python would ignore this line. The type of a helper, as in `count: int`, is allowed.
+    """
+    found, rest = [], list(tree.body)
+    while rest:
+        node = rest.pop(0)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        rest += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        if not isinstance(node, ast.AnnAssign) or node.value is not None:
+            continue
+        name, annotation = ast.unparse(node.target), ast.unparse(node.annotation)
+        if name in known or isinstance(node.annotation, ast.Constant | ast.UnaryOp | ast.List | ast.Dict):
+            value = "VALUE" if annotation in ("int", "float", "bool", "str") else annotation
+            found.append(f"line {node.lineno}: {name}: {annotation} assigns nothing: write {name} = {value}")
+    return found
+
+
+def _not_python(config: str, path: str | None, known: dict[str, Setting]) -> str:
+    """
+    A sentence about a config in the format of a different tool, with some of the settings as they are written
+    here.
+    """
+    assignments = list(dict.fromkeys(_assignments_in(path, known))) if path else []
+    shown = ", ".join(assignments[:6]) or "batch_size = 32"
+    stem = os.path.splitext(os.path.basename(config))[0]
+    return f"{config}: a config is a Python file: write the settings to {stem}.py, such as {shown}"
+
+
+def _assignments_in(path: str, known: dict[str, Setting]) -> Iterator[str]:
+    """Yield lines such as `zero = 2` for the settings that a YAML, JSON, TOML or INI file contains."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    try:
+        pairs = list(_flat(json.loads(text)))
+    except ValueError:
+        pairs = re.findall(r"""^\s*["']?([\w.]+)["']?\s*[:=]\s*([^\s#{\[][^#\n]*)""", text, re.M)
+    for name, value in pairs:
+        yield from _assignments(name, value.strip(" \t,'\""), known)
+
+
+def _assignments(name: str, value: str, known: dict[str, Setting]) -> list[str]:
+    """The lines of a config, such as `zero = 2`, for a setting of this or of a different tool."""
+    options = [f"--{name}={shlex.quote(value)}"] if name in known else []
+    options += [advice.options(value) for advice in advice_for(name)]
+    options = [text for text in options if text and known.keys() >= set(settings_in(text))]
+    taken, findings = {}, Findings()
+    for word in shlex.split(options[0]) if options and value != "auto" else ():
+        taken |= _from_option(word, known, findings)
+    return [] if findings.problems else [f"{key} = {setting!r}" for key, setting in taken.items()]
+
+
+def _flat(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the values in nested dicts, by names such as zero_optimization.stage."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _flat(value, f"{name}.{key}".lstrip("."))
+    elif name and not isinstance(content, list):
+        yield name, str(content)
+
+
 def _is_utf8(path: str) -> bool:
     """Whether a file is text in UTF-8, unlike what Windows' editors and shells may write."""
     with open(path, "rb") as file:
@@ -389,6 +461,9 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
     """
     places = [os.path.abspath(config), os.path.join(os.path.dirname(os.path.abspath(script)), config)]
     places = list(dict.fromkeys(places))
+    if config.lower().endswith(ENDINGS):
+        findings.problems.append(_not_python(config, next(filter(os.path.isfile, places), None), known))
+        return None
     if found := next(filter(os.path.isfile, places), None):
         return found
     dashes, name, equals, text = _split(config)
@@ -398,7 +473,7 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
     elif dashes and name == "help":
         problem = f"command line: {config}: type --help"
     elif dashes or (equals and not config.endswith(".py")):
-        problem = f"command line: {config}: no such setting{_suggestion(name, known)}"
+        problem = f"command line: {config}: no such setting{_suggestion(name, text, known)}"
     elif folder := next(filter(os.path.isdir, places), None):
         problem = f"{config}: a folder, not a config file"
         if files := sorted(glob.glob("*.py", root_dir=folder)):
@@ -450,19 +525,43 @@ def _coerce(value: Any, kind: type) -> Value:
     raise ValueError
 
 
-def _suggestion(name: str, settings: dict[str, Setting]) -> str:
+def _suggestion(name: str, text: str, settings: dict[str, Setting]) -> str:
     """
-    Return the setting that was probably meant by an unknown name, as the end of a sentence; empty if there is
-    none.
+    Return what was probably meant by an unknown name and its value, as the end of a sentence; empty if
+    nothing is similar.
     """
     name = name.replace("-", "_")
     negated = re.sub("^(no|disable)_", "", name)
     if negated != name and negated in settings and settings[negated].kind is bool:
         return f"; type --{negated}=False"
-    # abbreviations such as lr and bs
+    if foreign := _foreign(name, text, settings):
+        return foreign
+    last = name.rpartition(".")[2]  # litgpt's train.save_interval
+    if last != name and last in settings:
+        return f"; type --{last}={shlex.quote(text) or 'VALUE'}"
+    # abbreviations such as bs
     short = [other for other in settings if "".join(word[0] for word in other.split("_") if word) == name]
-    near = short or difflib.get_close_matches(name, settings, 1)
+    near = short or difflib.get_close_matches(name, settings, 1, CLOSE)
     return f"; did you mean --{near[0]}?" if near else ""
+
+
+def _foreign(name: str, text: str, settings: dict[str, Setting]) -> str:
+    """What to type for a setting of a different tool, as the end of a sentence; empty if it is not known."""
+    for advice in advice_for(name):
+        options = advice.options(text)
+        if not settings.keys() >= set(settings_in(options)):
+            continue
+        problems = Findings()
+        for word in shlex.split(options):
+            _from_option(word, settings, problems)
+        if problems.problems:  # a value that only the different tool knows
+            options = advice.options("")
+        if text.lower().endswith(ENDINGS) and os.path.isfile(text):  # --deepspeed_config=ds.json
+            return f"; {_not_python(text, text, settings)}"
+        if not options:
+            return f"; {advice.why}"
+        return f"; type {options}{f' ({advice.why})' if advice.why else ''}"
+    return ""
 
 
 def _is_rank_0() -> bool:

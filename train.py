@@ -30,7 +30,7 @@ from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.start import find_start
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
-from isogpt.launch.launchers import adopt_launcher_variables, start_workers
+from isogpt.launch.launchers import adopt_launcher_variables, print_unapplied_settings, start_workers
 from isogpt.launch.process_group import connect_ranks, join_process_group, leave_process_group
 from isogpt.launch.start_checks import check_start
 from isogpt.launch.together import do_together, exit_together, gather_numbers, gather_objects
@@ -48,7 +48,7 @@ from isogpt.parallel.gradients import complete_gradients, norm_share, parameters
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, parallelize, take_routing
 from isogpt.parallel.plan import normalized
-from isogpt.parallel.shares import parse_shares
+from isogpt.parallel.shares import about_unused_ranks, parse_shares
 from isogpt.parallel.slow_network import make_slow_network
 from isogpt.speed.clock import Clock, over_ranks
 from isogpt.speed.devices import total_peak_flops
@@ -76,7 +76,7 @@ profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.js
 eval_only = False  # evaluate once, then exit
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit)
 # -- checkpoints ---------------------------------------------------------------------------------------------
-init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, or a folder
+init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a folder or file
 resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
 save_checkpoint = True  # False: write no checkpoints
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
@@ -171,6 +171,7 @@ try:
     eval_sequences = eval_iters * batch_size  # sequences of each split
     schedule = make_schedule(config, sequences_per_step)
     start_workers(nproc, __file__)
+    print_unapplied_settings(config)  # of accelerate
     ranks = connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=sequences_per_step * block_size)
     start_logger = Logger(progress, start_sinks(ranks, out_dir, alert_command))  # console and alerts
@@ -251,6 +252,8 @@ banner = Banner(
     notes=notes,
 )
 logger.print(str(banner))
+if unused := about_unused_ranks(share, plan.batch_size, plan.pp):
+    logger.print(f"warning: {unused}")
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,

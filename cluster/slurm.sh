@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # isoGPT under Slurm:
 #
-#     sbatch --nodes=4 --gpus-per-node=8 --time=24:00:00 cluster/slurm.sh config/train_gpt2.py --out_dir=out-gpt2
+#     sbatch --nodes=4 --gpus-per-node=8 --time=24:00:00 cluster/slurm.sh config/train_gpt2.py --out_dir=out-gpt2 \
+#         --wandb_log=False
 #
 # Starts torchrun on each node. The job saves a checkpoint and stops before its time limit, when it is preempted, and on
 # scancel. In the first two cases it is requeued, and its next start resumes. Submit it from a folder on a file system

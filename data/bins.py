@@ -12,12 +12,14 @@ import json
 import os
 import pickle
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
+from isogpt.common.files import REPOSITORY
 from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary, of_folder
 
@@ -46,6 +49,7 @@ SPECIAL_HELP = (
 )
 CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
 BATCH_ROWS = 1000
+LARGE = 20_000_000  # tokens from which a GPU trains GPT-2 124M rather than a small model
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,7 +112,43 @@ def report(folder: Path, meta: dict) -> None:
         f"{meta['dtype']}"
     )
     print(f"tokenizer {meta['tokenizer']}: {meta['tokenizer_size']:,} ids, vocab_size {meta['vocab_size']:,}")
-    print(f"next: python train.py --dataset={shlex.quote(dataset_name(folder))}")
+    small, large = commands_for(folder, meta)
+    if has_gpu() or small == large:
+        print(f"next: {large}")
+    else:
+        print(f"on a GPU: {large}")
+        print(f"next: {small}")
+
+
+def commands_for(folder: Path, meta: dict) -> tuple[str, str]:
+    """
+    Return the commands that train on the data set in `folder`, on a CPU and on a GPU. Without a config,
+    train.py starts GPT-2 124M with 480 sequences a step: on a CPU, the first step takes minutes.
+    """
+    name = dataset_name(folder)
+    own, fast = f"config/train_{name}.py", f"config/train_{name}_fast.py"
+    if (REPOSITORY / own).exists():
+        return f"python train.py {fast if (REPOSITORY / fast).exists() else own}", f"python train.py {own}"
+    options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
+    small = f"python train.py config/train_small.py {options}"
+    if meta["train_tokens"] >= LARGE:
+        return small, f"python train.py config/train_gpt2.py {options} --wandb_log=False"
+    is_char = meta["tokenizer"] == "char"
+    return small, f"python train.py config/train_shakespeare_char.py {options}" if is_char else small
+
+
+def has_gpu() -> bool:
+    """
+    Whether train.py will probably find a GPU. To ask torch would be exact, but importing torch takes seconds.
+    MPS does not count, since the commands for a GPU take minutes there.
+    """
+    try:
+        has_kernels = not version("torch").endswith("+cpu")
+    except PackageNotFoundError:  # not installed yet
+        has_kernels = True
+    is_windows = sys.platform == "win32" or os.path.exists("/dev/dxg")  # the latter: Linux on Windows
+    devices = [*glob.glob("/dev/nvidia[0-9]*"), *glob.glob("/dev/kfd")]
+    return has_kernels and bool(devices or (is_windows and shutil.which("nvidia-smi")))
 
 
 def dataset_name(folder: Path) -> str:

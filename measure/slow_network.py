@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from hosts import HAS_NAMESPACES, Hosts
-from runs import REPO, SHARED, column
+from runs import REPO, SHAKESPEARE, column
 
 # 10.65M parameters, 12 sequences per step over all hosts, and a constant learning rate: a mode may take any
 # time
@@ -134,7 +134,7 @@ def reason_for(text: str) -> str:
 
 def prepare_shakespeare(work: Path) -> None:
     """Make the data set shakespeare_char in work/data."""
-    text, folder = SHARED / "data" / "tinyshakespeare.txt", work / "data" / "shakespeare_char"
+    text, folder = SHAKESPEARE, work / "data" / "shakespeare_char"
     folder.mkdir(parents=True)
     if text.exists():  # else prepare.py downloads it
         shutil.copy(text, folder / "input.txt")

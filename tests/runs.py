@@ -16,6 +16,9 @@ import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
+# Tiny Shakespeare: a copy outside the repository, or what data/shakespeare_char/prepare.py has downloaded
+TEXTS = (SHARED / "data" / "tinyshakespeare.txt", REPO / "data" / "shakespeare_char" / "input.txt")
+SHAKESPEARE = next(filter(Path.exists, TEXTS), TEXTS[-1])
 # a model small enough that a run of 40 steps takes a second or two; a test's own settings come after these
 TINY = [
     "--dataset=tiny",
@@ -194,6 +197,17 @@ def script(at, name, args, until=None, home=REPO):
     return space
 
 
+def accepted(name, *args):
+    """The settings that a script accepts with these arguments, without running it."""
+    from configurator import configure
+    from isogpt.training.settings import check_training
+
+    config = configure({"__file__": str(REPO / name)}, list(args))
+    if name == "train.py":
+        check_training(config)
+    return config
+
+
 def script_that_fails(at, capsys, *args, **kw):
     """Run a script that must exit with status 1; returns its output."""
     with pytest.raises(SystemExit) as exit:
@@ -208,7 +222,7 @@ def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):
     """
     folder = Path(cwd) / "data" / name
     folder.mkdir(parents=True, exist_ok=True)
-    source = SHARED / "data" / "tinyshakespeare.txt"
+    source = SHAKESPEARE
     if source.exists() and vocab == 65:
         text = source.read_text()
         chars = sorted(set(text))

@@ -346,9 +346,9 @@ def test_an_unknown_key_names_the_nearest(script, capsys, argument, key):
         ("-seed", "-seed: type --seed=VALUE"),
         ("-eval_only", "-eval_only=True: type --eval_only=True"),
         ("-help", "-help: type --help"),
-        ("-lr=1", "-lr=1: no such setting; did you mean --learning_rate?"),
-        ("--lr 1", "--lr: no such setting; did you mean --learning_rate?"),
-        ("--bs=1", "--bs: no such setting; did you mean --batch_size?"),
+        ("-lr=1", "-lr=1: no such setting; type --learning_rate=1"),
+        ("--lr 1", "--lr: no such setting; type --learning_rate=1"),
+        ("--bs=1", "--bs: no such setting; type --batch_size=1"),
         ("sed=1", "sed=1: no such setting; did you mean --seed?"),
         ("-zzz", "-zzz: no such setting"),
         ("--max-iters=5", "--max-iters: no such setting; did you mean --max_iters?"),
@@ -370,6 +370,50 @@ def test_what_was_meant_by_a_word(script, capsys, arguments, said):
     typed = said.partition(": type ")[2] or said.partition("; type ")[2]
     if typed and "VALUE" not in typed and "FILE" not in typed and typed != "--help":
         run(script, *shlex.split(typed), extra=out_dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("ds.json", '{"zero": {"stage": 2}, "max_iters": 5, "lr": "auto"}', "such as max_iters = 5"),
+        ("c.yaml", "seed: 7\nmax_steps: 5  # steps\nother: 3\n", "such as seed = 7, max_iters = 5"),
+        ("c.toml", 'seed = 7\ndevice = "cpu"\n[training]\n', "such as seed = 7, device = 'cpu'"),
+        ("C.YML", "list: [1]", "such as batch_size = 32"),
+        ("missing.cfg", None, "such as batch_size = 32"),
+    ],
+)
+def test_configs_of_other_tools_are_refused(script, capsys, name, text, said):
+    """The message contains settings of the file in the form of a config, which is accepted."""
+    if text is not None:
+        config_file(text, name)
+    extra = {"lr_decay_iters": Setting("lr_decay_iters", 5, "x", "run")}
+    extra = extra if "max_steps" in (text or "") else {}
+    stem = name.partition(".")[0]
+    line = problem(capsys, script, name, extra=extra)
+    start = f"error: train.py: {name}: a config is a Python file: write the settings to {stem}.py, {said}"
+    assert line == start + (", lr_decay_iters = 5" if extra else "")
+    config_file(line.partition("such as ")[2].replace(", ", "\n"), f"{stem}.py")
+    assert run(script, f"{stem}.py", extra=extra) != DEFAULTS
+
+
+def test_an_annotation_without_a_value_is_an_error(script, capsys):
+    config_file("seed: int = 3\nbatch_size: 32\nif seed:\n    device: cuda\nlr: 3e-4\ntop_k: int\n")
+    assert problems(capsys, script, "c.py") == [
+        "error: train.py: c.py, line 2: batch_size: 32 assigns nothing: write batch_size = 32",
+        "error: train.py: c.py, line 5: lr: 0.0003 assigns nothing: write lr = 0.0003",
+        "error: train.py: c.py, line 6: top_k: int assigns nothing: write top_k = VALUE",
+        "error: train.py: c.py, line 4: device: cuda assigns nothing: write device = cuda",
+    ]
+    config_file("helper: int\nclass A:\n    seed: int\ndef f():\n    top_k: int\nseed: int = 3\n")
+    assert run(script, "c.py") == DEFAULTS | {"seed": 3}
+
+
+def test_a_config_with_a_name_of_a_different_tool(script, capsys):
+    config_file("lr = 0.5\nepochs = 3\nhelper = 1\nwarmup_steps = 7\nwarmup = warmup_steps\n")
+    assert run(script, "c.py") == DEFAULTS
+    assert capsys.readouterr().err.splitlines() == [
+        "note: c.py: lr is not used: no such setting; write learning_rate = 0.5"
+    ]
 
 
 def test_words_that_look_like_options_but_are_files(script):
@@ -841,7 +885,7 @@ def test_a_config_reads_and_sets_extra_settings(script):
 def test_extra_settings_are_checked_suggested_and_helped(script, capsys):
     config_file("n_layers = 3\ndropout = 'much'")
     assert len(problems(capsys, script, "c.py", "--dropout=x", extra=EXTRA)) == 3  # and a note about n_layers
-    assert "did you mean --n_layer?" in problem(capsys, script, "--n_layers=1", extra=EXTRA)
+    assert "did you mean --n_layer?" in problem(capsys, script, "--n_layr=1", extra=EXTRA)
     assert "a whole number" in problem(capsys, script, "--seed=1.5", extra=EXTRA)
     with pytest.raises(SystemExit):
         run(script, "--help", extra=EXTRA)

@@ -9,6 +9,8 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,6 +36,7 @@ needs_gpt2 = pytest.mark.skipif(
 
 sys.path.insert(0, str(REPO / "data"))
 import bins
+from runs import accepted, column
 
 
 @pytest.fixture(autouse=True)
@@ -472,7 +475,8 @@ def test_links_and_other_folders(data, tmp_path):
             command, cwd=cwd, env=os.environ | {"PWD": str(cwd)}, capture_output=True, text=True
         )
         assert (result.returncode, result.stderr) == (0, "")
-        return result.stdout.splitlines()[-1].removeprefix("next: python train.py ")
+        last = result.stdout.splitlines()[-1]
+        return re.fullmatch(r"next: python train.py config/\w+.py (--dataset=.+) --out_dir=out-\w+", last)[1]
 
     assert next_line(data / "mine" / "prepare.py") == "--dataset=mine" and (disk / "train.bin").exists()
     (disk / "train.bin").unlink()
@@ -486,6 +490,49 @@ def test_links_and_other_folders(data, tmp_path):
         and (work / "own/val.bin").exists()
     )
     assert not (script.parent / "train.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "tokenizer", "small", "large"),
+    [
+        ("stdlib_char", 10**7, "char", "train_stdlib_char.py", "train_stdlib_char.py"),
+        ("shakespeare_char", 10**6, "char", "train_shakespeare_char_fast.py", "train_shakespeare_char.py"),
+        ("shakespeare", 10**5, "gpt2", "train_small.py", "train_small.py"),
+        ("mine", 10**6, "char", "train_small.py", "train_shakespeare_char.py"),
+        ("fineweb", 10**10, "gpt2", "train_small.py", "train_gpt2.py"),
+    ],
+)
+def test_the_next_command_suits_the_device(name, tokens, tokenizer, small, large, capsys, monkeypatch):
+    """A CPU trains few FLOPs a step, and nothing needs a login. The commands are accepted when typed."""
+    meta = {"train_tokens": tokens, "tokenizer": tokenizer, "val_tokens": 9, "dtype": "uint16"}
+    meta |= {"tokenizer_size": 65, "vocab_size": 50304 if tokenizer == "gpt2" else 96}
+    for has_gpu, wanted in ((False, small), (True, large)):
+        monkeypatch.setattr(bins, "has_gpu", lambda answer=has_gpu: answer)
+        bins.report(REPO / "data" / name, meta)
+        *_, last = capsys.readouterr().out.splitlines()
+        assert last.startswith(f"next: python train.py config/{wanted}")
+        config = accepted("train.py", *shlex.split(last)[3:])
+        assert config["dataset"] == name and not config["wandb_log"]
+        size = config["n_layer"] * 12 * config["n_embd"] ** 2 + meta["vocab_size"] * config["n_embd"]
+        sequences = config["gradient_accumulation_steps"] * config["batch_size"]
+        flops = 6 * size * sequences * config["block_size"]
+        assert has_gpu or (flops < 5e10 and config["eval_iters"] * config["batch_size"] <= 1740)
+
+
+def test_a_gpu_is_found_without_torch(monkeypatch):
+    """A PyTorch for CPUs does not use the GPU of the machine."""
+    monkeypatch.setattr(bins.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
+    monkeypatch.setattr(bins, "version", lambda package: "2.13.0+cu130")
+    assert bins.has_gpu()
+    monkeypatch.setattr(bins, "version", lambda package: "2.13.0+cpu")
+    assert not bins.has_gpu()
+
+
+def test_the_next_command_trains(zygote, work):
+    """A run with config/train_small.py on a data set of characters, cut to two steps."""
+    args = ["config/train_small.py", "--dataset=tiny", "--out_dir=out-tiny", "--device=cpu", "--max_iters=1"]
+    zygote.start(args, work).wait()
+    assert len(column(work / "out-tiny", "loss")) == 1
 
 
 def test_a_reader_that_leaves(data):

@@ -1,5 +1,6 @@
 """Devices: their peaks and utilization, deterministic algorithms, and how often the host waits for a GPU."""
 
+import dataclasses
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from isogpt.speed.clock import Clock
 from isogpt.speed.devices import GPUS, known_gpu, peak_flops
 from isogpt.speed.usage import memory_gb, read_utilization, utilization
 from isogpt.training import optim, precision
+from isogpt.training.settings import CHOICES
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
@@ -65,6 +67,10 @@ NAMES = [
     ("NVIDIA GeForce RTX 4090 Laptop GPU", None, ""),
     ("NVIDIA GeForce RTX 3090", 71, ""),
     ("NVIDIA GeForce RTX 3090 Ti", None, ""),
+    ("NVIDIA GeForce RTX 5090", 209.5, ""),
+    ("NVIDIA GeForce RTX 5090 Laptop GPU", None, ""),
+    ("AMD Instinct MI300X", 1307, ""),
+    ("AMD Instinct MI300X OAM", 1307, ""),
     ("Tesla V100-SXM2-16GB", 125, ""),
     ("Tesla V100-PCIE-32GB", 112, ""),
     ("Tesla T4", 65, ""),
@@ -97,10 +103,21 @@ def test_what_is_known_of_a_device(monkeypatch, name, tflops, plan):
 def test_a_planned_device_is_a_known_one():
     """
     The bandwidth that is planned for --hardware=NAME is that of the device of this name with the most memory.
+    A device without published runs is planned only if the user names it: --layout=auto measures it.
     """
     for key in devices.HARDWARE.keys() - {"cpu"}:
-        best = max(gpu.bytes_per_s for gpu in GPUS.values() if gpu.plan == key)
-        assert devices.HARDWARE[key].bytes_per_s == devices.BANDWIDTH * best
+        alike = [gpu.bytes_per_s for gpu in GPUS.values() if gpu.plan == key]
+        rates = [max(alike)] if alike else [gpu.bytes_per_s for gpu in GPUS.values()]
+        assert devices.HARDWARE[key].bytes_per_s in [devices.BANDWIDTH * rate for rate in rates]
+    assert {*devices.HARDWARE, "this"} == set(CHOICES["hardware"])
+
+
+def test_a_card_of_ones_own():
+    """Its memory and peak; its bandwidth and links are those of the named card."""
+    listed = devices.HARDWARE["4090"]
+    own = devices.named_hardware("4090", 0, memory_gb=48, tflops=100)
+    assert own == dataclasses.replace(listed, memory_gb=48, matmul=0.7e14)
+    assert devices.named_hardware("4090", 0) == listed
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -268,7 +268,8 @@ def test_a_store_that_does_not_answer_is_named(at):
             connect_ranks("cpu", "auto", 0.5)
 
 
-def test_missing_ranks_are_named():
+def test_missing_ranks_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(network, "WAITING_S", 0.05)
     store = dist.HashStore()
     store.set("hello/1", "a process that has exited")
     with pytest.raises(ValueError, match="rank 1, 2 of 3 did not join within 0.2 s"):
@@ -278,3 +279,14 @@ def test_missing_ranks_are_named():
         match="^did not find rank 0 within 0.2 s. If no launcher started this process, .* type unset RANK ",
     ):
         network.meet(store, 1, 3, 0.2)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(" waits for ")[1].split(".")[0] for line in said] == ["rank 1, 2"]
+    # the first rank of a machine also says it, until rank 0 has answered
+    for has_answered, what in ((False, "rank 0"), (True, "ranks that rank 0 names")):
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setattr(network.uuid, "uuid4", lambda: SimpleNamespace(hex="mine"))
+        if has_answered:
+            store.set("welcome/mine", "start")
+        with pytest.raises(ValueError, match="did not find rank 0"):
+            network.meet(store, 1, 3, 0.2)
+        assert f"waits for {what}. If" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -366,32 +367,34 @@ def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
     assert os.environ["RANK"] == "0"
 
 
-def test_variables_of_a_launcher_that_has_exited(monkeypatch, capfd):
-    """Rank 0 says early what it waits for. The error says what to type, in a sentence without C++ frames."""
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "served", "note"),
+    [
+        ("1", "1", False, ""),  # a rank of this machine has said it
+        ("1", "0", False, "rank 1 of 3 on HOST waits for rank 0: nothing listens at 127.0.0.1:PORT"),
+        ("0", "0", False, "rank 0 of 3 on HOST waits for rank 0: nothing listens at 127.0.0.1:PORT"),
+        ("0", "0", True, "rank 0 of 3 on HOST waits for rank 1, 2. If"),
+    ],
+)
+def test_variables_of_a_launcher_that_has_exited(monkeypatch, capfd, rank, local_rank, served, note):
+    """A rank says early what it waits for. The error says what to type, in a sentence without C++ frames."""
     unset = "If no launcher started this process, RANK is left over in the shell: type unset RANK WORLD_SIZE "
-    group = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    monkeypatch.setattr(process_group, "WAITING_S", 0)
-    for rank, served in (("1", False), ("0", False), ("0", True)):
-        agent = {} if served else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        variables(monkeypatch, RANK=rank, **group)
-        monkeypatch.setattr(os, "environ", {**os.environ, **agent})
-        problem = (
-            "rank 1 of 2 did not join"
-            if served
-            else f"cannot reach the other ranks at 127.0.0.1:{group['MASTER_PORT']}"
+    port = str(free_port())
+    group = dict(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, LOCAL_RANK=local_rank)
+    monkeypatch.setattr(network, "WAITING_S", 0)
+    agent = {} if served else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables(monkeypatch, RANK=rank, **group)
+    monkeypatch.setattr(os, "environ", {**os.environ, **agent})
+    problem = f"cannot reach the other ranks at 127.0.0.1:{port}"
+    problem = "rank 1, 2 of 3 did not join" if served else problem
+    with pytest.raises(ValueError, match=f"^{problem} within 0.5 s.*{unset}"):
+        connect_ranks("cpu", "gloo", 0.5)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == bool(note)
+    for line in said:
+        assert unset in line and line.startswith(
+            "note: " + note.replace("HOST", socket.gethostname()).replace("PORT", port)
         )
-        with pytest.raises(ValueError, match=f"^{problem} within 0.5 s.*{unset}"):
-            connect_ranks("cpu", "gloo", 0.5)
-        expected = (
-            f"note: rank 0 of 2 waits for the other ranks at 127.0.0.1:{group['MASTER_PORT']}, as the "
-            "environment"
-        )
-        said = capfd.readouterr().err.splitlines()
-        assert len(said) == (rank == "0") and all(
-            line.startswith(expected) and unset in line for line in said
-        )
-        monkeypatch.undo()
-        monkeypatch.setattr(process_group, "WAITING_S", 0)
 
 
 def test_a_debug_level_with_which_torch_crashes(zygote, work):
@@ -410,6 +413,17 @@ def test_a_debug_level_with_which_torch_crashes(zygote, work):
     assert not (work / "ddp").exists()
     for level, flag in (("INFO", "--zero=0"), ("DETAIL", "--zero=2"), ("DETAIL", "--pp=2")):
         zygote.start([*FIVE, "--out_dir=out", flag], work, 2, env={"TORCH_DISTRIBUTED_DEBUG": level}).wait()
+
+
+def test_jobs_that_restart_need_no_login():
+    """wandb without a login ends each start of a job: config/train_gpt2.py logs to wandb."""
+    places = ("cluster/pytorchjob.yaml", "cluster/slurm.sh", "docs/launchers.md", "README.md")
+    for place in places:
+        text = (REPO / place).read_text()
+        for command in re.findall(
+            r"(?:train\.py|slurm\.sh) config/train_gpt2\.py --out_dir[^`&#]*#?[^`&#]*", text
+        ):
+            assert "--wandb_log=False" in command, f"{place}: {command}"
 
 
 def test_kubernetes_manifest_has_only_fields_of_the_operator():

@@ -743,13 +743,14 @@ WRONG = {
     "--beta1=1": "beta1 is 1.0: it must be in [0, 1)",
     "--dist_timeout_s=0": "dist_timeout_s is 0.0: it must be above 0",
     f"--seed={2**63}": f"seed is {2**63}: it must be below 2**63",
-    "--n_embd=33": "n_embd is 33: it must be a multiple of n_head, 12",
+    "--n_embd=33": (
+        "n_embd is 33: it must be a multiple of n_head, 12: set --n_head=11 or 33, or --n_embd=24 or 36"
+    ),
     "--data_order=sorted": "data_order is 'sorted'; possible are random and shuffle",
     "--out_dir= ": "out_dir is empty: set --out_dir= to a folder",
     "--init_from=resum": (
         "init_from is 'resum'; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run "
-        "or of "
-        "Hugging Face weights"
+        "or of Hugging Face weights, or a ckpt.pt"
     ),
     "--resume_step=3": "resume_step needs init_from 'resume', but it is 'resum': set --init_from=resume",
     "--on_nan=ignore": "on_nan is 'ignore'; possible are stop and skip",
@@ -1035,11 +1036,55 @@ def test_the_tables_of_a_sweep_and_of_a_search(at, capsys):
     out = capsys.readouterr().out
     assert out.startswith("the global batch of 2 sequences on 1 x cpu, 1 on each machine, predicted:\n")
     assert "\nmeasured:\n" in out and "\nthe fastest, 6,400 tokens/s:\npython train.py" in out
+    space = bench(at, "--sweep=nproc:1,2", "--weak", "--gradient_accumulation_steps=3")
+    batches = []
+    space["run_train"] = lambda work, timed: batches.append(work["gradient_accumulation_steps"]) or figures()
+    capsys.readouterr()
+    space["run_sweep"]()
+    out = capsys.readouterr().out
+    assert out.startswith("held fixed: the sequences of each process, so that the speed-up by nproc is weak")
+    assert batches == [3, 6]
+    space = bench(at, "--sweep=zero:0,1")
+    space["run_train"] = figures
+    capsys.readouterr()
+    space["run_sweep"]()
+    assert capsys.readouterr().out.startswith("held fixed: the global batch\n")
     space = bench(at, "--sweep=batch_size:2,4")
     space["run_train"] = figures
     capsys.readouterr()
     space["run_sweep"]()
     assert capsys.readouterr().out.startswith("the global batch varies with batch_size: compare tokens/s\n")
+
+
+@pytest.mark.parametrize("name", ["a100-40gb", "3090", "v100", "t4", "l4", "l40s", "5090", "b200", "mi300x"])
+def test_a_plan_for_each_listed_card(at, capsys, name):
+    """And weak scaling: the global batch grows with the devices."""
+    args = ["--plan", "--devices=2", f"--hardware={name}", "--vocab_size=65", "--n_layer=2", "--n_embd=64"]
+    space = bench(at, *args, "--n_head=2", "--weak", "--gradient_accumulation_steps=2", "--batch_size=4")
+    plans, command = space["make_plans"](2)
+    assert not plans[0].problem and command.startswith("torchrun --standalone --nproc_per_node=2")
+    assert capsys.readouterr().out.count("\nthe global batch of 16 sequences on 2 x ") == 1
+
+
+def test_a_plan_for_a_card_of_ones_own(at, capsys):
+    shape = ["--plan", "--devices=1", "--vocab_size=65", "--n_layer=2", "--n_embd=64", "--n_head=2"]
+    shape += ["--batch_size=4", "--block_size=64"]
+    slow, fast = (
+        bench(at, *shape, "--hardware=t4", f"--device_tflops={n}")["make_plans"](1)[0][0].total_s
+        for n in (1, 1000)
+    )
+    assert slow > fast
+    with pytest.raises(ValueError, match="no layout fits on 1 devices"):
+        bench(at, *shape, "--hardware=t4", "--device_memory_gb=1")["make_plans"](1)
+    for args, advice in (
+        (["--plan", "--device_tflops=100"], "set --hardware= to this card, such as --hardware=4090"),
+        (["--hardware=l4", "--device_memory_gb=48"], "are for a plan: set --plan=True"),
+    ):
+        output = script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args], until="with TemporaryD")
+        assert advice in output.err and len(output.err.splitlines()) == 1
+    with pytest.raises(SystemExit):
+        bench(at, "--sweep=batch_size:1,2", "--weak")["run_sweep"]()
+    assert "such as --sweep=nproc:1,2,4" in capsys.readouterr().err
 
 
 def test_collectives_that_a_backend_does_not_support(at, capsys):

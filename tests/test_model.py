@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,24 @@ def test_defaults_are_nanogpts():
 def test_impossible_configs_are_refused(wrong, said):
     with pytest.raises(ValueError, match=said):
         GPTConfig(**(SMALL | wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        (dict(n_embd=256, n_head=6), "--n_head=4 or 8, or --n_embd=252 or 258"),
+        (dict(n_embd=256, n_head=6, arch="llama", n_kv_head=2), "--n_head=4 or 8, or --n_embd=252 or 264"),
+        (dict(n_embd=4, n_head=6), "--n_head=4, or --n_embd=6"),
+        (dict(n_embd=34, arch="nanochat"), "--n_embd=32 or 36"),
+        (dict(n_embd=48, n_head=12, arch="llama", n_kv_head=5), "--n_kv_head=4 or 6"),
+    ],
+)
+def test_the_advice_about_heads_is_accepted(wrong, advice):
+    with pytest.raises(ValueError, match=f": set {advice}$"):
+        GPTConfig(**(SMALL | wrong))
+    for name, values in re.findall(r"--(\w+)=([\d or]+)", advice):
+        for value in values.split(" or "):
+            GPTConfig(**(SMALL | wrong | {name: int(value)}))
 
 
 # ------------------------------------------------------------------------------------------------------------

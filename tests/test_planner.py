@@ -247,7 +247,7 @@ def test_settings_that_are_not_at_their_defaults_are_kept(settings, kept):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"tp": 3}, "16 processes cannot be divided into tp 3"),
+        ({"tp": 3}, "tp is 3: it must divide the number of processes, 16, .*: set --tp=2"),
         ({"ep": 2}, "ep is 2, but the model has no experts"),
         ({"shares": "2,1,1"}, "exclude all"),
     ],

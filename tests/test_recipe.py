@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from runs import CPU_RECIPE, REPO, SHARED
+from runs import CPU_RECIPE, REPO, SHAKESPEARE
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.data.dataset import open_dataset
@@ -27,9 +27,9 @@ def whole_split_loss(model, tokens, block_size):
 
 @pytest.fixture
 def shakespeare(zygote, tmp_path):
-    text = SHARED / "data" / "tinyshakespeare.txt"
+    text = SHAKESPEARE
     if not text.exists():
-        pytest.skip(f"{text} does not exist")
+        pytest.skip(f"{text} does not exist: run python data/shakespeare_char/prepare.py")
     folder = tmp_path / "data" / "shakespeare_char"
     folder.mkdir(parents=True)
     shutil.copy(text, folder / "input.txt")

@@ -249,6 +249,11 @@ def test_a_new_run_from_the_weights_of_another(zygote, work, nproc):
     assert {v["step"].item() for v in final(work / "new")["optimizer"]["state"].values()} == {7}
     assert next(r for r in records(work / "new") if "event" in r)["event"] == "start"
     assert files_in(work / "source") == before
+    # a file: a copy of the ckpt.pt alone
+    (work / "weights.pt").write_bytes((work / "source/ckpt.pt").read_bytes())
+    run = zygote.train([*args, "--init_from=weights.pt", "--out_dir=of_file", "--max_iters=1"], work, nproc)
+    assert "from weights.pt, step 10" in run.text()
+    assert column(work / "of_file", "loss")[0] == column(work / "reference", "loss")[0]
     # auto: uses the weights once and resumes after that
     run = zygote.train([*args, "--init_from=auto:source", "--out_dir=new", "--max_iters=8"], work, nproc)
     assert "from new/step_00000007/ckpt.pt, step 7" in run.text()

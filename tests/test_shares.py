@@ -18,7 +18,7 @@ from test_zero import tensors_of
 from isogpt.data.reader import Reader
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-from isogpt.parallel.shares import PADDING, Share, divide_rows, share_of
+from isogpt.parallel.shares import PADDING, Share, about_unused_ranks, divide_rows, share_of
 from isogpt.speed import rank_speeds
 from isogpt.speed.rank_speeds import measured_speeds
 
@@ -32,6 +32,33 @@ ONE = [
 
 # ------------------------------------------------------------------------------------------------------------
 # how rows are divided
+
+# sequences, data ranks, batch_size, pp: the start of the warning; by hand
+UNUSED = {
+    (4, 8, 12, 1): "4 of 8 data-parallel ranks read only padding",
+    (12, 2, 12, 1): "each rank computes 6 sequences at a time, fewer than batch_size, 12",
+    (12, 1, 12, 4): "each rank computes 3 sequences at a time, fewer than batch_size, 12",
+    (9, 4, 1, 1): "",  # 3 micro-steps, 3 of 12 rows are padding
+    (24, 2, 12, 1): "",
+    (5, 4, 3, 1): "1 of 4 data-parallel ranks read only padding",
+    (480, 7, 12, 1): "",
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_ranks_that_are_not_used_are_reported(case):
+    """The advice uses all ranks."""
+    sequences, ranks, batch_size, pp = case
+    said = about_unused_ranks(share_of(sequences, 0, ranks, batch_size, pp), batch_size, pp)
+    assert said.startswith(UNUSED[case]) and bool(said) == bool(UNUSED[case])
+    if said:
+        steps, more = map(int, re.search(r"_steps=(\d+). A step then has (\d+) seq", said).groups())
+        share = share_of(more, 0, ranks, batch_size, pp)
+        assert steps * batch_size == more and not share.padding()
+        assert not about_unused_ranks(share, batch_size, pp)
+    assert not about_unused_ranks(share_of(5, 0, 2, 9, speeds=(2, 1)), 9)
+    assert not about_unused_ranks(share_of(2, 0, 4, 9, islands=2), 9)
+
 
 # sequences, weights, batch_size: micro-steps, rows; by hand
 DIVIDED = {

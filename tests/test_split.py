@@ -394,6 +394,19 @@ def refuse_degrees(said, world_size, degrees, shape):
             check_degrees(replace(wanted, world_size=int(n), model_args=args))
 
 
+def test_one_hint_about_tp():
+    """Not three hints, each of which would lead to the next problem. The advice is accepted."""
+    said = "tp is 3: it must divide the number of processes, 1, the heads, 4, and block_size, 32: set --tp=1"
+    said += ", or start 2 processes and set --tp=2"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        check_degrees(Plan(world_size=1, model_args=SHAPE, tp=3))
+    check_degrees(Plan(world_size=2, model_args=SHAPE, tp=2))
+    said = "tp is 3: it must divide the number of processes, 4, the heads, 4, and block_size, 32: set --tp=2"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        check_degrees(Plan(world_size=4, model_args=SHAPE, tp=3))
+    check_degrees(Plan(world_size=4, model_args=SHAPE, tp=2))
+
+
 @pytest.mark.slow
 def test_all_mistakes_are_said_once_by_four_processes(work):
     command = [

@@ -34,7 +34,13 @@ from isogpt.checkpoint.manifest import (
     steps_in,
 )
 from isogpt.checkpoint.owner import check_owner, was_entered_by, write_owner
-from isogpt.checkpoint.search import FoundCheckpoint, best_checkpoint, best_folder, newest_checkpoint
+from isogpt.checkpoint.search import (
+    FoundCheckpoint,
+    best_checkpoint,
+    best_folder,
+    newest_checkpoint,
+    open_bare,
+)
 from isogpt.common.files import read_records
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks
@@ -79,7 +85,12 @@ def look_for_start(
                 )
                 problem += ": set --resume_step= to one of these, or --out_dir= to the run's folder"
             raise ValueError("; ".join([problem, *reports]))
-    if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):
+    if weights_from in ("scratch", "resume", "auto", *GPT2):
+        return None, False, []
+    file = Path(weights_from)
+    if file.is_file():  # a ckpt.pt
+        return open_bare(file, read_file(file, verify=True)), False, []
+    if is_run(weights_from):
         found, reports = best_checkpoint(weights_from)
         if not found:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))

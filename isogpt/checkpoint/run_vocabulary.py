@@ -74,7 +74,7 @@ def vocabulary_for_run(
 
     Args:
         source: the checkpoint that the run starts from.
-        weights: where the weights are: the run's folder, or the value of init_from.
+        weights: where the weights are: the run's folder or ckpt.pt, or the value of init_from.
         vocab_size: the model's number of ids.
 
     Returns:
@@ -88,7 +88,8 @@ def vocabulary_for_run(
         vocabulary.check_size(data.vocabulary.size, vocab_size)
     before = None
     if source:
-        before = vocabulary_of_run(source.run, Path(weights))
+        place = Path(weights)
+        before = vocabulary_of_run(source.run, place.parent if place.is_file() else place)
     elif weights not in ("scratch", "auto", "resume"):
         before = vocabulary_of_weights(weights, vocab_size)
     now = data.vocabulary or before or vocabulary.resolve(None, vocab_size, str(data.folder))

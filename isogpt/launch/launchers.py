@@ -5,7 +5,7 @@ import re
 import socket
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 from isogpt.common import console
 from isogpt.common.files import REPOSITORY
 from isogpt.launch import network
+from isogpt.launch.foreign_settings import unapplied_settings
 
 # The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes
 # before Slurm, since mpirun inside a Slurm job starts its daemons with srun. DeepSpeed, accelerate and
@@ -187,6 +188,13 @@ def start_workers(nproc: int, script: str) -> None:
     torchrun = [sys.executable, "-c", code, "--standalone", f"--nproc_per_node={nproc}"]
     arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
     os.execv(torchrun[0], [*torchrun, script, *arguments])
+
+
+def print_unapplied_settings(config: Mapping[str, object]) -> None:
+    """Warn of settings of `accelerate launch` that the run does not follow (printed by rank 0)."""
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main and (sentence := unapplied_settings(config, os.environ)):
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
 def rank_variables() -> tuple[int, int, int, int]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 Answer = TypeVar("Answer")
 # seconds beyond the timeout of a request after which the store counts as dead
 ANSWER_S = 10
+WAITING_S = 15  # seconds until a rank says which ranks it waits for
 PCI = Path("/sys/bus/pci/devices")
 # the end of messages about variables of a launcher that has exited; configurator.fail names the rank
 UNSET = (
@@ -42,9 +43,13 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
     Raises:
         ValueError: some ranks are missing after timeout_s.
     """
-    mine, deadline, pause = uuid.uuid4().hex, time.monotonic() + timeout_s, 0.005
-    welcomed = {}  # on rank 0: the name that was answered, by rank
-    while time.monotonic() < deadline:
+    mine, began, pause = uuid.uuid4().hex, time.monotonic(), 0.005
+    welcomed, is_welcome, has_said = {}, False, False  # on rank 0: the name that was answered, by rank
+    while time.monotonic() - began < timeout_s:
+        if not has_said and time.monotonic() - began >= WAITING_S:
+            has_said = True
+            missing = not_here(store, mine, welcomed, world_size) if rank == 0 else "0"
+            say_waiting(rank, world_size, "ranks that rank 0 names" if is_welcome else f"rank {missing}")
         if rank == 0:
             for r in range(1, world_size):
                 if store.check([f"hello/{r}"]) and (name := store.get(f"hello/{r}").decode()) != welcomed.get(
@@ -59,7 +64,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
                 return mine
         else:
             store.set(f"hello/{rank}", mine)
-            if store.check([f"welcome/{mine}"]):
+            if is_welcome := store.check([f"welcome/{mine}"]):
                 start = store.get(f"welcome/{mine}").decode()
                 store.set(f"{start}/here/{mine}", "")
                 if store.check([f"{start}/go"]):
@@ -68,10 +73,21 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
         pause = min(2 * pause, 0.25)
     if rank > 0:
         raise ValueError(f"did not find rank 0 within {timeout_s:g} s{LEFT_OVER}")
-    missing = [str(r) for r in range(1, world_size) if not store.check([f"{mine}/here/{welcomed.get(r)}"])]
-    raise ValueError(
-        f"rank {', '.join(missing)} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}"
-    )
+    missing = not_here(store, mine, welcomed, world_size)
+    raise ValueError(f"rank {missing} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}")
+
+
+def not_here(store: dist.Store, start: str, welcomed: dict[int, str], world_size: int) -> str:
+    """The ranks that have not confirmed the start (rank 0), as '1, 2'; `welcomed` are names by rank."""
+    others = range(1, world_size)
+    return ", ".join(str(r) for r in others if not store.check([f"{start}/here/{welcomed.get(r)}"]))
+
+
+def say_waiting(rank: int, world_size: int, for_what: str) -> None:
+    """Print what a rank waits for at the start. Only the first rank of each machine prints."""
+    if rank == 0 or os.environ.get("LOCAL_RANK", str(rank)) == "0":
+        note = f"note: rank {rank} of {world_size} on {socket.gethostname()} waits for {for_what}"
+        print(f"{note}{LEFT_OVER}", file=sys.stderr, flush=True)
 
 
 def gather_through_store(store: dist.Store, rank: int, world_size: int, key: str, value: object) -> list:

@@ -6,10 +6,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,8 +25,6 @@ from isogpt.launch.device import (
     use_gpu,
 )
 from isogpt.launch.launchers import Launch, make_launch, own_agent, rank_variables
-
-WAITING_S = 10  # seconds until rank 0 says that it waits for other ranks
 
 
 @dataclass(frozen=True)
@@ -165,11 +161,10 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         )
 
     try:
-        with saying_that_it_waits(rank, world_size):
-            store = connect_store(
-                timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            )
-            start = network.answer_of(partial(network.meet, store, rank, world_size, timeout_s), limit_s)
+        store = connect_store(
+            timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        )
+        start = network.answer_of(partial(network.meet, store, rank, world_size, timeout_s), limit_s)
         store = dist.PrefixStore(start, store)
         store.set_timeout(timedelta(seconds=timeout_s))
         machines = exchange("machine", network.this_machine())
@@ -267,7 +262,8 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
     Raises:
         ValueError: there is none within timeout_s.
     """
-    deadline, pause = time.monotonic() + timeout_s, 0.02
+    began, pause, has_said = time.monotonic(), 0.02, False
+    deadline = began + timeout_s
     while True:
         left = deadline - time.monotonic()
         try:
@@ -277,25 +273,12 @@ def wait_for_server(address: str, port: int, timeout_s: float) -> None:
             if left <= pause:
                 problem = f"cannot reach the other ranks at {store_address()} within {timeout_s:g} s: {e}"
                 raise ValueError(f"{problem}{network.LEFT_OVER}") from e
+            if not has_said and time.monotonic() - began >= network.WAITING_S:
+                has_said = True
+                rank, world_size, *_ = rank_variables()
+                network.say_waiting(rank, world_size, f"rank 0: nothing listens at {store_address()} ({e})")
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
-
-
-@contextmanager
-def saying_that_it_waits(rank: int, world_size: int) -> Iterator[None]:
-    """Let rank 0 print a note if the block takes long: the other ranks may not exist."""
-    text = (
-        f"note: rank 0 of {world_size} waits for the other ranks at {store_address()}, as the environment "
-        f"says{network.LEFT_OVER}"
-    )
-    timer = threading.Timer(WAITING_S, print, [text], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    if rank == 0:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def leave_process_group() -> None:

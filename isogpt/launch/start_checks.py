@@ -39,7 +39,7 @@ def start_facts(config: dict) -> dict:
         facts |= {
             "the weights' digest": zlib.crc32(f"{sizes}{(weights / 'config.json').read_text()}".encode())
         }
-    return facts | {"has_weights": weights.is_dir()}
+    return facts | {"has_weights": weights.exists()}
 
 
 def check_alike(facts: list[dict]) -> None:

@@ -1,6 +1,7 @@
 """The architectures of the GPT family, and the shape of a model."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
@@ -139,10 +140,28 @@ def problems_of_shape(values: dict) -> list[str]:
 def problems_of_heads(c: SimpleNamespace) -> list[str]:
     """The sentences of `problems_of_shape` about n_head heads, of which there is at least one."""
     found, head_size = [], c.n_embd // c.n_head
+    is_rotary = c.arch in ARCHS and ARCHS[c.arch].rotation != 0
+    unit = 2 if is_rotary else 1  # rotary positions rotate pairs of features
+    widths = either("n_embd", c.n_embd, range(unit * c.n_head, 2 * c.n_embd + 2 * c.n_head, unit * c.n_head))
     if c.n_embd % c.n_head:
-        found.append(f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}")
-    elif c.arch in ARCHS and ARCHS[c.arch].rotation and head_size % 2:
-        found.append(f"n_embd / n_head is {head_size}: rotary positions need an even number")
+        counts = [n for n in range(1, c.n_embd + 1) if c.n_embd % (unit * n) == 0]
+        counts = [n for n in counts if c.n_kv_head < 1 or n % c.n_kv_head == 0]
+        advice = ", or ".join(filter(None, [either("n_head", c.n_head, counts), widths]))
+        found.append(f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}: set {advice}")
+    elif is_rotary and head_size % 2:
+        found.append(f"n_embd / n_head is {head_size}: rotary positions need an even number: set {widths}")
     if c.n_kv_head > 0 and c.n_head % c.n_kv_head:
-        found.append(f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}")
+        counts = [n for n in range(1, c.n_head + 1) if c.n_head % n == 0]
+        advice = either("n_kv_head", c.n_kv_head, counts)
+        found.append(f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}: set {advice}")
     return found
+
+
+def either(name: str, value: int, possible: Iterable[int]) -> str:
+    """
+    The nearest of the possible values, in ascending order, below and above `value`, as they are typed; "" if
+    there are none.
+    """
+    below, above = [n for n in possible if n < value], [n for n in possible if n > value]
+    near = [str(n) for n in [*below[-1:], *above[:1]]]
+    return f"--{name}={' or '.join(near)}" if near else ""

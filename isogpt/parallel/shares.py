@@ -90,6 +90,30 @@ def share_of(
     return Share(sequences, data_rank, micro_steps, (-(-most // micro_steps),) * data_size, counts)
 
 
+def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
+    """
+    A sentence about data ranks that compute less than they could, with what would use them; "" if all are
+    used. In other tools, more GPUs mean a larger batch; here, the batch of a step is fixed. Shares that a
+    user or a measurement has chosen are not judged.
+    """
+    ranks, rows = len(share.rows_of), share.rows
+    working = min(ranks, -(-share.sequences // rows))
+    if share.islands or len(set(share.rows_of)) > 1:
+        return ""
+    if working < ranks:
+        found = f"{ranks - working} of {ranks} data-parallel ranks read only padding"
+    elif rows < batch_size and share.micro_steps <= pp:
+        found = f"each rank computes {rows} sequences at a time, fewer than batch_size, {batch_size}"
+    else:
+        return ""
+    steps = ranks * pp
+    return (
+        f"{found}: a step has {share.sequences} sequences on any number of processes. To use all ranks, set "
+        f"--gradient_accumulation_steps={steps}. A step then has {steps * batch_size} sequences, which "
+        "changes the curve"
+    )
+
+
 def uneven_share(
     sequences: int, data_rank: int, batch_size: int, speeds: tuple[float, ...], islands: int
 ) -> Share:

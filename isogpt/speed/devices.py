@@ -62,7 +62,69 @@ class Hardware:
     fixed_gb: float = 1.5
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """
+    A GPU's data sheet.
+
+    Args:
+        matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs
+            at half.
+        bytes_per_s: memory bandwidth; 0: not needed.
+        plan: the entry of HARDWARE that describes the GPU with the usual links; "": there is none.
+    """
+
+    matmul: float
+    bytes_per_s: float = 0
+    plan: str = ""
+
+
+# data sheets by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices
+# and cards for PCIe are slower than the GPUs whose names they contain. Devices that are not listed are
+# measured. GeForce: the peak with accumulation in float32; that of an RTX 5090 is a quarter of the advertised
+# 838 TFLOP/s, which are with sparsity and accumulation in float16. Compared with copies of the data sheets in
+# November 2026: A100, B200, L40S, MI300X, V100, T4. Not compared: the peaks of L4, RTX 3090 and RTX 5090.
+GPUS = {
+    "B200": Gpu(2250e12, 8.0e12),
+    "H200": Gpu(989e12, 4.8e12, "h200"),
+    "H200 NVL": Gpu(835e12),
+    "GH200 480GB": Gpu(989e12),
+    "H100( 80GB HBM3)?": Gpu(989e12, 3.35e12, "h100"),
+    "H100 NVL": Gpu(835e12),
+    "H100 PCIe": Gpu(756e12),
+    "A100-SXM4-80GB": Gpu(312e12, 2.0e12, "a100"),
+    "A100-SXM4-40GB": Gpu(312e12, 1.555e12, "a100"),
+    "A100-PCIE-[48]0GB|A100 80GB PCIe": Gpu(312e12),  # lacks the links of SXM
+    "A10": Gpu(125e12),
+    "A10G": Gpu(70e12),
+    "RTX 6000 Ada Generation": Gpu(364e12),
+    "RTX A6000": Gpu(155e12),
+    "L40S": Gpu(362e12, 0.864e12),
+    "L40": Gpu(181e12),
+    "L4": Gpu(121e12, 0.3e12),
+    "RTX 5090": Gpu(209.5e12, 1.792e12),
+    "RTX 4090": Gpu(165e12, 1.0e12, "4090"),
+    "RTX 3090": Gpu(71e12, 0.936e12),
+    "V100-SXM2-(16|32)GB": Gpu(125e12, 0.9e12),
+    "V100-PCIE-(16|32)GB": Gpu(112e12),
+    "T4": Gpu(65e12, 0.32e12),
+    "AMD Instinct MI300X( OAM)?": Gpu(1307e12, 5.3e12),
+}
+
+
 BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
+REACHED = 0.7  # fraction of a data sheet's peak that a large matmul reaches, for --device_tflops
+PCIE_4, SLOW_NETWORK = Link(1e-5, 20e9), Link(5e-5, 1.2e9)
+
+
+def described(
+    name: str, memory_gb: float, reached: float, local: Link, network: Link, half: float = 96.0
+) -> Hardware:
+    """The Hardware of a key of GPUS. `reached`: the fraction of the peak that a large matmul reaches."""
+    sheet = GPUS[name]
+    return Hardware(memory_gb, reached * sheet.matmul, BANDWIDTH * sheet.bytes_per_s, local, network, half)
+
+
 HARDWARE = {
     "h100": Hardware(
         80, 0.65 * 989e12, BANDWIDTH * 3.35e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128
@@ -71,7 +133,21 @@ HARDWARE = {
         141, 0.65 * 989e12, BANDWIDTH * 4.8e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128
     ),
     "a100": Hardware(80, 0.75 * 312e12, BANDWIDTH * 2.0e12, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
-    "4090": Hardware(24, 0.85 * 165e12, BANDWIDTH * 1.0e12, Link(1e-5, 20e9), Link(5e-5, 1.2e9)),
+    "4090": Hardware(24, 0.85 * 165e12, BANDWIDTH * 1.0e12, PCIE_4, SLOW_NETWORK),
+    # The fractions and links from here to "5090" are assumptions: no published run was compared. PCIe has
+    # version 3 on a T4, 5 on a 5090 and 4 on the other cards. Without NVLink, 10 Gbit/s between machines are
+    # assumed, see --network.
+    "a100-40gb": described("A100-SXM4-40GB", 40, 0.75, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
+    "b200": described("B200", 180, 0.65, Link(8e-6, 700e9), Link(2e-5, 8 * 45e9), half=128),
+    "mi300x": described(
+        "AMD Instinct MI300X( OAM)?", 192, 0.45, Link(1e-5, 310e9), Link(2e-5, 8 * 45e9), half=128
+    ),
+    "v100": described("V100-SXM2-(16|32)GB", 32, 0.7, Link(1e-5, 120e9), Link(2e-5, 4 * 11e9)),
+    "l40s": described("L40S", 48, 0.65, PCIE_4, SLOW_NETWORK),
+    "l4": described("L4", 24, 0.5, PCIE_4, SLOW_NETWORK),
+    "t4": described("T4", 16, 0.4, Link(1e-5, 10e9), SLOW_NETWORK),
+    "3090": described("RTX 3090", 24, 0.85, PCIE_4, SLOW_NETWORK),
+    "5090": described("RTX 5090", 32, 0.85, Link(1e-5, 40e9), SLOW_NETWORK),
     # one core, with gloo; `--hardware=this` measures
     "cpu": Hardware(
         4,
@@ -174,61 +250,24 @@ def links_of(collectives: list[dict], is_gpu: bool) -> dict:
     return links | {"local": local} | slowness
 
 
-def named_hardware(name: str, network_gbit: float, here: Hardware | None = None) -> Hardware:
+def named_hardware(
+    name: str, network_gbit: float, here: Hardware | None = None, memory_gb: float = 0.0, tflops: float = 0.0
+) -> Hardware:
     """
-    Return the Hardware with a name: a key of HARDWARE, or 'this' for the measured machine. `network_gbit` is
-    each machine's bandwidth to other machines (0: usual).
+    Return the Hardware with a name: a key of HARDWARE, or 'this' for the measured machine.
+
+    Args:
+        network_gbit: each machine's bandwidth to other machines (0: usual).
+        memory_gb, tflops: memory and peak of a different device that is otherwise like this one (0: as here).
     """
     found = here if name == "this" else HARDWARE[name]
     if network_gbit:
         found = replace(found, network=replace(found.network, bytes_per_s=network_gbit * 1e9 / 8 * 0.94))
+    if memory_gb:
+        found = replace(found, memory_gb=memory_gb)
+    if tflops:
+        found = replace(found, matmul=REACHED * tflops * 1e12)
     return found
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """
-    A GPU's data sheet.
-
-    Args:
-        matmul: peak of dense matmuls in bfloat16 (V100, T4: float16) in FLOP/s. TF32, where it exists, runs
-            at half.
-        bytes_per_s: memory bandwidth; 0: not needed.
-        plan: the entry of HARDWARE that describes the GPU with the usual links; "": there is none.
-    """
-
-    matmul: float
-    bytes_per_s: float = 0
-    plan: str = ""
-
-
-# data sheets by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices
-# and cards for PCIe are slower than the GPUs whose names they contain. Devices that are not listed are
-# measured.
-GPUS = {
-    "B200": Gpu(2250e12),
-    "H200": Gpu(989e12, 4.8e12, "h200"),
-    "H200 NVL": Gpu(835e12),
-    "GH200 480GB": Gpu(989e12),
-    "H100( 80GB HBM3)?": Gpu(989e12, 3.35e12, "h100"),
-    "H100 NVL": Gpu(835e12),
-    "H100 PCIe": Gpu(756e12),
-    "A100-SXM4-80GB": Gpu(312e12, 2.0e12, "a100"),
-    "A100-SXM4-40GB": Gpu(312e12, 1.555e12, "a100"),
-    "A100-PCIE-[48]0GB|A100 80GB PCIe": Gpu(312e12),  # lacks the links of SXM
-    "A10": Gpu(125e12),
-    "A10G": Gpu(70e12),
-    "RTX 6000 Ada Generation": Gpu(364e12),
-    "RTX A6000": Gpu(155e12),
-    "L40S": Gpu(362e12),
-    "L40": Gpu(181e12),
-    "L4": Gpu(121e12),
-    "RTX 4090": Gpu(165e12, 1.0e12, "4090"),
-    "RTX 3090": Gpu(71e12),
-    "V100-SXM2-(16|32)GB": Gpu(125e12),
-    "V100-PCIE-(16|32)GB": Gpu(112e12),
-    "T4": Gpu(65e12),
-}
 
 
 def known_gpu(device_name: str) -> Gpu | None:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import ceil, gcd, prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +63,8 @@ NOT_NEGATIVE = (
     "base_batch",
     "devices",
     "network",
+    "device_memory_gb",
+    "device_tflops",
 )
 # names, condition on the value, and how the message states it
 RANGES = (
@@ -83,7 +85,23 @@ CHOICES = {
     "lr_schedule": ("cosine", "linear", "wsd"),
     "lr_scaling": ("none", "linear", "sqrt"),
     "outer_compression": ("none", "fp16", "int8"),
-    "hardware": ("h100", "h200", "a100", "4090", "cpu", "this"),
+    "hardware": (
+        "h100",
+        "h200",
+        "b200",
+        "a100",
+        "a100-40gb",
+        "v100",
+        "l40s",
+        "l4",
+        "t4",
+        "3090",
+        "4090",
+        "5090",
+        "mi300x",
+        "cpu",
+        "this",
+    ),
     "pp_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
     "layout": ("manual", "auto"),
 }
@@ -194,10 +212,9 @@ def check_training(config: dict) -> None:
         ),
         (not c.out_dir.strip(), "out_dir is empty: set --out_dir= to a folder"),
         (
-            weights not in ("scratch", *GPT2) and not os.path.isdir(weights),
+            weights not in ("scratch", *GPT2) and not os.path.exists(weights),
             f"init_from is {c.init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a "
-            "folder of a run "
-            f"or of Hugging Face weights",
+            "folder of a run or of Hugging Face weights, or a ckpt.pt",
         ),
         (
             c.resume_step != -1 and c.init_from != "resume",
@@ -300,7 +317,24 @@ def check_degrees(plan: Plan, splits_sequence: bool = True) -> None:
     found = problems_with_ranks(plan)
     if plan.model_args:
         found += problems_with_shape(plan, plan.model_args, splits_sequence)
+        is_only_tp = plan.islands == plan.pp == plan.dp_replicate == plan.cp == plan.ep == 1
+        if len(found) > 1 and is_only_tp and all(re.search(r"\btp\b", problem) for problem in found):
+            found = [one_hint_about_tp(plan, splits_sequence)]
     report(found)
+
+
+def one_hint_about_tp(plan: Plan, splits_sequence: bool) -> str:
+    """One sentence about a tp for which there are several problems, with the largest tp without problems."""
+    args = plan.model_args
+    lower = [replace(plan, tp=n) for n in range(1, plan.tp)]
+    fit = [other for other in lower if not problems_with_shape(other, args, splits_sequence)]
+    here = [other.tp for other in fit if not problems_with_ranks(other)]
+    advice = [f"set --tp={here[-1]}"] if here else []
+    if fit and fit[-1].tp > max(here, default=1):
+        advice += [f"start {fit[-1].tp} processes and set --tp={fit[-1].tp}"]
+    numbers = f"the number of processes, {plan.world_size}, the heads, {args['n_kv_head'] or args['n_head']}"
+    numbers += f", and block_size, {args['block_size']}"
+    return f"tp is {plan.tp}: it must divide {numbers}: {', or '.join(advice)}"
 
 
 def problems_with_ranks(plan: Plan) -> list[str]:
@@ -442,7 +476,9 @@ def check_sampling(config: dict) -> None:
     problems, init_from = problems_of(config), config["init_from"]
     if init_from not in ("resume", *GPT2) and not os.path.isdir(init_from):
         possible = "resume, gpt2[-medium|-large|-xl], a folder of Hugging Face weights"
-        problems.append(f"init_from is {init_from!r}; possible: {possible}")
+        folder = os.path.dirname(init_from) or "."
+        advice = f"; for this file, set --out_dir={shlex.quote(folder)}" if os.path.isfile(init_from) else ""
+        problems.append(f"init_from is {init_from!r}; possible: {possible}{advice}")
     report(problems)
 
 

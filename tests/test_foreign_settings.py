@@ -1,0 +1,215 @@
+"""isogpt/launch/foreign_settings.py: the advice for settings of other tools is accepted when typed."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import REPO, accepted
+
+from configurator import settings_of
+from isogpt.launch.foreign_settings import OFF, ROWS, TABLE, advice_for, settings_in, unapplied_settings
+from isogpt.launch.launchers import print_unapplied_settings
+from isogpt.training.settings import check_sampling
+
+SCRIPTS = {name: settings_of(REPO / name) for name in ("train.py", "sample.py", "bench.py")}
+# what was typed in trials, and what the message advises
+TRIALS = {
+    "--world_size 4": "--nproc=4",
+    "--gradient_checkpointing": "--activation_checkpointing=full",
+    "--gradient_checkpointing False": "--activation_checkpointing=none",
+    "--total_steps 100": "--max_iters=100 --lr_decay_iters=100",
+    "--deepspeed": "--zero=2",
+    "--deepspeed_config ds.json": "--zero=2",
+    "--distributed": "--nproc=2",
+    "--use_wandb": "--wandb_log=True",
+    "--report_to none": "--wandb_log=False",
+    "--train_data_path texts/a": "--dataset=texts/a",
+    "--max_grad_norm 0.5": "--grad_clip=0.5",
+    "--mixed_precision bf16": "--dtype=bfloat16",
+    "--mixed_precision=no": "--dtype=float32",
+    "--bf16": "--dtype=bfloat16",
+    "--bf16 False": "--dtype=float32",
+    "--lr 3e-4": "--learning_rate=3e-4",
+    "--lr fast": "--learning_rate=6e-4",
+    "--epochs 3": "--max_iters=5000 --lr_decay_iters=5000",
+    "--num_processes 2": "--nproc=2",
+    "--num_gpus 8": "--nproc=8",
+    "--nproc_per_node=8": "--nproc=8",
+    "--nproc-per-node=8": "--nproc=8",
+    "--zero_stage 3": "--zero=3",
+    "--tensor_parallel_size 2": "--tp=2",
+    "--parallelism.tensor_parallel_degree 2": "--tp=2",
+    "--resume_from x": "--init_from=resume",
+    "--resume_from_checkpoint x": "--init_from=resume",
+    "--save_steps 50": "--save_interval=50",
+    "--train.save_interval 50": "--save_interval=50",
+    "--checkpoint.interval 50": "--save_interval=50",
+    "--logging_steps 5": "--log_interval=5",
+    "--checkpoint_interval 5": "--save_interval=5",
+    "--sharding_strategy FULL_SHARD": "--zero=3",
+    "--fsdp_sharding_strategy SHARD_GRAD_OP": "--zero=2",
+    "--fsdp='full_shard auto_wrap'": "--zero=3",
+    "--use_linear_scaling": "--lr_scaling=linear --base_batch=480",
+    "--output_dir 'my runs'": "--out_dir='my runs'",
+}
+
+
+@pytest.fixture(autouse=True)
+def parsed_once(monkeypatch):
+    """The scripts are parsed once for all tests of this file, not for each call of configure."""
+    monkeypatch.setattr("configurator.settings_of", lambda path: SCRIPTS[Path(path).name])
+
+
+def said(capsys, script, *args):
+    """The one line with which a script refuses arguments."""
+    with pytest.raises(SystemExit):
+        accepted(script, *args)
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("typed", TRIALS)
+def test_what_was_typed_in_trials(typed, capsys):
+    line = said(capsys, "train.py", *shlex.split(typed))
+    advised = re.search(r"; type (.+?)(?: \(|$)", line)[1]
+    assert advised == TRIALS[typed]
+    accepted("train.py", *shlex.split(advised))
+
+
+def test_all_advice_is_accepted_when_typed():
+    """Each row of the table, with its example and for each of its values, in each script that it is for."""
+    for names, advice in ROWS:
+        used = 0
+        for options in {advice.options(""), *map(advice.options, advice.values)}:
+            scripts = [name for name in SCRIPTS if set(settings_in(options)) <= SCRIPTS[name].keys()]
+            used += bool(scripts)
+            for name in scripts if options else ():
+                config = accepted(name, *shlex.split(options))
+                if name == "sample.py":
+                    check_sampling(config)
+        assert used, f"no script has the settings of {names}"
+        assert advice.typed or advice.why, names
+
+
+def test_the_table_contains_no_name_twice_and_no_setting_of_train():
+    for names, _ in ROWS:
+        assert len(names.split()) == len(set(names.split())), names
+    for name, advice in TABLE.items():
+        typed = [sorted(settings_in(one.options(""))) for one in advice]
+        assert len(typed) == len({tuple(one) for one in typed}), name
+    assert TABLE.keys() & SCRIPTS["train.py"].keys() == {"fsdp"}  # whose value may be that of transformers
+
+
+@pytest.mark.parametrize(
+    ("typed", "end"),
+    [
+        (
+            "--nnodes=2",
+            "an option of the launcher stands before the script: torchrun --nnodes=2 ... train.py",
+        ),
+        ("--find_unused_parameters", "not needed: each step uses all parameters, and there are no buffers"),
+        ("--momentu=1", ""),
+        ("--deepseed", ""),
+        ("--zzz", ""),
+    ],
+)
+def test_nothing_to_type(typed, end, capsys):
+    """Names that are not near to a setting get no advice, rather than a wrong one."""
+    name = typed.partition("=")[0]
+    line = said(capsys, "train.py", typed)
+    assert line == f"error: train.py: command line: {name}: no such setting" + (f"; {end}" if end else "")
+
+
+def test_the_scripts_have_different_advice(capsys):
+    assert "type --max_new_tokens=50" in said(capsys, "sample.py", "--max_tokens=50")
+    assert "type --max_iters=5000" in said(capsys, "train.py", "--max_tokens=50")
+    assert "type --start='once upon'" in said(capsys, "sample.py", "--prompt", "once upon")
+
+
+def test_values_of_other_tools():
+    (advice,) = advice_for("fp16")
+    assert {advice.options(word) for word in OFF} == {"--dtype=float32"}
+    assert advice_for("optimizer.lr") == advice_for("lr") and not advice_for("optimizer.zzz")
+
+
+def test_help_does_not_import_torch():
+    code = "import sys, configurator, isogpt.launch.foreign_settings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+
+
+def launched_by_accelerate(**more):
+    """The variables of `accelerate launch` on 2 processes, and what it sets if nobody chose anything."""
+    env = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False", "WORLD_SIZE": "2"}
+    return env | {"ACCELERATE_DYNAMO_BACKEND": "NO"} | more
+
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
+FSDP |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false"}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}
+PARALLEL = {"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_CP_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "advised"),
+    [
+        ({}, ""),
+        (FSDP, "--zero=3"),
+        (FSDP | {"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, "--zero=2"),
+        (
+            FSDP | {"FSDP_SHARDING_STRATEGY": "1", "FSDP_OFFLOAD_PARAMS": "true"},
+            "--zero=3 --cpu_offload=True",
+        ),
+        (FSDP | {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "--zero=2"),
+        (FSDP | {"ACCELERATE_USE_FSDP": "false"}, ""),
+        (FSDP | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "--zero=3 --activation_checkpointing=full"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "--dtype=float16"),
+        (DEEPSPEED, "--zero=1"),
+        (DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, ""),
+        (
+            DEEPSPEED | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+            "--gradient_accumulation_steps=8 --zero=1",
+        ),
+        (DEEPSPEED | {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "--zero=1"),
+        (PARALLEL, ""),
+        (PARALLEL | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "--tp=2"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_PP_DEGREE": "2"}, "--pp=2"),
+    ],
+)
+def test_what_accelerate_passes_on_is_not_dropped_silently(env, advised):
+    """The sentence names what is dropped. With the advice, which is accepted, nothing is dropped any more."""
+    env = launched_by_accelerate(**env)
+    sentence = unapplied_settings(accepted("train.py"), env)
+    assert sentence.partition(": type ")[2] == advised
+    assert bool(sentence) == bool(advised)
+    assert not unapplied_settings(accepted("train.py", *advised.split()), env)
+
+
+def test_a_layout_that_is_planned_does_not_follow_accelerate():
+    env = launched_by_accelerate(**FSDP)
+    assert not unapplied_settings(accepted("train.py", "--layout=auto"), env)
+    assert not unapplied_settings(accepted("train.py", "--fsdp"), env)
+
+
+def test_deepspeeds_config_is_read_for_the_advice(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    content = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+    Path("ds.json").write_text(json.dumps(content | {"train_micro_batch_size_per_gpu": "auto"}))
+    env = DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}
+    assert unapplied_settings(accepted("train.py"), env).endswith("type --zero=3")
+    env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "none.json"
+    assert unapplied_settings(accepted("train.py"), env).endswith("type --zero=2")
+    line = said(capsys, "train.py", "--deepspeed_config", "ds.json")
+    assert line.endswith("to ds.py, such as zero = 3, dtype = 'bfloat16', grad_clip = 0.5")
+
+
+def test_the_warning_is_printed_once(monkeypatch, capsys):
+    for rank in ("0", "1"):
+        for name, value in launched_by_accelerate(**FSDP, RANK=rank).items():
+            monkeypatch.setenv(name, value)
+        print_unapplied_settings(accepted("train.py"))
+    reason = "not applied, since train.py reads only its arguments and configs: type --zero=3"
+    assert capsys.readouterr().err == f"warning: accelerate's FSDP_SHARDING_STRATEGY=FULL_SHARD: {reason}\n"
