@@ -14,7 +14,6 @@ With dropout, the curve depends on the layout, since the masks do.
 import isogpt.launch.threads  # noqa: F401  (before torch: may set a variable that torch reads)
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -43,8 +42,8 @@ from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.signals import watch_signals
 from isogpt.parallel.compare_weights import check_equal_weights
-from isogpt.parallel.data import no_sync, replicate, settle_gradients
-from isogpt.parallel.gradients import complete_gradients, norm_share, parameters_by_replica_count
+from isogpt.parallel.data import replicate, settle_gradients
+from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, parallelize, take_routing
 from isogpt.parallel.plan import normalized
@@ -288,22 +287,15 @@ def evaluation_failed(reason: str) -> None:
 # ------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
 saver.step = progress.step  # what the run starts with need not be saved
-by_replica_count = parameters_by_replica_count(raw_model, mesh)
 nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
-adds_shards = grad_sync == "auto" and cpu_offload  # shards are copied to the CPU at the last micro-step
-reduce_every = grad_sync == "every" or (grad_sync == "auto" and plan.zero >= 2 and not cpu_offload)
-# the mean over the ranks of an island is the mean over its sequences; without islands, over the batch
-copies = mesh.data_size // mesh.islands * mesh.cp  # ranks of an island with different tokens
-loss_divisor = share.island_sequences * block_size / copies
-# the weight of an island's loss in the loss of the batch
-island_weight = share.island_sequences * mesh.islands / sequences_per_step
-keeps_gradients = settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
+sums = FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
+keeps_gradients = settle_gradients(model, cuda_graphs, *reader.padding_batch(), sums.loss_divisor, autocast)
 slow_network.attach(model)
 if start.resumed:
     restore_slow_network(start.resumed, slow_network, progress.step)
 start = None  # frees the memory of the loaded tensors
 if pipeline:
-    pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
+    pipeline.prepare(share, scaler, sums.loss_divisor, clock, autocast)
 batches = reader.train(progress.step, progress.position, progress.skipped)
 profiler = None
 if profile and ranks.is_main:
@@ -357,21 +349,19 @@ while not is_complete:
     for micro_step in range(0 if pipeline else share.micro_steps):
         with clock.on_cpu("data"):
             x, y = next(batches)  # (rows, block_size) each
-        is_last = micro_step == share.micro_steps - 1
-        reduce_now = reduce_every or (is_last and grad_sync != "never")
-        with nullcontext() if reduce_now else no_sync(model, adds_shards):
+        with sums.micro_batch(micro_step):  # DDP's no_sync but for the last micro-batch
             with clock("forward"), autocast:
-                _, loss = model(x, y, loss_divisor)
+                _, loss = model(x, y, sums.loss_divisor)
             with clock("backward"):
                 scaler.scale(loss).backward()
         loss_sum += loss.detach()
 
     with clock("reduce"):  # what the backward pass leaves to do with tp, ep and pp
-        complete_gradients(raw_model, mesh, plan.zero, grad_sync != "never", slow_network.compression)
+        sums.finish()
     with clock("clip"):
         for part in optimizers:
             scaler.unscale_(part)
-        grad_square = norm_share(by_replica_count)
+        grad_square = sums.norm_share()
 
     # all ranks decide from the same numbers: the one small collective of a step
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
@@ -379,7 +369,7 @@ while not is_complete:
         routing = take_routing(raw_model, step % log_interval == 0, ranks.device)  # read with the numbers
         gathered = gather_numbers(
             StepNumbers(
-                loss=loss_sum * island_weight,
+                loss=loss_sum * sums.loss_weight,
                 grad_square=grad_square,
                 step_ms=step_s * 1e3,
                 data_ms=clock.cpu_ms("data"),
@@ -453,9 +443,9 @@ with exit_together(logger.failed):
 slow_network.wait()
 report.end(out_dir, stop if is_preempted else None, step_parts)
 watchdog.stop()
-saver = slow_network = None
+saver = slow_network = sums = None
 # the process group can be destroyed only after the last reference to it is dropped
-model = raw_model = optimizers = batches = pipeline = by_replica_count = None
+model = raw_model = optimizers = batches = pipeline = None
 leave_process_group()
 if is_preempted and stop.agreed > 0 and not ranks.store:  # a launcher would restart it after an error
     raise SystemExit(128 + stop.agreed)

@@ -32,9 +32,9 @@ MUTATIONS = {
         PARITY,
     ),
     "all-reduce: of the last micro-step": (
-        "train.py",
-        'reduce_now = reduce_every or (is_last and grad_sync != "never")',
-        "reduce_now = reduce_every",
+        "isogpt/parallel/float_sums.py",
+        'if self.reduces_always or (is_last and self.plan.grad_sync != "never"):',
+        "if self.reduces_always:",
         PARITY,
     ),
     "all-reduce: of the step's loss": (
@@ -50,9 +50,9 @@ MUTATIONS = {
         PARITY,
     ),
     "share: its weight in the gradient": (
-        "train.py",
-        "loss_divisor = share.island_sequences * block_size / copies",
-        "loss_divisor = share.micro_steps * share.rows * block_size",
+        "isogpt/parallel/float_sums.py",
+        'self.loss_divisor = share.island_sequences * plan.model_args["block_size"] / copies',
+        'self.loss_divisor = share.micro_steps * share.rows * plan.model_args["block_size"]',
         PARITY,
     ),
     "share: padding rows count": (
@@ -438,8 +438,8 @@ MUTATIONS = {
     ),
     "restart: the store of the previous attempt": (
         "isogpt/launch/network.py",
-        "mine, deadline, pause = uuid.uuid4().hex,",
-        'mine, deadline, pause = f"again{rank}",',
+        "mine, began, pause = uuid.uuid4().hex,",
+        'mine, began, pause = f"again{rank}",',
         LAUNCH,
     ),
     "ranks: not numbered by machine": (

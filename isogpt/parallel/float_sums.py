@@ -1,0 +1,66 @@
+"""The sums of a step's gradients over micro-batches and ranks, in floating point."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from isogpt.parallel.compression import Compression
+from isogpt.parallel.data import no_sync
+from isogpt.parallel.gradients import complete_gradients, norm_share, parameters_by_replica_count
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
+from isogpt.parallel.shares import Share
+
+
+@dataclass
+class FloatSums:
+    """
+    Which micro-batches reduce gradients over the ranks, what the losses are divided by, and the gradient's
+    norm. Every rank calls the same methods in each step.
+
+    Attributes:
+        loss_divisor: the loss that is differentiated is a sum over tokens, divided by this number. So the
+            mean over the ranks of an island is the mean over the island's tokens.
+        loss_weight: the weight of this rank's loss in the mean over all ranks, the loss of the batch.
+    """
+
+    model: nn.Module  # wrapped with DistributedDataParallel if this is used
+    raw_model: nn.Module
+    mesh: Mesh
+    plan: Plan
+    share: Share
+    compression: Compression | None = None
+    loss_divisor: float = field(init=False)
+    loss_weight: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        plan, share = self.plan, self.share
+        copies = self.mesh.data_size // self.mesh.islands * self.mesh.cp  # ranks of an island with own tokens
+        self.loss_divisor = share.island_sequences * plan.model_args["block_size"] / copies
+        self.loss_weight = share.island_sequences * self.mesh.islands / plan.sequences
+        self.by_replica_count = parameters_by_replica_count(self.raw_model, self.mesh)
+        is_auto = plan.grad_sync == "auto"
+        self.reduces_always = plan.grad_sync == "every" or (
+            is_auto and plan.zero >= 2 and not plan.cpu_offload
+        )
+        self.adds_shards = is_auto and plan.cpu_offload  # copied to the CPU in the last micro-step
+
+    def micro_batch(self, micro_step: int) -> AbstractContextManager:
+        """
+        The context of a micro-batch's forward and backward pass: DDP's no_sync, or what FSDP offers, unless
+        the pass reduces gradients over the ranks. By default, only the last micro-batch's pass does.
+        """
+        is_last = micro_step == self.share.micro_steps - 1
+        if self.reduces_always or (is_last and self.plan.grad_sync != "never"):
+            return nullcontext()
+        return no_sync(self.model, self.adds_shards)
+
+    def finish(self) -> None:
+        """Complete the sums that the backward pass leaves open with tp, ep and pp (all ranks)."""
+        reduces_data = self.plan.grad_sync != "never"
+        complete_gradients(self.raw_model, self.mesh, self.plan.zero, reduces_data, self.compression)
+
+    def norm_share(self) -> Tensor:
+        """This rank's share of the gradient's squared norm: the sum over all ranks is the squared norm."""
+        return norm_share(self.by_replica_count)
