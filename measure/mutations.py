@@ -438,8 +438,8 @@ MUTATIONS = {
     ),
     "restart: the store of the previous attempt": (
         "isogpt/launch/network.py",
-        "mine, deadline, pause = uuid.uuid4().hex,",
-        'mine, deadline, pause = f"again{rank}",',
+        "mine, began, pause = uuid.uuid4().hex,",
+        'mine, began, pause = f"again{rank}",',
         LAUNCH,
     ),
     "ranks: not numbered by machine": (
