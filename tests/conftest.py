@@ -90,11 +90,11 @@ def at(monkeypatch, tmp_path):
 
 def pytest_xdist_auto_num_workers(config):
     """
-    Two workers, since tests wait for processes; none for one chosen file or test, for tests that share a GPU,
-    and for output that is shown immediately.
+    Two workers for the whole suite, since tests wait for processes. None for chosen files or tests, for tests
+    that share a GPU, and for output that is shown immediately.
     """
-    chosen = [arg for arg in config.args if "::" in arg or arg.endswith(".py")]
-    one_process = len(chosen) == 1 or config.option.markexpr == "gpu" or config.option.capture == "no"
+    is_part = any("::" in arg or arg.endswith(".py") for arg in config.args)
+    one_process = is_part or config.option.markexpr == "gpu" or config.option.capture == "no"
     return 0 if one_process else 2
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS, places
 from runs import REPO, TINY, column, free_port
 
 from configurator import settings_of
@@ -178,6 +179,12 @@ def test_nothing_refers_to_what_is_not_in_the_repository():
     for path in tracked_files():
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
             assert not re.search(BANNED, line), f"{path.relative_to(REPO)}, line {number}: {line}"
+
+
+def test_each_mutation_changes_one_place():
+    """Otherwise measure/mutations.py stops when someone runs it, long after the code has changed."""
+    found = {name: places(old, (REPO / file).read_text()) for name, (file, old, *_) in MUTATIONS.items()}
+    assert not {name: len(where) for name, where in found.items() if len(where) != 1}
 
 
 # ------------------------------------------------------------------------------------------------------------
