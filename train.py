@@ -38,6 +38,7 @@ from isogpt.monitor.evaluation import evaluate
 from isogpt.monitor.log import Logger
 from isogpt.monitor.not_finite import NanPolicy
 from isogpt.monitor.out_of_memory import explain_crashes
+from isogpt.monitor.samples import how_to_sample
 from isogpt.monitor.signals import watch_signals
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.parallel.compare_weights import check_equal_weights
@@ -430,6 +431,8 @@ if stop.agreed and save_checkpoint and progress.step != saver.step:
 if logger.steps_taken:
     logger.saved(saver.wait_together())
     logger.done()  # the summary and the plot
+    if ranks.is_main and (command := how_to_sample(out_dir, dataset, vocabulary)):
+        logger.print(command)
 with exit_together(logger.failed):
     if saver.problem:
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")
