@@ -40,6 +40,7 @@ from isogpt.monitor.log import Logger, open_logger, start_services, start_sinks
 from isogpt.monitor.not_finite import Action, NanPolicy, find_rollback, report_not_finite, stop_run
 from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.run_report import RunReport
+from isogpt.monitor.samples import how_to_sample
 from isogpt.monitor.signals import watch_signals
 from isogpt.parallel.compare_weights import check_equal_weights
 from isogpt.parallel.data import replicate, settle_gradients
@@ -435,6 +436,8 @@ if stop.agreed and save_checkpoint and progress.step != saver.step:
 if report.steps_taken:
     logger.saved(saver.wait_together())
     report.done()  # the summary and the plot
+    if ranks.is_main and (command := how_to_sample(out_dir, dataset, vocabulary)):
+        logger.print(command)
 with exit_together(logger.failed):
     if saver.problem:
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY, column, records, steps_in, tiny_data, wait_for
+from matplotlib.figure import Figure
+from runs import REPO, TINY, accepted, column, records, steps_in, tiny_data, wait_for
 
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
@@ -32,11 +34,13 @@ from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkp
 from isogpt.common import files
 from isogpt.common.files import load_pickle, reason_of, write_whole
 from isogpt.data.dataset import open_dataset, read_meta
+from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.launchers import Launch, make_launch
 from isogpt.monitor.log import Logger
+from isogpt.monitor.samples import how_to_sample
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.monitor.sink_plot import Plot
+from isogpt.monitor.sink_plot import Plot, plot_loss
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.parallel import mesh
 from isogpt.parallel.local_parts import local_part_of
@@ -453,6 +457,44 @@ def test_the_group_that_writes_shards_waits_for_slow_disks_only(monkeypatch):
     Saver(RunFolder(Path("out"), "owner"), 2, Plan(world_size=2, zero=3), where, SlowNetwork(None), config={})
     assert made.call_args.kwargs["timeout"].total_seconds() == 77
     assert limited.call_args.args[0].days == 7
+
+
+def test_what_the_plot_shows(tmp_path, monkeypatch):
+    """The first steps do not press the rest into a line, and the legend contains the last values."""
+    steps = [{"iter": i, "loss": 2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i} for i in range(200)]
+    evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
+    lines = "".join(json.dumps(record) + "\n" for record in [*steps, *evaluations])
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    figures = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **kw: figures.append(self) or savefig(self, *a, **kw)
+    )
+    plot_loss(tmp_path)
+    (axes,) = figures[0].axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
+    assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
+    assert 2.2 < axes.get_ylim()[1] < 2.4
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(lines.splitlines(keepends=True)[:10])
+    )  # a few steps are shown completely
+    plot_loss(tmp_path)
+    (axes,) = figures[1].axes
+    assert len(axes.lines) == 1 and axes.get_ylim()[1] > 10
+
+
+def test_how_to_sample(tmp_path):
+    """Only if there is a checkpoint, and the ids mean something."""
+    words, unknown = Vocabulary("table", {"a": 0}), Vocabulary("unknown", "no meta.pkl")
+    out = tmp_path / "my run"
+    out.mkdir()
+    assert how_to_sample(str(out), "mine", words) == ""
+    (out / "ckpt.pt").touch()
+    assert how_to_sample(str(out), "mine", unknown) == ""
+    assert how_to_sample(str(out), "mine", words) == f"try: python sample.py --out_dir='{out}'"
+    command = shlex.split(how_to_sample(str(out), "stdlib_char", words))
+    assert accepted("sample.py", *command[3:])["start"] == "def main("
 
 
 @pytest.mark.parametrize("name", ["lr$x^$_b", os.fsdecode(b"caf\xe9"), "\U00012345"])

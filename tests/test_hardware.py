@@ -437,7 +437,7 @@ def test_offloaded_gradients_are_copied_to_the_cpu_at_the_last_micro_step(monkey
         mesh = Mesh()
         mesh.connect("cpu", shards=True, offloads=True)
         model = GPT(GPTConfig(8, 16, 2, 2, 8, bias=False), 0)
-        data.shard(model, mesh, CPU, 3, torch.float32, True, 1, "1f1b")
+        data.shard(model, mesh, CPU, Plan(zero=3, cpu_offload=True))
         expected = None
         for adds_shards in (False, True):
             for batch in ((x, y), (y, x)):

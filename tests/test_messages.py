@@ -891,6 +891,7 @@ def test_messages_of_a_run(zygote, work):
         "iter 0: loss ",
         "saved out/step_00000001",
         "the loss curve: out/loss.png",
+        "try: python sample.py --out_dir=out",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     for line in (

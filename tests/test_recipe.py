@@ -1,5 +1,6 @@
 """nanoGPT's CPU recipe and the fast one, completely. They take minutes."""
 
+import re
 import shutil
 
 import numpy as np
@@ -50,7 +51,7 @@ def trained_loss(zygote, folder, args, out):
     args = state["model_args"] | state["isogpt"]["model_args"]
     model = GPT.from_state(GPTConfig(**args), state["model"]).eval()
     loss = whole_split_loss(model, open_dataset(str(folder), 64).val, 64)
-    print(f"\nval loss over the whole split: {loss:.4f} ({run.text().splitlines()[-2]})")
+    print(f"\nval loss over the whole split: {loss:.4f} ({re.search(r'^done: .*', run.text(), re.M)[0]})")
     return loss, model.get_num_params()
 
 

@@ -50,6 +50,7 @@ def read_own_library(folder: Path) -> tuple[str, dict]:
     text, files = read_library(library)
     implementation, version = platform.python_implementation(), platform.python_version()
     print(f"{implementation} {version}: {files:,} files of {library}, {len(text):,} characters")
+    print("val.bin: other files than train.bin, so that the losses differ, also without overfitting")
     name = "Python standard library"
     return text, {"name": name, "implementation": implementation, "version": version, "files": files}
 

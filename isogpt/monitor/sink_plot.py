@@ -29,23 +29,58 @@ class Plot:
         self.console.print(self.draw())
 
 
+FEW = 20  # so few points are shown completely, and are not smoothed
+
+Points = list[tuple[int, float]]  # (step, loss)
+
+
+def smoothed(points: Points) -> Points:
+    """
+    The mean of each point and the points before it, with weights that halve every fortieth of the points.
+    """
+    keep, total, weight, found = 0.5 ** (40 / len(points)), 0.0, 0.0, []
+    for step, loss in points:
+        total, weight = keep * total + loss, keep * weight + 1
+        found.append((step, total / weight))
+    return found
+
+
+def highest_shown(training: Points, evaluations: Points) -> float | None:
+    """
+    The top of the loss axis; None: the highest loss. The losses of the first twentieth of the steps are far
+    above the others and would leave little height to them.
+    """
+    if len(training) < FEW:
+        return None
+    first = training[0][0] + (training[-1][0] - training[0][0]) / 20
+    shown = [loss for step, loss in [*training, *evaluations] if step >= first]
+    return max(shown) + 0.05 * (max(shown) - min(shown))
+
+
 def plot_loss(out_dir: Path) -> Path:
     """
-    Plot metrics.jsonl to loss.png: the loss of each logged step, and the evaluations. Returns the path of
-    loss.png. Can raise nearly any exception.
+    Plot metrics.jsonl to loss.png: the loss of each logged step, the same smoothed, and the evaluations. The
+    legend contains the last values. Returns the path of loss.png. Can raise nearly any exception.
     """
     from matplotlib.figure import Figure
 
     records = [r for r in read_records(out_dir / METRICS) if "event" not in r]
     axes = Figure(figsize=(8, 5), layout="constrained").add_subplot()
-    for key, label, style in (
-        ("loss", "training step", dict(color="0.75", linewidth=1)),
-        ("train_loss", "evaluation, train", dict(color="tab:blue", marker=".")),
-        ("val_loss", "evaluation, val", dict(color="tab:orange", marker=".")),
-    ):
-        points = [(r["iter"], r[key]) for r in records if isinstance(r.get(key), float)]
+    losses = {
+        key: [(r["iter"], r[key]) for r in records if isinstance(r.get(key), float)]
+        for key in ("loss", "train_loss", "val_loss")
+    }
+    training, evaluations = losses["loss"], losses["train_loss"] + losses["val_loss"]
+    lines = [
+        ("training step", training, dict(color="0.8", linewidth=1)),
+        ("training, smoothed", smoothed(training) if len(training) >= FEW else [], dict(color="0.3")),
+        ("evaluation, train", losses["train_loss"], dict(color="tab:blue", marker=".")),
+        ("evaluation, val", losses["val_loss"], dict(color="tab:orange", marker=".")),
+    ]
+    for label, points, style in lines:
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
+            axes.plot(*zip(*points, strict=True), label=f"{label}: {points[-1][1]:.4f} at the end", **style)
+    axes.set_ylim(top=highest_shown(training, evaluations))
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     # a $ in the name does not begin a formula
     axes.set_title(os.fsencode(out_dir.resolve().name).decode(errors="replace"), parse_math=False)
