@@ -76,9 +76,9 @@ try:
     check_degrees(plan)
     ranks = connect_ranks(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
     mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
-    join_process_group(ranks, dist_timeout_s, shards=False)
+    join_process_group(ranks, dist_timeout_s, even_alone=False)
     if ranks.store:
-        mesh.connect(ranks.device.type, shards=False)
+        mesh.connect(ranks.device.type, uses_fsdp=False)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 check_start(ranks, config)

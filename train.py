@@ -52,9 +52,9 @@ from isogpt.parallel.shares import about_unused_ranks, parse_shares
 from isogpt.parallel.slow_network import make_slow_network
 from isogpt.speed.clock import Clock, over_ranks
 from isogpt.speed.devices import total_peak_flops
+from isogpt.speed.planner import make_plan
 from isogpt.speed.profiler import start_profiler
 from isogpt.speed.rank_speeds import measured_speeds
-from isogpt.speed.run_plan import make_plan
 from isogpt.speed.usage import memory_gb
 from isogpt.training import optim, precision
 from isogpt.training.schedule import make_schedule
@@ -166,17 +166,17 @@ try:
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
     check_training(config)
-    config = normalized(config)
+    config = normalized(config)  # zero=3 instead of fsdp
     sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
     eval_sequences = eval_iters * batch_size  # sequences of each split
     schedule = make_schedule(config, sequences_per_step)
-    start_workers(nproc, __file__)
-    print_unapplied_settings(config)  # of accelerate
-    ranks = connect_ranks(device, backend, dist_timeout_s)
+    start_workers(nproc, __file__)  # with nproc, torchrun replaces this process, and the workers come here
+    print_unapplied_settings(config)  # of accelerate launch (rank 0)
+    ranks = connect_ranks(device, backend, dist_timeout_s)  # through a store, without collectives
     progress = Progress(tokens_per_step=sequences_per_step * block_size)
     start_logger = Logger(progress, start_sinks(ranks, out_dir, alert_command))  # console and alerts
     start_watchdog = watch_start(ranks, dist_timeout_s, progress, start_logger)  # names a rank that fails
-    join_process_group(ranks, dist_timeout_s, shards=config["zero"] > 0)
+    join_process_group(ranks, dist_timeout_s, even_alone=config["zero"] > 0)
 except ValueError as e:
     fail(str(e))
 
@@ -185,11 +185,13 @@ data = do_together(partial(open_dataset, dataset, block_size, vocab_size))
 facts = {"the data's digest": data.digest, "the data's vocabulary size": data.vocab_size}
 check_start(ranks, config | facts)  # before anything that depends on settings
 stop = watch_signals(time_limit_s)
+# opens a checkpoint, or loads weights of transformers; start.load, below, fills the model with them
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)
 plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
 mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
-mesh.connect(ranks.device.type, shards=plan.zero >= 2, offloads=cpu_offload)
+mesh.connect(ranks.device.type, uses_fsdp=plan.zero >= 2, offloads=cpu_offload)
 precision.set_numerics(ranks.device, plan.dtype, deterministic)
+# what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings_of_model(plan.model_args)
 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights
@@ -198,10 +200,12 @@ with torch.device("meta"):  # no memory yet: the model may be too large for one 
 start.check(raw_model)
 # counted before the model is divided over the ranks
 parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()
+# notes: sentences for the banner, about what the user may not expect
 notes = progress.begin(what_is_measured(config, data.digest), start.resumed)
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 notes += differences + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device, parse_shares(shares))
+# until the watchdog of the run takes over, running out of memory is explained as the model's allocation
 explain_crashes(start_watchdog, MemoryUse(out_dir, reader, first_step=progress.step))
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallelize(raw_model, mesh, ranks.device, plan)
@@ -225,13 +229,15 @@ pipeline = make_pipeline(raw_model, mesh, ranks.device, plan)
 # gradient compression and islands; without either, an object that does nothing
 slow_network = make_slow_network(raw_model, mesh, plan)
 model = raw_model
+# ranks that hold the same parameters (except experts) and read different tokens; None: this rank is alone.
+# DDP averages their gradients, fully_shard does with zero 2 and 3, and the part "reduce" of a step with pp
 replicas = mesh.group("dp_replicate", "ep", "cp")
 if replicas and plan.zero < 2 and not pipeline:
     model = replicate(raw_model, ddp_bucket_mb, replicas)
-services = start_services(recorded, progress)  # wandb; before anything in the folder is changed
+services = start_services(recorded, progress)  # wandb (rank 0); before the folder is changed
 run_folder = claim_folder(out_dir, start.resumed and start.resumed.found, ranks, is_written=not eval_only)
 saver = Saver(run_folder, keep_last, plan, mesh, slow_network, recorded, vocabulary)
-saver.check_folder(ranks.hosts)
+saver.check_folder(ranks.hosts)  # exits or warns if ranks see different folders
 logger = open_logger(recorded, progress, run_folder.owner, services)
 clock = Clock(ranks.device)
 watchdog = start_watchdog.hand_over(clock, logger, saver)
@@ -272,8 +278,9 @@ def save(val_loss: float | None = None) -> None:
     with clock("save"):
         copied = saver.copy(raw_model, optimizers)
         with exit_together(logger.failed):
-            lost = saver.check(raw_model, progress.step)  # waits for the copies too
-        logger.folder_lost(lost)
+            # raises if weights are not finite or the folder is a different run's; waits for the copies too
+            folder_lost = saver.check(raw_model, progress.step)
+        logger.folder_lost(folder_lost)
         saver.start(copied, progress, scaler, val_loss)
 
 
@@ -311,6 +318,7 @@ if is_complete:
     logger.print(f"{out_dir} is at step {progress.step}, which is beyond max_iters: {advice}")
 while not is_complete:
     step, val_loss = progress.step, None
+    is_logged = step % log_interval == 0
     precision.seed_step(seed, step, ranks.rank)
     lr = schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
@@ -324,7 +332,7 @@ while not is_complete:
             losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
         if stop.agreed:
             break
-        train_loss, val_loss = losses
+        train_loss, val_loss = losses  # None only after a stop
         report.evaluation(train_loss, val_loss, lr)
     if eval_only:
         break
@@ -346,7 +354,7 @@ while not is_complete:
     # forward and backward passes of this rank's micro-batches; by default only the last backward pass reduces
     loss_sum = torch.zeros((), device=ranks.device)
     if pipeline:  # forward and backward passes of all micro-batches, each through all stages
-        loss_sum += pipeline.step(batches)
+        loss_sum += pipeline.step(batches)  # 0 on ranks without the last stage
     for micro_step in range(0 if pipeline else share.micro_steps):
         with clock.on_cpu("data"):
             x, y = next(batches)  # (rows, block_size) each
@@ -367,7 +375,7 @@ while not is_complete:
     # all ranks decide from the same numbers: the one small collective of a step
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
-        routing = take_routing(raw_model, step % log_interval == 0, ranks.device)  # read with the numbers
+        routing = take_routing(raw_model, is_logged, ranks.device)  # arrives with the numbers
         gathered = gather_numbers(
             StepNumbers(
                 loss=loss_sum * sums.loss_weight,
@@ -376,8 +384,8 @@ while not is_complete:
                 data_ms=clock.cpu_ms("data"),
                 memory_gb=memory_gb(ranks.device),
                 forward_ms=clock.last("forward"),
-                stop=stop.code(step_s, saver.seconds),
-                bytes_sent=report.traffic.per_step(step % log_interval == 0),
+                stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
+                bytes_sent=report.traffic.per_step(is_logged),
                 loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
             ),
             ranks.device,
@@ -395,7 +403,7 @@ while not is_complete:
         progress.skip()
         model.zero_grad(set_to_none=not keeps_gradients)
         raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either
-        slow_network.forget()
+        slow_network.forget()  # compression errors, which may not be finite either
         if verdict.action is not Action.SKIP:
             logger.saved(saver.wait_together())  # a checkpoint may be under way
         if verdict.action is Action.STOP:
@@ -450,5 +458,7 @@ saver = slow_network = sums = None
 # the process group can be destroyed only after the last reference to it is dropped
 model = raw_model = optimizers = batches = pipeline = None
 leave_process_group()
-if is_preempted and stop.agreed > 0 and not ranks.store:  # a launcher would restart it after an error
+# 128 + the signal, unless a launcher started this process (ranks.store): it would restart the run after an
+# error. The code of the time limit is negative, and the exit status is 0
+if is_preempted and stop.agreed > 0 and not ranks.store:
     raise SystemExit(128 + stop.agreed)

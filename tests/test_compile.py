@@ -220,7 +220,7 @@ from isogpt.parallel.mesh import Mesh
 from model import GPT, GPTConfig
 dist.init_process_group("gloo")
 mesh = Mesh(dist.get_rank(), **{sys.argv[1]: 2})
-mesh.connect("cpu", shards=False)
+mesh.connect("cpu", uses_fsdp=False)
 found = []
 for is_compiled in (False, True):
     with torch.device("meta"):

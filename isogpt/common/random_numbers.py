@@ -1,4 +1,7 @@
-"""Random numbers that depend on their arguments alone, with one stream for each use."""
+"""
+Random numbers that depend on their arguments alone, with one stream for each use. The seeds of dropout are in
+training/precision.py (seed_step), the initial weights in model.py (initial_weight).
+"""
 
 import numpy as np
 

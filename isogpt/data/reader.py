@@ -19,7 +19,7 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, Share, share_of
 
-Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size)
+Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size / cp)
 
 
 def read_rows(
@@ -127,9 +127,9 @@ class Reader:
         self, tokens: np.ndarray, starts_of: Callable[[int], np.ndarray], steps: Iterable[int], share: Share
     ) -> Batches:
         """
-        Yield the micro-batches (x, y), each (rows, block_size) on the device, of the given steps in order. A
-        thread reads two micro-batches ahead, so that a slow disk does not delay a step. The next micro-batch
-        is copied to the device while the current one is used.
+        Yield the micro-batches (x, y), each (rows, block_size / cp) on the device, of the given steps in
+        order. A thread reads two micro-batches ahead, so that a slow disk does not delay a step. The next
+        micro-batch is copied to the device while the current one is used.
 
         Args:
             starts_of: the starts of a step's windows, for the global batch.

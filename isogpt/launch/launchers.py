@@ -1,4 +1,7 @@
-"""The rank variables of torchrun, srun, mpirun and others, and what distinguishes a launch."""
+"""
+The rank variables of torchrun, srun, mpirun and others, and what distinguishes a launch. A restart, as in an
+elastic run, continues a launch: see Launch.
+"""
 
 import os
 import re
@@ -182,9 +185,7 @@ def start_workers(nproc: int, script: str) -> None:
     os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
     sys.stdout.flush()
     # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N
-    code = (
-        f"import sys; sys.path[:1] = [{str(REPOSITORY)!r}]; from isogpt.launch.torchrun import main; main()"
-    )
+    code = f"import sys; sys.path[:1] = [{str(REPOSITORY)!r}]; from isogpt.launch.nproc import main; main()"
     torchrun = [sys.executable, "-c", code, "--standalone", f"--nproc_per_node={nproc}"]
     arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
     os.execv(torchrun[0], [*torchrun, script, *arguments])

@@ -35,7 +35,7 @@ class Ranks:
     world_size: int
     device: torch.device
     backend: str  # argument of init_process_group
-    store: dist.Store | None = None
+    store: dist.Store | None = None  # reaches all ranks of this start; None: no launcher
     start: str = ""  # the unique name of this start of the run, the prefix of its keys in the store
     hosts: tuple[str, ...] = ("this host",)  # host name, by rank
     network: str = "no process group"  # the backend and gloo's network interface: 'gloo over eth0 (10.0.0.1)'
@@ -133,7 +133,7 @@ def check_gpus(machines: Sequence[tuple[str, str]], gpus: Sequence[list[str]]) -
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     """
     Set up this process's device, and connect to the other ranks' store if a launcher started several ranks.
-    Waits for all ranks and numbers them by machine. The caller calls init_process_group next.
+    Waits for all ranks and numbers them by machine. There are no collectives before `join_process_group`.
 
     Raises:
         ValueError: the device or the backend is not available here, or other ranks are missing after
@@ -198,12 +198,12 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     return Ranks(rank, world_size, chosen, group_backend, store, start, hosts, used, launch, local_sizes)
 
 
-def join_process_group(ranks: Ranks, timeout_s: float, shards: bool) -> None:
+def join_process_group(ranks: Ranks, timeout_s: float, even_alone: bool) -> None:
     """
-    Create the process group if a launcher started this process, or if `shards`: ZeRO needs a group even for a
-    single process (all ranks).
+    Create the process group if a launcher started this process, or if `even_alone`: ZeRO needs a group even
+    for a single process (all ranks). Collectives work from here on.
     """
-    if ranks.store or shards:
+    if ranks.store or even_alone:
         dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
 
 

@@ -11,7 +11,7 @@ from isogpt.data.reader import Reader
 from isogpt.launch.process_group import rank_names
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.speed.memory import OUT_OF_MEMORY, memory_report
-from isogpt.speed.run_plan import MICRO_BATCH
+from isogpt.speed.planner import MICRO_BATCH
 
 
 def is_out_of_memory(error: BaseException) -> bool:

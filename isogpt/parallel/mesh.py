@@ -104,18 +104,18 @@ class Mesh:
         """Whether a rank holds only some of the layers or experts, or parts of matrices."""
         return self.pp > 1 or self.tp > 1 or self.ep > 1
 
-    def connect(self, device_type: str, shards: bool, offloads: bool = False) -> None:
+    def connect(self, device_type: str, uses_fsdp: bool, offloads: bool = False) -> None:
         """
         Create the process groups (all ranks).
 
         Args:
-            shards: whether fully_shard is used, which needs a mesh even for a single rank.
+            uses_fsdp: whether fully_shard is used (zero 2 and 3), which needs a mesh even for a single rank.
             offloads: with cpu_offload, the mesh needs an axis of replicas even for a single replica, see
                 data.no_sync.
         """
-        kept = {"dp_shard": shards, "dp_replicate": shards and offloads}
+        kept = {"dp_shard": uses_fsdp, "dp_replicate": uses_fsdp and offloads}
         sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or kept.get(a)}
-        if len(sizes) > 1 or shards:  # for one axis the default group will do
+        if len(sizes) > 1 or uses_fsdp:  # for one axis the default group will do
             self.devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             for axis in sizes:
                 self.limit(self.devices.get_group(axis))

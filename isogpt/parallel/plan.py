@@ -1,4 +1,7 @@
-"""The plan of a run: what the settings leave open, decided once, before anything is built."""
+"""
+The plan of a run: a record in which nothing is left open. speed/planner.py decides it, before anything is
+built.
+"""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any

@@ -1,4 +1,7 @@
-"""Decide what the settings of a training run leave open."""
+"""
+The planner: decide what the settings of a training run leave open, once, at the start. The result is a
+parallel.plan.Plan; layouts.py ranks the layouts among which --layout=auto chooses.
+"""
 
 from dataclasses import asdict, replace
 from pathlib import Path
