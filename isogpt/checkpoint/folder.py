@@ -247,7 +247,8 @@ def free_name(out: Path, name: str, first: int = 0) -> Path:
 def set_aside(out_dir: str) -> Path | None:
     """
     Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ...,
-    so that nothing is overwritten or mistaken for the new run's. Returns the new folder, or None.
+    so that nothing is overwritten or mistaken for the new run's. Only names in `others` and checkpoints are
+    moved: a file that a new sink writes is added there. Returns the new folder, or None.
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))

@@ -16,7 +16,12 @@ from isogpt.monitor.sink_wandb import Wandb
 
 
 class Sink(Protocol):
-    """The methods that a sink may define. Each sink is a plain class that defines some of these methods."""
+    """
+    The methods that a sink may define. Each sink is a plain class that defines some of these methods.
+
+    An exception that a method raises ends the run. A sink whose files outlive a run is constructed with the
+    step at which the run continues, and treats this step as `rewind` does.
+    """
 
     def print(self, text: str) -> None:
         """Report a line for the user."""
@@ -25,7 +30,14 @@ class Sink(Protocol):
         """Report an event: `record` contains event, iter and facts, `text` is for the user ('': nothing)."""
 
     def step(self, record: dict, left_s: float) -> None:
-        """Report a logged step: records.step_record, and the estimated seconds until the end of the run."""
+        """
+        Report a logged step.
+
+        Args:
+            record: records.step_record, gpu_percent and, with experts, records.routing_record. Values may be
+                None, a list, or a float that is not finite.
+            left_s: the estimated seconds until the end of the run.
+        """
 
     def evaluation(self, record: dict, lr: float) -> None:
         """Report an evaluation: `record` contains iter, train_loss and val_loss."""
@@ -34,7 +46,7 @@ class Sink(Protocol):
         """Draw what has been reported so far; called after an evaluation."""
 
     def rewind(self, step: int) -> object:
-        """Continue at an earlier step after a rollback; the later steps will be repeated."""
+        """Continue at an earlier step after a rollback; this and the later steps will be repeated."""
 
     def done(self, text: str) -> None:
         """Report the end of training: `text` is a summary."""

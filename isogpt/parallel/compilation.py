@@ -54,7 +54,8 @@ def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
             block.mlp.experts.forward = torch.compiler.disable(block.mlp.experts.forward, reason=EXCHANGE)
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)
-    if by_block and model.loss is summed_loss:  # not the loss of tensor parallelism, which communicates
+    # not the loss of tensor parallelism, which communicates; warning: nor a partial of summed_loss
+    if by_block and model.loss is summed_loss:
         model.loss = torch.compile(model.loss, dynamic=False, **options)
 
 

@@ -15,7 +15,7 @@ class Schedule:
     warmup_iters: int | float  # steps may be fractions, as in nanoGPT
     lr_decay_iters: int | float
     cooldown_iters: int | float
-    lr_schedule: str  # cosine, linear or wsd
+    lr_schedule: str  # one of settings.CHOICES
     decay_lr: bool
     factor: float = 1.0  # contained in the rates and warmup_iters, see `make_schedule`
 
@@ -31,7 +31,7 @@ class Schedule:
         if self.lr_schedule == "wsd":
             start = max(start, self.lr_decay_iters - self.cooldown_iters)
         decayed = max(0, step - start) / (self.lr_decay_iters - start)  # grows from 0 to 1
-        # falls from 1 to 0
+        # falls from 1 to 0; linearly for each kind without a branch
         remaining = 0.5 * (1 + math.cos(math.pi * decayed)) if self.lr_schedule == "cosine" else 1 - decayed
         return self.min_lr + remaining * (self.learning_rate - self.min_lr)
 
