@@ -42,8 +42,9 @@ from isogpt.monitor.not_finite import Action, NanPolicy, find_rollback, report_n
 from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.signals import watch_signals
-from isogpt.parallel.compare_weights import check_equal_weights
+from isogpt.parallel.compare_weights import check_equal_weights, weights_digest
 from isogpt.parallel.data import no_sync, replicate, settle_gradients
+from isogpt.parallel.exact import ExactSums
 from isogpt.parallel.gradients import complete_gradients, norm_share, parameters_by_replica_count
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, parallelize, take_routing
@@ -57,6 +58,7 @@ from isogpt.speed.rank_speeds import measured_speeds
 from isogpt.speed.run_plan import make_plan
 from isogpt.speed.usage import memory_gb
 from isogpt.training import optim, precision
+from isogpt.training.exact_steps import make_steps_exact
 from isogpt.training.schedule import make_schedule
 from isogpt.training.settings import check_training, settings_of_model
 from isogpt.training.step_numbers import StepNumbers
@@ -72,6 +74,7 @@ nproc = 0  # processes to launch on this machine (0: one, or as many as the laun
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
 cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
 deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
+exact = False  # the same bits on any number of processes on the same kind of device; implies deterministic
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once, then exit
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit)
@@ -173,6 +176,8 @@ try:
     start_workers(nproc, __file__)
     print_unapplied_settings(config)  # of accelerate
     ranks = connect_ranks(device, backend, dist_timeout_s)
+    if exact:
+        precision.fix_threads(ranks.device)
     progress = Progress(tokens_per_step=sequences_per_step * block_size)
     start_logger = Logger(progress, start_sinks(ranks, out_dir, alert_command))  # console and alerts
     start_watchdog = watch_start(ranks, dist_timeout_s, progress, start_logger)  # names a rank that fails
@@ -189,7 +194,7 @@ start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)
 plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
 mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
 mesh.connect(ranks.device.type, shards=plan.zero >= 2, offloads=cpu_offload)
-precision.set_numerics(ranks.device, plan.dtype, deterministic)
+precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)
 recorded = config | plan.layout_settings() | settings_of_model(plan.model_args)
 
 # model: build it on the meta device, distribute and allocate it, then fill it with weights
@@ -198,7 +203,9 @@ with torch.device("meta"):  # no memory yet: the model may be too large for one 
 start.check(raw_model)
 # counted before the model is divided over the ranks
 parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()
-notes = progress.begin(what_is_measured(config, data.digest), start.resumed)
+kinds = gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
+notes = precision.differences_of_devices(kinds)
+notes += progress.begin(what_is_measured(config, data.digest), start.resumed, kinds[0])
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 notes += differences + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device, parse_shares(shares))
@@ -209,8 +216,10 @@ optimizers = optim.make_optimizers(
     raw_model, optim.OptimizerSettings.of(config), plan.zero, plan.torch_dtype, mesh
 )
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
-# FSDP casts to the dtype itself, by a mixed-precision policy
-is_cast = plan.zero < 2 and plan.torch_dtype.itemsize == 2
+if exact:
+    make_steps_exact(optimizers)
+# FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast does
+is_cast = (plan.zero < 2 or exact) and plan.torch_dtype.itemsize == 2
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=is_cast)
 island = mesh.place("islands")  # (index of this rank's island, number of islands)
 start.load(raw_model, optimizers, scaler, progress, seed, island)
@@ -297,13 +306,21 @@ copies = mesh.data_size // mesh.islands * mesh.cp  # ranks of an island with dif
 loss_divisor = share.island_sequences * block_size / copies
 # the weight of an island's loss in the loss of the batch
 island_weight = share.island_sequences * mesh.islands / sequences_per_step
-keeps_gradients = settle_gradients(model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast)
+if exact:  # a micro-batch's loss does not depend on the number of ranks
+    loss_divisor, island_weight = float(sequences_per_step * block_size), copies
+discarded = 2 if exact else 1
+keeps_gradients = settle_gradients(
+    model, cuda_graphs, *reader.padding_batch(), loss_divisor, autocast, discarded
+)
 slow_network.attach(model)
+exact_sums = ExactSums(raw_model, mesh, share, scaler, ranks.device) if exact else None
+if exact_sums:
+    exact_sums.attach(model)
 if start.resumed:
     restore_slow_network(start.resumed, slow_network, progress.step)
 start = None  # frees the memory of the loaded tensors
 if pipeline:
-    pipeline.prepare(share, scaler, loss_divisor, clock, autocast)
+    pipeline.prepare(share, scaler, loss_divisor, clock, autocast, exact_sums)
 batches = reader.train(progress.step, progress.position, progress.skipped)
 profiler = None
 if profile and ranks.is_main:
@@ -332,7 +349,7 @@ while not is_complete:
         if stop.agreed:
             break
         train_loss, val_loss = losses
-        report.evaluation(train_loss, val_loss, lr)
+        report.evaluation(train_loss, val_loss, lr, weights_digest(raw_model, mesh) if exact else "")
     if eval_only:
         break
     is_best = val_loss is not None and val_loss < progress.best_val_loss
@@ -352,11 +369,17 @@ while not is_complete:
 
     # forward and backward passes of this rank's micro-batches; by default only the last backward pass reduces
     loss_sum = torch.zeros((), device=ranks.device)
+    if exact_sums:
+        exact_sums.start_step()
     if pipeline:  # forward and backward passes of all micro-batches, each through all stages
-        loss_sum += pipeline.step(batches)
+        loss_sum = loss_sum + pipeline.step(batches)
     for micro_step in range(0 if pipeline else share.micro_steps):
         with clock.on_cpu("data"):
             x, y = next(batches)  # (rows, block_size) each
+        if plan.model_args["dropout"]:  # masks of whole micro-batches are the same on any number of processes
+            precision.seed_generators(seed, step, share.first(micro_step), *mesh.place("cp", "tp"))
+        if exact_sums:
+            exact_sums.start_micro_batch(micro_step)
         is_last = micro_step == share.micro_steps - 1
         reduce_now = reduce_every or (is_last and grad_sync != "never")
         with nullcontext() if reduce_now else no_sync(model, adds_shards):
@@ -364,14 +387,21 @@ while not is_complete:
                 _, loss = model(x, y, loss_divisor)
             with clock("backward"):
                 scaler.scale(loss).backward()
-        loss_sum += loss.detach()
+        loss = loss.detach()
+        if exact_sums:
+            exact_sums.add_gradients()
+            loss = exact_sums.loss_term(loss)
+        loss_sum = loss_sum + loss
 
     with clock("reduce"):  # what the backward pass leaves to do with tp, ep and pp
-        complete_gradients(raw_model, mesh, plan.zero, grad_sync != "never", slow_network.compression)
+        if exact_sums:
+            exact_sums.finish()
+        else:
+            complete_gradients(raw_model, mesh, plan.zero, grad_sync != "never", slow_network.compression)
     with clock("clip"):
         for part in optimizers:
             scaler.unscale_(part)
-        grad_square = norm_share(by_replica_count)
+        square, fine = exact_sums.norm_share() if exact_sums else (norm_share(by_replica_count), 0.0)
 
     # all ranks decide from the same numbers: the one small collective of a step
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
@@ -380,7 +410,8 @@ while not is_complete:
         gathered = gather_numbers(
             StepNumbers(
                 loss=loss_sum * island_weight,
-                grad_square=grad_square,
+                grad_square=square,
+                grad_square_fine=fine,
                 step_ms=step_s * 1e3,
                 data_ms=clock.cpu_ms("data"),
                 memory_gb=memory_gb(ranks.device),
@@ -451,9 +482,11 @@ with exit_together(logger.failed):
     if is_preempted and ranks.is_main and not eval_only:
         mark_preempted(run_folder, progress.step, stop.reason())
 slow_network.wait()
+if exact:
+    logger.print(f"weights: SHA-256 {weights_digest(raw_model, mesh)} before step {progress.step}")
 report.end(out_dir, stop if is_preempted else None, step_parts)
 watchdog.stop()
-saver = slow_network = None
+saver = slow_network = exact_sums = None
 # the process group can be destroyed only after the last reference to it is dropped
 model = raw_model = optimizers = batches = pipeline = by_replica_count = None
 leave_process_group()
