@@ -482,13 +482,13 @@ MUTATIONS = {
     ),
     "exact: rows of a micro-batch": (
         "isogpt/data/reader.py",
-        "if self.is_exact: return share_of_whole",
+        "if self.plan.exact: return share_of_whole",
         "if False: return share_of_whole",
         EXACT_RUNS,
     ),
     "exact: rows of an evaluation": (
         "isogpt/data/reader.py",
-        "if self.is_exact: share = share_of_whole",
+        "if self.plan.exact: share = share_of_whole",
         "if False: share = share_of_whole",
         EXACT_RUNS,
     ),

@@ -51,7 +51,7 @@ def evaluate(
             for i, (x, y) in enumerate(reader.evaluation(split, sequences)):
                 with clock("evaluation"), autocast:
                     loss = model(x, y, 1.0)[1]  # the sum over the targets
-                    sums[split] += rounded(loss, TOKENS_UNIT) if reader.is_exact else loss.to(dtype)
+                    sums[split] += rounded(loss, TOKENS_UNIT) if reader.plan.exact else loss.to(dtype)
                 if stop.in_evaluation(i, device, checkpoint_s):
                     break
         # raised after the last micro-batch: this rank has computed as many micro-batches as the others
