@@ -530,9 +530,9 @@ MUTATIONS = {
         f"{EXACT}::test_every_layout_has_the_bits_of_one_process[llama-gqa]",
     ),
     "exact: FSDP casts": (
-        "isogpt/parallel/parallelize.py",
-        'torch.float32 if config["exact"] else dtype',
-        "dtype",
+        "isogpt/parallel/data.py",
+        "plan.torch_dtype != torch.float32 and not plan.exact",
+        "plan.torch_dtype != torch.float32",
         f"{EXACT}::test_every_layout_has_the_bits_of_one_process[bfloat16]",
     ),
     "attention: later keys are seen": (
