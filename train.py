@@ -1,7 +1,8 @@
 """
 Train a GPT on one process or many, with the same script and the same loss curve.
 
-With dropout, the curve depends on the layout, since the masks do.
+Layouts differ by rounding, which training amplifies. With --exact=True, any number of processes has the same
+bits. Dropout masks follow the micro-batch: they are the same on any layout that keeps micro-batches whole.
 
     python train.py config/train_stdlib_char.py             one process, on a GPU if there is one
     python train.py --batch_size=32 --init_from=resume      override settings; resume
