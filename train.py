@@ -1,7 +1,8 @@
 """
 Train a GPT on one process or many, with the same script and the same loss curve.
 
-With dropout, the curve depends on the layout, since the masks do.
+Layouts differ by rounding, which training amplifies. With --exact=True, any number of processes has the same
+bits. Dropout masks follow the micro-batch: they are the same on any layout that keeps micro-batches whole.
 
     python train.py config/train_stdlib_char.py             one process, on a GPU if there is one
     python train.py --batch_size=32 --init_from=resume      override settings; resume
@@ -42,8 +43,9 @@ from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample
 from isogpt.monitor.signals import watch_signals
-from isogpt.parallel.compare_weights import check_equal_weights
+from isogpt.parallel.compare_weights import check_equal_weights, weights_digest
 from isogpt.parallel.data import replicate, settle_gradients
+from isogpt.parallel.exact import ExactSums
 from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, parallelize, take_routing
@@ -57,6 +59,7 @@ from isogpt.speed.profiler import start_profiler
 from isogpt.speed.rank_speeds import measured_speeds
 from isogpt.speed.usage import memory_gb
 from isogpt.training import optim, precision
+from isogpt.training.exact_steps import make_steps_exact
 from isogpt.training.schedule import make_schedule
 from isogpt.training.settings import check_training, settings_of_model
 from isogpt.training.step_numbers import StepNumbers
@@ -72,6 +75,7 @@ nproc = 0  # processes to launch on this machine (0: one, or as many as the laun
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
 cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
 deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
+exact = False  # the same bits on any number of processes on the same kind of device; implies deterministic
 profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once, then exit
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit)
@@ -173,6 +177,8 @@ try:
     start_workers(nproc, __file__)  # with nproc, torchrun replaces this process, and the workers come here
     print_unapplied_settings(config)  # of accelerate launch (rank 0)
     ranks = connect_ranks(device, backend, dist_timeout_s)  # through a store, without collectives
+    if exact:
+        precision.fix_threads(ranks.device)
     progress = Progress(tokens_per_step=sequences_per_step * block_size)
     start_logger = Logger(progress, start_sinks(ranks, out_dir, alert_command))  # console and alerts
     start_watchdog = watch_start(ranks, dist_timeout_s, progress, start_logger)  # names a rank that fails
@@ -190,7 +196,7 @@ start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)
 plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
 mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
 mesh.connect(ranks.device.type, uses_fsdp=plan.zero >= 2, offloads=cpu_offload)
-precision.set_numerics(ranks.device, plan.dtype, deterministic)
+precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings_of_model(plan.model_args)
 
@@ -201,7 +207,9 @@ start.check(raw_model)
 # counted before the model is divided over the ranks
 parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()
 # notes: sentences for the banner, about what the user may not expect
-notes = progress.begin(what_is_measured(config, data.digest), start.resumed)
+kinds = gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
+notes = precision.differences_of_devices(kinds)
+notes += progress.begin(what_is_measured(config, data.digest), start.resumed, kinds[0])
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 notes += differences + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device, parse_shares(shares))
@@ -213,8 +221,10 @@ optimizers = optim.make_optimizers(
     raw_model, optim.OptimizerSettings.of(config), plan.zero, plan.torch_dtype, mesh
 )
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
-# FSDP casts to the dtype itself, by a mixed-precision policy
-is_cast = plan.zero < 2 and plan.torch_dtype.itemsize == 2
+if exact:
+    make_steps_exact(optimizers)
+# FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast does
+is_cast = (plan.zero < 2 or exact) and plan.torch_dtype.itemsize == 2
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=is_cast)
 island = mesh.place("islands")  # (index of this rank's island, number of islands)
 start.load(raw_model, optimizers, scaler, progress, seed, island)
@@ -296,14 +306,19 @@ def evaluation_failed(reason: str) -> None:
 # the loop (all ranks; rank-0-only work is inside logger)
 saver.step = progress.step  # what the run starts with need not be saved
 nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
-sums = FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
-keeps_gradients = settle_gradients(model, cuda_graphs, *reader.padding_batch(), sums.loss_divisor, autocast)
+if exact:  # gradients are added as integers, which has no order
+    sums = ExactSums(model, raw_model, mesh, plan, share, scaler)
+else:
+    sums = FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
+padding = reader.padding_batch()
+keeps_gradients = settle_gradients(model, cuda_graphs, *padding, sums.loss_divisor, autocast, sums.passes)
 slow_network.attach(model)
+sums.attach()
 if start.resumed:
     restore_slow_network(start.resumed, slow_network, progress.step)
 start = None  # frees the memory of the loaded tensors
 if pipeline:
-    pipeline.prepare(share, scaler, sums.loss_divisor, clock, autocast)
+    pipeline.prepare(share, scaler, sums, clock, autocast)
 batches = reader.train(progress.step, progress.position, progress.skipped)
 profiler = None
 if profile and ranks.is_main:
@@ -333,7 +348,7 @@ while not is_complete:
         if stop.agreed:
             break
         train_loss, val_loss = losses  # None only after a stop
-        report.evaluation(train_loss, val_loss, lr)
+        report.evaluation(train_loss, val_loss, lr, weights_digest(raw_model, mesh) if exact else "")
     if eval_only:
         break
     is_best = val_loss is not None and val_loss < progress.best_val_loss
@@ -353,24 +368,27 @@ while not is_complete:
 
     # forward and backward passes of this rank's micro-batches; by default only the last backward pass reduces
     loss_sum = torch.zeros((), device=ranks.device)
+    sums.start_step()
     if pipeline:  # forward and backward passes of all micro-batches, each through all stages
-        loss_sum += pipeline.step(batches)  # 0 on ranks without the last stage
+        loss_sum = loss_sum + pipeline.step(batches)  # 0 on ranks without the last stage
     for micro_step in range(0 if pipeline else share.micro_steps):
         with clock.on_cpu("data"):
-            x, y = next(batches)  # (rows, block_size) each
+            x, y = next(batches)  # (rows, block_size / cp) each
+        if plan.model_args["dropout"]:  # masks of whole micro-batches are the same on any number of processes
+            precision.seed_generators(seed, step, share.first(micro_step), *mesh.place("cp", "tp"))
         with sums.micro_batch(micro_step):  # DDP's no_sync but for the last micro-batch
             with clock("forward"), autocast:
                 _, loss = model(x, y, sums.loss_divisor)
             with clock("backward"):
                 scaler.scale(loss).backward()
-        loss_sum += loss.detach()
+        loss_sum = loss_sum + sums.loss_term(loss)
 
     with clock("reduce"):  # what the backward pass leaves to do with tp, ep and pp
         sums.finish()
     with clock("clip"):
         for part in optimizers:
             scaler.unscale_(part)
-        grad_square = sums.norm_share()
+        grad_square, grad_square_fine = sums.norm_share()
 
     # all ranks decide from the same numbers: the one small collective of a step
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
@@ -380,6 +398,7 @@ while not is_complete:
             StepNumbers(
                 loss=loss_sum * sums.loss_weight,
                 grad_square=grad_square,
+                grad_square_fine=grad_square_fine,
                 step_ms=step_s * 1e3,
                 data_ms=clock.cpu_ms("data"),
                 memory_gb=memory_gb(ranks.device),
@@ -452,6 +471,8 @@ with exit_together(logger.failed):
     if is_preempted and ranks.is_main and not eval_only:
         mark_preempted(run_folder, progress.step, stop.reason())
 slow_network.wait()
+if exact:
+    logger.print(f"weights: SHA-256 {weights_digest(raw_model, mesh)} before step {progress.step}")
 report.end(out_dir, stop if is_preempted else None, step_parts)
 watchdog.stop()
 saver = slow_network = sums = None

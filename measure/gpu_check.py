@@ -232,6 +232,31 @@ def resume(place: Place) -> Iterator[Line]:
         )
 
 
+def exact(place: Place) -> Iterator[Line]:
+    """With exact, layouts have the same bits: on one device sharded or not, and on several devices."""
+    layouts = [(1, "--zero=3")]
+    if place.processes > 1:
+        layouts += [(place.processes, flags) for flags in ("--zero=0", "--zero=1", "--zero=3")]
+    for dtype in ("float32", "bfloat16"):
+        args = [
+            f"--dtype={dtype}",
+            *MODERN[0],
+            "--exact=True",
+            "--gradient_accumulation_steps=4",
+            "--dropout=0.1",
+        ]
+        reference = losses(place, "exact", args)
+        for n, flags in layouts:
+            found = losses(place, "exact-other", [*args, flags], n)
+            different = sum(reference[step] != found[step] for step in reference)
+            yield Line(
+                f"exact in {dtype}, {n} processes {flags}",
+                "the same bits",
+                f"{different} of 20 losses differ",
+                different == 0,
+            )
+
+
 # ------------------------------------------------------------------------------------------------------------
 # speed and memory
 
@@ -556,8 +581,8 @@ def several(place: Place) -> Iterator[Line]:
     if n < 2:
         yield Line("several GPUs", "", "there is one: not tried")
         return
-    exact = ["--dtype=float32", "--compile=False"]
-    reference = losses(place, "one", exact)
+    uncompiled = ["--dtype=float32", "--compile=False"]
+    reference = losses(place, "one", uncompiled)
     layouts = [[], ["--zero=1"], ["--zero=2"], ["--zero=3"]]
     if n % 2 == 0:
         layouts += [
@@ -571,7 +596,7 @@ def several(place: Place) -> Iterator[Line]:
         layouts.append(["--zero=3", "--tp=2", "--pp=2"])
     layouts.append(["--ddp_bucket_mb=0.02", "--compile=True"])
     for flags in layouts:
-        found = distance(reference, losses(place, "several", [*exact, *flags], n))
+        found = distance(reference, losses(place, "several", [*uncompiled, *flags], n))
         yield at_most(f"float32 on {n} processes {' '.join(flags)}".strip(), found, 1e-4)
     run(place, "bench.py", ["--comm=True", f"--nproc={n}", "--json_path=comm.json"])
     for cell in json.loads((place.folder / "comm.json").read_text())["comm"][-5:]:
@@ -609,6 +634,7 @@ CHECKS = (
     compiled,
     cuda_graphs,
     resume,
+    exact,
     speed,
     nanogpt,
     parts,

@@ -21,6 +21,8 @@ LAUNCH, LAUNCHERS = "tests/test_launch.py", "tests/test_launchers.py"
 NETWORKS = "tests/test_slow_networks.py"
 EP = "tests/test_experts.py::test_every_layout_has_the_curve_of_one_process"
 MOE = "tests/test_moe.py"
+EXACT = "tests/test_exact.py"
+EXACT_RUNS = f"{EXACT}::test_three_layouts_have_the_bits_of_one_process"
 KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 
 # name: (file, original text, its replacement, the tests that must fail)
@@ -45,8 +47,8 @@ MUTATIONS = {
     ),
     "all-reduce: of the evaluation": (
         "isogpt/monitor/evaluation.py",
-        "over_ranks.mean().item() * copies for",
-        "over_ranks[0].item() * copies for",
+        "over_ranks.sum().item() / sharing for",
+        "over_ranks[0].item() for",
         PARITY,
     ),
     "share: its weight in the gradient": (
@@ -312,8 +314,8 @@ MUTATIONS = {
     "random state: of a step": ("train.py", "    precision.seed_step(seed, step, ranks.rank)\n", "", KILLED),
     "random state: of the rank": (
         "isogpt/training/precision.py",
-        "SeedSequence((seed, step, rank))",
-        "SeedSequence((seed, step, 0))",
+        "seed_generators(seed, step, rank)",
+        "seed_generators(seed, step, 0)",
         RESUME,
     ),
     "order of the reduction after a start": (
@@ -459,6 +461,79 @@ MUTATIONS = {
         "len(cores) // sharing",
         "len(cores)",
         LAUNCHERS,
+    ),
+    "exact: float sums": (
+        "isogpt/parallel/exact.py",
+        "total += (part * factor).round_().to(torch.int64)",
+        "total.copy_((total.float() + part * factor).to(torch.int64))",
+        EXACT,
+    ),
+    "exact: the order of the norm": (
+        "isogpt/parallel/exact.py",
+        "coarse, fine = sum_of_squares([grad for grad in grads if grad.numel()], self.device)",
+        "coarse, fine = torch.cat(grads).square().sum().double(), 0.0",
+        EXACT_RUNS,
+    ),
+    "exact: the fine part of the norm": (
+        "isogpt/parallel/exact.py",
+        "fine.append(rounded(square.sub_(high), FINE_UNIT).sum())",
+        "fine.append(square.sub_(high).sum())",
+        EXACT,
+    ),
+    "exact: rows of a micro-batch": (
+        "isogpt/data/reader.py",
+        "if self.plan.exact: return share_of_whole",
+        "if False: return share_of_whole",
+        EXACT_RUNS,
+    ),
+    "exact: rows of an evaluation": (
+        "isogpt/data/reader.py",
+        "if self.plan.exact: share = share_of_whole",
+        "if False: share = share_of_whole",
+        EXACT_RUNS,
+    ),
+    "exact: dropout depends on the rank": (
+        "train.py",
+        "precision.seed_generators(seed, step, share.first(micro_step),",
+        "precision.seed_generators(seed, step, ranks.rank,",
+        EXACT_RUNS,
+    ),
+    "exact: Muon's batches": (
+        "isogpt/training/exact_steps.py",
+        "inner.separately = True",
+        "inner.separately = False",
+        EXACT,
+    ),
+    "exact: AdamW's vectors": ("isogpt/training/exact_steps.py", "-tensors[0].numel() % VECTOR", "0", EXACT),
+    "exact: threads": (
+        "isogpt/training/precision.py",
+        "torch.set_num_threads(threads_of_exact())",
+        "pass",
+        f"{EXACT}::test_every_layout_has_the_bits_of_one_process[gpt2]",
+    ),
+    "exact: what is too large": (
+        "isogpt/parallel/exact.py",
+        "fit = (low >= -self.largest) & (high <= self.largest)",
+        "fit = (low + high).isfinite()",
+        EXACT,
+    ),
+    "exact: padding is added": (
+        "isogpt/parallel/exact.py",
+        "if not self.is_padding: self.check(key, values)",
+        "if True: self.check(key, values)",
+        EXACT,
+    ),
+    "exact: replicas of shards": (
+        "isogpt/parallel/exact.py",
+        "if sums.group: dist.all_reduce(sums.totals[self], group=sums.group)",
+        "",
+        f"{EXACT}::test_every_layout_has_the_bits_of_one_process[llama-gqa]",
+    ),
+    "exact: FSDP casts": (
+        "isogpt/parallel/data.py",
+        "plan.torch_dtype != torch.float32 and not plan.exact",
+        "plan.torch_dtype != torch.float32",
+        f"{EXACT}::test_every_layout_has_the_bits_of_one_process[bfloat16]",
     ),
     "attention: later keys are seen": (
         "isogpt/nn/kernels.py",

@@ -24,7 +24,7 @@ def check(tmp_path, *args):
 
 @pytest.mark.slow
 def test_checks_of_one_process_run_on_a_cpu(tmp_path):
-    lines = check(tmp_path, "--device=cpu", "curve", "cuda_graphs", "resume", "speed", "parts")
+    lines = check(tmp_path, "--device=cpu", "curve", "cuda_graphs", "resume", "exact", "speed", "parts")
     assert len(lines) > 8 and sum(line["passed"] is True for line in lines) > 3
 
 

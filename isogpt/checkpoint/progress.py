@@ -27,15 +27,19 @@ class Progress:
     skipped: set[int] = field(default_factory=set)
     wandb_id: str | None = None
     shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
+    kind_of_device: dict[str, str] = field(default_factory=dict)  # with exact, see precision.kind_of_device
 
-    def begin(self, measures: dict, source: OpenCheckpoint | None) -> list[str]:
+    def begin(
+        self, measures: dict, source: OpenCheckpoint | None, kind_of_device: dict[str, str]
+    ) -> list[str]:
         """
         Begin a run, or continue a checkpoint's; returns a sentence about each thing that is not continued.
 
         Args:
             measures: what the run's validation losses depend on, see measures.what_is_measured.
+            kind_of_device: with `exact`, what the bits depend on, see precision.kind_of_device; else {}.
         """
-        self.measures = measures
+        self.measures, self.kind_of_device = measures, kind_of_device
         return self.load(source) if source else []
 
     def load(self, source: OpenCheckpoint) -> list[str]:
@@ -45,6 +49,7 @@ class Progress:
         self.rewind(run)
         self.skipped, self.wandb_id = set(ours.get("left_out", [])), ours.get("wandb_id")
         self.shares = tuple(ours.get("shares", ()))
+        notes += changed_bits(ours.get("kind_of_device") or {}, self.kind_of_device)
         changed = changed_measures(measures_of(run), self.measures)
         if not changed:
             self.best_val_loss = run["best_val_loss"]
@@ -89,4 +94,24 @@ class Progress:
             "left_out": sorted(self.skipped),
             "wandb_id": self.wandb_id,
             "shares": list(self.shares),
+            "kind_of_device": self.kind_of_device,
         }
+
+
+def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """
+    What a run with `exact` should know about the run that it continues: nothing, or a sentence. The arguments
+    are results of precision.kind_of_device, empty without `exact`.
+    """
+    if not now:
+        return []
+    if not before:
+        return [
+            "exact: the checkpoint was written without exact, so its bits depend on the layout up to here"
+        ]
+    changed = [
+        f"{name} is {now[name]}, not {before.get(name)}" for name in now if now[name] != before.get(name)
+    ]
+    if not changed:
+        return []
+    return [f"exact: {', '.join(changed)}: the bits may differ from those of a run without this change"]

@@ -17,7 +17,7 @@ from isogpt.data.dataset import DataError, Dataset, check_ids, release_pages
 from isogpt.data.windows import random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-from isogpt.parallel.shares import PADDING, Share, share_of
+from isogpt.parallel.shares import PADDING, Share, share_of, share_of_whole
 
 Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size / cp)
 
@@ -67,11 +67,13 @@ class Reader:
 
     def share_of_rank(self, rank: int) -> Share:
         """A rank's share of a step."""
-        data_rank = self.mesh.data_rank_of(rank)
+        data_rank, data_size = self.mesh.data_rank_of(rank), self.mesh.data_size
+        if self.plan.exact:
+            return share_of_whole(self.sequences, data_rank, data_size, self.plan.micro_batch, self.mesh.pp)
         return share_of(
             self.plan.sequences,
             data_rank,
-            self.mesh.data_size,
+            data_size,
             self.plan.micro_batch,
             self.mesh.pp,
             self.speeds,
@@ -109,9 +111,11 @@ class Reader:
         """
         tokens, stream = (self.data.train, EVAL_TRAIN) if split == "train" else (self.data.val, EVAL_VAL)
         starts = random_windows(len(tokens), self.block_size, self.seed, stream, 0, sequences)
-        share = share_of(
-            sequences, self.mesh.data_rank, self.mesh.data_size, self.plan.micro_batch, speeds=self.speeds
-        )
+        place = (self.mesh.data_rank, self.mesh.data_size, self.plan.micro_batch)
+        if self.plan.exact:
+            share = share_of_whole(sequences, *place)
+        else:
+            share = share_of(sequences, *place, speeds=self.speeds)
         count_read = 0
         try:
             for batch in self.read(tokens, lambda _: starts, [0], share):

@@ -11,6 +11,7 @@ from isogpt.data.reader import Reader
 from isogpt.launch.together import gather_numbers, gather_objects, number_dtype
 from isogpt.monitor.signals import Stop
 from isogpt.parallel.data import reshard
+from isogpt.parallel.exact import TOKENS_UNIT, rounded
 from isogpt.speed.clock import Clock
 
 
@@ -42,14 +43,15 @@ def evaluate(
     Raises:
         DataError: on all ranks, if any rank could not read the data.
     """
-    device, problems = reader.device, []
+    device, dtype, problems = reader.device, number_dtype(reader.device), []
     sums = {split: 0.0 for split in SplitSums._fields}
     model.eval()
     for split in sums:
         try:
             for i, (x, y) in enumerate(reader.evaluation(split, sequences)):
                 with clock("evaluation"), autocast:
-                    sums[split] += model(x, y, 1.0)[1].to(number_dtype(device))  # the sum over the targets
+                    loss = model(x, y, 1.0)[1]  # the sum over the targets
+                    sums[split] += rounded(loss, TOKENS_UNIT) if reader.plan.exact else loss.to(dtype)
                 if stop.in_evaluation(i, device, checkpoint_s):
                     break
         # raised after the last micro-batch: this rank has computed as many micro-batches as the others
@@ -60,9 +62,9 @@ def evaluate(
     model.train()
     reshard(model)
     raise_together("; ".join(problems))
-    copies = reader.mesh.data_size * reader.mesh.cp  # ranks with different tokens
+    sharing = reader.mesh.pp * reader.mesh.tp  # ranks with the same tokens
     totals = [
-        over_ranks.mean().item() * copies for over_ranks in gather_numbers(SplitSums(**sums), device).read()
+        over_ranks.sum().item() / sharing for over_ranks in gather_numbers(SplitSums(**sums), device).read()
     ]
     train_loss, val_loss = (total / (sequences * reader.block_size) for total in totals)
     return None if stop.agreed else (train_loss, val_loss)

@@ -47,7 +47,12 @@ def explain_out_of_memory(watchdog: Watchdog, use: MemoryUse, error: BaseExcepti
     name = rank_names(watchdog.ranks.hosts)[watchdog.ranks.rank]
     source = f"{name}: " if watchdog.ranks.world_size > 1 else ""
     problem, hint = f"error: {source}out of memory {cause}: {line_of(error)}", ""
-    if watchdog.progress.step < use.first_step + 3 and most > 1 and not is_allocating:
+    if use.reader.plan.exact:
+        hint = (
+            "\nwith exact, the micro-batch is part of the run: to start a run with other bits, halve "
+            "--batch_size= and double --gradient_accumulation_steps="
+        )
+    elif watchdog.progress.step < use.first_step + 3 and most > 1 and not is_allocating:
         record(Path(use.out_dir) / MICRO_BATCH, use.reader.plan.job(), most // 2)
         hint = (
             f"\nthe next start in {use.out_dir} uses micro-batches of {most // 2} (same global batch, same "

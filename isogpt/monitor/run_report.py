@@ -45,10 +45,13 @@ class RunReport:
         self.progress = self.logger.progress
         self.traffic = BytesSent(self.ranks.world_size)
 
-    def evaluation(self, train_loss: float, val_loss: float, lr: float) -> None:
-        """Report an evaluation, and plot the losses so far."""
+    def evaluation(self, train_loss: float, val_loss: float, lr: float, digest: str = "") -> None:
+        """
+        Report an evaluation, with the digest of the weights if there is one, and plot the losses so far.
+        """
         step = self.progress.step
-        self.logger.tell("evaluation", {"iter": step, "train_loss": train_loss, "val_loss": val_loss}, lr)
+        record = {"iter": step, "train_loss": train_loss, "val_loss": val_loss}
+        self.logger.tell("evaluation", record | ({"weights": digest} if digest else {}), lr)
         if self.steps_taken and step <= self.max_iters:  # `done` plots after the last step
             self.logger.tell("draw")
 

@@ -1,5 +1,6 @@
 """Compare the weights of ranks that hold the same parameters."""
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -7,7 +8,10 @@ import torch
 from torch import nn
 
 from isogpt.launch.together import exit_together, gather_objects
-from isogpt.parallel.local_parts import local_parts_by_name
+from isogpt.parallel.local_parts import is_sharded, local_parts_by_name, whole_tensors
+from isogpt.parallel.mesh import DATA_AXES, Mesh
+
+DIGITS = 12  # of a digest that people compare
 
 
 def check_equal_weights(model: nn.Module, step: int, on_error: Callable, island: int = 0) -> None:
@@ -45,6 +49,27 @@ def weight_differences(model: nn.Module, island: int = 0) -> str:
         if ranks
     ]
     return "; ".join(texts if len(texts) <= 3 else [*texts[:3], f"and {len(texts) - 3} more"])
+
+
+@torch.no_grad()
+def weights_digest(model: nn.Module, mesh: Mesh) -> str:
+    """
+    Return the first digits of the SHA-256 of the weights, the same on any layout (all ranks). It is the
+    digest of the parameters' digests, which the ranks that hold a parameter divide among themselves.
+    """
+    number, copies = mesh.place(*DATA_AXES)
+    shards = mesh.group("dp_shard", "ep", "cp") if any(is_sharded(p) for p in model.parameters()) else None
+    mine = {}
+    for i, (name, part) in enumerate(local_parts_by_name(model).items()):
+        if not shards and i % copies != number:
+            continue
+        whole = whole_tensors([part], shards, next(model.parameters()).device)  # (1, *shape)
+        if i % copies == number:
+            whole = whole.add_(0.0)  # -0 becomes 0, as the sum over the shards makes it
+            mine[name] = hashlib.sha256(whole.cpu().numpy()).hexdigest()
+    found = {name: digest for digests in gather_objects(mine) for name, digest in digests.items()}
+    lines = "".join(f"{name} {found[name]}\n" for name in sorted(found))
+    return hashlib.sha256(lines.encode()).hexdigest()[:DIGITS]
 
 
 def most_common(values: list[int]) -> int:

@@ -13,7 +13,9 @@ from isogpt.parallel.local_parts import is_split
 EXCHANGE = "expert parallelism: a step's token counts decide how many rows a rank receives"
 
 
-def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_graphs: bool = False) -> str:
+def compile_model(
+    model: nn.Module, device: torch.device, by_block: bool, cuda_graphs: bool = False, is_exact: bool = False
+) -> str:
     """
     Compile the model in place (all ranks); parameters keep their names. The model stays uncompiled on a CPU,
     where compilation takes 10 s and gains nothing. It also stays uncompiled if a trial compilation fails on
@@ -23,6 +25,8 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_g
         by_block: compile each block and the loss separately, as FSDP requires.
         cuda_graphs: record the kernels of a forward or backward pass in a CUDA graph and launch them
             together. Gradients must be allocated before; see `settle_gradients`.
+        is_exact: do not divide graphs where DistributedDataParallel's buckets are full, which other layouts
+            do not have.
 
     Returns:
         A sentence for the user about what was done.
@@ -39,6 +43,8 @@ def compile_model(model: nn.Module, device: torch.device, by_block: bool, cuda_g
         return f"compile: does not work on this machine, training without it (slower): {problems[0]}"
     # functions that fail to compile later run uncompiled, with a warning
     torch._dynamo.config.suppress_errors = True
+    if is_exact:
+        torch._dynamo.config.optimize_ddp = False
     compile_parts(model, by_block, mode="reduce-overhead" if cuda_graphs else None)
     return "compile: the first step takes about a minute longer"
 

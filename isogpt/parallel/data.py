@@ -27,17 +27,17 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     when it is needed; embeddings, the tied head and the last norm form the root unit. With zero 2 the
     gathered parameters stay until the backward pass is done. The same holds in a pipeline whose schedule
     delays gradients of weights. Blocks compute in the plan's dtype; weights and the reduction of gradients
-    are float32. With grad_compression, fully_shard does not average gradients over dp_replicate.
+    are float32. With grad_compression or exact, fully_shard does not average gradients over dp_replicate.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
-    if plan.torch_dtype != torch.float32:
+    if plan.torch_dtype != torch.float32 and not plan.exact:  # with exact, autocast converts, as with DDP
         policy = MixedPrecisionPolicy(plan.torch_dtype, torch.float32)
     # pipeline stages receive float32 numbers of the routers, which must not be cast
     root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    reduces_replicas = plan.grad_compression == "none"
+    reduces_replicas = plan.grad_compression == "none" and not plan.exact
     settings = dict(mesh=mesh.fsdp_mesh(reduces_replicas, "dp_shard", "ep", "cp"), offload_policy=offload)
     blocks, prefetch = list(model.transformer.h), plan.fsdp_prefetch
     delays_weights = mesh.pp > 1 and plan.pp_schedule in ("zero_bubble", "zbv")
@@ -119,6 +119,7 @@ def settle_gradients(
     y: Tensor,
     target_count: float,
     autocast: AbstractContextManager,
+    passes: int = 1,
 ) -> bool:
     """
     Allocate, before the first step (all ranks), gradients that keep their memory for the whole run. Returns
@@ -132,11 +133,15 @@ def settle_gradients(
     With CUDA graphs, autograd would use the graph's output as the first micro-batch's gradient, and the
     graph's next run would overwrite it (pytorch issue 169545). To a gradient that already exists, autograd
     adds the output.
+
+    Args:
+        passes: how many passes are discarded. After two, gradients are views of the reordered buckets.
     """
     if isinstance(model, DistributedDataParallel):
-        with autocast:
-            _, loss = model(x, y, target_count)
-        loss.backward()
+        for _ in range(passes):
+            with autocast:
+                _, loss = model(x, y, target_count)
+            loss.backward()
         model.zero_grad(set_to_none=False)
         return True
     if cuda_graphs:

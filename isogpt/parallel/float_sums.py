@@ -17,12 +17,14 @@ from isogpt.parallel.shares import Share
 class FloatSums:
     """
     Which micro-batches reduce gradients over the ranks, what the losses are divided by, and the gradient's
-    norm. Every rank calls the same methods in each step.
+    norm. Every rank calls the same methods in each step. exact.ExactSums has the same methods: some of them
+    do nothing here, since autograd, DDP and FSDP add the gradients.
 
     Attributes:
         loss_divisor: the loss that is differentiated is a sum over tokens, divided by this number. So the
             mean over the ranks of an island is the mean over the island's tokens.
         loss_weight: the weight of this rank's loss in the mean over all ranks, the loss of the batch.
+        passes: see data.settle_gradients.
     """
 
     model: nn.Module  # wrapped with DistributedDataParallel if this is used
@@ -33,6 +35,7 @@ class FloatSums:
     compression: Compression | None = None
     loss_divisor: float = field(init=False)
     loss_weight: float = field(init=False)
+    passes: int = 1
 
     def __post_init__(self) -> None:
         plan, share = self.plan, self.share
@@ -45,6 +48,22 @@ class FloatSums:
             is_auto and plan.zero >= 2 and not plan.cpu_offload
         )
         self.adds_shards = is_auto and plan.cpu_offload  # copied to the CPU in the last micro-step
+
+    def attach(self) -> None:
+        """Nothing: DDP reduces its buckets by itself."""
+
+    def start_step(self) -> None:
+        """Nothing: gradients were set to zero after the step before."""
+
+    def start_micro_batch(self, micro_step: int) -> None:
+        """Nothing: no sum depends on the number of the micro-batch."""
+
+    def add_gradients(self, module: nn.Module | None = None) -> None:
+        """Nothing: autograd adds to the gradients."""
+
+    def loss_term(self, loss: Tensor) -> Tensor:
+        """A micro-batch's loss as a term of the step's loss."""
+        return loss.detach()
 
     def micro_batch(self, micro_step: int) -> AbstractContextManager:
         """
@@ -61,6 +80,9 @@ class FloatSums:
         reduces_data = self.plan.grad_sync != "never"
         complete_gradients(self.raw_model, self.mesh, self.plan.zero, reduces_data, self.compression)
 
-    def norm_share(self) -> Tensor:
-        """This rank's share of the gradient's squared norm: the sum over all ranks is the squared norm."""
-        return norm_share(self.by_replica_count)
+    def norm_share(self) -> tuple[Tensor, float]:
+        """
+        This rank's share of the gradient's squared norm, in two parts (see exact.sum_of_squares), of which
+        the second is 0. The sum over all ranks is the squared norm.
+        """
+        return norm_share(self.by_replica_count), 0.0

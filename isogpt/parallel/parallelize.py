@@ -32,9 +32,10 @@ def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) 
 
         parallelize_context(model, mesh, device)
     recompute(model, plan.activation_checkpointing)
-    by_block, note = plan.zero >= 2 or mesh.splits_model, "compile: off"
+    # with exact, the compiled parts are the same on all layouts
+    by_block, note = plan.zero >= 2 or mesh.splits_model or plan.exact, "compile: off"
     if plan.compile:
-        note = compile_model(model, device, by_block, plan.cuda_graphs)
+        note = compile_model(model, device, by_block, plan.cuda_graphs, plan.exact)
     if plan.zero >= 2:
         shard(model, mesh, device, plan)
     materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)

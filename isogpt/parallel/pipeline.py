@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.kernels import KVCache
+from isogpt.parallel.exact import ExactSums
+from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.shares import Share
 
@@ -172,6 +174,18 @@ def timed(function: Callable, clock: Timer, context: AbstractContextManager | No
     return timed_function
 
 
+def summing(backward: Callable, sums: FloatSums | ExactSums, module: nn.Module) -> Callable:
+    """Wrap a stage's backward pass, so that the gradients of a micro-batch are added to the sums."""
+
+    def backward_and_sum(micro_step: int, *args: object, **kwargs: object) -> object:
+        result = backward(micro_step, *args, **kwargs)
+        sums.start_micro_batch(micro_step)
+        sums.add_gradients(module)
+        return result
+
+    return backward_and_sum
+
+
 @dataclass
 class Pipeline:
     """
@@ -206,11 +220,11 @@ class Pipeline:
         self,
         share: Share,
         scaler: torch.amp.GradScaler,
-        loss_divisor: float,
+        sums: FloatSums | ExactSums,
         clock: Timer,
         autocast: AbstractContextManager,
     ) -> None:
-        """Make the schedule for steps with this rank's share of a batch."""
+        """Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives."""
         from torch.distributed import pipelining
 
         # if a stage fails, the library would log the whole schedule before the error is raised
@@ -233,15 +247,17 @@ class Pipeline:
                 )
             )
             stages[-1].forward_one_chunk = timed(stages[-1].forward_one_chunk, clock, autocast)
-            stages[-1].backward_one_chunk = timed(stages[-1].backward_one_chunk, clock)
+            backward = timed(stages[-1].backward_one_chunk, clock)
+            stages[-1].backward_one_chunk = summing(backward, sums, module)
             stages[-1].backward_weight_one_chunk = timed(stages[-1].backward_weight_one_chunk, clock)
 
         def scaled_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
             x, routing = output if isinstance(output, tuple) else (output, None)
             with clock("stages"), autocast:
-                return scaler.scale(self.model.predict(x, routing, targets, loss_divisor)[1])
+                return scaler.scale(self.model.predict(x, routing, targets, sums.loss_divisor)[1])
 
         self.micro_steps, self.scaler, self.clock = share.micro_steps, scaler, clock
+        self.sums = sums
         self.schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])(
             stages if stages_per_rank(self.pp_schedule) > 1 else stages[0],
             share.micro_steps,
@@ -268,10 +284,15 @@ class Pipeline:
         inputs, target = [x] if self.has_first else [], y if self.has_last else None
         with self.clock("pipeline"):
             self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
-        total = torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self.device)
         # scaler.get_scale() would wait for the GPU
         scale = self.scaler.scale(torch.ones((), device=self.device))
-        return total * self.mesh.pp / scale
+        if not losses:
+            return torch.zeros((), device=self.device)
+        terms = []
+        for micro_step, loss in enumerate(losses):
+            self.sums.start_micro_batch(micro_step)
+            terms.append(self.sums.loss_term(loss / scale))
+        return torch.stack(terms).sum() * self.mesh.pp
 
     @torch.no_grad()
     def forward(

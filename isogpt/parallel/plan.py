@@ -61,6 +61,7 @@ class Plan:
     activation_checkpointing: str = "none"
     compile: bool = True
     cuda_graphs: bool = False
+    exact: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:

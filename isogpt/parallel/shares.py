@@ -46,14 +46,22 @@ class Share:
         """This rank's rows of a micro-step."""
         return self.rows_of[self.data_rank]
 
+    def first(self, micro_step: int) -> int:
+        """
+        The place in the batch of this rank's first row of a micro-step. Beyond the end of the batch, or of
+        the island's part of it, it is the place that the row would have.
+        """
+        places, rows_of, rank = self.island()
+        return places.start + micro_step * sum(rows_of) + sum(rows_of[:rank])
+
     def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
         """
         This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond the
         end of the batch, or of the island's part of it.
         """
-        places, rows_of, rank = self.island()
-        first = micro_step * sum(rows_of) + sum(rows_of[:rank])
-        mine = starts[places.start : places.stop][first : first + self.rows]
+        places, _, _ = self.island()
+        first = self.first(micro_step)
+        mine = starts[min(first, places.stop) : min(first + self.rows, places.stop)]
         return np.pad(mine, (0, self.rows - len(mine)), constant_values=PADDING)
 
     def padding(self) -> int:
@@ -88,6 +96,16 @@ def share_of(
     bounds = [i * sequences // islands for i in range(islands + 1)]
     counts = tuple(end - start for start, end in pairwise(bounds)) if islands > 1 else ()
     return Share(sequences, data_rank, micro_steps, (-(-most // micro_steps),) * data_size, counts)
+
+
+def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1) -> Share:
+    """
+    `share_of` in which every micro-batch has batch_size rows, and which micro-batches there are does not
+    depend on the layout: the ranks take turns. 8 micro-batches on 3 ranks are 3 micro-steps, and one rank has
+    only padding in the last micro-step.
+    """
+    micro_steps = -(-sequences // (batch_size * data_size))
+    return Share(sequences, data_rank, -(-micro_steps // pp) * pp, (batch_size,) * data_size)
 
 
 def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:

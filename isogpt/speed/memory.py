@@ -55,6 +55,7 @@ def rank_estimate(plan: Plan, pp_rank: int) -> dict[str, float]:
     shards = max(1, plan.world_size // (islands * plan.dp_replicate * plan.pp * tp))
     n, shard = block * layers + edges / tp, (whole * layers + edges / tp) / shards
     size = plan.torch_dtype.itemsize
+    gathered_size = 4 if plan.exact else size  # with exact, autocast converts what has been gathered
     weights, gradients, moments = 4 * n, 4 * n, 8 * (shard if zero >= 1 else n)
     if plan.cuda_graphs and plan.device_type == "cuda":
         gradients *= 2  # gradients of the graph, and gradients to which these are added
@@ -66,8 +67,10 @@ def rank_estimate(plan: Plan, pp_rank: int) -> dict[str, float]:
         gathered = n - block * (model_args["n_layer"] - gathered_blocks)
         # in every micro-step, not only in the last micro-step
         reduces_always = plan.grad_sync in ("auto", "every")
-        weights = 4 * shard + size * (n if zero == 2 else gathered)
+        weights = 4 * shard + gathered_size * (n if zero == 2 else gathered)
         gradients = 4 * shard + size * (gathered if reduces_always else n)
+    if plan.exact:  # the sums of all micro-batches, as 64-bit integers
+        gradients += 8 * (shard if zero >= 2 else n)
     if plan.cpu_offload:
         weights, moments = weights - 4 * shard, 0
         if plan.grad_sync != "auto":  # 'auto' adds up the shards of the gradients on the device

@@ -46,6 +46,8 @@ def make_plan(config: dict, ranks: Ranks, data: Dataset, start: Start) -> Plan:
     plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))
     if config["layout"] == "auto":
         plan = with_best_layout(plan, ranks, config["out_dir"])
+    if plan.exact:  # a smaller micro-batch would give other bits
+        return plan
     rows = gather_objects(micro_batch_of(config["out_dir"], plan.job(), plan.batch_size))
     return replace(plan, micro_batch=min(rows))
 

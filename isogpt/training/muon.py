@@ -52,6 +52,7 @@ class Muon(torch.optim.Muon):
     ) -> None:
         super().__init__(groups, lr)
         self.dtype, self.group = dtype, group
+        self.separately = False  # whether the bits must not depend on the layout
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -64,7 +65,8 @@ class Muon(torch.optim.Muon):
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
             updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov momentum
             parts = [matrix_part(u, p) for u, p in zip(updates, params, strict=True)]
-            orthogonalize_parts(parts, group["rows"], self.dtype, self.group, params[0].device)
+            device = params[0].device
+            orthogonalize_parts(parts, group["rows"], self.dtype, self.group, device, self.separately)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
@@ -75,6 +77,7 @@ def orthogonalize_parts(
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
     device: torch.device,
+    separately: bool = False,
 ) -> None:
     """
     Orthogonalize the matrices of heights `rows` whose parts this rank holds, in place (all ranks of the
@@ -82,11 +85,15 @@ def orthogonalize_parts(
 
     Only here do bits depend on the layout: the parameters that a rank updates determine how many matrices a
     matmul multiplies together.
+
+    Args:
+        separately: multiply one matrix at a time, with the same bits on any layout.
     """
     wholes = whole_tensors(parts, group, device)  # (parameters, rows, columns)
     for matrices in stacked_matrices(wholes, rows):
         scale = math.sqrt(max(1, matrices.size(1) / matrices.size(2)))
-        matrices.copy_(orthogonalize(matrices, dtype)).mul_(scale)
+        for batch in matrices.split(1) if separately else [matrices]:
+            batch.copy_(orthogonalize(batch, dtype)).mul_(scale)
     for part, whole in zip(parts, wholes, strict=True):
         part.put(whole)
 

@@ -1,6 +1,7 @@
 """The dtype to compute in, TF32, determinism and random seeds."""
 
 import os
+import platform
 import random
 from contextlib import suppress
 
@@ -106,12 +107,78 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def fix_threads(device: torch.device) -> None:
+    """
+    Let each process on a CPU use OMP_NUM_THREADS threads, by default 1. The bits of some kernels, such as the
+    backward pass of LayerNorm, depend on the number of threads, which otherwise depends on the number of
+    processes.
+    """
+    if device.type == "mps":
+        raise ValueError(
+            "exact needs float64 numbers, which device 'mps' lacks: set --exact=False or --device=cpu"
+        )
+    if device.type == "cpu":
+        torch.set_num_threads(threads_of_exact())
+
+
+def threads_of_exact() -> int:
+    """OMP_NUM_THREADS, or 1."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdigit() and int(wanted) else 1
+
+
+def kind_of_device(device: torch.device, batch_size: int) -> dict[str, str]:
+    """What the bits of a run with `exact` depend on besides the settings that determine the loss curve."""
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device), "PyTorch": torch.__version__} | {
+            "batch_size": str(batch_size)
+        }
+    names = {
+        line.partition(":")[2].strip() for line in lines_of("/proc/cpuinfo") if line.startswith("model name")
+    }
+    name = " and ".join(sorted(names)) or platform.processor() or platform.machine()
+    return {
+        "device": f"{name} ({torch.backends.cpu.get_cpu_capability()})",
+        "PyTorch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "batch_size": str(batch_size),
+    }
+
+
+def lines_of(path: str) -> list[str]:
+    """The lines of a file; none if it cannot be read."""
+    with suppress(OSError), open(path) as f:
+        return f.readlines()
+    return []
+
+
+def differences_of_devices(kinds: list[dict[str, str]]) -> list[str]:
+    """A sentence about each difference between the ranks' results of `kind_of_device`."""
+    found = []
+    for name in kinds[0]:
+        values = dict.fromkeys(kind[name] for kind in kinds)
+        if len(values) > 1:
+            ranks = "; ".join(
+                f"{value} on rank {', '.join(str(r) for r, kind in enumerate(kinds) if kind[name] == value)}"
+                for value in values
+            )
+            found.append(
+                f"exact: {name} is not the same on all ranks ({ranks}): other layouts may give other bits"
+            )
+    return found
+
+
 def seed_step(seed: int, step: int, rank: int) -> None:
     """
     Seed all generators for one step. Dropout masks become a function of (seed, step, rank), so that a resumed
     run draws the same masks without any saved random state.
     """
-    number = int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0])
+    seed_generators(seed, step, rank)
+
+
+def seed_generators(*key: int) -> None:
+    """Seed all generators with whole numbers, such as (seed, step, rank)."""
+    number = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
     if torch.accelerator.is_available():
         torch.manual_seed(number)  # also seeds every device's generator
     else:  # the same on a machine with CPUs only; torch.manual_seed spends 0.1 ms on looking for devices

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from isogpt.data.dataset import Dataset
-from isogpt.nn.architecture import GPTConfig, problems_of_shape
+from isogpt.nn.architecture import ARCHS, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.mesh import stages_per_rank
 from isogpt.parallel.plan import Plan, normalized
@@ -231,7 +231,11 @@ def check_training(config: dict) -> None:
         ),
     )
     problems += [message for is_wrong, message in checks if is_wrong]
-    report(problems + layout_problems(SimpleNamespace(**normalized(config))))
+    report(
+        problems
+        + layout_problems(SimpleNamespace(**normalized(config)))
+        + (problems_of_exact(c) if c.exact else [])
+    )
 
 
 def check_layout(plan: Plan) -> None:
@@ -301,6 +305,50 @@ def layout_problems(c: Plan | SimpleNamespace) -> list[str]:
         ),
     )
     return [message for is_wrong, message in checks if is_wrong]
+
+
+def problems_of_exact(c: SimpleNamespace) -> list[str]:
+    """A sentence for each setting with which `exact` cannot give the same bits on any number of processes."""
+    is_sharded = c.fsdp or c.zero >= 2
+    checks = (
+        *(
+            (getattr(c, name) > 1, f"{name} divides the sums inside a micro-batch: set --{name}=1")
+            for name in ("tp", "cp", "ep")
+        ),
+        (c.layout != "manual", "layout 'auto' may choose tp, cp or ep: set --layout=manual"),
+        (
+            c.shares != "equal",
+            f"shares {c.shares!r} divides micro-batches, which must stay whole: set --shares=equal",
+        ),
+        (
+            c.grad_compression != "none",
+            f"grad_compression {c.grad_compression!r} rounds each rank's sum: set --grad_compression=none",
+        ),
+        (c.islands != 1, "the islands' weights depend on how many islands there are: set --islands=1"),
+        (
+            c.grad_sync != "auto",
+            f"grad_sync {c.grad_sync!r} adds or leaves out floating-point sums: set --grad_sync=auto",
+        ),
+        (c.cuda_graphs, "cuda_graphs is for one process: set --cuda_graphs=False"),
+        (
+            c.cpu_offload,
+            "the sums are on the GPU, and cpu_offload has no use for them: set --cpu_offload=False",
+        ),
+        (
+            c.pp > 1 and is_sharded,
+            f"in a pipeline, zero 2 and 3 add a rank's micro-batches before they can be rounded: set "
+            f"{'--fsdp=False' if c.fsdp else '--zero=1'}, or --pp=1",
+        ),
+        (
+            c.pp > 1 and c.pp_schedule in ("zero_bubble", "zbv"),
+            f"pp_schedule {c.pp_schedule!r} mixes several micro-batches' gradients: set --pp_schedule=1f1b",
+        ),
+        (
+            c.pp > 1 and c.dropout > 0,
+            "in a pipeline, dropout masks depend on the stages: set --dropout=0.0, or --pp=1",
+        ),
+    )
+    return [f"exact: {message}, or --exact=False" for is_wrong, message in checks if is_wrong]
 
 
 def check_degrees(plan: Plan, splits_sequence: bool = True) -> None:
@@ -391,6 +439,8 @@ def problems_with_shape(plan: Plan, model_args: dict, splits_sequence: bool) -> 
             f"pp_schedule {plan.pp_schedule!r} makes {pp * per_rank} stages with pp {pp}, but there are "
             f"only {layers} layers: set --pp={max(1, layers // per_rank)}{schedule}"
         )
+    if plan.exact and pp > 1:
+        found += problems_of_exact_stages(model_args)
     length, parts = model_args["block_size"], tp * (2 * cp if cp > 1 else 1)
     if splits_sequence and length % parts:
         lengths = " or ".join(str(n * parts) for n in (length // parts, length // parts + 1) if n)
@@ -401,6 +451,23 @@ def problems_with_shape(plan: Plan, model_args: dict, splits_sequence: bool) -> 
     for name in ("vocab_size", "n_hidden"):  # the last rank would hold nothing
         if (size := model_args.get(name)) and (tp - 1) * ceil(size / tp) >= size:
             found.append(f"tp is {tp}, too many ranks for {name} {size}: set --tp={max(1, tp // 2)}")
+    return found
+
+
+def problems_of_exact_stages(model_args: dict) -> list[str]:
+    """A sentence for each reason why `exact` cannot be used with a pipeline of a model of this shape."""
+    found, is_tied = [], model_args.get("tied")
+    if is_tied is None:  # not decided yet: settings of a new model, or what an architecture does by itself
+        is_tied = {"tied": True, "untied": False}.get(model_args.get("head"), ARCHS[model_args["arch"]].tied)
+    if is_tied:
+        found.append(
+            "exact: in a pipeline, the gradients of a tied head and of the embeddings are rounded "
+            "separately: set --pp=1, or start a model with --arch=llama or nanochat, or --exact=False"
+        )
+    if model_args.get("n_expert"):
+        found.append(
+            "exact: in a pipeline, the routers' statistics have an order: set --pp=1, or --exact=False"
+        )
     return found
 
 

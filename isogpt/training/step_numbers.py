@@ -18,11 +18,13 @@ class StepNumbers(NamedTuple):
     stop: Tensor | float  # Stop.code
     bytes_sent: Tensor | float  # BytesSent.per_step
     loss_scale: Tensor | float  # factor of the loss with float16, else 1
+    # with exact, the squared norm has two parts: each is a sum without rounding
+    grad_square_fine: Tensor | float = 0.0
 
     @property
     def grad_norm(self) -> Tensor:
         """The norm of the global batch's gradient, from gathered numbers."""
-        return self.grad_square.sum().sqrt()
+        return (self.grad_square.sum() + self.grad_square_fine.sum()).sqrt()
 
     @property
     def is_finite(self) -> Tensor:

@@ -84,6 +84,9 @@ CASES = {
     "experts bf16 A100": Case("--n_expert=4 --dtype=bfloat16", limit=HALF, gpu=A100),
     "experts fp16": Case("--n_expert=4 --dtype=float16", limit=HALF, gpu=T4),
     "experts deterministic": Case("--n_expert=4 --deterministic=True"),
+    # the same bits on any number of processes
+    "exact": Case("--exact=True --batch_size=2 --gradient_accumulation_steps=4"),
+    "exact experts bf16": Case("--exact=True --n_expert=4 --dtype=bfloat16", limit=HALF),
     # memory, the log, checks
     "recompute full": Case("--activation_checkpointing=full"),
     "recompute selective": Case("--activation_checkpointing=selective"),
@@ -118,6 +121,11 @@ CASES = {
     "2 powersgd": Case("--grad_compression=powersgd:1", 2, NEAR),
     "2 islands": Case("--islands=2 --local_steps=2", 2, NEAR),
     "2 islands parts": Case("--islands=2 --local_steps=4 --outer_parts=2", 2, NEAR),
+    "2 exact": Case("--exact=True --batch_size=2 --gradient_accumulation_steps=4", 2),
+    "2 exact muon zero 1": Case(f"{MUON} --exact=True --zero=1", 2),
+    "2 exact zero 3 fp16": Case("--exact=True --zero=3 --dtype=float16", 2, HALF, T4),
+    "2 exact hsdp": Case("--exact=True --zero=3 --dp_replicate=2", 2),
+    "2 exact pp": Case(f"{MUON} --exact=True --pp=2", 2),
     "2 shares": Case("--shares=auto", 2),
 }
 # How often the host waits for the GPU in a step, where that is not once, and why. Once is where it reads the
@@ -146,12 +154,14 @@ DAILY = (
     "muon",
     "experts bf16",
     "deterministic dropout",
+    "exact",
     "2 ddp",
     "2 zero 3 fp16",
     "2 tp",
     "2 cp",
     "2 pp",
     "2 ep",
+    "2 exact zero 3 fp16",
 )
 
 
