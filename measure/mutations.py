@@ -466,7 +466,7 @@ MUTATIONS = {
         "isogpt/parallel/exact.py",
         "total += (part * factor).round_().to(torch.int64)",
         "total.copy_((total.float() + part * factor).to(torch.int64))",
-        EXACT,
+        f"{EXACT}::test_integer_sums_have_no_order_and_round_once",
     ),
     "exact: the order of the norm": (
         "isogpt/parallel/exact.py",
@@ -478,7 +478,7 @@ MUTATIONS = {
         "isogpt/parallel/exact.py",
         "fine.append(rounded(square.sub_(high), FINE_UNIT).sum())",
         "fine.append(square.sub_(high).sum())",
-        EXACT,
+        f"{EXACT}::test_the_squared_norm_does_not_depend_on_how_elements_are_divided",
     ),
     "exact: rows of a micro-batch": (
         "isogpt/data/reader.py",
@@ -502,9 +502,14 @@ MUTATIONS = {
         "isogpt/training/exact_steps.py",
         "inner.separately = True",
         "inner.separately = False",
-        EXACT,
+        f"{EXACT}::test_muon_does_not_depend_on_the_matrices_beside_it",
     ),
-    "exact: AdamW's vectors": ("isogpt/training/exact_steps.py", "-tensors[0].numel() % VECTOR", "0", EXACT),
+    "exact: AdamW's vectors": (
+        "isogpt/training/exact_steps.py",
+        "-tensors[0].numel() % VECTOR",
+        "0",
+        f"{EXACT}::test_a_fused_step_on_a_shard_has_the_bits_of_the_whole",
+    ),
     "exact: threads": (
         "isogpt/training/precision.py",
         "torch.set_num_threads(threads_of_exact())",
@@ -515,13 +520,13 @@ MUTATIONS = {
         "isogpt/parallel/exact.py",
         "fit = (low >= -self.largest) & (high <= self.largest)",
         "fit = (low + high).isfinite()",
-        EXACT,
+        f"{EXACT}::test_what_does_not_fit_counts_as_not_finite",
     ),
     "exact: padding is added": (
         "isogpt/parallel/exact.py",
         "if not self.is_padding: self.check(key, values)",
         "if True: self.check(key, values)",
-        EXACT,
+        f"{EXACT}::test_padding_adds_nothing_even_if_it_is_not_finite",
     ),
     "exact: replicas of shards": (
         "isogpt/parallel/exact.py",

@@ -159,8 +159,9 @@ def faulty(self, *args, **kwargs):
         loss.register_hook(lambda g: g * float("nan"))
     return logits, loss
 precision.seed_step, exact.ExactSums.start_micro_batch, model.GPT.forward = seeded, started, faulty
-sys.argv[0] = os.path.join(os.environ["REPO"], "train.py") exec(compile(open(sys.argv[0]).read(), sys.argv[0],
-"exec"), {"__name__": "__main__", "__file__": sys.argv[0]})
+sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
@@ -378,6 +379,7 @@ def test_threads_are_those_of_the_environment_or_one(monkeypatch):
 def test_other_hardware_is_said():
     here = precision.kind_of_device(torch.device("cpu"), 12)
     assert here["threads"] == str(torch.get_num_threads()) and here["PyTorch"] == torch.__version__
+    assert {type(value) for value in here.values()} == {str}, "a checkpoint contains only plain values"
     assert precision.differences_of_devices([here, here]) == [] == precision.differences_of_devices([{}])
     there = here | {"threads": "64"}
     (note,) = precision.differences_of_devices([here, here, there])

@@ -130,7 +130,7 @@ def threads_of_exact() -> int:
 def kind_of_device(device: torch.device, batch_size: int) -> dict[str, str]:
     """What the bits of a run with `exact` depend on besides the settings that determine the loss curve."""
     if device.type == "cuda":
-        return {"device": torch.cuda.get_device_name(device), "PyTorch": torch.__version__} | {
+        return {"device": torch.cuda.get_device_name(device), "PyTorch": str(torch.__version__)} | {
             "batch_size": str(batch_size)
         }
     names = {
@@ -139,7 +139,7 @@ def kind_of_device(device: torch.device, batch_size: int) -> dict[str, str]:
     name = " and ".join(sorted(names)) or platform.processor() or platform.machine()
     return {
         "device": f"{name} ({torch.backends.cpu.get_cpu_capability()})",
-        "PyTorch": torch.__version__,
+        "PyTorch": str(torch.__version__),
         "threads": str(torch.get_num_threads()),
         "batch_size": str(batch_size),
     }
