@@ -155,7 +155,7 @@ def started(sums, micro_step):
     start(sums, micro_step)
 def faulty(self, *args, **kwargs):
     logits, loss = forward(self, *args, **kwargs)
-    if self.training and [now["step"], now.get("micro-batch")] == fault:
+    if self.training and [now.get("step"), now.get("micro-batch")] == fault:
         loss.register_hook(lambda g: g * float("nan"))
     return logits, loss
 precision.seed_step, exact.ExactSums.start_micro_batch, model.GPT.forward = seeded, started, faulty
