@@ -226,7 +226,7 @@ if exact:
 # FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast does
 is_cast = (plan.zero < 2 or exact) and plan.torch_dtype.itemsize == 2
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=is_cast)
-island = mesh.place("islands")  # (index of this rank's island, number of islands)
+island = mesh.rank_and_size("islands")  # (index of this rank's island, number of islands)
 start.load(raw_model, optimizers, scaler, progress, seed, island)
 
 # who reads, communicates, saves and logs
@@ -375,7 +375,7 @@ while not is_complete:
         with clock.on_cpu("data"):
             x, y = next(batches)  # (rows, block_size / cp) each
         if plan.model_args["dropout"]:  # masks of whole micro-batches are the same on any number of processes
-            precision.seed_generators(seed, step, share.first(micro_step), *mesh.place("cp", "tp"))
+            precision.seed_generators(seed, step, share.first(micro_step), *mesh.rank_and_size("cp", "tp"))
         with sums.micro_batch(micro_step):  # DDP's no_sync but for the last micro-batch
             with clock("forward"), autocast:
                 _, loss = model(x, y, sums.loss_divisor)

@@ -130,7 +130,7 @@ class Saver:
         from isogpt.checkpoint import sharded_files
 
         state, own = (
-            state_parts(model, optimizers, self.mesh.place("islands")),
+            state_parts(model, optimizers, self.mesh.rank_and_size("islands")),
             self.slow_network.saved_parts(),
         )
         state = {name: state.get(name, {}) | own.get(name, {}) for name in state | own}

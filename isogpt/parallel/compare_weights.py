@@ -57,7 +57,7 @@ def weights_digest(model: nn.Module, mesh: Mesh) -> str:
     Return the first digits of the SHA-256 of the weights, the same on any layout (all ranks). It is the
     digest of the parameters' digests, which the ranks that hold a parameter divide among themselves.
     """
-    number, copies = mesh.place(*DATA_AXES)
+    number, copies = mesh.rank_and_size(*DATA_AXES)
     shards = mesh.group("dp_shard", "ep", "cp") if any(is_sharded(p) for p in model.parameters()) else None
     mine = {}
     for i, (name, part) in enumerate(local_parts_by_name(model).items()):

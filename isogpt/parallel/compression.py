@@ -177,7 +177,7 @@ class Compression:
                 if is_sharded(p)
                 else ("islands", "dp_replicate", "ep", "cp", "tp")
             )
-            row = self.mesh.place(*(axis for axis in axes if not is_split(p, axis)))
+            row = self.mesh.rank_and_size(*(axis for axis in axes if not is_split(p, axis)))
             is_second = (
                 self.mesh.index("pp") > 0
                 and p is getattr(model.lm_head, "weight", None)

@@ -127,7 +127,7 @@ class ExactSums:
         is_replicated = not any(is_sharded(p) for p in self.model.parameters())
         axes = ("dp_replicate", "dp_shard", "ep", "cp") if is_replicated else ("dp_replicate",)
         self.group = self.mesh.group(*axes)  # the ranks with the same parameters
-        number, copies = self.mesh.place(*axes)
+        number, copies = self.mesh.rank_and_size(*axes)
         # each parameter's norm is computed by one of the ranks that hold it
         self.counted = [p for i, p in enumerate(self.model.parameters()) if i % copies == number]
         # of a micro-batch's integers; the number of micro-batches does not depend on the layout

@@ -186,7 +186,7 @@ class Islands:
 
     def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """The outer momentum, each island's current weights, and the weights that the island has sent."""
-        index, found = self.mesh.place("islands"), {}
+        index, found = self.mesh.rank_and_size("islands"), {}
         for name, p in self.params.items():
             splits = splits_of(p)
             found[name] = {

@@ -57,7 +57,7 @@ class Mesh:
         inner = prod(getattr(self, a) for a in AXES[AXES.index(axis) + 1 :])
         return (self.rank if rank is None else rank) // inner % getattr(self, axis)
 
-    def place(self, *axes: str, rank: int | None = None) -> tuple[int, int]:
+    def rank_and_size(self, *axes: str, rank: int | None = None) -> tuple[int, int]:
         """(number of this or a given rank among the ranks along these axes, how many ranks these are)."""
         number = 0
         for axis in axes:
@@ -71,7 +71,7 @@ class Mesh:
 
     def data_rank_of(self, rank: int) -> int:
         """Which share of the batch a rank reads."""
-        return self.place(*READING_AXES, rank=rank)[0]
+        return self.rank_and_size(*READING_AXES, rank=rank)[0]
 
     @property
     def data_size(self) -> int:
