@@ -19,7 +19,7 @@ import pytest
 import torch
 from runs import REPO, TINY, children, column, free_port, records, start_faulty, steps_in, wait_for
 
-from isogpt.checkpoint.folder import find_rollback, mark_preempted
+from isogpt.checkpoint.folder import RunFolder, find_rollback, mark_preempted
 from isogpt.checkpoint.manifest import damage
 from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
@@ -313,10 +313,11 @@ def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
 
 def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(tmp_path):
     write_owner(tmp_path, "the newer run", None)
+    folder = RunFolder(tmp_path, "this run")
     with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
-        find_rollback(str(tmp_path), "this run")
+        find_rollback(folder)
     with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
-        mark_preempted(str(tmp_path), "this run", 3, "SIGTERM")
+        mark_preempted(folder, 3, "SIGTERM")
     assert not (tmp_path / "PREEMPTED").exists()
 
 
