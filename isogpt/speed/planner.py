@@ -38,7 +38,6 @@ def make_plan(config: dict, ranks: Ranks, data: Dataset, start: Start) -> Plan:
                 config["dtype"], ranks.device, previous=start.resumed.dtype if start.resumed else None
             ),
         )
-        check_degrees(plan)  # before the model's shape, which the settings may not fit either
         args = fit_model_args(start.model_args(config, data.vocab_size), config, data, start.is_resume)
         plan = replace(plan, model_args=asdict(GPTConfig(**args)))
         check_degrees(plan)
