@@ -1,5 +1,6 @@
 """Gradients over all ways of sharding: sums over several ranks, and the norm."""
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -117,7 +118,13 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
             pieces |= {(name, offsets): piece.double().square().sum() for offsets, piece in parts}
     values = torch.stack(list(pieces.values())).tolist() if pieces else []  # a single copy from the device
     pieces = dict(zip(pieces, values, strict=True))
+    gathered = {}
+    for found in gather_objects(pieces):
+        for key, square in found.items():
+            # with exact, a gradient that is not finite is NaN only on the rank that computed it
+            if math.isfinite(gathered.get(key, square)):
+                gathered[key] = square
     squares = defaultdict(float)
-    for (name, _), square in {k: v for found in gather_objects(pieces) for k, v in found.items()}.items():
+    for (name, _), square in gathered.items():
         squares[name] += square
     return {name: square**0.5 for name, square in squares.items()}
