@@ -14,9 +14,8 @@ from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, share_of_whole
-from isogpt.training import precision
+from isogpt.training import muon, precision
 from isogpt.training.exact_steps import make_steps_exact, step_in_whole_vectors
-from isogpt.training.muon import Muon
 from model import GPT, GPTConfig
 
 # rates of config/train_shakespeare_char_fast.py, at which one process and two differ by 1e-2 after 15 steps
@@ -144,7 +143,7 @@ import json, os, sys
 sys.path.insert(0, os.environ["REPO"])
 import model
 from isogpt.parallel import exact
-from isogpt.training import precision
+from isogpt.training import muon, precision
 fault, now = json.loads(os.environ["FAULT"]), {}
 forward, start, seed_step = model.GPT.forward, exact.ExactSums.start_micro_batch, precision.seed_step
 def seeded(seed, step, rank):
@@ -313,41 +312,52 @@ def test_micro_batches_are_dealt_whole():
 def test_a_fused_step_on_a_shard_has_the_bits_of_the_whole():
     """Fused AdamW rounds the elements that do not fill a vector differently, wherever a shard ends."""
 
+    values = [gradients(4003, seed) for seed in range(3)]
+
     def stepped(start, end, step):
-        values = [gradients(105, seed)[start:end] for seed in range(3)]
-        p = torch.nn.Parameter(values[0].clone())
-        p.grad = values[1].clone()
+        p = torch.nn.Parameter(values[0][start:end].clone())
+        p.grad = values[1][start:end].clone()
         adamw = torch.optim.AdamW([p], lr=0.1, fused=True)
-        moments = {"exp_avg": values[2].clone(), "exp_avg_sq": values[1].square()}
+        moments = {"exp_avg": values[2][start:end].clone(), "exp_avg_sq": p.grad.square()}
         adamw.state[p] = {"step": torch.tensor(3.0)} | moments
         step(adamw)
-        return p.detach(), adamw.state[p]["exp_avg_sq"]
+        return torch.stack((p.detach(), *(adamw.state[p][name] for name in moments)))
 
-    whole = stepped(0, 105, step_in_whole_vectors)
-    for bounds in ((0, 53), (53, 105), (33, 36), (104, 105), (0, 0)):
-        for part, of_whole in zip(stepped(*bounds, step_in_whole_vectors), whole, strict=True):
-            assert torch.equal(part, of_whole[slice(*bounds)])
-    usual = stepped(0, 105, lambda adamw: adamw.step())
-    assert whole[0].sub(usual[0]).abs().max() < 1e-6
+    whole = stepped(0, 4003, step_in_whole_vectors)
+    for start in range(0, 4003, 13):
+        end = min(start + 13, 4003)
+        assert torch.equal(stepped(start, end, step_in_whole_vectors), whole[:, start:end])
+    assert stepped(5, 5, step_in_whole_vectors).numel() == 0
+    usual = stepped(0, 4003, torch.optim.AdamW.step)
+    assert (whole - usual).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("shape, rows", [((36, 12), (12, 12, 12)), ((96, 384), (96,)), ((144, 36), (144,))])
-def test_muon_does_not_depend_on_the_matrices_beside_it(shape, rows):
+def test_muon_does_not_depend_on_the_matrices_beside_it(monkeypatch, shape, rows):
+    """A batch of a different size can be multiplied by a different kernel: each batch is one matrix."""
+    sizes, orthogonalize = set(), muon.orthogonalize
+
+    def noted(x, dtype):
+        sizes.add(len(x))
+        return orthogonalize(x, dtype)
+
+    monkeypatch.setattr(muon, "orthogonalize", noted)
     values = torch.randn(7, *shape, generator=torch.Generator().manual_seed(0))
 
     def stepped(chosen):
         params = [torch.nn.Parameter(values[i].clone()) for i in chosen]
         for i, p in zip(chosen, params, strict=True):
             p.grad = values[-i].clone()
-        muon = Muon([{"params": params, "rows": rows, "weight_decay": 0.1}], 0.1, torch.float32)
-        make_steps_exact([muon])
-        muon.step()
+        optimizer = muon.Muon([{"params": params, "rows": rows, "weight_decay": 0.1}], 0.1, torch.float32)
+        make_steps_exact([optimizer])
+        optimizer.step()
         return dict(zip(chosen, params, strict=True))
 
     together = stepped(range(7))
     for chosen in ([3], [0, 5], [2, 3, 4, 6]):
         for i, p in stepped(chosen).items():
             assert torch.equal(p, together[i])
+    assert sizes == {1}
 
 
 # ------------------------------------------------------------------------------------------------------------
