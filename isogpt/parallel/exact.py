@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.parallel.data import fsdp_units, no_sync, sum_in_buckets
+from isogpt.parallel.data import fsdp_units, sum_in_buckets
 from isogpt.parallel.local_parts import is_sharded, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -164,7 +164,8 @@ class ExactSums:
         the last micro-batch reduces the buckets.
         """
         self.start_micro_batch(micro_step)
-        with nullcontext() if self.is_last or self.reduces_shards else no_sync(self.wrapped):
+        # not FSDP's no_sync, also for a single shard: it would add micro-batches before they are rounded
+        with self.wrapped.no_sync() if self.buckets and not self.is_last else nullcontext():
             yield
         self.add_gradients()
 
