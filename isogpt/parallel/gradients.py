@@ -122,7 +122,7 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     for found in gather_objects(pieces):
         for key, square in found.items():
             # with exact, a gradient that is not finite is NaN only on the rank that computed it
-            if math.isfinite(gathered.get(key, square)):
+            if key not in gathered or not math.isfinite(square):
                 gathered[key] = square
     squares = defaultdict(float)
     for (name, _), square in gathered.items():
