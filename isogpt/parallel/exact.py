@@ -67,7 +67,7 @@ def add_rounded(totals: Tensor, values: Tensor, factor: Tensor) -> None:
 def write_sums(totals: Tensor, factor: Tensor, values: Tensor) -> None:
     """Write the int64 `totals` (n,) times `factor` to the float32 `values` (n,), and set the totals to 0."""
     for total, part in in_chunks(totals, values):
-        part.copy_(total).mul_(factor)  # rounds once, since the factor is a power of two
+        torch.mul(total, factor, out=part)  # rounds once, since the factor is a power of two
     totals.zero_()
 
 

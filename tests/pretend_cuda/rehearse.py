@@ -154,7 +154,7 @@ DAILY = (
     "muon",
     "experts bf16",
     "deterministic dropout",
-    "exact",
+    "2 exact",
     "2 ddp",
     "2 zero 3 fp16",
     "2 tp",
