@@ -117,7 +117,7 @@ def decode_documents(ids):
 def test_stdlib_char_is_the_same_every_time(data, tmp_path):
     first = prepare(data, "stdlib_char", cwd=tmp_path, PYTHONHASHSEED="1", LC_ALL="C")
     assert first.returncode == 0, first.stderr
-    assert 3 <= len(first.stdout.splitlines()) <= 4
+    assert 3 <= len(first.stdout.splitlines()) <= 5
     files = contents(data / "stdlib_char")
     second = prepare(data, "stdlib_char", cwd=data / "stdlib_char", PYTHONHASHSEED="2", LC_ALL="C.UTF-8")
     assert second.returncode == 0, second.stderr

@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -293,6 +294,7 @@ def gathered(**changes):
             stop=0.0,
             bytes_sent=0.0,
             loss_scale=1.0,
+            grad_square_fine=0.0,
         )
         | changes
     )
@@ -331,6 +333,7 @@ def test_a_pipeline_does_not_read_float16s_loss_scale():
         2,
     )
     pipeline.has_first = pipeline.has_last = True
+    pipeline.sums = SimpleNamespace(start_micro_batch=Mock(), loss_term=torch.Tensor.detach)
     pipeline.scaler = torch.amp.GradScaler("cpu")
 
     def run(x, target, losses, return_outputs):
@@ -397,7 +400,7 @@ def test_an_evaluation_reads_both_losses_together(monkeypatch):
     x, y = torch.zeros(2, 8, dtype=torch.int64), torch.arange(16).view(2, 8)
     read = {"train": [(x, y)], "val": [(x, y), (y, x)]}
     reader = SimpleNamespace(
-        device=CPU, mesh=Mesh(), block_size=8, evaluation=lambda split, sequences: read[split]
+        device=CPU, mesh=Mesh(), plan=Plan(), block_size=8, evaluation=lambda split, sequences: read[split]
     )
     stop = SimpleNamespace(agreed=0, in_evaluation=lambda *args: False)
     with Reads() as reads:

@@ -122,7 +122,14 @@ def test_mfu_uses_the_peak_of_this_device(monkeypatch):
     assert measured > 1e8 and "measured" in source
     monkeypatch.setattr(devices, "measured_matmul", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
     assert peak_flops(CPU, "float32") == (None, "unknown")
-    columns = dict(loss=[2, 4], grad_square=[9, 16], step_ms=[100, 300], data_ms=[1, 5], memory_gb=[3, 1])
+    columns = dict(
+        loss=[2, 4],
+        grad_square=[9, 16],
+        grad_square_fine=[0, 0],
+        step_ms=[100, 300],
+        data_ms=[1, 5],
+        memory_gb=[3, 1],
+    )
     columns |= dict(forward_ms=[0, 0], stop=[0, 0], bytes_sent=[1000, 3000], loss_scale=[1, 1])
     numbers = StepNumbers(**{name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()})
     progress = Progress(tokens_per_step=64, step=7, tokens=576)

@@ -88,6 +88,8 @@ def explain(
     elif memory_use and is_out_of_memory(error):
         if watchdog.is_first("out of memory"):
             explain_out_of_memory(watchdog, memory_use, error)
+        else:  # rank 0 records and alerts, whichever rank explains
+            watchdog.logger.failed(f"out of memory: {line_of(error)}")
     elif is_connection_lost(error):
         reason = str(error).splitlines()[0].split(". ")[0][:200]
         watchdog.report(f"lost the connection to another rank ({reason})")
