@@ -454,7 +454,7 @@ try:
     elif json_path and (
         Path(json_path).is_dir() or not os.access(Path(json_path).absolute().parent, os.W_OK)
     ):
-        problems.append(f"json_path is {json_path!r}: it cannot be written, set another file")
+        problems.append(f"json_path is {json_path!r}: it cannot be written, set a different file")
     report(problems)
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc

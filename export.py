@@ -107,7 +107,7 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
     try:
         unfinished.mkdir()
     except FileExistsError as e:
-        raise ValueError(f"{unfinished} exists: delete it, unless another conversion is running") from e
+        raise ValueError(f"{unfinished} exists: delete it, unless a different conversion is running") from e
     try:
         yield unfinished
     finally:
@@ -139,7 +139,7 @@ def convert_hf(folder: str) -> Path:
     """
     if is_run(folder):
         raise ValueError(
-            f"{folder} contains checkpoints, which would be hidden by the new one: use another folder"
+            f"{folder} contains checkpoints, which would be hidden by the new one: use a different folder"
         )
     model = GPT.from_pretrained(folder)
     words = vocabulary_of_weights(folder, model.config.vocab_size)

@@ -227,7 +227,7 @@ MUTATIONS = {
         "        pass\n",
         EP,
     ),
-    "ep: another router on each rank": (
+    "ep: a different router on each rank": (
         "isogpt/checkpoint/restore.py",
         "target.put(model.initial_weight(name, target.shape, seed))",
         "target.put(model.initial_weight(name, target.shape, seed + int(os.environ.get('RANK', 0))))",
@@ -287,7 +287,7 @@ MUTATIONS = {
         "order = torch.arange(chosen.numel(), device=x.device)",
         MOE,
     ),
-    "experts: a row with another token's weight": (
+    "experts: a row with a different token's weight": (
         "isogpt/nn/experts.py",
         "(rows * weights[..., None])",
         "(rows * weights.flip(-1)[..., None])",

@@ -347,7 +347,7 @@ def test_another_number_of_experts_is_refused_once(zygote, shared_work, ran, den
     folder, moe = dense("gpt2", "one"), ran("gpt2")
     dense_said = (
         f"error: n_expert is 4, but the checkpoint in {folder} has no experts: to start a new run in which "
-        f"each expert is a copy of its MLP, set --init_from={folder} and another --out_dir\n"
+        f"each expert is a copy of its MLP, set --init_from={folder} and a different --out_dir\n"
     )
     moe_said = "error: n_expert is 2, but the checkpoint has 4 experts: set --n_expert=4\n"
     cases = (

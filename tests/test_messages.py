@@ -356,7 +356,7 @@ RAISED = {
         not_finite()
     ),
     "file/out cannot be written to (": lambda at: (Path("file").touch(), make_writable("file/out")),
-    "): set another --out_dir=": lambda at: (Path("file").touch(), make_writable("file/out")),
+    "): set a different --out_dir=": lambda at: (Path("file").touch(), make_writable("file/out")),
     "no valid checkpoint in empty": lambda at: (os.mkdir("empty"), export.convert("empty", "ckpt.pt")),
     "step_00000003 is in shards already": convert_twice,
     "error: nowhere is not a folder": lambda at: command_line(at, "nowhere"),
@@ -924,7 +924,7 @@ def test_messages_of_a_run(zygote, work):
     tokens.tofile(work / "data/tiny/val.bin")
     run = zygote.train([*args[:-1], *earlier, "--vocab_size=99"], work, ok=False)
     text = "error: data/tiny contains token id 70, but the checkpoint's vocabulary size is 65"
-    assert run.codes == [1] and lines_of(run) == [f"{text}: it was trained on another data set"]
+    assert run.codes == [1] and lines_of(run) == [f"{text}: it was trained on a different data set"]
 
 
 # train.py without the tensorboard package

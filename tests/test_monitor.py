@@ -133,7 +133,7 @@ def test_a_rank_that_fails_when_the_watchdog_hands_over_is_named(monkeypatch, ca
     dog.stop()
     start.stop()
     assert set(codes) == {1} and [record["event"] for record in told] == ["failed"]
-    said = "error: rank 0 at step 4, the first step: another rank has failed; rank 1 does not respond"
+    said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
     assert said in capsys.readouterr().err
     assert not any(thread.is_alive() for thread in start.threads)
 

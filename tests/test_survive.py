@@ -314,9 +314,9 @@ def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
 def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(tmp_path):
     write_owner(tmp_path, "the newer run", None)
     folder = RunFolder(tmp_path, "this run")
-    with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
+    with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
         find_rollback(folder)
-    with pytest.raises(ValueError, match="another run was started in .*: this one stops"):
+    with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
         mark_preempted(folder, 3, "SIGTERM")
     assert not (tmp_path / "PREEMPTED").exists()
 
@@ -467,9 +467,9 @@ def test_a_run_stops_when_another_run_has_claimed_its_folder(faulty, zygote, wor
     before = weights(work / "out")
     (work / "go").touch()
     first.wait(ok=False)
-    assert first.codes == [1] and "another run was started in out" in first.text()
+    assert first.codes == [1] and "a different run was started in out" in first.text()
     # the steps that the first one has taken since then are not in the log of the second
-    assert "this one no longer writes to out/metrics.jsonl" in first.text()
+    assert "this run no longer writes to out/metrics.jsonl" in first.text()
     logged = [r["iter"] for r in records(work / "out") if "loss" in r]
     assert logged == [*range(21)] and records(work / "out")[-1]["event"] == "end"
     assert_same(before, weights(work / "out"))
@@ -512,8 +512,8 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
 @pytest.mark.parametrize("kind", ["killed", "crashed"])
 def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     """
-    NCCL does not notice that another rank has failed. Here the survivors wait outside of any collective, so
-    that gloo does not notice either, and dist_timeout_s is ten minutes.
+    NCCL does not notice that a different rank has failed. Here the survivors wait outside of any collective,
+    so that gloo does not notice either, and dist_timeout_s is ten minutes.
     """
     env = {"WAIT": [[7, 0], [7, 2]]} | ({"CRASH": [7, 1]} if kind == "crashed" else {})
     run = faulty(["--out_dir=out"], 3, **env)
@@ -525,7 +525,7 @@ def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     failed = "does not respond" if kind == "killed" else r"has failed \(RuntimeError: a bug\)"
     for rank in (0, 2):
         assert re.search(
-            rf"error: rank {rank} at step 7, .*another rank has failed; rank 1 {failed}", run.text()
+            rf"error: rank {rank} at step 7, .*a different rank has failed; rank 1 {failed}", run.text()
         )
 
 

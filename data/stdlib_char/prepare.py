@@ -39,7 +39,7 @@ def read_library(library: Path) -> tuple[str, int]:
     sources = [found[relative].read_bytes() for relative in sorted(found)]
     texts = [source.decode("ascii") for source in sources if source.isascii()]
     if not texts:
-        advice = "use another Python, or your own text with --data_files="
+        advice = "use a different Python, or your own text with --data_files="
         raise ValueError(f"no Python sources in {library}, the library is zipped or compiled: {advice}")
     return "\n".join(texts).replace("\r\n", "\n").replace("\r", "\n"), len(texts)
 

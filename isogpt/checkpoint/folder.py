@@ -121,7 +121,7 @@ def make_writable(out_dir: str) -> None:
         trial.rmdir()
     except OSError as e:
         raise ValueError(
-            f"out_dir {out_dir} cannot be written to ({e.strerror}): set another --out_dir="
+            f"out_dir {out_dir} cannot be written to ({e.strerror}): set a different --out_dir="
         ) from e
 
 

@@ -68,7 +68,7 @@ def try_to_write(out: Path, owner: str, rank: int) -> str:
         return (
             f"out_dir {out.absolute()} cannot be written to on {socket.gethostname()} ({e.strerror}), and "
             "all "
-            "ranks write checkpoints in shards: set another --out_dir=, or let this user write there"
+            "ranks write checkpoints in shards: set a different --out_dir=, or let this user write there"
         )
     return ""
 
@@ -77,7 +77,9 @@ def check_owner(out: Path, owner: str) -> None:
     """Raise ValueError if a different run has claimed the folder."""
     now = read_owner(out).get("owner", owner)  # the file may have been deleted
     if owner and now != owner:
-        raise ValueError(f"another run was started in {out}: this one stops, and its checkpoints are kept")
+        raise ValueError(
+            f"a different run was started in {out}: this run stops, and its checkpoints are kept"
+        )
 
 
 def claim_again(out: Path, owner: str, launch: Launch | None) -> str:

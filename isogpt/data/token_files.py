@@ -99,7 +99,7 @@ def read_header(path: Path) -> Format | None:
     magic, version, tokens = np.frombuffer(start, np.int32)[:3].tolist()
     if magic == EVALUATION_HEADER and version == 1:
         raise ValueError(
-            f"{path} holds llm.c's multiple-choice questions, not a text: use files of another data set"
+            f"{path} holds llm.c's multiple-choice questions, not a text: use files of a different data set"
         )
     if magic not in HEADERS:
         return None

@@ -222,7 +222,7 @@ def choose_interface(several_machines: bool, addresses_of_rank_0: list[str]) -> 
             if len(names) > 1:
                 raise ValueError(
                     f"{host} has several network interfaces, {listed}, and the route to rank 0 does not "
-                    f"determine one: set GLOO_SOCKET_IFNAME={names[0]} or another"
+                    f"determine one: set GLOO_SOCKET_IFNAME={names[0]} or a different interface"
                 )
         if names:
             os.environ["GLOO_SOCKET_IFNAME"] = chosen = names[0]

@@ -92,7 +92,7 @@ def explain(
             watchdog.logger.failed(f"out of memory: {line_of(error)}")
     elif is_connection_lost(error):
         reason = str(error).splitlines()[0].split(". ")[0][:200]
-        watchdog.report(f"lost the connection to another rank ({reason})")
+        watchdog.report(f"lost the connection to a different rank ({reason})")
     else:
         watchdog.logger.failed(f"{type(error).__name__}: {error}")
         watchdog.default_hook(kind, raised, trace)

@@ -93,7 +93,7 @@ class MetricsFile:
             check_owner(Path(self.out_dir), self.owner)
         except ValueError:
             self.console.print(
-                f"warning: another run was started in {self.out_dir}: this one no longer writes to {name}"
+                f"warning: a different run was started in {self.out_dir}: this run no longer writes to {name}"
             )
             return False
         self.console.print(f"warning: {name} was deleted: a new file is written from here on")

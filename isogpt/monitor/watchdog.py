@@ -93,7 +93,9 @@ class Watchdog:
             patience = 3.0 if self.has_failed else self.timeout_s
             if (self.armed or self.has_failed) and time.monotonic() - since > patience:
                 self.report(
-                    "another rank has failed" if self.has_failed else f"no progress for {self.timeout_s:g} s"
+                    "a different rank has failed"
+                    if self.has_failed
+                    else f"no progress for {self.timeout_s:g} s"
                 )
                 self.finish_checkpoint()
                 os._exit(1)

@@ -512,7 +512,7 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
     if data.highest >= size:
         raise ValueError(
             f"{data.folder} contains token id {data.highest}, but the checkpoint's vocabulary size is "
-            f"{size}: it was trained on another data set"
+            f"{size}: it was trained on a different data set"
         )
     here = {"n_kv_head": 0, "n_expert": 0} | model_args
     here |= {name: config[name] for name in ("dropout", "block_size", "balance_loss", "router_z_loss")}
@@ -526,7 +526,7 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
             folder = config["out_dir"]
             raise ValueError(
                 f"n_expert is {wanted}, but the checkpoint in {folder} has no experts: to start a new run "
-                f"in which each expert is a copy of its MLP, set --init_from={folder} and another "
+                f"in which each expert is a copy of its MLP, set --init_from={folder} and a different "
                 f"--out_dir"
             )
         here |= {name: config[name] for name in ("n_expert", "n_expert_active")}
