@@ -25,7 +25,7 @@ for argument in "$@"; do
     esac
 done
 if [ -z "${out:-}" ]; then
-    echo "slurm.sh: set the run's folder with --out_dir=FOLDER, which tells the job whether the run is complete" >&2
+    echo "error: slurm.sh: set the run's folder with --out_dir=FOLDER, which tells the job whether the run is complete" >&2
     exit 2
 fi
 

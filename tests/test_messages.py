@@ -1210,7 +1210,7 @@ def test_messages_of_slurm_sh(at):
     command = ["bash", str(REPO / "cluster" / "slurm.sh")]
     run = subprocess.run([*command, "config/train_gpt2.py"], env=env, capture_output=True, text=True)
     text = (
-        "slurm.sh: set the run's folder with --out_dir=FOLDER, which tells the job whether the run is "
+        "error: slurm.sh: set the run's folder with --out_dir=FOLDER, which tells the job whether the run is "
         "complete\n"
     )
     assert run.returncode == 2 and run.stderr == text
