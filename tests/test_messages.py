@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -605,6 +606,22 @@ def test_a_full_disk_is_reported_once_by_the_log(capsys, tmp_path):
         logger.event("save")
     text = "warning: /dev/full cannot be written (No space left on device); training continues\n"
     assert capsys.readouterr().out == text
+
+
+def test_a_line_that_does_not_fit_does_not_tear_the_next_line(capsys, tmp_path):
+    """The limit on the size of files cuts a write off, as a full disk does."""
+    metrics = MetricsFile({"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}, "", Console(), 3)
+    metrics.write({"iter": 1})
+    path = tmp_path / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+    try:
+        metrics.write({"iter": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    metrics.write({"iter": 3})
+    assert [json.loads(line)["iter"] for line in path.read_text().splitlines()] == [1, 3]
+    assert capsys.readouterr().out.count("cannot be written (No space left on device)") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------

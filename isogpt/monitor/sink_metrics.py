@@ -1,5 +1,6 @@
 """metrics.jsonl: a line for each logged step, evaluation and event."""
 
+import errno
 import json
 import os
 from contextlib import suppress
@@ -71,10 +72,16 @@ class MetricsFile:
         if not self.file:
             return
         record = as_json(record | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")})
+        line = f"{json.dumps(record)}\n".encode()
         try:
             if os.fstat(self.file.fileno()).st_nlink == 0 and not self.reopen():
                 return
-            self.file.write(f"{json.dumps(record)}\n".encode())
+            before = os.fstat(self.file.fileno()).st_size
+            if self.file.write(line) < len(
+                line
+            ):  # the rest does not fit: without it, the next line is torn too
+                os.ftruncate(self.file.fileno(), before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
             if not self.is_full:
                 name = self.file.name
