@@ -77,9 +77,8 @@ class MetricsFile:
             if os.fstat(self.file.fileno()).st_nlink == 0 and not self.reopen():
                 return
             before = os.fstat(self.file.fileno()).st_size
-            if self.file.write(line) < len(
-                line
-            ):  # the rest does not fit: without it, the next line is torn too
+            written = self.file.write(line)
+            if written < len(line):  # the disk is full, and the next line must not follow a torn line
                 os.ftruncate(self.file.fileno(), before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
