@@ -311,7 +311,12 @@ MUTATIONS = {
         "model.initial_weight(name, target.shape, 0))",
         MOE,
     ),
-    "random state: of a step": ("train.py", "    precision.seed_step(seed, step, ranks.rank)\n", "", KILLED),
+    "random state: of a micro-batch": (
+        "train.py",
+        'precision.seed_generators(seed, step, share.first(micro_step), *mesh.rank_and_size("cp", "tp"))',
+        "pass",
+        "tests/test_exact.py::test_without_exact_dropout_follows_whole_micro_batches",
+    ),
     "random state: of the rank": (
         "isogpt/training/precision.py",
         "seed_generators(seed, step, rank)",
