@@ -427,6 +427,7 @@ def test_all_mistakes_are_said_once_by_four_processes(work):
         "block_size is 30: it must be a multiple of tp, 4",
     ):
         assert run.stderr.count(said) == 1, run.stderr
+    assert run.stderr.splitlines()[-1].startswith("error: "), "torchrun's report does not follow"
     assert not (work / "out").exists()
 
 
