@@ -38,6 +38,7 @@ from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets
 from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import own_cores
+from isogpt.launch.process_group import connect_store
 from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
 from isogpt.speed import layouts, memory
@@ -116,9 +117,8 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
     arguments["gradient_accumulation_steps"] = work["gradient_accumulation_steps"] or n
     arguments["nproc"] = 0 if is_launched or int(n) == 1 else n  # train.py launches as many processes
     env, command = dict(os.environ), [sys.executable, str(HERE / "train.py")]
-    if is_launched and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # rank 0's train.py serves the store, and the previous train.py may still occupy the port
-        env["MASTER_PORT"] = str(int(env["MASTER_PORT"]) + number)
+    if is_launched:  # by torchrun's agent, or by rank 0 of this script: `store`
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     command += [f"--{name}={value}" for name, value in arguments.items()]
     with TemporaryFile("w+", errors="replace") as stderr:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process:
@@ -496,6 +496,10 @@ try:
         result["comm"] = measure_collectives(device, work["backend"], work["dist_timeout_s"])
 except (ValueError, DistError) as e:
     fail(str(e))
+store = None
+if rank == 0 and is_launched and not comm and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    # serve the store for all launches: a port that each launch opened again might be in use by then
+    store = connect_store(work["dist_timeout_s"], serves=True)
 with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as folder:
     scratch = Path(folder)
     try:

@@ -3,12 +3,14 @@
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -55,10 +57,15 @@ CPU_RECIPE = [
 
 
 def free_port():
-    """A port that no process listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """
+    A port that no process listens on. It lies below the ports that the system gives to connections: a test
+    that runs at the same time would otherwise now and then be given it before its user listens there.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10000, 32000)  # a worker of pytest-xdist draws different ports
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("", port))
+            return port
 
 
 class Run:
