@@ -529,8 +529,8 @@ MUTATIONS = {
     ),
     "exact: padding is added": (
         "isogpt/parallel/exact.py",
-        "if not self.is_padding: self.check(key, values)",
-        "if True:\n            self.check(key, values)",
+        "if self.is_padding: if is_first:",
+        "if False:\n            if is_first:",
         f"{EXACT}::test_padding_adds_nothing_even_if_it_is_not_finite",
     ),
     "exact: replicas of shards": (

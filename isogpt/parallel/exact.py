@@ -38,14 +38,14 @@ LARGEST_SUM = 2.0**62
 LOSS_UNIT = 2.0**-32  # of a mean over the tokens of a step
 TOKENS_UNIT = 2.0**-20  # of a sum over tokens
 COARSE_UNIT, FINE_UNIT = 2.0**-6, 2.0**-42  # parts of the squared norm, which reaches 2^47 in coarse units
-# Elements that are converted at once: intermediate results stay in a CPU's cache, and take little of a GPU's
-# memory
+# Elements that are converted at once: by each thread of a CPU, so that intermediate results stay in its cache,
+# and on a GPU, where they take little memory
 CHUNK, GPU_CHUNK = 2**15, 2**22
 
 
 def in_chunks(*flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the same parts of flat tensors of equal length."""
-    size = CHUNK if flat[0].device.type == "cpu" else GPU_CHUNK
+    size = CHUNK * torch.get_num_threads() if flat[0].device.type == "cpu" else GPU_CHUNK
     return zip(*(t.split(size) for t in flat), strict=True)
 
 
@@ -58,6 +58,12 @@ def rounded(x: Tensor, unit: float) -> Tensor:
     return (x.double() + shift).sub_(shift)
 
 
+def write_rounded(totals: Tensor, values: Tensor, factor: Tensor) -> None:
+    """Write `values` (n,) times `factor`, rounded to integers, to the int64 `totals` (n,)."""
+    for total, part in in_chunks(totals, values):
+        total.copy_((part * factor).round_())
+
+
 def add_rounded(totals: Tensor, values: Tensor, factor: Tensor) -> None:
     """Add `values` (n,) times `factor`, rounded to integers, to the int64 `totals` (n,), in place."""
     for total, part in in_chunks(totals, values):
@@ -65,10 +71,9 @@ def add_rounded(totals: Tensor, values: Tensor, factor: Tensor) -> None:
 
 
 def write_sums(totals: Tensor, factor: Tensor, values: Tensor) -> None:
-    """Write the int64 `totals` (n,) times `factor` to the float32 `values` (n,), and set the totals to 0."""
+    """Write the int64 `totals` (n,) times `factor` to the float32 `values` (n,)."""
     for total, part in in_chunks(totals, values):
         torch.mul(total, factor, out=part)  # rounds once, since the factor is a power of two
-    totals.zero_()
 
 
 def sum_of_squares(grads: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -115,6 +120,7 @@ class ExactSums:
     scaler: torch.amp.GradScaler
     passes: int = 2
     totals: dict[Hashable, Tensor] = field(default_factory=dict)  # int64 sums, by bucket, unit or parameter
+    begun: set[Hashable] = field(default_factory=set)  # sums that contain a term of this step
     fits: dict[Hashable, Tensor] = field(default_factory=dict)  # whether this rank's terms of a sum did fit
     buckets: list[Tensor] = field(default_factory=list)  # DDP's flat gradients
     is_padding: bool = False  # whether the current micro-batch consists of padding rows
@@ -150,9 +156,10 @@ class ExactSums:
 
     @torch.no_grad()
     def start_step(self) -> None:
-        """Forget what did not fit in the step before, and read the loss scale."""
+        """Begin new sums, and read the loss scale."""
         scale = self.scaler.scale(torch.ones((), device=self.device))
         self.to_units, self.from_units = 1 / (UNIT * scale), UNIT * scale
+        self.begun.clear()
         self.fits.clear()
         if self.model.config.n_expert:
             self.routing = self.model.routing.double()
@@ -194,11 +201,19 @@ class ExactSums:
                 p.grad = None
 
     def add(self, key: Hashable, values: Tensor) -> None:
-        """Add this micro-batch's flat gradients to a sum."""
+        """Add this micro-batch's flat gradients to a sum. The first term replaces the sum of the last step."""
         if key not in self.totals:
-            self.totals[key] = torch.zeros(values.numel(), dtype=torch.int64, device=values.device)
-        if not self.is_padding:
-            self.check(key, values)
+            self.totals[key] = torch.empty(values.numel(), dtype=torch.int64, device=values.device)
+        is_first = key not in self.begun
+        self.begun.add(key)
+        if self.is_padding:
+            if is_first:
+                self.totals[key].zero_()
+            return
+        self.check(key, values)
+        if is_first:
+            write_rounded(self.totals[key], values, self.to_units)
+        else:
             add_rounded(self.totals[key], values, self.to_units)
 
     def check(self, key: Hashable, values: Tensor) -> None:
@@ -225,7 +240,7 @@ class ExactSums:
             return
         params = list(self.model.parameters())
         for p in params:
-            if p not in self.totals:  # a rank of a pipeline whose micro-batches are all padding
+            if p not in self.begun:  # a rank of a pipeline whose micro-batches are all padding
                 self.totals[p] = torch.zeros(local(p).numel(), dtype=torch.int64, device=p.device)
         if self.group:
             sum_in_buckets([self.totals[p] for p in params], self.group)
@@ -293,17 +308,20 @@ class IntegerReduceScatter:
         """
         Add the sum of the ranks' gradients of a micro-batch to this rank's shards (all ranks of the group).
         """
-        sums, terms = self.sums, torch.zeros_like(input_tensor, dtype=torch.int64)
-        if not sums.is_padding:
+        sums, terms = self.sums, torch.empty_like(input_tensor, dtype=torch.int64)
+        if sums.is_padding:
+            terms.zero_()
+        else:
             sums.check(self, input_tensor)
-            add_rounded(terms, input_tensor, sums.to_units)
+            write_rounded(terms, input_tensor, sums.to_units)
         shard = torch.empty_like(output_tensor, dtype=torch.int64)
         # the name since torch 2.13, which warns about the old name; torch 2.11 provides only the old name
         getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(shard, terms, group=group)
-        if self in sums.totals:
+        if self in sums.begun:
             sums.totals[self] += shard
         else:
             sums.totals[self] = shard
+        sums.begun.add(self)
         if not sums.is_last:
             output_tensor.zero_()
             return
