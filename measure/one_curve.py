@@ -1,10 +1,12 @@
 """
 Plot the loss curves of the same training run on different numbers of processes, and how much they differ.
 
-    python measure/one_curve.py [--out=docs/one_curve.png] [--steps=300]
+    python measure/one_curve.py [--out=docs/one_curve.png] [--steps=300] [--exact_steps=150]
 
-Trains a small model on the CPU in float32 on 1, 2, 3 and 7 processes, on 4 with ZeRO-3, and on 2 that are
-killed twice and resumed. Takes a few minutes on two idle cores.
+Trains a small model with AdamW on the CPU in float32 on 1, 2, 3 and 7 processes, on 4 with ZeRO-3, and on 2
+that are killed twice and resumed. Then trains the model of README.md's first command, whose optimizer, Muon,
+amplifies rounding: without `exact` on 1 and 2 processes, and with `exact` on 1, 2, 3 and 7 processes and on 2
+that are killed twice, the second time resumed on 3. Takes ten minutes on two idle cores.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,17 +51,27 @@ SETTINGS = [
     "--save_interval=25",
     "--init_from=auto",
 ]
+# the model and the rates of README.md's first command, with a step of 4 micro-batches
+RECIPE = [
+    str(REPO / "config" / "train_stdlib_char_exact.py"),
+    "--eval_interval=1000000",
+    "--eval_iters=1",
+    "--log_interval=1",
+    "--save_interval=25",
+    "--init_from=auto",
+]
 
 
 @dataclass(frozen=True)
 class Layout:
     """
-    One run: its name in the legend, number of processes, ZeRO stage, and the steps after which it is killed.
+    A run: the name in the legend, the number of processes of each start, flags, and the step after which each
+    start but the last is killed.
     """
 
     name: str
-    processes: int
-    zero: int = 0
+    processes: tuple[int, ...]
+    flags: tuple[str, ...] = ()
     kills: tuple[int, ...] = ()
 
 
@@ -92,20 +105,27 @@ def start(args: list[str], processes: int, work: Path, kill_after: int | None = 
         sys.exit(f"{' '.join(command)} failed:\n{''.join(output[-100:])}")
 
 
-def train(layout: Layout, args: list[str], work: Path) -> list[float]:
+def train(layout: Layout, args: list[str], out_dir: Path) -> list[float]:
     """Train on a layout, with its kills; returns the loss of each step."""
-    out_dir = work / f"{layout.processes}_{layout.zero}_{len(layout.kills)}"
-    for step in [*layout.kills, None]:
-        start(
-            [*SETTINGS, *args, f"--out_dir={out_dir}", f"--zero={layout.zero}"], layout.processes, work, step
-        )
+    for processes, step in zip(layout.processes, [*layout.kills, None], strict=True):
+        start([*args, *layout.flags, f"--out_dir={out_dir}"], processes, out_dir.parent, step)
     return list(column(out_dir, "loss").values())
 
 
-def plot(layouts: list[Layout], losses: np.ndarray, path: Path) -> None:
-    """Plot the loss curves, (layouts, steps), and below them their differences from the first one."""
-    figure = Figure(figsize=(8, 5.5), dpi=110, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2), subplot_kw={"xmargin": 0.01})
+def train_all(layouts: list[Layout], args: list[str], work: Path) -> np.ndarray:
+    """Train on all layouts; returns the losses, (layouts, steps)."""
+    losses = []
+    for i, layout in enumerate(layouts):
+        losses.append(train(layout, args, work / f"run{i}"))
+        difference = np.abs(np.subtract(losses[-1], losses[0])).max()
+        print(
+            f"{layout.name}: final loss {losses[-1][-1]:.7f}, largest difference {difference:.1e}", flush=True
+        )
+    return np.array(losses)
+
+
+def plot_curves(above: Axes, below: Axes, layouts: list[Layout], losses: np.ndarray) -> None:
+    """Plot the loss curves, (layouts, steps), and below them their differences from the first curve."""
     colors = colormaps["viridis_r"](np.linspace(0.05, 1, len(layouts)))
     widths = np.linspace(11, 1, len(layouts))  # each leaves the edges of those below it visible
     spacing = np.spacing(losses[0].astype(np.float32)) / 1e-7
@@ -121,14 +141,31 @@ def plot(layouts: list[Layout], losses: np.ndarray, path: Path) -> None:
             below.axvline(step, color="crimson", linewidth=1, linestyle=":")
     below.yaxis.get_major_locator().set_params(integer=True)
     below.set_xlabel("step")
-    above.set_title("Training loss of the same run on different numbers of processes", loc="left")
+    above.set_title("AdamW: training loss of the same run on different numbers of processes", loc="left")
     below.set_title(
-        "Difference from 1 process, in units of 1e-7 (grey: spacing of float32 numbers)", loc="left"
+        "AdamW: difference from 1 process, in units of 1e-7 (grey: spacing of float32 numbers)", loc="left"
     )
     above.legend(frameon=False)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+
+
+def plot_exact(axes: Axes, inexact: np.ndarray, layouts: list[Layout], losses: np.ndarray) -> None:
+    """Plot how Muon amplifies rounding, (2, steps), and that the differences with `exact` are 0."""
+    axes.plot(np.abs(inexact[1] - inexact[0]), color="0.5", label="2 processes, without exact")
+    colors, sizes = (
+        colormaps["viridis_r"](np.linspace(0.05, 1, len(layouts))),
+        np.linspace(8, 1, len(layouts)),
+    )
+    for i, layout in list(enumerate(layouts))[1:]:
+        difference = np.abs(losses[i] - losses[0])
+        axes.plot(difference, "o", color=colors[i], markersize=sizes[i], label=f"{layout.name}, with exact")
+        for step in layout.kills:
+            axes.axvline(step, color="crimson", linewidth=1, linestyle=":")
+    axes.set_yscale("symlog", linthresh=1e-7)
+    axes.set_ylim(-3e-8, 1)
+    axes.set_yticks([0, 1e-6, 1e-4, 1e-2, 1])
+    axes.set_xlabel("step")
+    axes.set_title("Muon, the recipe of the first command: difference from 1 process", loc="left")
+    axes.legend(frameon=False, loc="center right")
 
 
 def main() -> None:
@@ -139,34 +176,45 @@ def main() -> None:
         "--out", type=Path, default=REPO / "docs" / "one_curve.png", help="the image to write"
     )
     parser.add_argument("--steps", type=int, default=300, help="training steps of each run, 30 or more")
+    parser.add_argument(
+        "--exact_steps", type=int, default=150, help="training steps of the recipe, 30 or more"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as with Ctrl-C
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     steps = options.steps
     kills = (random.randrange(steps // 5, steps * 2 // 5), random.randrange(steps * 3 // 5, steps * 4 // 5))
-    layouts = [
-        Layout("1 process", 1),
-        Layout("2 processes", 2),
-        Layout("3 processes", 3),
-        Layout("7 processes", 7),
-    ]
-    layouts.append(Layout("4 processes, ZeRO-3", 4, zero=3))
-    layouts.append(Layout(f"2 processes, killed after steps {kills[0]} and {kills[1]}", 2, kills=kills))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    layouts = [Layout("1 process", (1,))]
+    layouts += [Layout(f"{n} processes", (n,)) for n in (2, 3, 7)]
+    layouts.append(Layout("4 processes, ZeRO-3", (4,), ("--zero=3",)))
+    layouts.append(
+        Layout(f"2 processes, killed after steps {kills[0]} and {kills[1]}", (2, 2, 2), kills=kills)
+    )
+    ends = (options.exact_steps // 3, options.exact_steps * 2 // 3)
+    exact_layouts = layouts[:4]
+    exact_layouts.append(
+        Layout(f"2 processes, killed after step {ends[0]}, and {ends[1]}: then 3", (2, 2, 3), kills=ends)
+    )
     prepared = [REPO / "data" / name for name in ("shakespeare_char", "stdlib_char")]
-    losses = []
-    with tempfile.TemporaryDirectory(prefix="one_curve_") as work:
+    with tempfile.TemporaryDirectory(prefix="one_curve_") as folder:
+        work = Path(folder)
         data = next((f for f in prepared if (f / "train.bin").exists()), None) or tiny_data(
             work, tokens=500_000
         )
         args = [f"--dataset={data}", f"--max_iters={steps - 1}", f"--lr_decay_iters={steps}"]
-        for layout in layouts:
-            losses.append(train(layout, args, Path(work)))
-            difference = np.abs(np.subtract(losses[-1], losses[0])).max()
-            print(
-                f"{layout.name}: final loss {losses[-1][-1]:.7f}, largest difference {difference:.1e}",
-                flush=True,
-            )
-    plot(layouts, np.array(losses), options.out)
+        recipe = [*RECIPE, f"--dataset={data}", f"--max_iters={options.exact_steps - 1}"]
+        for name in ("adamw", "inexact", "exact"):
+            (work / name).mkdir()
+        losses = train_all(layouts, [*SETTINGS, *args], work / "adamw")
+        inexact = train_all(layouts[:2], [*recipe, "--exact=False"], work / "inexact")
+        exact = train_all(exact_layouts, recipe, work / "exact")
+    figure = Figure(figsize=(8, 8), dpi=110, layout="constrained")
+    above, middle, below = figure.subplots(3, 1, height_ratios=(3, 2, 2), subplot_kw={"xmargin": 0.01})
+    plot_curves(above, middle, layouts, losses)
+    plot_exact(below, inexact, exact_layouts, exact)
+    for axes in (above, middle, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(options.out)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ STREAM = 4 * ROWS * T * C  # bytes of the residual stream of a micro-batch
 E, ACTIVE = 4, 2  # experts, with ep, and how many of them each token uses
 LAYOUTS = {f"{name} {n}": (name, n) for n in (2, 4) for name in ("ddp", "fsdp", "tp", "pp", "cp", "ep")}
 LAYOUTS["ep2 4"] = ("ep2", 4)
+LAYOUTS |= {f"{name} {n}": (name, n) for name in ("exact", "exact_fsdp") for n in (2, 4)}
 
 
 def all_reduce(n, size):
@@ -78,6 +79,17 @@ def fsdp(n):
     """
     gathered = all_gather(n, 2 * L * BLOCK + OTHERS)
     return MICRO_STEPS * (gathered + reduce_scatter(n, L * BLOCK + OTHERS))
+
+
+def exact(n):
+    """As ddp, with 64-bit integers."""
+    return 2 * ddp(n)
+
+
+def exact_fsdp(n):
+    """As fsdp, with gradients as 64-bit integers."""
+    gathered = all_gather(n, 2 * L * BLOCK + OTHERS)
+    return MICRO_STEPS * (gathered + 2 * reduce_scatter(n, L * BLOCK + OTHERS))
 
 
 def tp(n):
@@ -138,6 +150,7 @@ def arguments(name, n):
     accumulation = MICRO_STEPS * (1 if name in ("tp", "pp", "cp") else n)
     experts = [f"--n_expert={E}", f"--n_expert_active={ACTIVE}"]
     layouts = {"ddp": [], "fsdp": ["--zero=3"], "ep": [f"--ep={n}", *experts], "ep2": ["--ep=2", *experts]}
+    layouts |= {"exact": ["--exact=True"], "exact_fsdp": ["--exact=True", "--zero=3"]}
     flags = layouts.get(name, [f"--{name}={n}"])
     return [*MODEL, *flags, f"--gradient_accumulation_steps={accumulation}"]
 

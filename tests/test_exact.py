@@ -1,12 +1,27 @@
 """With `exact`, a run has the same bits on any number of processes."""
 
 import itertools
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from runs import REPO, TINY, column, records, script_that_fails, tiny_data
+from runs import (
+    REPO,
+    TINY,
+    children,
+    column,
+    free_port,
+    records,
+    script_that_fails,
+    steps_in,
+    tiny_data,
+    wait_for,
+)
 
 from isogpt.checkpoint.progress import changed_bits
 from isogpt.parallel import exact
@@ -136,6 +151,52 @@ def test_killed_on_4_then_2_then_3_processes_ends_with_the_weights_of_one(zygote
         run.wait(ok=False)
     zygote.start([*args, "--zero=3"], work, 2).wait()
     same_numbers(work / "one", work / "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+def test_torchrun_with_4_then_2_then_3_agents_ends_with_the_weights_of_one_process(zygote, work):
+    """Two agents are killed, then a worker, then an agent joins: torchrun starts the workers again each time."""
+    args = [*EXACT, *MUON, "--dropout=0.1", "--save_checkpoint=True", "--save_interval=10"]
+    args += ["--max_iters=800", "--lr_decay_iters=800", "--eval_interval=400", "--dist_timeout_s=60"]
+    zygote.train([*args, "--out_dir=one"], work, timeout=600)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:4", "--nproc_per_node=1"]
+    torchrun += ["--max-restarts=10", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    torchrun += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    command = [*torchrun, str(REPO / "train.py"), *TINY, *args, "--out_dir=killed", "--init_from=auto"]
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    killed, agents = work / "killed", []
+
+    def world_sizes():
+        return [r["world_size"] for r in records(killed) if r.get("event") in ("start", "resume")]
+
+    with open(work / "log", "w") as log:
+
+        def join():
+            agents.append(subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=env))
+
+        try:
+            join()  # the first agent serves the rendezvous
+            wait_for(lambda: children(agents[0].pid) or agents[0].poll() is None)
+            for _ in range(3):
+                join()
+            wait_for(lambda: steps_in(killed) >= 40, 180)
+            for agent in agents[2:]:
+                agent.kill()
+            wait_for(lambda: world_sizes()[-1] == 2, 180)
+            at = steps_in(killed)
+            wait_for(lambda: steps_in(killed) >= at + 30, 180)
+            os.kill(children(agents[1].pid)[0], signal.SIGKILL)
+            wait_for(lambda: world_sizes().count(2) > 1, 180)
+            join()
+            wait_for(lambda: world_sizes()[-1] == 3, 180)
+            assert [agents[i].wait(300) for i in (0, 1, 4)] == [0, 0, 0], (work / "log").read_text()[-3000:]
+        finally:
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    assert world_sizes()[0] == 4
+    same_numbers(work / "one", killed)
 
 
 # A run in which a micro-batch's loss is not finite: FAULT is [step, micro-batch]
