@@ -119,6 +119,11 @@ def test_three_layouts_have_the_bits_of_one_process(zygote, work):
     zygote.train([*args, "--out_dir=zero1", "--zero=1"], work, 2)
     zygote.train([*args, "--out_dir=zero3", "--zero=3"], work, 3)
     same_numbers(work / "one", *(work / name for name in ("ddp", "zero1", "zero3")))
+    parameters = records(work / "ddp")[0]["parameters"]
+    wanted = 2 * (3 - 1) / 3 * 8 * parameters  # twice the bytes of DDP
+    sent = sorted(column(work / "ddp", "bytes_sent").values())
+    # the step's numbers and TCP's acknowledgements are sent too
+    assert wanted < sent[len(sent) // 2] < 1.15 * wanted
     digests = column(work / "one", "weights")
     assert re.search(rf"^weights: SHA-256 {digests[12]} before step 12$", text, re.M)
     assert len(set(digests.values())) == 3 and all(re.fullmatch("[0-9a-f]{12}", d) for d in digests.values())
@@ -156,7 +161,7 @@ def test_killed_on_4_then_2_then_3_processes_ends_with_the_weights_of_one(zygote
 @pytest.mark.slow
 @pytest.mark.extra
 def test_torchrun_with_4_then_2_then_3_agents_ends_with_the_weights_of_one_process(zygote, work):
-    """Two agents are killed, then a worker, then an agent joins: torchrun starts the workers again each time."""
+    """Two agents are killed, then a worker, then an agent joins: torchrun restarts the workers each time."""
     args = [*EXACT, *MUON, "--dropout=0.1", "--save_checkpoint=True", "--save_interval=10"]
     args += ["--max_iters=800", "--lr_decay_iters=800", "--eval_interval=400", "--dist_timeout_s=60"]
     zygote.train([*args, "--out_dir=one"], work, timeout=600)
@@ -321,6 +326,22 @@ def sums_for(n_micro_batches=4):
     scaler = precision.make_scaler("float32", torch.device("cpu"))
     plan = Plan(batch_size=2, gradient_accumulation_steps=n_micro_batches, model_args=model.describe())
     return exact.ExactSums(model, model, Mesh(), plan, share, scaler)
+
+
+def test_the_sums_take_8_bytes_for_each_parameter():
+    """Of a step with several micro-batches, and of the next step."""
+    sums = sums_for()
+    for _ in range(2):
+        sums.start_step()
+        for micro_step in range(4):
+            sums.start_micro_batch(micro_step)
+            for p in sums.model.parameters():
+                p.grad = torch.ones_like(p)
+            sums.add_gradients()
+            assert all(p.grad is None for p in sums.model.parameters())
+        sums.finish()
+        held = sum(total.nbytes for total in sums.totals.values())
+        assert held == 8 * sum(p.numel() for p in sums.model.parameters())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1025.0, -1e30])

@@ -38,8 +38,8 @@ LARGEST_SUM = 2.0**62
 LOSS_UNIT = 2.0**-32  # of a mean over the tokens of a step
 TOKENS_UNIT = 2.0**-20  # of a sum over tokens
 COARSE_UNIT, FINE_UNIT = 2.0**-6, 2.0**-42  # parts of the squared norm, which reaches 2^47 in coarse units
-# Elements that are converted at once: by each thread of a CPU, so that intermediate results stay in its cache,
-# and on a GPU, where they take little memory
+# Elements that are converted at once: by each thread of a CPU, whose cache holds intermediate results of this
+# size, and on a GPU, where these results take little memory
 CHUNK, GPU_CHUNK = 2**15, 2**22
 
 
@@ -201,7 +201,7 @@ class ExactSums:
                 p.grad = None
 
     def add(self, key: Hashable, values: Tensor) -> None:
-        """Add this micro-batch's flat gradients to a sum. The first term replaces the sum of the last step."""
+        """Add this micro-batch's flat gradients to a sum. A first term replaces the last step's sum."""
         if key not in self.totals:
             self.totals[key] = torch.empty(values.numel(), dtype=torch.int64, device=values.device)
         is_first = key not in self.begun
