@@ -1,7 +1,7 @@
 # A small character-level model of Shakespeare. The best validation loss is about 1.47; then the model
 # overfits.
 # $ python data/shakespeare_char/prepare.py && python train.py config/train_shakespeare_char.py
-# For a CPU, use the smaller model under "Shakespeare" in README.md.
+# For a CPU, use the smaller model under "Shakespeare" in docs/getting-started.md.
 
 out_dir = "out-shakespeare-char"
 dataset = "shakespeare_char"

@@ -1,5 +1,5 @@
 """
-Time to nanoGPT's loss, and the figure of README.md: nanoGPT's recipe for Shakespeare on a CPU, run by nanoGPT
+Time to nanoGPT's loss, and the figure of docs/recipes.md: nanoGPT's recipe for Shakespeare on a CPU, run by nanoGPT
 itself, and config/train_shakespeare_char_fast.py, alternating. It needs an idle machine and
 data/shakespeare_char.
 
