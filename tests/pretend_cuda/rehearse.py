@@ -134,7 +134,7 @@ OFFLOAD = "FSDP waits for the copy of each gradient to the CPU, after the last b
 TOKENS = "the number of tokens for other ranks, which the all-to-all needs on the CPU, once in each layer"
 WAITS = {
     "cpu_offload": (16, OFFLOAD),
-    "cpu_offload fp16": (19, f"{OFFLOAD}. The optimizer waits for the scale of the loss, which is on the CPU"),
+    "cpu_offload fp16": (19, f"{OFFLOAD}. The host also waits for the scale of the loss, which the CPU uses"),
     "check_ranks": (2, "the checksums of the weights"),
     "save_interval": (2, "the copies for the checkpoint"),
     "2 ep": (3, TOKENS),
