@@ -1,6 +1,6 @@
 """
-Time to nanoGPT's loss, and the figure of docs/recipes.md: nanoGPT's recipe for Shakespeare on a CPU, run by nanoGPT
-itself, and config/train_shakespeare_char_fast.py, alternating. It needs an idle machine and
+Time to nanoGPT's loss, and the figure of docs/recipes.md: nanoGPT's recipe for Shakespeare on a CPU, run by
+nanoGPT itself, and config/train_shakespeare_char_fast.py, alternating. It needs an idle machine and
 data/shakespeare_char.
 
     python measure/time_to_loss.py --nanogpt=FOLDER     FOLDER: a clone of github.com/karpathy/nanoGPT

@@ -417,7 +417,13 @@ def test_a_debug_level_with_which_torch_crashes(zygote, work):
 
 def test_jobs_that_restart_need_no_login():
     """wandb without a login ends each start of a job: config/train_gpt2.py logs to wandb."""
-    places = ("cluster/pytorchjob.yaml", "cluster/slurm.sh", "docs/launchers.md", "README.md")
+    places = (
+        "cluster/pytorchjob.yaml",
+        "cluster/slurm.sh",
+        "docs/launchers.md",
+        "docs/getting-started.md",
+        "README.md",
+    )
     for place in places:
         text = (REPO / place).read_text()
         for command in re.findall(

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import arguments, commands, documents, script_of
 from mutations import MUTATIONS, places
-from runs import REPO, TINY, column, free_port
+from runs import REPO, TINY, accepted, column, free_port
 
 from configurator import settings_of
 
@@ -286,20 +287,6 @@ def test_settings_and_defaults_of_nanogpt():
 # docs
 
 
-def documents():
-    return [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-
-
-def commands():
-    """(file, command) of every command in the shell blocks of README.md and docs/."""
-    for path in documents():
-        for block in re.findall(r"^```sh\n(.*?)^```", path.read_text(), re.S | re.M):
-            for line in block.replace("\\\n", " ").splitlines():
-                for command in line.split("&&"):
-                    if command.split("#")[0].strip():
-                        yield path.name, command.split("#")[0].strip()
-
-
 @functools.cache
 def options_of(script):
     """The names that may follow -- after a script."""
@@ -312,16 +299,51 @@ def test_every_command_in_the_docs_has_real_files_and_settings():
     seen = 0
     for where, command in commands():
         words = shlex.split(command)
-        script = next((w for w in words if w in ("train.py", "sample.py", "bench.py", "export.py")), None)
+        script = script_of(words)
         for word in words:
-            if word.endswith((".py", ".txt")) and "FILE" not in word and not word.startswith("--"):
-                assert (REPO / word).exists(), f"{where}: {command}"
+            if word.endswith((".py", ".txt")) and not re.search(r"FILE|\*|^--", word):
+                path = word.replace("data/mine/", "data/shakespeare_char/")  # the copy that a user makes
+                assert (REPO / path).exists(), f"{where}: {command}"
         if script:
             for word in words[words.index(script) + 1 :]:
                 if word.startswith("--"):
                     assert word[2:].split("=")[0] in options_of(script), f"{where}: {command}"
             seen += 1
     assert seen >= 10
+
+
+def test_train_accepts_every_command_in_the_docs(at):
+    for folder in ("out-stdlib-char", "my-folder", "path/to/model"):
+        (at.path / folder).mkdir(parents=True)
+    seen = 0
+    for where, command in commands():
+        if (args := arguments(command, "train.py")) is not None and "--help" not in args:
+            try:
+                accepted("train.py", *args)
+            except (SystemExit, ValueError) as e:
+                pytest.fail(f"{where}: {command}: {e}")
+            seen += 1
+    assert seen >= 50
+
+
+def test_the_readme_is_short_and_lists_every_page():
+    text, pages = (REPO / "README.md").read_text().split("\n## Documentation\n")
+    assert len(text.split()) <= 900
+    listed = set(re.findall(r"\]\((\S+?\.md)\)", pages))
+    assert listed == {str(path.relative_to(REPO)) for path in documents()} - {"README.md"}
+
+
+def test_ci_runs_the_quick_start_of_the_readme():
+    listed = subprocess.run([REPO / ".ci/run", "--print"], capture_output=True, text=True, check=True).stdout
+    block = re.search(r"^## Quick start\n.*?^```sh\n(.*?)^```", (REPO / "README.md").read_text(), re.S | re.M)
+    *quick_start, tests = listed.splitlines()
+    assert [line.partition(" --max_iters=")[0] for line in quick_start] == block[1].splitlines()
+    assert [shlex.split(line)[1] for line in quick_start[1:]] == [
+        "data/stdlib_char/prepare.py",
+        "train.py",
+        "sample.py",
+    ]
+    assert "--max_iters=20" in quick_start[2] and tests.endswith("&& pytest")
 
 
 def test_links_in_the_docs_lead_somewhere():
