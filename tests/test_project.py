@@ -346,10 +346,19 @@ def test_ci_runs_the_quick_start_of_the_readme():
     assert "--max_iters=20" in quick_start[2] and tests.endswith("&& pytest")
 
 
+def anchors(path):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_in_the_docs_lead_somewhere():
     for path in documents():
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
-            assert "://" in target or (path.parent / target).exists(), f"{path.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", path.read_text()):
+            if "://" not in target:
+                page = path.parent / target if target else path
+                assert page.exists(), f"{path.name}: {target}"
+                assert not anchor or anchor in anchors(page), f"{path.name}: {target}#{anchor}"
 
 
 def test_each_of_the_32_complaints_about_nanogpt_is_answered():

@@ -1,0 +1,122 @@
+"""The commands of README.md and docs/ run, shrunk: a tiny model, two steps, no network and few processes."""
+
+import math
+import re
+import shutil
+
+import pytest
+from documented import arguments, commands
+from runs import column, script, tiny_data
+
+SMALL = [
+    "--dataset=tiny",
+    "--device=cpu",
+    "--dtype=float32",
+    "--compile=False",
+    "--n_layer=8",
+    "--n_head=8",
+    "--n_embd=64",
+    "--block_size=64",
+    "--eval_iters=1",
+    "--eval_interval=1000",
+    "--log_interval=1",
+    "--wandb_log=False",
+]
+SHORT = [*SMALL, "--batch_size=2", "--gradient_accumulation_steps=4", "--max_iters=2", "--lr_decay_iters=2"]
+# what a shrunk command of train.py does not keep
+OURS = tuple(f"{word.partition('=')[0]}=" for word in SHORT)
+REPLACED = (*OURS, "--nproc=", "--layout=", "--save_interval=", "--islands=0", "--out_dir=")
+OF_A_CHECKPOINT = ("--n_layer=", "--n_head=", "--n_embd=")
+DIVIDES = "nproc|nproc_per_node|num_processes|num_gpus|tp|pp|cp|ep|dp_replicate|islands|shares"
+
+
+def commands_of(name):
+    """The commands that run this script, without those that are the same once they are shrunk."""
+    found = {}
+    for _, command in commands():
+        args = arguments(command, name)
+        if args is not None and "--help" not in args:
+            rest = without(args, *REPLACED) if name == "train.py" else args
+            found.setdefault((*rest, processes_of(command)), command)
+    return [*found.values()]
+
+
+def without(args, *starts):
+    return [arg for arg in args if not arg.startswith(starts)]
+
+
+def processes_of(command):
+    """As many as the settings of the command need, and two if the command starts several."""
+    given = dict(re.findall(rf"--({DIVIDES})=(\S+)", command))
+    needed = math.prod(int(given.get(name, 1)) for name in ("tp", "pp", "cp", "ep", "dp_replicate"))
+    if "dp_replicate" in given:
+        needed *= 2  # a group of one rank has nothing to shard
+    several = not command.startswith("python ") or "--nproc=" in command
+    return max(needed, given.get("shares", "").count(",") + 1, 2 if several else 1)
+
+
+@pytest.fixture(scope="module")
+def prepared(zygote, tmp_path_factory):
+    """A folder with a data set, two runs of train.py, and a model in the format of transformers."""
+    work = tmp_path_factory.mktemp("prepared")
+    tiny_data(work)
+    zygote.start(["config/train_stdlib_char.py", *SHORT, "--out_dir=out-stdlib-char"], work).wait()
+    zygote.start([*SHORT, "--out_dir=out"], work).wait()
+    zygote.start(["out", "--to=hf"], work, script="export.py").wait()
+    shutil.copytree(work / "out" / "hf", work / "my-folder")
+    return work
+
+
+@pytest.fixture
+def folder(prepared, tmp_path):
+    """A copy of the prepared folder."""
+    shutil.copytree(prepared, tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands_of("train.py"))
+def test_a_command_of_the_docs_trains(zygote, folder, command):
+    args = [re.sub(r"(gpt2-?\w*|path/to/model)$", "my-folder", arg) for arg in arguments(command, "train.py")]
+    resumes = "--init_from=resume" in args or "--init_from=auto" in args
+    short = without(SHORT, *OF_A_CHECKPOINT) if "--init_from=" in command else SHORT
+    out = next((arg.partition("=")[2] for arg in args if arg.startswith("--out_dir=")), "out-stdlib-char")
+    if resumes and not (folder / out).exists():
+        shutil.copytree(folder / "out-stdlib-char", folder / out)
+    args = [*without(args, *REPLACED), *short, f"--out_dir={out}"]
+    if resumes:
+        args += ["--max_iters=4", "--lr_decay_iters=4"]
+    run = zygote.start(args, folder, processes_of(command)).wait()
+    if "eval_gpt2" not in command:
+        assert "iter 2:" in run.text()
+        assert all(math.isfinite(loss) for loss in column(folder / out, "loss").values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands_of("sample.py"))
+def test_a_command_of_the_docs_samples(zygote, folder, command):
+    args = [re.sub(r"(--init_from=)gpt2.*", r"\1my-folder", arg) for arg in arguments(command, "sample.py")]
+    args = [re.sub(r"--start=.*", "--start=A", arg) for arg in args]  # a text of the tiny data set
+    if not any(arg.startswith(("--init_from=", "--out_dir=")) for arg in args):
+        args += ["--out_dir=out"]
+    args += ["--max_new_tokens=5", "--device=cpu"]
+    run = zygote.start(args, folder, processes_of(command), script="sample.py").wait()
+    assert "A" in run.samples()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands_of("export.py"))
+def test_a_command_of_the_docs_exports(zygote, folder, command):
+    args = [arg.replace("OUT_DIR", "out") for arg in arguments(command, "export.py")]
+    assert zygote.start(args, folder, script="export.py").wait().text()
+
+
+PLANS = [command for command in commands_of("bench.py") if re.search("--hardware|--estimate", command)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PLANS)
+def test_a_command_of_the_docs_plans(at, capsys, command):
+    tiny_data(at.path)
+    script(at, "bench.py", [*arguments(command, "bench.py"), "--dataset=tiny", "--vocab_size=50304"])
+    assert re.search(r"GB|ms/step", capsys.readouterr().out)
