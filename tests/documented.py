@@ -41,7 +41,7 @@ def script_of(words):
 
 def arguments(command, script):
     """The words that a command passes to this script; None if the command runs something else."""
-    words = shlex.split(command)
+    words = shlex.split(command.replace("$SMALL", "").replace(" CONFIG ", " config/train_gpt2.py "))
     if "cluster/slurm.sh" in words:  # passes its words on to train.py
         words[words.index("cluster/slurm.sh")] = "train.py"
     return words[words.index(script) + 1 :] if script_of(words) == script else None

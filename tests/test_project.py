@@ -16,7 +16,7 @@ from documented import arguments, commands, documents, script_of
 from mutations import MUTATIONS, places
 from runs import REPO, TINY, accepted, column, free_port
 
-from configurator import settings_of
+from configurator import configure, settings_of
 
 SCRIPTS = {"train", "sample", "bench", "export"}
 HEAVY = {"wandb", "datasets", "transformers", "matplotlib", "tiktoken", "tensorboard", "tqdm", "pyarrow"}
@@ -324,6 +324,16 @@ def test_train_accepts_every_command_in_the_docs(at):
                 pytest.fail(f"{where}: {command}: {e}")
             seen += 1
     assert seen >= 50
+
+
+def test_sample_and_bench_accept_every_command_in_the_docs(at):
+    for where, command in commands():
+        for name, extra in (("sample.py", None), ("bench.py", settings_of(REPO / "train.py"))):
+            if (args := arguments(command, name)) is not None:
+                try:
+                    configure({"__file__": str(REPO / name)}, args, extra)
+                except SystemExit:
+                    pytest.fail(f"{where}: {command}")
 
 
 def test_the_readme_is_short_and_lists_every_page():
