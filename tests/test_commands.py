@@ -122,5 +122,8 @@ PLANS = [command for command in commands_of("bench.py") if re.search("--hardware
 @pytest.mark.parametrize("command", PLANS)
 def test_a_command_of_the_docs_plans(at, capsys, command):
     tiny_data(at.path)
-    script(at, "bench.py", [*arguments(command, "bench.py"), "--dataset=tiny", "--vocab_size=50304"])
+    try:
+        script(at, "bench.py", [*arguments(command, "bench.py"), "--dataset=tiny", "--vocab_size=50304"])
+    except SystemExit as end:
+        assert not end.code  # after an estimate, nothing is left to do
     assert re.search(r"GB|ms/step", capsys.readouterr().out)
