@@ -165,7 +165,7 @@ def plot_exact(axes: Axes, inexact: np.ndarray, layouts: list[Layout], losses: n
     axes.set_yticks([0, 1e-6, 1e-4, 1e-2, 1])
     axes.set_xlabel("step")
     axes.set_title("Muon, the recipe of the first command: difference from 1 process", loc="left")
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.42))
 
 
 def main() -> None:
