@@ -22,6 +22,7 @@ from isogpt.nn.architecture import ARCHS, GPTConfig
 from isogpt.nn.experts import ExpertLinear, MoE
 from isogpt.nn.kernels import (
     IGNORE,
+    Cache,
     Dropout,
     KVCache,
     RMSNorm,
@@ -54,7 +55,7 @@ class CausalSelfAttention(nn.Module):
         # the only call that mixes positions; context parallelism replaces it
         self.attention = causal_attention
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         B, T, _ = x.shape
         # -1: the heads of this rank, because tensor parallelism splits them over ranks
         qkv = self.c_attn(x).view(B, T, -1, self.head_size)  # (B, T, H + 2 K, D)
@@ -111,7 +112,7 @@ class Block(nn.Module):
         self.has_experts = config.n_expert > 0
 
     def forward(
-        self, x: Tensor, rope: Tensor | None = None, cache: KVCache | None = None
+        self, x: Tensor, rope: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the block: (B, T, C) -> (B, T, C), and with experts also MoE.routing_of, (B, E + 2)."""
         x = x + self.attn(self.ln_1(x), rope, cache)
@@ -150,6 +151,8 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.loss = summed_loss  # compiled separately if blocks are; tensor parallelism replaces it
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
+        # generation.advance, usually compiled: generates in steps of one shape; None: with growing caches
+        self.advance: Callable[..., None] | None = None
         self.positions = torch.arange  # positions from start to end; context parallelism replaces it
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
@@ -214,7 +217,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         target_count: float | None = None,
         positions: Tensor | None = None,
-        caches: list[KVCache] | None = None,
+        caches: list[Cache] | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """
         Compute logits and loss.
@@ -267,7 +270,7 @@ class GPT(nn.Module):
         blocks: Iterable[tuple[str, nn.Module]],
         x: Tensor,
         positions: Tensor,
-        caches: list[KVCache] | None = None,
+        caches: list[Cache] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Apply blocks, given with their numbers: (B, T, C) -> (B, T, C), and what MoE.routing_of returns for
@@ -471,6 +474,5 @@ class GPT(nn.Module):
             seed: seed of the samples. Default: drawn from torch's generator.
             first_sample: number of the first row's sample.
         """
-        return generation.generate(
-            self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size, use_cache, seed, first_sample
-        )
+        choice = generation.Choice(temperature, top_k, top_p, vocab_size)
+        return generation.generate(self, idx, max_new_tokens, choice, use_cache, seed, first_sample)

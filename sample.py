@@ -38,6 +38,7 @@ from isogpt.launch.process_group import connect_ranks, join_process_group, leave
 from isogpt.launch.start_checks import check_start
 from isogpt.launch.together import broadcast, exit_together, gather_objects
 from isogpt.nn import generation
+from isogpt.parallel.compilation import compile_generation
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, materialize, split_model
 from isogpt.parallel.plan import Plan
@@ -65,7 +66,7 @@ device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto (the fastest that the device supports in hardware), float32, tf32, bfloat16 or float16
 tp = 1  # processes that divide each matrix of the model
 pp = 1  # processes that divide the layers of the model
-compile = False  # torch.compile takes a minute: only useful for very long or very many samples on a GPU
+compile = False  # compile a token's step to one CUDA graph: takes a minute, then a GPU generates much faster
 dist_timeout_s = 600.0  # how long processes wait for each other
 # ------------------------------------------------------------------------------------------------------------
 try:
@@ -140,9 +141,11 @@ if mesh.splits_model:
     context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
     make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False)
 else:
-    generation.prepare(model, plan.torch_dtype, pack=not compile)
+    generation.prepare(model, plan.torch_dtype)
 if compile:
-    model.compile()
+    note = compile_generation(model, ranks.device, mesh.splits_model)
+    if note and ranks.is_main:
+        print(f"note: {note}", file=sys.stderr)
 
 # the prompt (rank 0 reads it: a pipe, such as FILE:/dev/stdin, can be read only once)
 text = None

@@ -1,5 +1,8 @@
 """Text generation: the loop over tokens, sampling, and Linear layers for inference."""
 
+import sys
+from dataclasses import dataclass, replace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -7,7 +10,7 @@ from torch import Tensor, nn
 
 from isogpt.common.random_numbers import SAMPLING, random_bits
 from isogpt.nn.experts import ExpertLinear
-from isogpt.nn.kernels import KVCache
+from isogpt.nn.kernels import Cache, FixedCache, KVCache
 
 
 class InferenceLinear(nn.Module):
@@ -19,13 +22,17 @@ class InferenceLinear(nn.Module):
     times as long in float32 and 1.3 times as long in bfloat16 (GPT-2's shapes, torch 2.13).
     """
 
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype, pack: bool = True) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, self.bias = dtype, None if linear.bias is None else linear.bias.detach().to(dtype)
-        self.weight = linear.weight.detach().to(dtype)
-        self.is_packed = pack and self.weight.device.type == "cpu" and can_pack(dtype)
+        self.dtype = dtype
+        weight = linear.weight.detach().to(dtype)
+        self.is_packed = weight.device.type == "cpu" and can_pack(dtype)
         if self.is_packed:
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        # buffers, because a CUDA graph reads them where they are and copies other tensors each time
+        self.register_buffer("weight", weight, persistent=False)
+        bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)
@@ -43,59 +50,149 @@ def can_pack(dtype: torch.dtype) -> bool:
     )
 
 
-def prepare(model: nn.Module, dtype: torch.dtype, pack: bool = True) -> None:
+def prepare(model: nn.Module, dtype: torch.dtype) -> None:
     """
     Replace the Linear layers of a model by InferenceLinear and convert the experts to `dtype`, in place. The
     residual stream, the norms and the routers stay in float32, as under autocast. Autocast would cast the
     weights again for each token.
-
-    Args:
-        pack: pack the weights on a CPU. torch.compile cannot trace packed weights.
     """
     for module in list(model.modules()):
         if isinstance(module, ExpertLinear):
             module.to(dtype)
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, InferenceLinear(child, dtype, pack))
+                setattr(module, name, InferenceLinear(child, dtype))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a token is chosen, see GPT.generate."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    vocab_size: int | None
+
+
+@dataclass
+class Samples:
+    """
+    Samples that are being generated. `advance` changes the tensors and replaces none of them, so that a CUDA
+    graph can read and write them where they are.
+    """
+
+    tokens: Tensor  # (B, T + N): the prompt that is used, then the new tokens
+    numbers: Tensor  # (N, B, 1): the random number of each new token
+    caches: list[Cache]  # one per block
+    newest: Tensor  # (1,): position of the newest token
 
 
 @torch.no_grad()
-def generate(  # noqa: PLR0913  (sample.py's settings)
+def generate(
     model: nn.Module,
     idx: Tensor,
     max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    vocab_size: int | None,
+    choice: Choice,
     use_cache: bool,
     seed: int | None,
     first_sample: int,
 ) -> Tensor:
     """See GPT.generate."""
-    (B, T), block_size = idx.shape, model.config.block_size
+    (B, T), block_size, device = idx.shape, model.config.block_size, idx.device
     seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
-    numbers = uniform_numbers(seed, range(first_sample, first_sample + B), max_new_tokens).to(idx.device)
-    tokens = torch.cat((idx, idx.new_empty(B, max_new_tokens)), dim=1)  # (B, T + max_new_tokens)
-    start = max(0, T - block_size)  # the first token that is used
-    caches = [KVCache(B, min(block_size, T - start + max_new_tokens)) for _ in range(model.config.n_layer)]
-    has_one_prompt = bool((idx == idx[:1]).all())
-    for end in range(T, T + max_new_tokens):
-        window_moves = not model.arch.rotation and end - start > block_size
-        if window_moves:
-            start += 1  # the position embeddings of all tokens change
-        if window_moves or not use_cache:
+    numbers = uniform_numbers(seed, range(first_sample, first_sample + B), max_new_tokens).to(device)
+    used = idx[:, max(0, T - block_size) :]
+    T = used.size(1)
+    end = T + max_new_tokens
+    caches = [KVCache(B, min(block_size, end)) for _ in range(model.config.n_layer)]
+    tokens = torch.cat((used, idx.new_empty(B, max_new_tokens)), dim=1)  # (B, T + max_new_tokens)
+    samples = Samples(tokens, numbers, caches, torch.tensor([T], device=device))
+    known = T
+    if model.advance and use_cache and max_new_tokens > 1:
+        append_tokens(model, samples, range(T, T + 1), choice, use_cache)
+        # the position embeddings of GPT-2 end at block_size
+        known = end if model.arch.rotation else min(end, block_size + 1)
+        append_in_fixed_caches(model, samples, range(T + 1, known), choice)
+    append_tokens(model, samples, range(known, end), choice, use_cache)
+    return torch.cat((idx, tokens[:, T:]), dim=1)
+
+
+def append_tokens(
+    model: nn.Module, samples: Samples, positions: range, choice: Choice, use_cache: bool
+) -> None:
+    """Choose the tokens of these positions, with shapes that grow with the position."""
+    tokens, caches, block_size = samples.tokens, samples.caches, model.config.block_size
+    first = tokens.size(1) - len(samples.numbers)  # position of the first new token
+    for end in positions:
+        # past block_size, the position embeddings of all tokens change
+        start = 0 if model.arch.rotation else max(0, end - block_size)
+        if start or not use_cache:
             for cache in caches:
                 cache.length = 0
         while (cached := caches[0].length) < end - start:
             new = tokens[:, start + cached : min(end, start + max(block_size, cached + 1))]
-            logits, _ = model(
-                new[:1] if end == T and has_one_prompt else new, caches=caches
-            )  # (B or 1, 1, V)
-        logits = logits[:, -1, :vocab_size].float().expand(B, -1)  # (B, V)
-        tokens[:, end : end + 1] = next_token(logits, numbers[end - T], temperature, top_k, top_p)
-    return tokens
+            if end == first and bool((new == new[:1]).all()):
+                new = new[:1]  # all samples continue one prompt
+            logits, _ = model(new, caches=caches)  # (B or 1, 1, V)
+        tokens[:, end : end + 1] = choose(logits, samples.numbers[end - first], choice)
+
+
+def append_in_fixed_caches(model: nn.Module, samples: Samples, positions: range, choice: Choice) -> None:
+    """
+    Choose the tokens of these positions, which follow cached positions, in steps of one shape. The host does
+    not wait for a GPU. If `model.advance` cannot be compiled, the steps are not compiled, with a note.
+    """
+    caches = [FixedCache.of(cache, samples.newest) for cache in samples.caches]
+    fixed = replace(samples, caches=caches)
+    keep_addresses(fixed)
+    for position in positions:
+        try:
+            model.advance(model, fixed, choice)
+        except Exception as e:  # a broken compiler can raise nearly anything
+            if model.advance is advance:
+                raise
+            reason = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+            note = f"note: compile: failed, generating without it (slower): {reason}"
+            print(note, file=sys.stderr)
+            model.advance = advance
+            fixed.newest.fill_(position - 1)  # the failed step may have increased it
+            advance(model, fixed, choice)
+
+
+def keep_addresses(samples: Samples) -> None:
+    """
+    Tell torch.compile that these tensors stay where they are. A CUDA graph copies all other tensors in each
+    step, and refuses to write to them.
+    """
+    tensors = [samples.tokens, samples.numbers, samples.newest]
+    for cache in samples.caches:
+        tensors += [cache.k, cache.v]
+    for tensor in tensors:
+        # torch._dynamo.mark_static_address, whose import takes a second without a compiled step
+        tensor._dynamo_static_input_type = "unguarded"
+
+
+def advance(model: nn.Module, samples: Samples, choice: Choice) -> None:
+    """
+    Choose the token after the newest one, with caches of one shape. Nothing in this step depends on the host:
+    a CUDA graph of it can be launched again and again.
+    """
+    tokens, numbers, newest = samples.tokens, samples.numbers, samples.newest
+    first = tokens.size(1) - len(numbers)  # position of the first new token
+    token = tokens.index_select(1, newest)  # (B, 1)
+    logits, _ = model(token, positions=newest, caches=samples.caches)  # (B, 1, V)
+    newest.add_(1)
+    uniform = numbers.index_select(0, newest - first)[0]  # (B, 1)
+    tokens.index_copy_(1, newest, choose(logits, uniform, choice))
+
+
+def choose(logits: Tensor, uniform: Tensor, choice: Choice) -> Tensor:
+    """
+    Choose one token per row, (B, 1), from the logits of the last position (B or 1, T, V) and a random number
+    of each row (B, 1).
+    """
+    logits = logits[:, -1, : choice.vocab_size].float().expand(len(uniform), -1)  # (B, V)
+    return next_token(logits, uniform, choice.temperature, choice.top_k, choice.top_p)
 
 
 def uniform_numbers(seed: int, samples: range, n: int) -> Tensor:

@@ -197,8 +197,42 @@ class KVCache:
         return self.k[:, :, :stored], self.v[:, :, :stored]
 
 
+@dataclass
+class FixedCache:
+    """
+    Keys and values of one block in a ring as in KVCache, for steps of one token each. Where a step writes is
+    a tensor, and a step reads the whole ring: the shapes and the program of all steps are the same, as a CUDA
+    graph requires.
+    """
+
+    k: Tensor  # (B, K, size, D)
+    v: Tensor
+    position: Tensor  # (1,): of the token that the next step appends; the caller increases it
+
+    @classmethod
+    def of(cls, cache: KVCache, position: Tensor) -> "FixedCache":
+        """The same memory as a KVCache that contains at least one position."""
+        for t in (cache.k, cache.v):
+            t[:, :, cache.length :] = 0  # attention multiplies positions that are not yet written by 0
+        return cls(cache.k, cache.v, position)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v of one position, (B, K, 1, D). Returns the whole ring, (B, K, size, D)."""
+        place = self.position % self.k.size(2)
+        self.k.index_copy_(2, place, k)
+        self.v.index_copy_(2, place, v)
+        return self.k, self.v
+
+    def is_written(self) -> Tensor:
+        """Which places of the ring contain a position, (1, size)."""
+        return torch.arange(self.k.size(2), device=self.k.device)[None] <= self.position
+
+
+Cache = KVCache | FixedCache
+
+
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cache: KVCache | None = None
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cache: Cache | None = None
 ) -> Tensor:
     """
     Compute causal self-attention: softmax(q k^T / sqrt(D)) v, where a position attends to itself and earlier
@@ -214,7 +248,8 @@ def causal_attention(
         (B, T, H * D)
     """
     T, groups = q.size(1), q.size(2) // k.size(2)
-    has_previous = cache is not None and cache.length > 0
+    is_fixed = isinstance(cache, FixedCache)
+    has_previous = is_fixed or (cache is not None and cache.length > 0)
     if cache is not None:
         cached_k, cached_v = cache.append(k.transpose(1, 2), v.transpose(1, 2))  # (B, K, S, D) each
     if groups > 1 and not has_previous:
@@ -229,6 +264,8 @@ def causal_attention(
     S, mask = k.size(2), None
     if 1 < T < S:  # is_causal would align the first query with the first key; a single query needs no mask
         mask = q.new_ones(T, S, dtype=torch.bool).tril(S - T)
+    elif is_fixed:
+        mask = cache.is_written()
     # On Hopper and Blackwell, PyTorch tries cuDNN first, unless its version contains a known bug. So no order
     # is forced here
     y = F.scaled_dot_product_attention(

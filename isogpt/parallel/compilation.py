@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 
 from isogpt.launch.together import gather_objects
+from isogpt.nn import generation
 from isogpt.nn.experts import MoE
 from isogpt.nn.kernels import summed_loss
 from isogpt.parallel.local_parts import is_split
@@ -33,20 +34,46 @@ def compile_model(
     """
     if device.type == "cpu":
         return "compile: off, since it gains nothing on a CPU"
-    problem = None
-    try:
-        x = torch.ones(64, device=device, requires_grad=True)
-        torch.compile(lambda t: (t.sin() * t).sum())(x).backward()
-    except Exception as e:  # a broken compiler installation can raise nearly anything
-        problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
-    if problems := [p for p in gather_objects(problem) if p]:
-        return f"compile: does not work on this machine, training without it (slower): {problems[0]}"
+    if problem := trial_compilation(device):
+        return f"compile: does not work on this machine, training without it (slower): {problem}"
     # functions that fail to compile later run uncompiled, with a warning
     torch._dynamo.config.suppress_errors = True
     if is_exact:
         torch._dynamo.config.optimize_ddp = False
     compile_parts(model, by_block, mode="reduce-overhead" if cuda_graphs else None)
     return "compile: the first step takes about a minute longer"
+
+
+def trial_compilation(device: torch.device) -> str:
+    """Compile a small function (all ranks). Returns the first problem of any rank, or ''."""
+    problem = ""
+    try:
+        x = torch.ones(64, device=device, requires_grad=True)
+        torch.compile(lambda t: (t.sin() * t).sum())(x).backward()
+    except Exception as e:  # a broken compiler installation can raise nearly anything
+        problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+    return next(filter(None, gather_objects(problem)), "")
+
+
+def compile_generation(model: nn.Module, device: torch.device, splits_model: bool) -> str:
+    """
+    Let the model generate in compiled steps (all ranks), whose kernels one CUDA graph launches. The host then
+    neither launches kernels one by one nor waits for a token.
+
+    Args:
+        splits_model: several ranks divide the model, which is not compiled.
+
+    Returns:
+        '', or the reason why the model generates without compiled steps.
+    """
+    if device.type == "cpu":
+        return "compile: off, since it gains nothing on a CPU"
+    if splits_model:
+        return "compile: off, since several processes divide the model"
+    if problem := trial_compilation(device):
+        return f"compile: does not work on this machine, generating without it (slower): {problem}"
+    model.advance = torch.compile(generation.advance, fullgraph=True, dynamic=False, mode="reduce-overhead")
+    return ""
 
 
 def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:

@@ -42,6 +42,11 @@ CASES = (
     "tp bf16",
     "tp nanochat bf16",
     "cp bf16",
+    "generate gpt2 bf16",
+    "generate gpt2 f32",
+    "generate nanochat bf16",
+    "generate llama gqa bf16",
+    "generate experts bf16",
 )
 
 
@@ -96,7 +101,7 @@ from torch._inductor import compile_fx
 from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from isogpt.nn import kernels
+from isogpt.nn import generation, kernels
 from isogpt.parallel import compilation
 from isogpt.parallel.context import parallelize_context
 from isogpt.parallel.local_parts import splits_of
@@ -106,6 +111,7 @@ from isogpt.parallel.recompute import recompute
 from model import GPT, GPTConfig
 
 KERNELS = collections.Counter()  # compiled for the case that runs, by name
+COPIED = []  # for each graph, the number of inputs that a CUDA graph would copy in each step
 VOCABULARY = 50304
 BLOCK_SIZE = 256
 
@@ -182,6 +188,7 @@ def inner_compile(gm: torch.fx.GraphModule, example_inputs: list, **kwargs) -> C
     """
     Inductor's compile_fx_inner, then a function that returns tensors of the right shapes and runs no kernel.
     """
+    COPIED.append(len(example_inputs) - len(kwargs.get("static_input_idxs", ())))
     if not OPTIONS.graphs_only:
         compile_fx.compile_fx_inner(gm, example_inputs, **kwargs)
     outputs = next(node for node in gm.graph.nodes if node.op == "output").args[0]
@@ -215,7 +222,10 @@ def label_parameters(module: nn.Module) -> None:
         for name, p in list(m.named_parameters(recurse=False)):
             setattr(m, name, nn.Parameter(labelled(*p.shape, dtype=p.dtype)))
             getattr(m, name).splits = splits_of(p)  # as materialize does
-    module.tie_weights()
+        for name, b in list(m.named_buffers(recurse=False)):
+            setattr(m, name, labelled(*b.shape, dtype=b.dtype))
+    if isinstance(module.lm_head, nn.Linear):  # not prepared for generation
+        module.tie_weights()
     if module.config.n_expert:
         module.routing = labelled(module.config.n_layer, module.config.n_expert + 2)
 
@@ -347,6 +357,36 @@ def divided(dtype: torch.dtype, by_block: bool = True, **changes) -> Callable[[]
     return step
 
 
+def generating(dtype: torch.dtype, **changes) -> Callable[[], None]:
+    """A token of some samples, as sample.py --compile=True computes it."""
+    model = make(**changes)
+    generation.prepare(model.eval(), dtype)
+    label_parameters(model)
+    c, rows = model.config, 4
+    newest = labelled(1, dtype=torch.int64)
+    shape = (rows, c.n_kv_head, BLOCK_SIZE, c.n_embd // c.n_head)
+    samples = generation.Samples(
+        labelled(rows, BLOCK_SIZE, dtype=torch.int64),
+        labelled(BLOCK_SIZE - 1, rows, 1),
+        [
+            kernels.FixedCache(labelled(*shape, dtype=dtype), labelled(*shape, dtype=dtype), newest)
+            for _ in range(c.n_layer)
+        ],
+        newest,
+    )
+    generation.keep_addresses(samples)
+    choice = generation.Choice(0.8, 200, 0.9, VOCABULARY - 47)
+    advance = torch.compile(generation.advance, fullgraph=True, dynamic=False, backend=backend)
+
+    def step() -> None:
+        with torch.no_grad():
+            advance(model, samples, choice)
+        if COPIED != [0]:
+            raise RuntimeError(f"a CUDA graph would copy inputs in each step: {COPIED}")
+
+    return step
+
+
 bf16 = torch.bfloat16
 fp16 = torch.float16
 f32 = torch.float32
@@ -377,6 +417,11 @@ MAKERS = {
     "tp nanochat bf16": partial(divided, bf16, tp=2, arch="nanochat"),
     # not ep: its token exchange is not compiled, and needs kernels
     "cp bf16": partial(divided, bf16, by_block=False, cp=2),
+    "generate gpt2 bf16": partial(generating, bf16),
+    "generate gpt2 f32": partial(generating, f32),
+    "generate nanochat bf16": partial(generating, bf16, arch="nanochat"),
+    "generate llama gqa bf16": partial(generating, bf16, arch="llama", n_kv_head=2),
+    "generate experts bf16": partial(generating, bf16, arch="llama", **EXPERTS),
 }
 
 
@@ -417,6 +462,7 @@ def rehearse(name: str) -> Row:
     torch._dynamo.reset()
     counters.clear()
     KERNELS.clear()
+    COPIED.clear()
     row = Row(name)
     began = time.monotonic()
     try:
