@@ -397,9 +397,21 @@ MUTATIONS = {
     ),
     "samples: the prompt of the first row": (
         "isogpt/nn/generation.py",
-        "end == T and has_one_prompt",
-        "end == T",
+        "if end == first and bool((new == new[:1]).all()):",
+        "if end == first:",
         "tests/test_model.py::test_a_sample_depends_on_its_number_and_not_on_its_batch",
+    ),
+    "samples: fixed caches without a mask": (
+        "isogpt/nn/kernels.py",
+        "device=self.k.device)[None] <= self.position",
+        "device=self.k.device)[None] >= 0",
+        "tests/test_model.py::test_steps_of_one_shape_have_the_tokens_of_growing_caches",
+    ),
+    "start: torch.compile is imported": (
+        "isogpt/nn/experts.py",
+        "has_grouped_kernel._dynamo_marked_constant = True",
+        "has_grouped_kernel = torch.compiler.assume_constant_result(has_grouped_kernel)",
+        "tests/test_project.py::test_a_run_and_its_samples_need_no_part_of_torch_that_takes_a_second_to_import",
     ),
     "samples: padded ids": (
         "sample.py",

@@ -14,8 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from isogpt.nn import generation
 from isogpt.parallel import context
-from isogpt.parallel.compilation import compile_parts, compile_report
+from isogpt.parallel.compilation import compile_generation, compile_parts, compile_report
 from isogpt.parallel.data import replicate, settle_gradients
 from isogpt.parallel.recompute import recompute
 from model import GPT, GPTConfig
@@ -103,6 +104,53 @@ MODES = [
 @pytest.mark.parametrize("mode, by_block", MODES)
 def test_a_graph_for_training_and_one_for_evaluation(mode, by_block):
     assert_compiles_once(mode, by_block, 65, "aot_eager")
+
+
+MODELS = [dict(), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1), dict(arch="llama", n_expert=4)]
+
+
+@pytest.mark.parametrize("changes", MODELS)
+def test_tokens_are_generated_by_one_graph(changes):
+    """With fullgraph, a wait for a value such as tolist() raises. Other samples use the same graph."""
+    shape = dict(block_size=32, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+    model, prompts = GPT(GPTConfig(**shape | changes), seed=1).eval(), torch.arange(15).view(3, 5)
+    how = dict(temperature=0.9, top_k=50, top_p=0.9, vocab_size=60)
+    expected = [model.generate(prompts, 20, seed=seed, **how) for seed in (1, 2)]
+    model.advance = torch.compile(generation.advance, fullgraph=True, dynamic=False, backend="aot_eager")
+    for seed in (1, 2):
+        assert torch.equal(model.generate(prompts, 20, seed=seed, **how), expected[seed - 1])
+    assert compile_report() == "compile: 1 graphs, 0 graph breaks"
+
+
+def test_a_step_that_cannot_be_compiled_runs_without(capsys):
+    def broken(graph, inputs):
+        raise RuntimeError("no ptxas\nmore")
+
+    shape = dict(block_size=32, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+    model, prompt = GPT(GPTConfig(**shape), seed=1).eval(), torch.arange(5)[None]
+    expected = model.generate(prompt, 9, seed=1)
+    model.advance = torch.compile(generation.advance, fullgraph=True, backend=broken)
+    assert torch.equal(model.generate(prompt, 9, seed=1), expected)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: compile: failed, generating without it (slower): ") and "no ptxas" in line
+
+
+@pytest.mark.parametrize("device, splits_model", [("cpu", False), ("meta", True)])
+def test_generation_that_is_not_compiled_says_so(device, splits_model):
+    model = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=1, n_embd=8))
+    assert compile_generation(model, torch.device(device), splits_model).startswith("compile: off, since ")
+    assert model.advance is None
+
+
+def test_generation_on_a_machine_without_a_compiler(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("no compiler")
+
+    model = GPT(GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=1, n_embd=8))
+    monkeypatch.setattr(torch, "compile", broken)
+    note = compile_generation(model, torch.device("meta"), splits_model=False)
+    assert note.endswith(", generating without it (slower): RuntimeError: no compiler")
+    assert model.advance is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -723,6 +723,32 @@ def test_a_cached_token_is_computed_once():
     assert lengths == [*range(5, 17), 16, 16]
 
 
+@pytest.mark.parametrize(
+    "model", [dict(bias=True), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1), dict(n_expert=4)]
+)
+@pytest.mark.parametrize("length", [1, 5, 15, 16, 20])  # up to, at and beyond block_size
+def test_steps_of_one_shape_have_the_tokens_of_growing_caches(model, length):
+    gpt, idx = rough(std=0.15, **model), ids(3, length)
+    for how in (dict(temperature=0), dict(temperature=0.7, top_k=5), dict(top_p=0.8, vocab_size=60)):
+        gpt.advance = None
+        expected = gpt.generate(idx, 24, seed=3, **how)
+        gpt.advance = generation.advance
+        assert torch.equal(gpt.generate(idx, 24, seed=3, **how), expected), how
+
+
+def test_a_step_of_one_shape_is_used_while_positions_fit():
+    gpt, lengths, steps = rough(), [], []
+
+    def advance(*args):
+        steps.append(1)
+        generation.advance(*args)
+
+    gpt.transformer.wte.register_forward_hook(lambda module, args, out: lengths.append(args[0].size(1)))
+    gpt.advance = advance
+    gpt.generate(ids(2, 5), 14)
+    assert len(steps) == 11 and lengths == [5] + [1] * 11 + [16] * 2
+
+
 def test_several_tokens_can_follow_cached_ones():
     gpt, x = rough(), ids(2, 12)
     caches = [KVCache(rows=2, size=16) for _ in range(2)]

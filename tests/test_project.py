@@ -163,6 +163,39 @@ def test_heavy_packages_are_imported_where_they_are_used():
         assert not found, f"{path.relative_to(REPO)} imports {found} when it is imported"
 
 
+WITHOUT = """
+import runpy, sys
+
+for name in {names}:
+    sys.modules[name] = None  # importing it raises ImportError
+sys.path.insert(0, {folder!r})
+for script, *args in {commands}:
+    sys.argv = [script, *args]
+    runpy.run_path(script, run_name="__main__")
+"""
+# what is imported where it is used, and takes a second or more
+NOT_AT_A_START = (
+    "torch._dynamo",
+    "torch._inductor",
+    "sympy",
+    "torch.distributed.tensor",
+    "transformers",
+    "wandb",
+)
+
+
+def test_a_run_and_its_samples_need_no_part_of_torch_that_takes_a_second_to_import(work):
+    """The processes from which tests fork runs have imported all of them."""
+    commands = [
+        [str(REPO / "train.py"), *TINY, "--max_iters=0", "--eval_iters=1", "--out_dir=out"],
+        [str(REPO / "train.py"), *TINY, "--max_iters=1", "--out_dir=out", "--init_from=resume"],
+        [str(REPO / "sample.py"), "--out_dir=out", "--device=cpu", "--num_samples=1", "--max_new_tokens=5"],
+    ]
+    code = WITHOUT.format(names=NOT_AT_A_START, folder=str(REPO), commands=commands)
+    done = subprocess.run([sys.executable, "-c", code], cwd=work, capture_output=True, text=True)
+    assert done.returncode == 0 and "5 tokens in " in done.stderr, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 # ------------------------------------------------------------------------------------------------------------
 # style
 

@@ -148,7 +148,6 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return BlockMatmul.apply(x, weight, *blocks_of_rows(len(x), counts))
 
 
-@torch.compiler.assume_constant_result
 def has_grouped_kernel(device_type: str) -> bool:
     """
     Whether PyTorch's grouped_mm is a kernel in bfloat16. On GPUs other than Hopper, Blackwell and AMD's
@@ -156,6 +155,9 @@ def has_grouped_kernel(device_type: str) -> bool:
     """
     return device_type != "cuda" or torch.cuda.get_device_capability()[0] in (9, 10)
 
+
+# torch.compiler.assume_constant_result, which would import torch.compile: half of the time of a start
+has_grouped_kernel._dynamo_marked_constant = True
 
 # Half of the mean number of rows of an expert. Smaller blocks have fewer rows of zeros, at most one block of
 # each expert, but need more copies of weights.

@@ -151,7 +151,7 @@ def append_in_fixed_caches(model: nn.Module, samples: Samples, positions: range,
         except Exception as e:  # a broken compiler can raise nearly anything
             if model.advance is advance:
                 raise
-            reason = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+            reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
             note = f"note: compile: failed, generating without it (slower): {reason}"
             print(note, file=sys.stderr)
             model.advance = advance
@@ -229,7 +229,8 @@ def next_token(
     cumulative = (logits / temperature).softmax(-1).cumsum(-1)  # (B, k)
     total = cumulative[:, -1:]  # (B, 1)
     if is_nucleus:  # the nucleus ends with the token that brings the sum to top_p
-        last = torch.searchsorted(cumulative, torch.full_like(total, top_p)).clamp(max=k - 1)
+        # not searchsorted, which Triton cannot compile for a constant (torch 2.13)
+        last = (cumulative < top_p).sum(-1, keepdim=True).clamp(max=k - 1)
         total = cumulative.gather(1, last)
     choice = torch.searchsorted(cumulative, uniform * total, right=True)  # (B, 1)
     return choice if ids is None else ids.gather(1, choice)

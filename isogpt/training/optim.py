@@ -109,10 +109,12 @@ def make_optimizers(
     mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
     if device_type == "cpu":
-        # torch's optimizers import torch.compile when they are created and at their first step, only to
-        # exclude themselves. This takes 1 of the 3.4 s to the first step on a CPU, where nothing is compiled.
-        for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
-            inspect.unwrap(method).__dict__.setdefault("__dynamo_disable", inspect.unwrap(method))
+        # torch's optimizers import torch.compile when they are created, at their first step and when they are
+        # saved, only to exclude themselves. This takes 1 of the 3.4 s to the first step on a CPU, where
+        # nothing is compiled.
+        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+            method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+            method.__dict__.setdefault("__dynamo_disable", method)
     betas, is_fused = (settings.beta1, settings.beta2), device_type in ("cuda", "cpu", "mps")
     groups = groups_by_optimizer(model, settings)
     optimizers = []
