@@ -66,6 +66,34 @@ torch.use_deterministic_algorithms(True)
 print("cumsum", error_of(lambda: x.cumsum(0)))
 """
 
+SAMPLES = """
+import os, sys
+
+sys.path.insert(0, os.environ["PRETEND_CUDA_ROOT"])
+import torch
+
+from isogpt.nn import generation
+from model import GPT, GPTConfig
+
+
+def advance(*args):
+    steps.append(1)
+    torch.cuda.set_sync_debug_mode("error")
+    generation.advance(*args)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+for changes in (dict(), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1), dict(n_expert=4)):
+    shape = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+    model, prompts, steps = GPT(GPTConfig(**shape | changes), seed=1).eval(), torch.arange(15).view(3, 5), []
+    how = dict(temperature=0.9, top_k=50, top_p=0.9, vocab_size=60, seed=1)
+    expected = model.generate(prompts, 20, **how)
+    generation.prepare(model.to("cuda"), torch.float32)
+    model.advance = advance
+    found = model.generate(prompts.to("cuda"), 20, **how).cpu()
+    print("same" if torch.equal(found, expected) else "different", len(steps))
+"""
+
 
 @pytest.fixture(scope="module")
 def pretended():
@@ -100,6 +128,14 @@ def test_mistakes_that_a_gpu_punishes_are_found(pretended, work):
     assert "sync RuntimeError: called a synchronizing CUDA operation" in text
     assert "cumsum RuntimeError: aten.cumsum.default does not have a deterministic implementation" in text
     assert "a pinned source of a non_blocking copy was changed" in report.read_text()
+
+
+def test_the_host_waits_for_no_token_of_a_sample(pretended, work):
+    """In steps of one shape, and the tokens are those of the CPU."""
+    (work / "samples.py").write_text(SAMPLES)
+    run, report = start(pretended, work, str(work / "samples.py"), [], Case(""))
+    assert run.wait().text().splitlines() == ["same 11", *["same 19"] * 2, "same 11"]
+    assert '"problems": {}' in report.read_text()
 
 
 def test_a_step_waits_as_often_as_the_table_says_and_has_the_cpus_loss(pretended, work):
@@ -164,6 +200,7 @@ def test_out_of_memory_on_any_rank_ends_all_with_a_message(pretended, work):
 def test_torch_compile_has_no_graph_breaks_on_a_gpu(pretended, work):
     """Forward, backward and evaluation of a small model, without kernels."""
     cases = {"gpt2 bf16": 2, "blocks nanochat bf16": 2, "experts bf16": 2, "experts f32": 2, "cp bf16": 1}
+    cases |= {"generate gpt2 bf16": 1, "generate experts bf16": 1}
     args = [*cases, "--graphs_only", "--n_embd=64", "--sm=90"]
     text = pretended.start(args, work, script="tests/pretend_cuda/compile_rehearsal.py").wait(300).text()
     for case, graphs in cases.items():
