@@ -39,6 +39,7 @@ from torch.utils.benchmark import Timer
 
 from isogpt.launch.together import gather_numbers
 from isogpt.nn import generation, kernels
+from isogpt.parallel import compilation
 from isogpt.parallel.plan import plan_of
 from isogpt.speed import memory
 from isogpt.training import optim
@@ -438,12 +439,31 @@ def parts(place: Place) -> Iterator[Line]:
         torch.cuda.set_sync_debug_mode("default")
     yield Line("clipping and AdamW: the host", "does not wait", said, said == "does not wait")
 
-    generation.prepare(model, dtype)
+    yield from sampling(place, model, dtype)
+
+
+def sampling(place: Place, model: GPT, dtype: torch.dtype) -> Iterator[Line]:
+    """Tokens/s of sample.py without and with --compile, after a first generation that compiles."""
+    generation.prepare(model.eval(), dtype)
+    device, tokens = torch.device(place.device), (256 if place.on_gpu else 16)
     prompt = torch.zeros(8, 1, dtype=torch.long, device=device)
-    tokens, began = (256 if place.on_gpu else 16), time.perf_counter()
-    model.eval().generate(prompt, tokens)
-    took = time.perf_counter() - began
-    yield Line(f"sampling 8 x {tokens} tokens", "", f"{8 * tokens / took:,.0f} tokens/s")
+    texts, speeds = [], []
+    note = ""
+    for is_compiled in (False, True):
+        if is_compiled:
+            note = compilation.compile_generation(model, device, splits_model=False)
+        model.generate(prompt, tokens, seed=1)
+        began = time.perf_counter()
+        texts.append(model.generate(prompt, tokens, seed=1).tolist())
+        speeds.append(8 * tokens / (time.perf_counter() - began))
+    eager, compiled = speeds
+    name = f"sampling 8 x {tokens} tokens, without and with --compile"
+    found = note or f"{eager:,.0f} and {compiled:,.0f} tokens/s: {compiled / eager:.1f} times"
+    # a failed compilation also prints a note
+    is_fast = not note and compiled >= 3 * eager
+    yield Line(name, ">= 3 times", found, is_fast if place.on_gpu else None)
+    same = sum(a == b for one, two in zip(*texts, strict=True) for a, b in zip(one, two, strict=True))
+    yield Line(f"{name}: equal tokens", "", f"{same / (8 * (tokens + 1)):.0%}")
 
 
 def large(place: Place) -> Iterator[Line]:
