@@ -324,7 +324,7 @@ profiler = None
 if profile and ranks.is_main:
     profiler = start_profiler(out_dir, max_iters - progress.step + 1)
 flops_per_step = flops_per_token * progress.tokens_per_step
-report = RunReport(logger, ranks, max_iters, log_interval, flops_per_step, peak_flops)
+report = RunReport(logger, ranks, max_iters, eval_interval, log_interval, flops_per_step, peak_flops)
 step_began = time.perf_counter()
 
 is_complete = progress.step > max_iters and not eval_only  # a complete run was resumed: nothing is left to do

@@ -78,14 +78,20 @@ def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
     }
 
 
-def step_line(record: dict, left_s: float) -> str:
-    """Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu."""
+def step_line(record: dict, left_s: float | None) -> str:
+    """
+    Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu.
+
+    Args:
+        left_s: seconds until the end of the run; None: not known yet.
+    """
+    left = "" if left_s is None else f", {duration(left_s)} left"
     mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
     return (
         f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
         f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, lr "
         f"{record['lr']:.1e}, data "
-        f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left"
+        f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB{left}"
         f"{routing_text(record) if 'dead_experts' in record else ''}"
     )
 

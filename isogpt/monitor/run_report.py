@@ -11,8 +11,10 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.log import Logger
+from isogpt.monitor.pace import SLOW_STEPS, Smoothed, TimeLeft
 from isogpt.monitor.records import duration, routing_record, step_record
 from isogpt.monitor.signals import Stop
+from isogpt.monitor.status_line import Status
 from isogpt.parallel.compilation import compile_report
 from isogpt.speed.bytes_sent import BytesSent
 from isogpt.speed.usage import utilization
@@ -31,6 +33,7 @@ class RunReport:
     logger: Logger
     ranks: Ranks
     max_iters: int
+    eval_interval: int
     log_interval: int
     flops_per_step: float
     peak_flops: float | None  # None: unknown, then the mfu is None
@@ -39,10 +42,14 @@ class RunReport:
     spikes: LossSpikes = field(default_factory=LossSpikes)
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     overflows: Overflows = field(default_factory=Overflows)
+    loss: Smoothed = field(default_factory=Smoothed)
+    step_s: Smoothed = field(default_factory=Smoothed)
+    time_left: TimeLeft = field(init=False)
     traffic: BytesSent = field(init=False)
 
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
+        self.time_left = TimeLeft(self.max_iters, self.eval_interval)
         self.traffic = BytesSent(self.ranks.world_size)
 
     def evaluation(self, train_loss: float, val_loss: float, lr: float, digest: str = "") -> None:
@@ -50,6 +57,7 @@ class RunReport:
         Report an evaluation, with the digest of the weights if there is one, and plot the losses so far.
         """
         step = self.progress.step
+        self.time_left.evaluated()
         record = {"iter": step, "train_loss": train_loss, "val_loss": val_loss}
         self.logger.tell("evaluation", record | ({"weights": digest} if digest else {}), lr)
         if self.steps_taken and step <= self.max_iters:  # `done` plots after the last step
@@ -67,15 +75,27 @@ class RunReport:
             self.first_step()
         if self.overflows.seen(bool(numbers.is_finite)):
             self.overflowed(numbers.loss_scale.max().item())
+        left_s = self.tell_status(numbers)
         if self.progress.step % self.log_interval:
             return
         record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)
         record["gpu_percent"] = utilization(self.ranks.device)
         if routing is not None:
             record |= routing_record(routing, self.progress.tokens_per_step)
-        left_s = (time.perf_counter() - self.began) / self.steps_taken * (self.max_iters - self.progress.step)
         self.logger.tell("step", record, left_s)
         self.look_for_anomalies(record["loss"], numbers)
+
+    def tell_status(self, numbers: StepNumbers) -> float | None:
+        """Report where the run is after a step; returns the seconds until the end, if they are known."""
+        step, step_s = self.progress.step, numbers.step_ms.mean().item() / 1e3
+        self.time_left.took(step_s, time.perf_counter())
+        left_s = self.time_left.seconds(step)
+        if self.steps_taken <= SLOW_STEPS:
+            self.step_s = Smoothed()
+        loss = self.loss.add(numbers.loss.mean().item())
+        tokens_per_s = self.progress.tokens_per_step / self.step_s.add(step_s)
+        self.logger.tell("status", Status(step, self.max_iters, loss, tokens_per_s, left_s))
+        return left_s
 
     def first_step(self) -> None:
         """Report how long the run was interrupted, and how much was compiled."""

@@ -2,10 +2,10 @@
 
 import json
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
+from isogpt.common import console
 from isogpt.launch.launchers import environment_without_launcher
 from isogpt.monitor.records import as_json
 
@@ -39,7 +39,7 @@ def alert(command: str, record: dict, wait_s: float = 0) -> None:
             command, shell=True, stdin=subprocess.PIPE, stderr=stderr, text=True, env=env
         )
     except OSError as e:
-        print(f"warning: alert_command: {e}", file=sys.stderr, flush=True)
+        console.print_to_stderr(f"warning: alert_command: {e}")
         return
     # a thread, so that a command that does not read its input cannot block the run; it also reaps the process
     thread = threading.Thread(target=process.communicate, args=(json.dumps(record) + "\n",), daemon=True)
