@@ -85,7 +85,7 @@ FIXED = dict(out_dir="", max_iters=0, log_interval=1, eval_interval=10**9, eval_
 FIXED |= dict(
     save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0
 )
-FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
+FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="", sample_interval=0)
 CHANGES_COMMUNICATION = set(LAYOUT) - {"activation_checkpointing"}
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
 

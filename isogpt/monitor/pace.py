@@ -1,5 +1,6 @@
-"""How fast a run goes: smoothed values, and the time left."""
+"""How fast a run goes: means over steps, and the time left."""
 
+import math
 import time
 from dataclasses import dataclass, field
 from statistics import mean
@@ -20,6 +21,25 @@ class Smoothed:
         self.total = 0.95 * self.total + value
         self.weight = 0.95 * self.weight + 1
         return self.total / self.weight
+
+
+@dataclass
+class Means:
+    """The means of numbers of steps, by name, without values that are not finite."""
+
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # {name: (sum, number of values)}
+
+    def add(self, numbers: dict[str, float]) -> None:
+        """Add the numbers of a step."""
+        for name, value in numbers.items():
+            total, count = self.sums.get(name, (0.0, 0))
+            self.sums[name] = (total + value, count + 1) if math.isfinite(value) else (total, count)
+
+    def read(self) -> dict[str, float | None]:
+        """Return the means of the steps since the last call; None for a number that was never finite."""
+        found = {name: total / count if count else None for name, (total, count) in self.sums.items()}
+        self.sums = {}
+        return found
 
 
 @dataclass

@@ -11,8 +11,8 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.log import Logger
-from isogpt.monitor.pace import SLOW_STEPS, Smoothed, TimeLeft
-from isogpt.monitor.records import duration, routing_record, step_record
+from isogpt.monitor.pace import SLOW_STEPS, Means, Smoothed, TimeLeft
+from isogpt.monitor.records import duration, routing_record, step_record, waiting_percent, waiting_text
 from isogpt.monitor.signals import Stop
 from isogpt.monitor.status_line import Status
 from isogpt.parallel.compilation import compile_report
@@ -42,6 +42,8 @@ class RunReport:
     spikes: LossSpikes = field(default_factory=LossSpikes)
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     overflows: Overflows = field(default_factory=Overflows)
+    since_log: Means = field(default_factory=Means)  # of the steps since the last logged step
+    throughout: Means = field(default_factory=Means)  # of all steps
     loss: Smoothed = field(default_factory=Smoothed)
     step_s: Smoothed = field(default_factory=Smoothed)
     time_left: TimeLeft = field(init=False)
@@ -76,10 +78,14 @@ class RunReport:
         if self.overflows.seen(bool(numbers.is_finite)):
             self.overflowed(numbers.loss_scale.max().item())
         left_s = self.tell_status(numbers)
+        waiting = waiting_percent(numbers)
+        self.throughout.add(waiting)
+        self.since_log.add(waiting | {"loss_mean": numbers.loss.mean().item()})
         if self.progress.step % self.log_interval:
             return
         record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)
         record["gpu_percent"] = utilization(self.ranks.device)
+        record |= self.since_log.read()
         if routing is not None:
             record |= routing_record(routing, self.progress.tokens_per_step)
         self.logger.tell("step", record, left_s)
@@ -133,6 +139,8 @@ class RunReport:
             at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
             best = f", best val loss {p.best_val_loss:.4f}{at_step}"
         self.logger.tell("done", f"done: {self.steps_taken} steps in {took}{best}")
+        if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
+            self.logger.print(text)
 
     def end(self, out_dir: str, stop: Stop | None, spans_ms: dict) -> None:
         """Report the end of the run, or the reason why the run stopped early, and close the sinks."""

@@ -14,14 +14,14 @@ FINAL_S = 10
 
 
 class Alerts:
-    """Passes each event except `save` to the user's command."""
+    """Passes each event except `save` and `sample` to the user's command."""
 
     def __init__(self, command: str, out_dir: str | Path) -> None:
         self.command, self.out_dir = command, str(out_dir)
 
     def event(self, record: dict, text: str) -> None:
         """Pass an event to the command."""
-        if record["event"] != "save":  # frequent, and no reason to look
+        if record["event"] not in ("save", "sample"):  # frequent, and no reason to look
             wait_s = FINAL_S if record["event"] in FINAL else 0
             alert(self.command, as_json(record | {"out_dir": self.out_dir}), wait_s)
 
