@@ -413,7 +413,7 @@ while not is_complete:
                 stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
                 bytes_sent=report.traffic.per_step(is_logged),
                 loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
-                waiting=clock.waiting(),
+                waiting=clock.waiting_share(),
             ),
             ranks.device,
         )

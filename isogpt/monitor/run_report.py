@@ -44,6 +44,7 @@ class RunReport:
     overflows: Overflows = field(default_factory=Overflows)
     since_log: Means = field(default_factory=Means)  # of the steps since the last logged step
     throughout: Means = field(default_factory=Means)  # of all steps
+    val_loss: float | None = None  # of the state now; None: not evaluated
     loss: Smoothed = field(default_factory=Smoothed)
     step_s: Smoothed = field(default_factory=Smoothed)
     time_left: TimeLeft = field(init=False)
@@ -60,6 +61,7 @@ class RunReport:
         """
         step = self.progress.step
         self.time_left.evaluated()
+        self.val_loss = val_loss
         record = {"iter": step, "train_loss": train_loss, "val_loss": val_loss}
         self.logger.tell("evaluation", record | ({"weights": digest} if digest else {}), lr)
         if self.steps_taken and step <= self.max_iters:  # `done` plots after the last step
@@ -71,6 +73,7 @@ class RunReport:
         parallelize.take_routing.
         """
         self.steps_taken += 1
+        self.val_loss = None
         if not self.ranks.is_main:
             return
         if self.steps_taken == 1:
@@ -134,13 +137,15 @@ class RunReport:
     def done(self) -> None:
         """Report the end of training."""
         p, took = self.progress, duration(time.perf_counter() - self.began)
-        best = ""
+        best = last = ""
+        if self.val_loss is not None and p.best_step != p.step:
+            last = f", val loss {self.val_loss:.4f}"
         if math.isfinite(p.best_val_loss):
             at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
             best = f", best val loss {p.best_val_loss:.4f}{at_step}"
-        self.logger.tell("done", f"done: {self.steps_taken} steps in {took}{best}")
         if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
             self.logger.print(text)
+        self.logger.tell("done", f"done: {self.steps_taken} steps in {took}{last}{best}")
 
     def end(self, out_dir: str, stop: Stop | None, spans_ms: dict) -> None:
         """Report the end of the run, or the reason why the run stopped early, and close the sinks."""

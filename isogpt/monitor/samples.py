@@ -60,7 +60,7 @@ class Sampler:
     def report(self, model: nn.Module, autocast: AbstractContextManager, logger: Logger) -> None:
         """Report a sample to the logger, see `write`."""
         text = self.write(model, autocast)
-        logger.event("sample", "\n".join(f"sample:  {line}" for line in first_lines(text)), text=text)
+        logger.event("sample", "\n".join(f"sample:  {line}" for line in first_lines(text)), sample=text)
 
 
 def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks) -> Sampler | None:

@@ -66,7 +66,7 @@ class Clock:
     def find_waiting(self, last: nn.Parameter | None) -> None:
         """
         Measure from here on in which share of a step this rank communicates or waits for other ranks, see
-        `waiting`. The layout must not communicate inside the forward and backward passes of micro-batches,
+        `waiting_share`. The layout must not communicate inside the forward and backward passes of micro-batches,
         except for the average of gradients and the messages of a pipeline.
 
         Args:
@@ -82,7 +82,7 @@ class Clock:
         if self.doing == "backward":
             self.last_gradient = self.mark()
 
-    def waiting(self) -> float:
+    def waiting_share(self) -> float:
         """
         Return the share of the latest step whose times are known in which this rank communicated or waited
         for other ranks, and no computation hid it; nan if the share is not known.
