@@ -1,6 +1,10 @@
-"""The console: the status line on a terminal, plain lines elsewhere, and the time left."""
+"""
+What a run says on the console: the status line on a terminal, plain lines elsewhere, the time left, samples,
+and in which parts of a step ranks wait.
+"""
 
 import fcntl
+import math
 import os
 import pty
 import re
@@ -11,18 +15,24 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from runs import TINY
+import torch
+from runs import TINY, accepted, column, records
+from test_monitor import numbers_of
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
+from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.pace import TimeLeft
+from isogpt.monitor.records import waiting_percent, waiting_text
 from isogpt.monitor.run_report import RunReport
+from isogpt.monitor.samples import CHARACTERS, first_lines, open_sampler
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.status_line import REDRAW_S, Status, status_text
-
-from test_monitor import numbers_of  # isort: skip
+from isogpt.parallel.plan import Plan
+from isogpt.speed.clock import WAITING, Clock
+from model import GPT, GPTConfig
 
 HALFWAY = Status(step=1025, last_step=2050, loss=1.4321, tokens_per_s=15432.1, left_s=62)
 
@@ -239,14 +249,15 @@ def test_the_time_left_leaves_out_the_first_steps_and_counts_evaluations():
             left.evaluated()
             now += 100.0 if step == 0 else 7.0  # the first evaluation compiles
         step_s = 30.0 if step < 3 else 2.0
-        now += step_s
+        now += step_s + (9.7 if step == 60 else 0.0)  # a checkpoint
         left.took(step_s, now)
         found[step] = left.seconds(step)
     assert all(found[step] is None for step in range(9))
     assert found[9] == pytest.approx(90 * 2.0 + 4 * 100.0)  # no other evaluation is known
     assert found[24] == pytest.approx(75 * 2.0 + 4 * 100.0)
     assert found[25] == pytest.approx(74 * 2.0 + 3 * 7.0)
-    assert found[99] == pytest.approx(7.0)
+    assert found[59] == pytest.approx(40 * 2.0 + 2 * 7.0)
+    assert found[99] == pytest.approx(7.0) and found[98] == pytest.approx(2.0 + 9.7 / 96 + 7.0)
 
 
 def test_a_run_reports_where_it_is_after_each_step():
@@ -254,8 +265,6 @@ def test_a_run_reports_where_it_is_after_each_step():
     told = []
     sink = SimpleNamespace(status=told.append, step=lambda record, left_s: told.append(left_s))
     progress = Progress(tokens_per_step=1000)
-    import torch
-
     ranks = Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",))
     report = RunReport(Logger(progress, [sink]), ranks, 20, 5, 10, 1.0, None)
     numbers = numbers_of(3.0, 1.0)._replace(step_ms=torch.tensor([50.0, 150.0], dtype=torch.double))
@@ -267,3 +276,197 @@ def test_a_run_reports_where_it_is_after_each_step():
     assert statuses[-1].loss == pytest.approx(2.0) and statuses[-1].tokens_per_s == pytest.approx(10_000)
     assert [status.left_s is None for status in statuses] == [True] * 9 + [False] * 11
     assert told[1] is None and told[12] == statuses[10].left_s
+
+
+# ------------------------------------------------------------------------------------------------------------
+# samples
+
+
+def samples(out):
+    """{step: text} of the samples of a run."""
+    return {r["iter"]: r["sample"] for r in records(out) if r.get("event") == "sample"}
+
+
+@pytest.mark.parametrize("nproc, layout", [(1, []), (2, ["--zero=1"]), (2, ["--cp=2"])])
+def test_samples_change_no_bit_of_training(zygote, work, nproc, layout):
+    """Nor the random numbers of dropout."""
+    dropout = [] if "--cp=2" in layout else ["--dropout=0.1"]
+    args = ["--max_iters=9", "--eval_interval=5", *layout, *dropout]
+    zygote.train([*args, "--out_dir=without"], work, nproc)
+    alerts = "--alert_command=cat >> told.jsonl"
+    run = zygote.train([*args, "--sample_interval=3", "--out_dir=with", alerts], work, nproc)
+    for name in ("loss", "val_loss", "grad_norm"):
+        assert column(work / "with", name) == column(work / "without", name)
+    found = samples(work / "with")
+    assert [*found] == [0, 3, 6, 9, 10] and not samples(work / "without")
+    assert all(len(text) == 151 and text[0] == "\n" for text in found.values()) and len({*found.values()}) > 1
+    lines = [line for line in run.text().splitlines() if line.startswith("sample:  ")]
+    assert 5 <= len(lines) <= 10 and all(len(line) < 80 for line in lines)
+    assert "sample" not in {line.split('"')[3] for line in (work / "told.jsonl").read_text().splitlines()}
+
+
+@pytest.mark.parametrize("arch", ["llama", "nanochat"])
+def test_a_sample_is_what_the_model_writes(arch, work):
+    """The text of the trained model itself, which is not changed."""
+
+    words = Vocabulary("table", {chr(97 + i): i for i in range(20)})
+    args = dict(arch=arch, n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=24)
+    model = GPT(GPTConfig(**args, dropout=0.5, tied=True), seed=1).train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.full_like(p, 0.01))
+    config = {"sample_interval": 1, "dataset": "mine", "seed": 5}
+    plan = Plan(model_args=args)
+    sampler = open_sampler(config, words, plan, Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",)))
+    before, state = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
+    text = sampler.write(model, torch.autocast("cpu", enabled=False))
+    assert model.training and torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(p, state[n]) and p.grad is None for n, p in model.named_parameters())
+    idx = torch.tensor([[0]])  # the vocabulary contains no line's end
+    ids = model.eval().generate(idx, CHARACTERS, 0.8, 200, vocab_size=20, seed=5)
+    assert text == "".join(chr(97 + i) for i in ids[0].tolist())
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (["--zero=3"], "zero 3"),
+        (["--fsdp=True"], "zero 3"),
+        (["--zero=2", "--tp=2"], "zero 2, tp 2"),
+        (["--pp=2"], "pp 2"),
+        (["--n_expert=4", "--ep=2"], "ep 2"),
+    ],
+)
+def test_samples_need_the_whole_model_on_one_process(options, named):
+    with pytest.raises(ValueError, match=f"but {named} divides it: set --sample_interval=0, and run sample"):
+        accepted("train.py", *options, "--sample_interval=5")
+    assert accepted("train.py", *options)["sample_interval"] == 0
+
+
+@pytest.mark.parametrize(
+    "plan, kind, problem",
+    [
+        ({"zero": 3}, "table", "sample_interval needs the whole model on one process, but zero 3 divides it"),
+        ({}, "unknown", "sample_interval: the ids cannot be decoded: no meta.pkl; set --dataset="),
+    ],
+)
+def test_samples_that_cannot_be_written_are_reported_at_the_start(plan, kind, problem, capsys):
+    """For example because of the layout that --layout=auto has chosen."""
+
+    words = Vocabulary(kind, {"a": 0} if kind == "table" else "no meta.pkl")
+    config = {"sample_interval": 5, "dataset": "mine", "seed": 1}
+    ranks = Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",))
+    with pytest.raises(SystemExit):
+        open_sampler(config, words, Plan(**plan, model_args={"vocab_size": 9}), ranks)
+    assert f"error: {problem}" in capsys.readouterr().err
+    assert open_sampler(config | {"sample_interval": 0}, words, Plan(), ranks) is None
+
+
+def test_two_lines_of_a_sample_are_shown():
+
+    assert first_lines("\n\ndef main(\n    \n\treturn\x1b[2J\x07 1\nthird") == [
+        "def main(",
+        r"    return\x1b[2J\x07 1",
+    ]
+    assert first_lines("ab " * 50) == [("ab " * 23).rstrip(), ("ab " * 23).rstrip()]
+    assert first_lines("x" * 100) == ["x" * 70, "x" * 30] and first_lines("\n ") == []
+
+
+# ------------------------------------------------------------------------------------------------------------
+# waiting
+
+
+def clock_after(ms, finds_waiting=True):
+    """A clock whose latest step consisted of these parts."""
+
+    clock = Clock(torch.device("cpu"))
+    clock.finds_waiting = finds_waiting
+    clock.steps.append(ms)
+    return clock
+
+
+def test_the_share_of_a_step_in_which_a_rank_waits():
+
+    step = {"data": 5, "forward": 20, "backward": 50, "reduce": 4, "clip": 1, "agree": 6, "optimizer": 14}
+    share = clock_after({**step, WAITING: 20, "evaluation": 1000, "save": 500}).waiting_share()
+    assert share == pytest.approx((20 + 4 + 6) / 100)
+    assert math.isnan(clock_after(step).waiting_share()), "no gradient was seen"
+    assert math.isnan(clock_after({**step, WAITING: 20}, finds_waiting=False).waiting_share())
+    assert math.isnan(Clock(torch.device("cpu")).waiting_share())
+    pipeline = {"data": 5, "pipeline": 75, "stages": 50, "reduce": 5, "agree": 5, "clip": 5, "optimizer": 5}
+    assert clock_after(pipeline).waiting_share() == pytest.approx((75 - 50 - 5 + 5 + 5) / 100)
+
+
+def test_the_clock_notes_when_the_last_gradient_is_there():
+
+    clock, weight = Clock(torch.device("cpu")), torch.nn.Parameter(torch.ones(3))
+    clock.find_waiting(weight)
+    (weight * 2).sum().backward()  # not timed
+    with clock("forward"):
+        loss = (weight * 2).sum()
+    assert WAITING not in clock.now
+    with clock("backward"):
+        loss.backward()
+    ((begin, end),), ((start, other),) = clock.now[WAITING], clock.now["backward"]
+    assert start <= begin <= end == other
+    for _ in range(3):
+        clock.step()
+    assert 0 <= clock.waiting_share() <= 1
+
+
+def test_what_the_slowest_rank_costs_is_not_communication():
+    """The rank that arrives last waits for no other: what it spends in communication is communication."""
+
+    numbers = numbers_of(1.0, 1.0)._replace(
+        waiting=torch.tensor([0.4, 0.1]).double(),
+        data_ms=torch.tensor([0.0, 10.0]).double(),
+        step_ms=torch.tensor([90.0, 110.0]).double(),
+    )
+    found = waiting_percent(numbers)
+    assert found == pytest.approx({"data_percent": 5, "comm_percent": 10, "slowest_percent": 15})
+    text = "waiting: 10% of a step for communication, 15% for the slowest rank, 5% for data"
+    assert waiting_text(found) == text and waiting_text(found | {"comm_percent": None}) == ""
+    unknown = waiting_percent(numbers._replace(waiting=torch.tensor([0.4, math.nan]).double()))
+    assert math.isnan(unknown["comm_percent"]) and math.isnan(unknown["slowest_percent"])
+
+
+@pytest.mark.parametrize(
+    "nproc, layout, is_known",
+    [(1, [], False), (2, [], True), (2, ["--pp=2"], True), (2, ["--zero=3"], False), (2, ["--tp=2"], False)],
+)
+def test_a_run_says_in_which_parts_of_a_step_ranks_wait(zygote, work, nproc, layout, is_known):
+    run = zygote.train(["--max_iters=14", "--log_interval=7", "--out_dir=out", *layout], work, nproc)
+    for name in ("comm_percent", "slowest_percent"):
+        found = [*column(work / "out", name).values()]
+        assert len(found) == 3 and found[0] is None, "no step has been timed yet"
+        assert all(0 <= value <= 100 for value in found[1:]) if is_known else found == [None] * 3
+    lines = re.findall(r"waiting: \d+% of a step for communication, \d+% for the slowest rank", run.text())
+    assert len(lines) == (3 if is_known else 0), "two steps, and the end"
+    assert all(value >= 0 for value in column(work / "out", "data_percent").values())
+
+
+def test_the_mean_loss_between_two_logged_steps(zygote, work):
+    zygote.train(["--max_iters=8", "--out_dir=all"], work)
+    zygote.train(["--max_iters=8", "--log_interval=4", "--out_dir=some"], work)
+    loss, means = column(work / "all", "loss"), column(work / "some", "loss_mean")
+    wanted = {0: loss[0], **{end: sum(loss[i] for i in range(end - 3, end + 1)) / 4 for end in (4, 8)}}
+    assert means == pytest.approx(wanted, abs=1e-12) and column(work / "all", "loss_mean") == loss
+
+
+def test_with_a_profile_the_parts_of_a_step_are_nvtx_ranges(monkeypatch):
+    """On a GPU, if this PyTorch has NVTX."""
+
+    told, gpu = [], torch.device("cuda")
+    assert not Clock(gpu, nvtx=True).nvtx or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda.nvtx, "mark", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
+    assert not Clock(gpu).nvtx and not Clock(torch.device("cpu"), nvtx=True).nvtx and not told
+    clock = Clock(gpu, nvtx=True)
+    clock.on_gpu = False  # the times are the CPU's
+    told.clear()
+    with clock("forward"), clock("inner"):
+        pass
+    with clock.on_cpu("data"):
+        pass
+    assert told == ["forward", "inner", "end", "end", "data", "end"]

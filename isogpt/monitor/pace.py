@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
-from statistics import mean
+from functools import partial
+from statistics import fmean
 
 SLOW_STEPS = 3  # the first steps compile, allocate memory and start threads: no later step takes as long
 ENOUGH_STEPS = 10  # before, the time left would be a guess
@@ -45,8 +47,8 @@ class Means:
 @dataclass
 class TimeLeft:
     """
-    Estimates how long a run still takes, from the steps and the evaluations of this process. What a run saves
-    and samples at an evaluation counts as a part of the evaluation; elsewhere, as a part of the steps.
+    Estimates how long a run still takes, from the last 200 steps and from all evaluations of this process.
+    Saving and sampling count too: together with an evaluation, or as pauses between steps.
 
     Constructed just before the first step.
     """
@@ -55,7 +57,8 @@ class TimeLeft:
     eval_interval: int
     at: float = field(default_factory=time.perf_counter)  # when the last step ended
     steps: int = 0
-    steps_s: float = 0.0  # of the steps after the first SLOW_STEPS
+    steps_s: deque[float] = field(default_factory=partial(deque, maxlen=200))
+    pauses_s: float = 0.0  # between steps, without evaluations
     evaluations_s: list[float] = field(default_factory=list)
     is_evaluation: bool = False  # whether there was an evaluation since the last step
 
@@ -72,13 +75,14 @@ class TimeLeft:
             now: time.perf_counter at the end of the step.
         """
         seconds, self.at = now - self.at, now
+        self.steps += 1
         if self.is_evaluation:
             self.evaluations_s.append(max(0.0, seconds - step_s))
-            seconds -= self.evaluations_s[-1]
-        self.is_evaluation = False
-        self.steps += 1
+        elif self.steps > SLOW_STEPS:
+            self.pauses_s += seconds - step_s
         if self.steps > SLOW_STEPS:
-            self.steps_s += seconds
+            self.steps_s.append(step_s)
+        self.is_evaluation = False
 
     def seconds(self, step: int) -> float | None:
         """Estimate the seconds from the end of this step to the end of the run; None: not known yet."""
@@ -87,5 +91,5 @@ class TimeLeft:
         # the state after the last step is evaluated too
         evaluations = self.max_iters // self.eval_interval - step // self.eval_interval + 1
         known_s = self.evaluations_s[1:] or self.evaluations_s or [0.0]  # the first evaluation also compiles
-        step_s = self.steps_s / (self.steps - SLOW_STEPS)
-        return (self.max_iters - step) * step_s + evaluations * mean(known_s)
+        step_s = fmean(self.steps_s) + max(0.0, self.pauses_s) / (self.steps - SLOW_STEPS)
+        return (self.max_iters - step) * step_s + evaluations * fmean(known_s)

@@ -66,8 +66,8 @@ class Clock:
     def find_waiting(self, last: nn.Parameter | None) -> None:
         """
         Measure from here on in which share of a step this rank communicates or waits for other ranks, see
-        `waiting_share`. The layout must not communicate inside the forward and backward passes of micro-batches,
-        except for the average of gradients and the messages of a pipeline.
+        `waiting_share`. Not for layouts that communicate inside the forward and backward passes, except for
+        the average of gradients and the messages of a pipeline.
 
         Args:
             last: the parameter whose gradient is the last that a backward pass computes; None with a
