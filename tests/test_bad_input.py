@@ -187,12 +187,7 @@ CASES = {
     "nan_patience": Case(["--nan_patience=0"], ["nan_patience is 0", "at least 1"]),
     "rollbacks": Case(
         ["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1", "--sample_interval=-1"],
-        [
-            "max_rollbacks is -1",
-            "time_limit_s is -3",
-            "check_ranks_interval is -1",
-            "sample_interval is -1",
-        ],
+        ["max_rollbacks is -1", "time_limit_s is -3", "check_ranks_interval is -1", "sample_interval is -1"],
         lines=4,
     ),
     "above-0": Case(
