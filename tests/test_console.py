@@ -432,7 +432,15 @@ def test_what_the_slowest_rank_costs_is_not_communication():
 
 @pytest.mark.parametrize(
     "nproc, layout, is_known",
-    [(1, [], False), (2, [], True), (2, ["--pp=2"], True), (2, ["--zero=3"], False), (2, ["--tp=2"], False)],
+    [
+        (1, [], False),
+        (2, [], True),
+        (2, ["--exact=True"], True),
+        (2, ["--islands=2", "--local_steps=3"], True),
+        (2, ["--pp=2"], True),
+        (2, ["--zero=3"], False),
+        (2, ["--tp=2"], False),
+    ],
 )
 def test_a_run_says_in_which_parts_of_a_step_ranks_wait(zygote, work, nproc, layout, is_known):
     run = zygote.train(["--max_iters=14", "--log_interval=7", "--out_dir=out", *layout], work, nproc)
