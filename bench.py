@@ -124,7 +124,7 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process:
             for line in process.stdout:
                 # these lines are about the short launch, which ends before the settings' warm-up does
-                unwanted = ("step ", "done", "the loss curve", "no plot", "note:    the run ends")
+                unwanted = ("step ", "done", "waiting", "the loss curve", "no plot", "note:    the run ends")
                 if show and not line.startswith(unwanted):
                     console.print_line(line.rstrip("\n"))
         stderr.seek(0)
