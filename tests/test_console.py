@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import TINY, accepted, column, records
+from runs import TINY, column, records
 from test_monitor import numbers_of
 
 from isogpt.checkpoint.progress import Progress
@@ -327,39 +327,31 @@ def test_a_sample_is_what_the_model_writes(arch, work):
     assert text == "".join(chr(97 + i) for i in ids[0].tolist())
 
 
-@pytest.mark.parametrize(
-    "options, named",
-    [
-        (["--zero=3"], "zero 3"),
-        (["--fsdp=True"], "zero 3"),
-        (["--zero=2", "--tp=2"], "zero 2, tp 2"),
-        (["--pp=2"], "pp 2"),
-        (["--n_expert=4", "--ep=2"], "ep 2"),
-    ],
-)
-def test_samples_need_the_whole_model_on_one_process(options, named):
-    with pytest.raises(ValueError, match=f"but {named} divides it: set --sample_interval=0, and run sample"):
-        accepted("train.py", *options, "--sample_interval=5")
-    assert accepted("train.py", *options)["sample_interval"] == 0
+ALONE = Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",))
+SAMPLED = {"sample_interval": 5, "dataset": "mine", "seed": 1}
 
 
 @pytest.mark.parametrize(
-    "plan, kind, problem",
+    "layout, named",
     [
-        ({"zero": 3}, "table", "sample_interval needs the whole model on one process, but zero 3 divides it"),
-        ({}, "unknown", "sample_interval: the ids cannot be decoded: no meta.pkl; set --dataset="),
+        ({"zero": 3}, "zero 3"),
+        ({"zero": 2, "tp": 2}, "zero 2, tp 2"),
+        ({"pp": 2}, "pp 2"),
+        ({"ep": 2}, "ep 2"),
     ],
 )
-def test_samples_that_cannot_be_written_are_reported_at_the_start(plan, kind, problem, capsys):
-    """For example because of the layout that --layout=auto has chosen."""
+def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
+    """The run goes on without samples: the setting may come from a config."""
+    assert open_sampler(SAMPLED, Vocabulary("table", {"a": 0}), Plan(**layout), ALONE) is None
+    assert f"but {named} divides it: there are no samples. Run sample.py" in capsys.readouterr().out
 
-    words = Vocabulary(kind, {"a": 0} if kind == "table" else "no meta.pkl")
-    config = {"sample_interval": 5, "dataset": "mine", "seed": 1}
-    ranks = Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",))
+
+def test_samples_of_ids_without_a_meaning_are_an_error_at_the_start(capsys):
+    words = Vocabulary("unknown", "no meta.pkl")
     with pytest.raises(SystemExit):
-        open_sampler(config, words, Plan(**plan, model_args={"vocab_size": 9}), ranks)
-    assert f"error: {problem}" in capsys.readouterr().err
-    assert open_sampler(config | {"sample_interval": 0}, words, Plan(), ranks) is None
+        open_sampler(SAMPLED, words, Plan(model_args={"vocab_size": 9}), ALONE)
+    assert "error: sample_interval: the ids cannot be decoded: no meta.pkl" in capsys.readouterr().err
+    assert open_sampler(SAMPLED | {"sample_interval": 0}, words, Plan(), ALONE) is None
 
 
 def test_two_lines_of_a_sample_are_shown():

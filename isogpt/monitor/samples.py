@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from isogpt.checkpoint.manifest import is_run
+from isogpt.common import console
 from isogpt.data import tokenizer
 from isogpt.data.tokenizer import Tokenizer
 from isogpt.data.vocabulary import Vocabulary, check_size
@@ -66,13 +67,16 @@ class Sampler:
 def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks) -> Sampler | None:
     """
     Return what writes samples every sample_interval steps, on rank 0; None on other ranks, and without
-    sample_interval (all ranks). Exits with a message if the model is divided or the ids cannot be decoded.
+    sample_interval (all ranks). Says so if the model is divided. Exits with a message if the ids cannot be
+    decoded.
     """
     if not config["sample_interval"]:
         return None
+    if problem := problem_of_samples(plan):  # the setting may come from a config that fits other layouts
+        if ranks.is_main:
+            console.print_line(f"note:    {problem}")
+        return None
     with exit_together():
-        if problem := problem_of_samples(plan):  # the layout that --layout=auto chose
-            raise ValueError(problem)
         if ranks.is_main:
             try:
                 words = tokenizer.load(vocabulary)

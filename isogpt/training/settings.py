@@ -232,21 +232,22 @@ def check_training(config: dict) -> None:
         ),
     )
     problems += [message for is_wrong, message in checks if is_wrong]
-    n = SimpleNamespace(**normalized(config))
-    if c.sample_interval > 0 and (problem := problem_of_samples(n)):
-        problems.append(problem)
-    report(problems + layout_problems(n) + (problems_of_exact(c) if c.exact else []))
+    report(
+        problems
+        + layout_problems(SimpleNamespace(**normalized(config)))
+        + (problems_of_exact(c) if c.exact else [])
+    )
 
 
-def problem_of_samples(c: Plan | SimpleNamespace) -> str:
+def problem_of_samples(c: Plan) -> str:
     """Return why no process can write samples by itself with this layout; '': rank 0 can."""
     divided = [f"zero {c.zero}"] if c.zero >= 2 else []
     divided += [f"{name} {getattr(c, name)}" for name in ("tp", "pp", "ep") if getattr(c, name) > 1]
     if not divided:
         return ""
     return (
-        f"sample_interval needs the whole model on one process, but {', '.join(divided)} divides it: set "
-        "--sample_interval=0, and run sample.py on a checkpoint of the run"
+        f"sample_interval needs the whole model on one process, but {', '.join(divided)} divides it: there "
+        "are no samples. Run sample.py on a checkpoint"
     )
 
 
