@@ -85,7 +85,7 @@ FIXED = dict(out_dir="", max_iters=0, log_interval=1, eval_interval=10**9, eval_
 FIXED |= dict(
     save_checkpoint=False, always_save_checkpoint=False, save_interval=0, keep_last=0, time_limit_s=0
 )
-FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="")
+FIXED |= dict(wandb_log=False, tensorboard_log=False, alert_command="", sample_interval=0)
 CHANGES_COMMUNICATION = set(LAYOUT) - {"activation_checkpointing"}
 launches = itertools.count()  # numbers the launches of train.py, the same on all ranks
 
@@ -124,7 +124,7 @@ def run_train(work: dict, timed: int, show: bool = False) -> dict:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env) as process:
             for line in process.stdout:
                 # these lines are about the short launch, which ends before the settings' warm-up does
-                unwanted = ("step ", "done", "the loss curve", "no plot", "note:    the run ends")
+                unwanted = ("step ", "done", "waiting", "the loss curve", "no plot", "note:    the run ends")
                 if show and not line.startswith(unwanted):
                     console.print_line(line.rstrip("\n"))
         stderr.seek(0)

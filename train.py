@@ -41,7 +41,7 @@ from isogpt.monitor.log import Logger, open_logger, start_services, start_sinks
 from isogpt.monitor.not_finite import Action, NanPolicy, find_rollback, report_not_finite, stop_run
 from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.run_report import RunReport
-from isogpt.monitor.samples import how_to_sample
+from isogpt.monitor.samples import how_to_sample, open_sampler
 from isogpt.monitor.signals import watch_signals
 from isogpt.parallel.compare_weights import check_equal_weights, weights_digest
 from isogpt.parallel.data import replicate, settle_gradients
@@ -90,6 +90,7 @@ keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint 
 eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too
 eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split every time
 log_interval = 1  # steps between logged lines
+sample_interval = 0  # show two lines that the model writes every this many steps, and at the end (0: never)
 wandb_log = False  # log to Weights & Biases too
 wandb_project = "owt"  # the project in Weights & Biases
 wandb_run_name = "gpt2"  # the name of the run in the project
@@ -249,9 +250,13 @@ run_folder = claim_folder(out_dir, start.resumed and start.resumed.found, ranks,
 saver = Saver(run_folder, keep_last, plan, mesh, slow_network, recorded, vocabulary)
 saver.check_folder(ranks.hosts)  # exits or warns if ranks see different folders
 logger = open_logger(recorded, progress, run_folder.owner, services)
-clock = Clock(ranks.device)
+clock = Clock(ranks.device, nvtx=profile)
+# not known for layouts that also communicate inside the forward and backward passes
+if ranks.world_size > 1 and plan.zero < 2 and max(plan.tp, plan.cp, plan.ep) == 1:
+    clock.find_waiting(None if pipeline else raw_model.transformer.wte.weight)
 watchdog = start_watchdog.hand_over(clock, logger, saver)
 explain_crashes(watchdog, MemoryUse(out_dir, reader, first_step=progress.step))
+sampler = open_sampler(config, vocabulary, plan, ranks)  # None on ranks other than 0
 peak_flops, peak_source = total_peak_flops(ranks.device, plan.dtype)
 banner = Banner(
     config=config,
@@ -324,7 +329,7 @@ profiler = None
 if profile and ranks.is_main:
     profiler = start_profiler(out_dir, max_iters - progress.step + 1)
 flops_per_step = flops_per_token * progress.tokens_per_step
-report = RunReport(logger, ranks, max_iters, log_interval, flops_per_step, peak_flops)
+report = RunReport(logger, ranks, max_iters, eval_interval, log_interval, flops_per_step, peak_flops)
 step_began = time.perf_counter()
 
 is_complete = progress.step > max_iters and not eval_only  # a complete run was resumed: nothing is left to do
@@ -359,6 +364,8 @@ while not is_complete:
         save(val_loss)
     if check_ranks_interval and step % check_ranks_interval == 0:
         check_equal_weights(raw_model, step, logger.failed, mesh.index("islands"))
+    if sampler and (is_complete or step % sample_interval == 0):  # on rank 0; the other ranks wait
+        sampler.report(raw_model, autocast, logger)
     if is_complete:
         break
     step_began += time.perf_counter() - pause_began
@@ -406,6 +413,7 @@ while not is_complete:
                 stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
                 bytes_sent=report.traffic.per_step(is_logged),
                 loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
+                waiting=clock.waiting_share(),
             ),
             ranks.device,
         )

@@ -9,7 +9,7 @@ dtype = "float32"  # in a model this small, casts to bfloat16 take longer than t
 
 eval_interval = 300
 eval_iters = 145  # the whole validation split
-log_interval = 10
+log_interval = 15
 
 gradient_accumulation_steps = 1
 batch_size = 12

@@ -8,7 +8,7 @@ dtype = "float32"  # in a model this small, casts to bfloat16 take longer than t
 
 eval_interval = 250
 eval_iters = 10
-log_interval = 10
+log_interval = 50
 
 gradient_accumulation_steps = 1
 batch_size = 12

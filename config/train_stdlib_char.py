@@ -9,7 +9,8 @@ dtype = "float32"  # in a model this small, casts to bfloat16 take longer than t
 
 eval_interval = 410
 eval_iters = 60
-log_interval = 10
+log_interval = 100  # 21 lines
+sample_interval = 500  # two lines that the model writes
 
 gradient_accumulation_steps = 1
 batch_size = 12

@@ -13,7 +13,7 @@ dtype = "float32"
 
 eval_interval = 250
 eval_iters = 240
-log_interval = 10
+log_interval = 25
 
 gradient_accumulation_steps = 4
 batch_size = 3

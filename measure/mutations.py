@@ -23,6 +23,7 @@ EP = "tests/test_experts.py::test_every_layout_has_the_curve_of_one_process"
 MOE = "tests/test_moe.py"
 EXACT = "tests/test_exact.py"
 EXACT_RUNS = f"{EXACT}::test_three_layouts_have_the_bits_of_one_process"
+CONSOLE = "tests/test_console.py"
 KILLED = f"{RESUME}::test_killed_twice_and_resumed_has_the_same_bits"
 
 # name: (file, original text, its replacement, the tests that must fail)
@@ -562,6 +563,48 @@ MUTATIONS = {
         ".triu(1 + i)",
         ".triu(2 + i)",
         "tests/test_model.py",
+    ),
+    "console: a line above the status line erases it": (
+        "isogpt/monitor/status_line.py",
+        'console.print_line(f"{console.ERASE}{lines}{line}", end="")',
+        'console.print_line(f"{lines}{line}", end="")',
+        f"{CONSOLE}::test_one_line_is_drawn_in_place_and_others_above_it",
+    ),
+    "console: an error erases the status line": (
+        "isogpt/common/console.py",
+        'print(f"{erase_line(sys.stderr)}{text}", file=sys.stderr, flush=True)',
+        "print(text, file=sys.stderr, flush=True)",
+        f"{CONSOLE}::test_one_line_is_drawn_in_place_and_others_above_it",
+    ),
+    "console: the status line leaves the last column free": (
+        "isogpt/monitor/status_line.py",
+        "columns() - 1",
+        "columns()",
+        f"{CONSOLE}::test_the_line_fits_a_terminal_that_was_resized",
+    ),
+    "samples: the training's random numbers": (
+        "isogpt/monitor/samples.py",
+        "seed=self.seed)",
+        "seed=None)",
+        f"{CONSOLE}::test_a_sample_is_what_the_model_writes",
+    ),
+    "samples: the model stays in training": (
+        "isogpt/monitor/samples.py",
+        "twin.eval()",
+        "twin.train()",
+        f"{CONSOLE}::test_a_sample_is_what_the_model_writes",
+    ),
+    "waiting: the end of the backward pass": (
+        "isogpt/speed/clock.py",
+        'for name in (WAITING, "reduce", "agree"))',
+        'for name in ("reduce", "agree"))',
+        f"{CONSOLE}::test_the_share_of_a_step_in_which_a_rank_waits",
+    ),
+    "time left: the first evaluation": (
+        "isogpt/monitor/pace.py",
+        "self.evaluations_s[1:] or self.evaluations_s or [0.0]",
+        "self.evaluations_s or [0.0]",
+        f"{CONSOLE}::test_the_time_left_leaves_out_the_first_steps_and_counts_evaluations",
     ),
 }
 

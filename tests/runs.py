@@ -154,10 +154,12 @@ class Zygote:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, args, cwd, nproc=1, script="train.py", repo=REPO, env=None, group=None, whole=False):
+    def start(
+        self, args, cwd, nproc=1, script="train.py", repo=REPO, env=None, group=None, whole=False, out=None
+    ):
         """
         Start `script` in folder `cwd` on nproc processes; without a launcher's variables if nproc is 1.
-        `whole`: with the measured peak and a plot that is drawn.
+        `whole`: with the measured peak and a plot that is drawn. `out`: a terminal in place of the files.
         """
         n, port = next(self.number), free_port()
         base = {"PYTHONUNBUFFERED": "1", **(env or {})}
@@ -176,7 +178,8 @@ class Zygote:
             ]
         outs = [str(Path(cwd) / f"run{n}.rank{r}.txt") for r in range(nproc)]
         argv = [str(Path(repo) / script), *map(str, args)]
-        job = {"argv": argv, "cwd": str(cwd), "envs": envs, "outs": outs, "whole": whole}
+        job = {"argv": argv, "cwd": str(cwd), "envs": envs, "whole": whole}
+        job["outs"] = [out] * nproc if out else outs
         return Run(self, self.ask(job), outs)
 
     def train(self, args, cwd, nproc=1, ok=True, timeout=120, **kw):

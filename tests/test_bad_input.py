@@ -186,9 +186,9 @@ CASES = {
     "dropout-1": Case(["--dropout=1.0"], ["dropout is 1", "[0, 1)"], BOTH),
     "nan_patience": Case(["--nan_patience=0"], ["nan_patience is 0", "at least 1"]),
     "rollbacks": Case(
-        ["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1"],
-        ["max_rollbacks is -1", "time_limit_s is -3", "check_ranks_interval is -1"],
-        lines=3,
+        ["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1", "--sample_interval=-1"],
+        ["max_rollbacks is -1", "time_limit_s is -3", "check_ranks_interval is -1", "sample_interval is -1"],
+        lines=4,
     ),
     "above-0": Case(
         ["--dist_timeout_s=0", "--ddp_bucket_mb=-1", "--eval_interval=0", "--log_interval=-0.5"],

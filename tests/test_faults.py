@@ -40,7 +40,7 @@ from isogpt.monitor.log import Logger
 from isogpt.monitor.samples import how_to_sample
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.monitor.sink_plot import Plot, plot_loss
+from isogpt.monitor.sink_plot import Plot, mean_losses, plot_loss
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.parallel import mesh
 from isogpt.parallel.local_parts import local_part_of
@@ -482,6 +482,14 @@ def test_what_the_plot_shows(tmp_path, monkeypatch):
     plot_loss(tmp_path)
     (axes,) = figures[1].axes
     assert len(axes.lines) == 1 and axes.get_ylim()[1] > 10
+
+
+def test_the_plot_smooths_the_means_between_logged_steps():
+    """In the middle between them; without a mean, the loss of the logged step."""
+    steps = [{"iter": 0, "loss": 5.0, "loss_mean": 5.0}, {"iter": 10, "loss": 2.0, "loss_mean": 3.0}]
+    assert mean_losses([*steps, {"iter": 20, "loss": 2.5}]) == [(0, 5.0), (5.5, 3.0), (20, 2.5)]
+    assert mean_losses([{"iter": 7, "loss": 5.0, "loss_mean": 5.0}]) == [(7, 5.0)]
+    assert mean_losses([]) == []
 
 
 def test_how_to_sample(tmp_path):

@@ -294,6 +294,7 @@ def gathered(**changes):
             stop=0.0,
             bytes_sent=0.0,
             loss_scale=1.0,
+            waiting=0.0,
             grad_square_fine=0.0,
         )
         | changes

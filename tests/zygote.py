@@ -95,6 +95,9 @@ def child(job, out):
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if os.isatty(1):  # the zygote's streams may expect a file, which can seek
+        sys.stdout = open(1, "w", buffering=1, closefd=False)
+        sys.stderr = open(2, "w", buffering=1, closefd=False)
     os.setpgid(0, 0)
     os.chdir(job["cwd"])
     os.environ.update(job["env"])

@@ -1,11 +1,18 @@
 """Output of the scripts to the terminal. Printing must never end a training run or lose generated text."""
 
 import atexit
+import errno
 import json
 import os
 import sys
 import time
 from contextlib import suppress
+from typing import TextIO
+
+# to the start of the line, and erase from there to the end of the screen: a terminal that was made narrower
+# has wrapped a line into several rows
+ERASE = "\r\x1b[J"
+CLOSED = (errno.EPIPE, errno.EIO)  # nobody reads a pipe, or the terminal was closed
 
 
 def prepare() -> None:
@@ -22,6 +29,33 @@ def prepare() -> None:
     atexit.register(flush)  # Python itself reports an error
 
 
+def is_screen(stream: TextIO | None) -> bool:
+    """
+    Return whether a stream is a terminal on which a line can be erased and drawn again. Not with TERM=dumb,
+    nor in a CI (the variable CI), whose log would contain each drawing.
+    """
+    if os.environ.get("TERM", "dumb") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        return False
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # the stream was closed
+        return False
+
+
+def erase_line(stream: TextIO) -> str:
+    """
+    Return what erases the line on which a terminal's cursor waits, which may be a run's status line; "" if
+    the stream is not a terminal. This rank need not know whether there is a status line: rank 0 draws it, and
+    every rank may report an error.
+    """
+    return ERASE if is_screen(stream) else ""
+
+
+def print_to_stderr(text: str) -> None:
+    """Print lines to stderr, in place of a status line if there is one."""
+    print(f"{erase_line(sys.stderr)}{text}", file=sys.stderr, flush=True)
+
+
 def print_error(message: str, source: str = "") -> None:
     """
     Print the message that ends a run to stderr. Each line, which is a separate problem, begins with 'error: '
@@ -29,7 +63,7 @@ def print_error(message: str, source: str = "") -> None:
     """
     message = message.partition("\nException raised from ")[0]  # torch.distributed appends C++ frames
     lines = [f"error: {source}{line}" for line in message.splitlines() or [""]]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    print_to_stderr("\n".join(lines))
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun repeats this text in the report that ends its output
         facts = {"py_callstack": "\n".join(lines), "timestamp": str(int(time.time()))}
@@ -54,21 +88,23 @@ def flush() -> bool:
         if sys.stdout:
             sys.stdout.flush()
         return True
-    except BrokenPipeError:
-        discard_output()
+    except OSError as e:
+        discard_output(e)
         return False
 
 
-def discard_output() -> None:
-    """Discard what is printed from here on."""
+def discard_output(error: OSError) -> None:
+    """Discard what is printed from here on if the error says that stdout was closed; else raise it again."""
+    if error.errno not in CLOSED:
+        raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_line(text: str) -> bool:
+def print_line(text: str, end: str = "\n") -> bool:
     """Print a line to stdout and flush it. Returns whether it was written: False if nobody reads stdout."""
     try:
-        print(text)
-    except BrokenPipeError:  # the text is larger than the buffer, or there is none (PYTHONUNBUFFERED)
-        discard_output()
+        print(text, end=end)
+    except OSError as e:  # the text is larger than the buffer, or there is none (PYTHONUNBUFFERED)
+        discard_output(e)
         return False
     return flush()

@@ -60,12 +60,9 @@ def wait_together(future: Future | None) -> None:
         waited_s = time.monotonic() - began
         if waiting and waited_s >= note_s and is_main():
             note_s *= 2
-            print(
+            console.print_to_stderr(
                 f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} has read "
-                "or "
-                "written its files: if this does not end, check its disk or file system",
-                file=sys.stderr,
-                flush=True,
+                "or written its files: if this does not end, check its disk or file system"
             )
 
 

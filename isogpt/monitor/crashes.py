@@ -62,7 +62,7 @@ def explain_crashes(watchdog: Watchdog, memory_use: MemoryUse | None = None) -> 
         try:
             explain(watchdog, memory_use, kind, error, trace)
         except Exception as e:  # an explanation that fails must not keep the process from exiting
-            print(f"error: {error} (and while explaining it: {e})", file=sys.stderr, flush=True)
+            console.print_to_stderr(f"error: {error} (and while explaining it: {e})")
         watchdog.announce(f"error/{watchdog.ranks.rank}", summary_of(cause_of(error)))
         watchdog.announce("failed")
         watchdog.finish_checkpoint()
@@ -95,6 +95,7 @@ def explain(
         watchdog.report(f"lost the connection to a different rank ({reason})")
     else:
         watchdog.logger.failed(f"{type(error).__name__}: {error}")
+        print(console.erase_line(sys.stderr), end="", file=sys.stderr, flush=True)
         watchdog.default_hook(kind, raised, trace)
 
 

@@ -13,6 +13,7 @@ from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import Plot
 from isogpt.monitor.sink_tensorboard import TensorBoard, check_tensorboard
 from isogpt.monitor.sink_wandb import Wandb
+from isogpt.monitor.status_line import Status
 
 
 class Sink(Protocol):
@@ -29,14 +30,17 @@ class Sink(Protocol):
     def event(self, record: dict, text: str) -> None:
         """Report an event: `record` contains event, iter and facts, `text` is for the user ('': nothing)."""
 
-    def step(self, record: dict, left_s: float) -> None:
+    def status(self, status: Status) -> None:
+        """Report where the run is; called after each step, before `step` if the step is logged."""
+
+    def step(self, record: dict, left_s: float | None) -> None:
         """
         Report a logged step.
 
         Args:
             record: records.step_record, gpu_percent and, with experts, records.routing_record. Values may be
                 None, a list, or a float that is not finite.
-            left_s: the estimated seconds until the end of the run.
+            left_s: the estimated seconds until the end of the run; None: not known yet.
         """
 
     def evaluation(self, record: dict, lr: float) -> None:

@@ -1,11 +1,11 @@
 """Out of memory: explain why, and continue with smaller micro-batches at the next start."""
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from isogpt.common import console
 from isogpt.common.files import record
 from isogpt.data.reader import Reader
 from isogpt.launch.process_group import rank_names
@@ -59,7 +59,7 @@ def explain_out_of_memory(watchdog: Watchdog, use: MemoryUse, error: BaseExcepti
             "curve): torchrun --max-restarts does so by itself, otherwise repeat the command"
         )
     report = memory_report(replace(use.reader.plan, micro_batch=rows))
-    print(f"{problem}\n{report}{hint}", file=sys.stderr, flush=True)
+    console.print_to_stderr(f"{problem}\n{report}{hint}")
     watchdog.logger.failed(problem)
 
 

@@ -46,6 +46,35 @@ def step_record(
     }
 
 
+def waiting_percent(numbers: StepNumbers) -> dict[str, float]:
+    """
+    Return the parts of a step in percent, as means over the ranks, in which ranks wait: for data, for
+    communication that no computation hides, and for the slowest rank. nan: not known.
+
+    The rank that arrives last waits for no other rank: what this rank spends in communication is what
+    communication costs, and what the others spend beyond that is waiting for the slowest rank.
+
+    Args:
+        numbers: tensors (world_size,).
+    """
+    waiting = numbers.waiting * 100
+    return {
+        "data_percent": (numbers.data_ms.mean() / numbers.step_ms.mean()).item() * 100,
+        "comm_percent": waiting.min().item(),  # nan if any rank's share is nan
+        "slowest_percent": (waiting.mean() - waiting.min()).item(),
+    }
+
+
+def waiting_text(record: dict) -> str:
+    """Return in which parts of a step ranks wait, for a line; '' if this is not known."""
+    if record.get("comm_percent") is None:
+        return ""
+    return (
+        f"waiting: {record['comm_percent']:.0f}% of a step for communication, "
+        f"{record['slowest_percent']:.0f}% for the slowest rank, {record['data_percent']:.0f}% for data"
+    )
+
+
 def step_values(record: dict) -> dict:
     """Return the numbers of a step for wandb and TensorBoard: as in nanoGPT, the mfu is in percent."""
     return record | {"mfu": None if record["mfu"] is None else record["mfu"] * 100}
@@ -78,14 +107,21 @@ def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
     }
 
 
-def step_line(record: dict, left_s: float) -> str:
-    """Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu."""
+def step_line(record: dict, left_s: float | None) -> str:
+    """
+    Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu.
+
+    Args:
+        left_s: seconds until the end of the run; None: not known yet.
+    """
+    left = "" if left_s is None else f", {duration(left_s)} left"
+    waiting = f", {text}" if (text := waiting_text(record)) else ""
     mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
     return (
         f"iter {record['iter']}: loss {record['loss']:.4f}, time {record['step_ms']:.2f}ms, mfu {mfu}, "
         f"{record['tokens_per_s']:,.0f} tokens/s, grad norm {record['grad_norm']:.3f}, lr "
         f"{record['lr']:.1e}, data "
-        f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB, {duration(left_s)} left"
+        f"{record['data_ms_max']:.1f}ms, {record['memory_gb_max']:.2f} GB{left}{waiting}"
         f"{routing_text(record) if 'dead_experts' in record else ''}"
     )
 

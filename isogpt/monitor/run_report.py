@@ -11,8 +11,10 @@ from isogpt.checkpoint.measures import NONE
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.log import Logger
-from isogpt.monitor.records import duration, routing_record, step_record
+from isogpt.monitor.pace import SLOW_STEPS, Means, Smoothed, TimeLeft
+from isogpt.monitor.records import duration, routing_record, step_record, waiting_percent, waiting_text
 from isogpt.monitor.signals import Stop
+from isogpt.monitor.status_line import Status
 from isogpt.parallel.compilation import compile_report
 from isogpt.speed.bytes_sent import BytesSent
 from isogpt.speed.usage import utilization
@@ -31,6 +33,7 @@ class RunReport:
     logger: Logger
     ranks: Ranks
     max_iters: int
+    eval_interval: int
     log_interval: int
     flops_per_step: float
     peak_flops: float | None  # None: unknown, then the mfu is None
@@ -39,10 +42,17 @@ class RunReport:
     spikes: LossSpikes = field(default_factory=LossSpikes)
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     overflows: Overflows = field(default_factory=Overflows)
+    since_log: Means = field(default_factory=Means)  # of the steps since the last logged step
+    throughout: Means = field(default_factory=Means)  # of all steps
+    val_loss: float | None = None  # of the state now; None: not evaluated
+    loss: Smoothed = field(default_factory=Smoothed)
+    step_s: Smoothed = field(default_factory=Smoothed)
+    time_left: TimeLeft = field(init=False)
     traffic: BytesSent = field(init=False)
 
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
+        self.time_left = TimeLeft(self.max_iters, self.eval_interval)
         self.traffic = BytesSent(self.ranks.world_size)
 
     def evaluation(self, train_loss: float, val_loss: float, lr: float, digest: str = "") -> None:
@@ -50,6 +60,8 @@ class RunReport:
         Report an evaluation, with the digest of the weights if there is one, and plot the losses so far.
         """
         step = self.progress.step
+        self.time_left.evaluated()
+        self.val_loss = val_loss
         record = {"iter": step, "train_loss": train_loss, "val_loss": val_loss}
         self.logger.tell("evaluation", record | ({"weights": digest} if digest else {}), lr)
         if self.steps_taken and step <= self.max_iters:  # `done` plots after the last step
@@ -61,21 +73,38 @@ class RunReport:
         parallelize.take_routing.
         """
         self.steps_taken += 1
+        self.val_loss = None
         if not self.ranks.is_main:
             return
         if self.steps_taken == 1:
             self.first_step()
         if self.overflows.seen(bool(numbers.is_finite)):
             self.overflowed(numbers.loss_scale.max().item())
+        left_s = self.tell_status(numbers)
+        waiting = waiting_percent(numbers)
+        self.throughout.add(waiting)
+        self.since_log.add(waiting | {"loss_mean": numbers.loss.mean().item()})
         if self.progress.step % self.log_interval:
             return
         record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)
         record["gpu_percent"] = utilization(self.ranks.device)
+        record |= self.since_log.read()
         if routing is not None:
             record |= routing_record(routing, self.progress.tokens_per_step)
-        left_s = (time.perf_counter() - self.began) / self.steps_taken * (self.max_iters - self.progress.step)
         self.logger.tell("step", record, left_s)
         self.look_for_anomalies(record["loss"], numbers)
+
+    def tell_status(self, numbers: StepNumbers) -> float | None:
+        """Report where the run is after a step; returns the seconds until the end, if they are known."""
+        step, step_s = self.progress.step, numbers.step_ms.mean().item() / 1e3
+        self.time_left.took(step_s, time.perf_counter())
+        left_s = self.time_left.seconds(step)
+        if self.steps_taken <= SLOW_STEPS:
+            self.step_s = Smoothed()
+        loss = self.loss.add(numbers.loss.mean().item())
+        tokens_per_s = self.progress.tokens_per_step / self.step_s.add(step_s)
+        self.logger.tell("status", Status(step, self.max_iters, loss, tokens_per_s, left_s))
+        return left_s
 
     def first_step(self) -> None:
         """Report how long the run was interrupted, and how much was compiled."""
@@ -108,11 +137,15 @@ class RunReport:
     def done(self) -> None:
         """Report the end of training."""
         p, took = self.progress, duration(time.perf_counter() - self.began)
-        best = ""
+        best = last = ""
+        if self.val_loss is not None and p.best_step != p.step:
+            last = f", val loss {self.val_loss:.4f}"
         if math.isfinite(p.best_val_loss):
             at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
             best = f", best val loss {p.best_val_loss:.4f}{at_step}"
-        self.logger.tell("done", f"done: {self.steps_taken} steps in {took}{best}")
+        if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
+            self.logger.print(text)
+        self.logger.tell("done", f"done: {self.steps_taken} steps in {took}{last}{best}")
 
     def end(self, out_dir: str, stop: Stop | None, spans_ms: dict) -> None:
         """Report the end of the run, or the reason why the run stopped early, and close the sinks."""

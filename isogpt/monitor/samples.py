@@ -1,11 +1,120 @@
-"""How to see what a trained model writes."""
+"""Samples of what a model writes: during training, and the command that prints samples afterwards."""
 
 import shlex
+import textwrap
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
 
 from isogpt.checkpoint.manifest import is_run
-from isogpt.data.vocabulary import Vocabulary
+from isogpt.common import console
+from isogpt.data import tokenizer
+from isogpt.data.tokenizer import Tokenizer
+from isogpt.data.vocabulary import Vocabulary, check_size
+from isogpt.launch.process_group import Ranks
+from isogpt.launch.together import exit_together
+from isogpt.monitor.log import Logger
+from isogpt.parallel.plan import Plan
+from isogpt.training.settings import problem_of_samples
 
 STARTS = {"stdlib_char": "def main("}  # prompts that suit a data set of this repository, by name
+LINES, COLUMNS = 2, 70  # shown of a sample
+CHARACTERS, TOKENS = 150, 50  # generated for a sample, if a token is a character and otherwise
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """
+    Writes a few lines with the model that is being trained, on one rank, which holds the whole model.
+
+    A sample is drawn from separate random numbers, the same each time: training has the same bits with and
+    without samples, and samples of different steps can be compared.
+    """
+
+    words: Tokenizer
+    prompt: list[int]
+    tokens: int
+    seed: int
+
+    def write(self, model: nn.Module, autocast: AbstractContextManager) -> str:
+        """
+        Return a sample with the prompt. The other ranks wait at their next collective until it is written.
+
+        Args:
+            model: a GPT, which is not changed.
+        """
+        device = next(model.parameters()).device
+        # a second model with the same weights: torch.compile would compile each length of the text, and
+        # context parallelism has replaced what the layers of `model` compute
+        with torch.device("meta"):
+            twin = type(model)(model.config)
+        twin.load_state_dict(model.state_dict(), assign=True)
+        twin.tie_weights()
+        twin.eval()
+        idx = torch.tensor([self.prompt], device=device)  # (1, T)
+        with autocast:
+            ids = twin.generate(idx, self.tokens, 0.8, 200, vocab_size=self.words.n_ids, seed=self.seed)
+        return self.words.decode(ids[0].tolist())
+
+    def report(self, model: nn.Module, autocast: AbstractContextManager, logger: Logger) -> None:
+        """Report a sample to the logger, see `write`."""
+        text = self.write(model, autocast)
+        logger.event("sample", "\n".join(f"sample:  {line}" for line in first_lines(text)), sample=text)
+
+
+def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks) -> Sampler | None:
+    """
+    Return what writes samples every sample_interval steps, on rank 0; None on other ranks, and without
+    sample_interval (all ranks). Says so if the model is divided. Exits with a message if the ids cannot be
+    decoded.
+    """
+    if not config["sample_interval"]:
+        return None
+    if problem := problem_of_samples(plan):  # the setting may come from a config that fits other layouts
+        if ranks.is_main:
+            console.print_line(f"note:    {problem}")
+        return None
+    with exit_together():
+        if ranks.is_main:
+            try:
+                words = tokenizer.load(vocabulary)
+                check_size(words.n_ids, plan.model_args["vocab_size"])
+            except ValueError as e:
+                raise ValueError(f"sample_interval: {e}, or set --sample_interval=0") from e
+            tokens = CHARACTERS if is_by_character(vocabulary) else TOKENS
+            return Sampler(words, prompt_of(words, config["dataset"]), tokens, config["seed"])
+    return None
+
+
+def is_by_character(vocabulary: Vocabulary) -> bool:
+    """Whether each token is a character or a byte."""
+    is_table = vocabulary.kind in ("table", "bytes")
+    return is_table and all(len(token) == 1 for token in vocabulary.content)
+
+
+def prompt_of(words: Tokenizer, dataset: str) -> list[int]:
+    """Return the ids of a prompt: of this repository's for the data set, or of a line's end, or one id."""
+    for text in (STARTS.get(dataset, ""), "\n"):
+        try:
+            if ids := words.begin(text):
+                return ids
+        except ValueError:  # the vocabulary does not contain the text
+            continue
+    return [0 if words.end_of_text is None else words.end_of_text]
+
+
+def first_lines(text: str) -> list[str]:
+    """Return the first lines of a text that are not blank, cut to COLUMNS, without control characters."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text.expandtabs(4))
+    wrapped = [
+        part
+        for line in shown.split("\n")
+        for part in textwrap.wrap(line, COLUMNS, drop_whitespace=False)
+        if part.strip()
+    ]
+    return [line.rstrip() for line in wrapped[:LINES]]
 
 
 def how_to_sample(out_dir: str, dataset: str, vocabulary: Vocabulary) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from isogpt.common import console
 from isogpt.launch.launchers import agent_start
 from isogpt.launch.together import Gathered, Number, gather_number, gather_numbers
 
@@ -84,12 +86,13 @@ def watch_signals(time_limit_s: float = 0) -> Stop:
     more than a second later, ends the process at once: a single Ctrl-C often arrives twice, from the terminal
     and from the launcher.
     """
-    stop = Stop(time_limit_s)
+    stop, erase = Stop(time_limit_s), console.erase_line(sys.stderr)
 
     def record(number: int, frame: object) -> None:
         if not stop.signal:
             stop.signal = number
-            os.write(2, f"{signal.Signals(number).name}: stopping after this step\n".encode())
+            text = f"{erase}{signal.Signals(number).name}: stopping after this step\n"
+            os.write(2, text.encode())  # print could be interrupted by itself
 
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
         if hasattr(signal, name):

@@ -59,7 +59,7 @@ class MetricsFile:
         """Record an event."""
         self.write(record)
 
-    def step(self, record: dict, left_s: float) -> None:
+    def step(self, record: dict, left_s: float | None) -> None:
         """Record a step."""
         self.write(record)
 

@@ -31,7 +31,7 @@ class Plot:
 
 FEW = 20  # so few points are shown completely, and are not smoothed
 
-Points = list[tuple[int, float]]  # (step, loss)
+Points = list[tuple[float, float]]  # (step, loss)
 
 
 def smoothed(points: Points) -> Points:
@@ -42,6 +42,21 @@ def smoothed(points: Points) -> Points:
     for step, loss in points:
         total, weight = keep * total + loss, keep * weight + 1
         found.append((step, total / weight))
+    return found
+
+
+def mean_losses(steps: list[dict]) -> Points:
+    """
+    The mean loss of the steps between two logged steps, in the middle between them. Lines of earlier versions
+    contain no mean: then the loss of the logged step.
+    """
+    found, before = [], None
+    for record in steps:
+        first = record["iter"] if before is None else before + 1
+        is_mean = isinstance(record.get("loss_mean"), float) and record["iter"] > first
+        middle = (first + record["iter"]) / 2
+        found.append((middle, record["loss_mean"]) if is_mean else (record["iter"], record["loss"]))
+        before = record["iter"]
     return found
 
 
@@ -59,8 +74,9 @@ def highest_shown(training: Points, evaluations: Points) -> float | None:
 
 def plot_loss(out_dir: Path) -> Path:
     """
-    Plot metrics.jsonl to loss.png: the loss of each logged step, the same smoothed, and the evaluations. The
-    legend contains the last values. Returns the path of loss.png. Can raise nearly any exception.
+    Plot metrics.jsonl to loss.png: the loss of each logged step, the smoothed loss of all steps, and the
+    evaluations. The legend contains the last values. Returns the path of loss.png. Can raise nearly any
+    exception.
     """
     from matplotlib.figure import Figure
 
@@ -71,9 +87,10 @@ def plot_loss(out_dir: Path) -> Path:
         for key in ("loss", "train_loss", "val_loss")
     }
     training, evaluations = losses["loss"], losses["train_loss"] + losses["val_loss"]
+    means = mean_losses([r for r in records if isinstance(r.get("loss"), float)])
     lines = [
         ("training step", training, dict(color="0.8", linewidth=1)),
-        ("training, smoothed", smoothed(training) if len(training) >= FEW else [], dict(color="0.3")),
+        ("training, smoothed", smoothed(means) if len(training) >= FEW else [], dict(color="0.3")),
         ("evaluation, train", losses["train_loss"], dict(color="tab:blue", marker=".")),
         ("evaluation, val", losses["val_loss"], dict(color="tab:orange", marker=".")),
     ]

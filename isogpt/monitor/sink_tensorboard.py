@@ -47,7 +47,7 @@ class TensorBoard:
         self.writer.close()
         self.writer = self.open(step)
 
-    def step(self, record: dict, left_s: float) -> None:
+    def step(self, record: dict, left_s: float | None) -> None:
         """Write the numbers of a step."""
         self.write(record["iter"], step_values(record))
 

@@ -24,7 +24,7 @@ class Wandb:
                 f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False"
             ) from e
 
-    def step(self, record: dict, left_s: float) -> None:
+    def step(self, record: dict, left_s: float | None) -> None:
         """Send the numbers of a step."""
         self.send(record["iter"], step_values(record))
 

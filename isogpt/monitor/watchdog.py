@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
+from isogpt.common import console
 from isogpt.launch import network
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.monitor.log import Logger
@@ -176,7 +177,7 @@ class Watchdog:
         names = rank_names(self.ranks.hosts)
         cause = self.ask(self.find_silent, 6 + len(names) / 50) if self.store else ""
         text = f"{names[self.ranks.rank]} at {self.position()[1]}: {problem}; {cause}"
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        console.print_to_stderr(f"error: {text}")
         # in a thread: if the file system of metrics.jsonl is the cause, writing does not return either
         self.ask(partial(self.logger.failed, text), 15)
         if self.store:

@@ -38,6 +38,7 @@ AT_LEAST_1 = (
 NOT_NEGATIVE = (
     "max_iters",
     "save_interval",
+    "sample_interval",
     "seed",
     "vocab_size",
     "warmup_iters",
@@ -235,6 +236,18 @@ def check_training(config: dict) -> None:
         problems
         + layout_problems(SimpleNamespace(**normalized(config)))
         + (problems_of_exact(c) if c.exact else [])
+    )
+
+
+def problem_of_samples(c: Plan) -> str:
+    """Return why no process can write samples by itself with this layout; '': rank 0 can."""
+    divided = [f"zero {c.zero}"] if c.zero >= 2 else []
+    divided += [f"{name} {getattr(c, name)}" for name in ("tp", "pp", "ep") if getattr(c, name) > 1]
+    if not divided:
+        return ""
+    return (
+        f"sample_interval needs the whole model on one process, but {', '.join(divided)} divides it: there "
+        "are no samples. Run sample.py on a checkpoint"
     )
 
 

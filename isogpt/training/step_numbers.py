@@ -18,6 +18,7 @@ class StepNumbers(NamedTuple):
     stop: Tensor | float  # Stop.code
     bytes_sent: Tensor | float  # BytesSent.per_step
     loss_scale: Tensor | float  # factor of the loss with float16, else 1
+    waiting: Tensor | float  # Clock.waiting_share
     # with exact, the squared norm has two parts: each is a sum without rounding
     grad_square_fine: Tensor | float = 0.0
 

@@ -325,6 +325,7 @@ def install_cuda() -> None:
     c.set_sync_debug_mode = set_sync_debug_mode
     c.get_rng_state = get_rng_state
     c.set_rng_state = constant(None)
+    c.nvtx.mark = c.nvtx.range_push = c.nvtx.range_pop = constant(None)
     c.memory._record_memory_history = constant(None)
     c.memory._dump_snapshot = constant(None)
     a = torch.accelerator
