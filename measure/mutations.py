@@ -523,8 +523,8 @@ MUTATIONS = {
         f"{EXACT}::test_muon_does_not_depend_on_the_matrices_beside_it",
     ),
     "exact: AdamW's vectors": (
-        "isogpt/training/exact_steps.py",
-        "-tensors[0].numel() % VECTOR",
+        "isogpt/training/optim.py",
+        "-tensors[0].numel() % multiple",
         "0",
         f"{EXACT}::test_a_fused_step_on_a_shard_has_the_bits_of_the_whole",
     ),
