@@ -272,7 +272,23 @@ ROWS = (
             },
         ),
     ),
-    ("local_sgd local_sgd_steps diloco sync_every", Advice("--islands=2 --local_steps={}", "50")),
+    (
+        "diloco diloco_workers num_diloco_workers n_diloco_workers diloco.num_workers diloco_num_workers "
+        "diloco.n_workers local_sgd n_islands num_islands",
+        Advice("--islands={} --local_steps=50", "2", "DiLoCo's workers are called islands here"),
+    ),
+    (
+        "local_sgd_steps diloco_steps inner_steps num_inner_steps h_steps sync_every sync_steps",
+        Advice("--islands=2 --local_steps={}", "50"),
+    ),
+    (
+        "outer_learning_rate diloco_outer_lr diloco.outer_learning_rate",
+        Advice("--islands=2 --local_steps=50 --outer_lr={}", "0.7"),
+    ),
+    (
+        "outer_nesterov_momentum diloco_outer_momentum",
+        Advice("--islands=2 --local_steps=50 --outer_momentum={}", "0.9"),
+    ),
     # -- sharding and memory
     ("zero_stage zero_optimization zero_level stage zero_optimization_stage", Advice("--zero={}", "2")),
     (
