@@ -383,7 +383,7 @@ def test_experts_that_transformers_cannot_represent(tmp_path):
     for arch in ("gpt2", "nanochat"):
         gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch=arch, n_expert=3))
         with pytest.raises(
-            ValueError, match=f"transformers has no class for arch '{arch}' with n_expert 3; possible"
+            ValueError, match=f"transformers contains no class for arch '{arch}' with n_expert 3; possible"
         ):
             huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
 
@@ -479,17 +479,17 @@ def test_a_model_that_is_not_supported(tmp_path):
 
     MistralConfig().save_pretrained(tmp_path / "mistral")
     with pytest.raises(
-        ValueError, match="its model_type is 'mistral'; possible are gpt2, nanochat, llama, mixtral"
+        ValueError, match="the model_type is 'mistral'; possible are gpt2, nanochat, llama, mixtral"
     ):
         GPT.from_pretrained(str(tmp_path / "mistral"))
     for wrong, said in (
-        (dict(attention_bias=True), "this llama has settings that are not supported: attention_bias=True"),
+        (dict(attention_bias=True), "this llama uses settings that are not supported: attention_bias=True"),
         (dict(head_dim=64), "head_dim=64"),
         (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "rope_type=linear"),
     ):
         with pytest.raises(ValueError, match=said):
             huggingface.model_args(LlamaConfig(**wrong))
-    with pytest.raises(ValueError, match="this nanochat has settings that are not supported: head_dim=64"):
+    with pytest.raises(ValueError, match="this nanochat uses settings that are not supported: head_dim=64"):
         huggingface.model_args(NanoChatConfig(head_dim=64))
     with pytest.raises(ValueError, match="hidden_act=gelu, sliding_window=8, router_jitter_noise=0.1"):
         huggingface.model_args(MixtralConfig(hidden_act="gelu", sliding_window=8, router_jitter_noise=0.1))

@@ -267,7 +267,7 @@ RAISED = {
     "cuda:0 cannot be used (CUDA error: out of memory): look at nvidia-smi for other programs on this GPU, "
     "or set "
     "--device=cpu": lambda at: unusable_gpu(at, "CUDA error: out of memory\nCUDA kernel errors might be"),
-    "backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto": lambda at: (
+    "backend is 'nccl', but this PyTorch contains no NCCL: set --backend=gloo or --backend=auto": lambda at: (
         at.set(dist, "is_nccl_available", lambda: False),
         pick_backend("nccl", torch.device("cuda", 0), 2),
     ),
@@ -365,7 +365,7 @@ RAISED = {
     "it holds objects other than tensors": lambda at: shards_that_hold(at, metadata_of_objects()),
     # models
     "dropout is 1.0: it must be in [0, 1)": lambda at: GPTConfig(dropout=1.0),
-    "this gpt2 has settings that are not supported: scale_attn_weights=False": lambda at: GPT.from_hf(
+    "this gpt2 uses settings that are not supported: scale_attn_weights=False": lambda at: GPT.from_hf(
         SimpleNamespace(config=SimpleNamespace(model_type="gpt2", scale_attn_weights=False))
     ),
     "'other' is not a complete GPT2LMHeadModel: lm_head.weight is missing": lambda at: transformers_that_lack(
