@@ -592,7 +592,7 @@ def test_a_slow_disk_is_named_and_one_that_hangs_keeps_no_rank_from_exiting(monk
     monkeypatch.setattr(together, "gather_objects", lambda value: next(answers))
     wait_together(None)
     said = (
-        "until rank 1, 2 has read or written its files: if this does not end, check its disk or file system"
+        "until rank 1, 2 has read or written files: if this does not end, check the disk or the file system"
     )
     assert said in capsys.readouterr().err
 

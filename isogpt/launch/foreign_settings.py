@@ -200,7 +200,7 @@ ROWS = (
     ("fp32 float32", Advice("--dtype=float32")),
     ("tf32 allow_tf32 use_tf32", Advice("--dtype=tf32", values=without("--dtype=tf32", "--dtype=float32"))),
     ("fp8 use_fp8 float8", Advice("--dtype=bfloat16", why="FP8 is not part of this repository")),
-    ("loss_scale initial_scale_power", Advice("--dtype=float16", why="its loss scale is dynamic")),
+    ("loss_scale initial_scale_power", Advice("--dtype=float16", why="the loss scale is dynamic")),
     ("use_cpu no_cuda cpu", Advice("--device=cpu", values=without("--device=cpu", "--device=auto"))),
     (
         "use_cuda use_gpu cuda gpu",
@@ -294,7 +294,7 @@ ROWS = (
     (
         "deepspeed use_deepspeed deepspeed_config deepspeed_config_file ds_config zero2 enable_deepspeed",
         Advice(
-            "--zero=2", why="the file is not read; docs/migrating.md lists what its settings are called here"
+            "--zero=2", why="the file is not read; docs/migrating.md lists the names of the settings here"
         ),
     ),
     (
@@ -385,7 +385,7 @@ ROWS = (
         "initial_load_path ckpt ckpt_path checkpoint checkpoint_path load_checkpoint_path",
         Advice(
             "--init_from=resume",
-            why="the newest checkpoint in --out_dir; a folder or a ckpt.pt instead: only its weights",
+            why="the newest checkpoint in --out_dir; a folder or a ckpt.pt instead: only the weights",
         ),
     ),
     (
@@ -478,7 +478,7 @@ ROWS = (
     ),
     (
         "tokenizer tokenizer_name tokenizer_path tokenizer_dir tokenizer_type",
-        Advice(why="it belongs to the data set: python data/NAME/prepare.py --tokenizer=..."),
+        Advice(why="part of the data set: python data/NAME/prepare.py --tokenizer=..."),
     ),
     (
         "num_workers dataloader_num_workers workers n_workers pin_memory dataloader_pin_memory "
