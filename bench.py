@@ -521,6 +521,8 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
             result["report"] = run_report()
     except ValueError as e:
         fail(str(e))
+    finally:
+        store = None  # closes the port
 if json_path and rank == 0:
     write_whole(Path(json_path), json.dumps(result, indent=2) + "\n")
 tried = result.get("sweep") or result.get("tune", {}).get("tried", [])

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY, script, script_that_fails
+from runs import REPO, TINY, free_port, script, script_that_fails
 
 import configurator
 import export
@@ -1134,7 +1134,7 @@ def test_mistakes_of_bench_py(at, capsys):
     def fails(*args):
         return script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args])
 
-    rank_of_two(at)
+    rank_of_two(at, MASTER_PORT=str(free_port()))  # rank 0 serves a store there
     at.set(dataset_module, "REPOSITORY", at.path)  # where no data set is prepared
     assert fails("--steps=0", "--nproc=-1", "--comm", "--tune", "--json_path=nowhere/x").err.splitlines() == [
         "error: steps is 0: it must be at least 1",
