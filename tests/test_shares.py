@@ -52,7 +52,7 @@ def test_ranks_that_are_not_used_are_reported(case):
     said = about_unused_ranks(share_of(sequences, 0, ranks, batch_size, pp), batch_size, pp)
     assert said.startswith(UNUSED[case]) and bool(said) == bool(UNUSED[case])
     if said:
-        steps, more = map(int, re.search(r"_steps=(\d+). A step then has (\d+) seq", said).groups())
+        steps, more = map(int, re.search(r"_steps=(\d+). A step then reads (\d+) seq", said).groups())
         share = share_of(more, 0, ranks, batch_size, pp)
         assert steps * batch_size == more and not share.padding()
         assert not about_unused_ranks(share, batch_size, pp)
