@@ -245,13 +245,13 @@ CASES = {
     "empty-val": Case([], ["data/tiny/val.bin is empty", "write train.bin"], ONE, data(val_bin=b"")),
     "empty-train": Case([], ["data/tiny/train.bin is empty", "write train.bin"], ONE, data(train_bin=b"")),
     "odd-val": Case(
-        [], ["data/tiny/val.bin has 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])
+        [], ["data/tiny/val.bin contains 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])
     ),
     "short-val": Case(
-        [], ["data/tiny/val.bin has 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])
+        [], ["data/tiny/val.bin contains 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])
     ),
     "block-over-data": Case(
-        ["--block_size=20001"], ["train.bin has 20000 tokens", "--block_size=", "20001"], BOTH
+        ["--block_size=20001"], ["train.bin contains 20000 tokens", "--block_size=", "20001"], BOTH
     ),
     "ids": Case(
         [], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)

@@ -120,8 +120,7 @@ def test_a_folder_without_a_tokenizer(at, capsys):
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}"])
     assert output.err.splitlines()[-1] == (
         f"error: the ids cannot be decoded: {folder}, without a tokenizer.json, does not say what they "
-        "mean, and 8 ids "
-        f"are not those of GPT-2; set --dataset= to a data set with these ids"
+        "mean, and 8 ids do not fit GPT-2; set --dataset= to a data set with these ids"
     )
     assert vocabulary_of_weights(str(folder), 128256).kind == "unknown"
     (folder / "tokenizer.json").write_text("{}")
@@ -143,7 +142,7 @@ def test_a_tokenizer_of_another_model(at, capsys):
         at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=abf"]
     )
     assert output.err.splitlines()[-1].startswith(
-        "error: the tokenizer has 6 ids, but the model has 4: set --dataset="
+        "error: the tokenizer uses 6 ids, but the model 4: set --dataset="
     )
 
 

@@ -191,8 +191,7 @@ def test_padding_and_truncation_in_a_file_are_not_applied(tmp_path):
 
 def test_a_tokenizer_that_does_not_fit_the_model(tmp_path):
     message = (
-        "the tokenizer has 3 ids, but the model has 2: set --dataset= to the data set that the model "
-        "was trained"
+        "the tokenizer uses 3 ids, but the model 2: set --dataset= to the data set that the model was trained"
     )
     with pytest.raises(ValueError, match=message):
         tokenizer.save_tokenizer(tmp_path, Vocabulary("table", {"a": 0, "b": 2}), 2, 64)
