@@ -214,7 +214,7 @@ def test_mistakes_exit_with_one_line(zygote, work):
 
 def test_a_launch_that_fails_prints_why(zygote, work):
     text, found = bench(zygote, work, *TINY, "--head=untied", ok=False)
-    assert "arch 'gpt2' has a tied head" in text and found is None
+    assert "arch 'gpt2' uses a tied head" in text and found is None
 
 
 def test_exposed_communication_is_what_the_silent_launch_saves():

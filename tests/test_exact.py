@@ -498,7 +498,7 @@ BAD = {
     "--islands=2": "the islands' weights depend on how many islands there are: set --islands=1",
     "--grad_sync=last": "grad_sync 'last' adds or leaves out floating-point sums: set --grad_sync=auto",
     "--cuda_graphs=True": "cuda_graphs is for one process: set --cuda_graphs=False",
-    "--cpu_offload=True --zero=3": "cpu_offload has no use for them: set --cpu_offload=False",
+    "--cpu_offload=True --zero=3": "cpu_offload does not use them: set --cpu_offload=False",
     "--pp=2 --zero=3": "zero 2 and 3 add a rank's micro-batches before they can be rounded: set --zero=1",
     "--pp=2 --fsdp=True": "set --fsdp=False, or --pp=1",
     "--pp=2 --pp_schedule=zbv": "pp_schedule 'zbv' mixes several micro-batches' gradients",

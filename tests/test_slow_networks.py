@@ -441,7 +441,7 @@ MISTAKES = [
     ),
     (["--local_steps=4"], "set --islands= to their number, or 0 for one on each machine"),
     (["--islands=2", "--outer_parts=3"], "outer_parts is 3: it must not be above local_steps, 1"),
-    (["--islands=9"], "islands is 9, but a step has only 8 sequences: set --gradient_accumulation_steps=3"),
+    (["--islands=9"], "islands is 9, but a step reads only 8 sequences: set --gradient_accumulation_steps=3"),
 ]
 
 
