@@ -133,7 +133,7 @@ def test_a_checkpoint_of_the_other_optimizer(zygote, shared_work, one):
     ]
     run = zygote.train(args, shared_work, 2, ok=False)
     said = (
-        "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from its weights "
+        "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from the weights "
         "with --init_from="
     )
     assert run.text().count(said) == 1 and "Traceback" not in run.text()
@@ -208,7 +208,7 @@ def test_settings_that_a_checkpoint_overrides():
     }
     assert differences(settings | {"n_kv_head": 0, "n_hidden": 0, "n_expert": 4}, nanogpt, source) == [
         "arch gpt2, bias True of the checkpoint are used, not arch llama, bias False",
-        "the checkpoint has no experts: each of the 4 starts as a copy of its MLP",
+        "the checkpoint contains no experts: each of the 4 starts as a copy of the MLP",
     ]
 
 
@@ -236,13 +236,13 @@ def test_settings_that_change_what_a_resume_reads():
         (
             "batch_size",
             3,
-        ): "the checkpoint's steps had 12 sequences, this run's have 24: the loss curve changes",
-        ("seed", 2): f"the checkpoint was trained with seed 2, this run has 1: {drawn}",
+        ): "the checkpoint's steps read 12 sequences, this run's read 24: the loss curve changes",
+        ("seed", 2): f"the checkpoint was trained with seed 2, this run uses 1: {drawn}",
         (
             "data_order",
             "random",
-        ): f"the checkpoint was trained with data_order random, this run has shuffle: {drawn}",
-        ("block_size", 16): f"the checkpoint was trained with block_size 16, this run has 8: {drawn}",
+        ): f"the checkpoint was trained with data_order random, this run uses shuffle: {drawn}",
+        ("block_size", 16): f"the checkpoint was trained with block_size 16, this run uses 8: {drawn}",
     }
     for (name, value), said in cases.items():
         source = SimpleNamespace(run=run | {"config": settings | {name: value}}, notes=())
@@ -251,7 +251,7 @@ def test_settings_that_change_what_a_resume_reads():
         assert differences(settings, run["model_args"], source) == []
     settings["data_order"] = "random"
     source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}}, notes=())
-    said = "the checkpoint was trained with seed 2, this run has 1: it draws different sequences"
+    said = "the checkpoint was trained with seed 2, this run uses 1: it draws different sequences"
     assert differences(settings, run["model_args"], source, is_resume=True) == [said]
     same = settings | {"gradient_accumulation_steps": 8, "batch_size": 3}
     for config in (same, {}):  # nanoGPT's has some of the settings only
@@ -455,10 +455,10 @@ MISTAKES = {
     "arch is 'gpt3'; possible are gpt2, nanochat and llama": ["--arch=gpt3"],
     "n_kv_head is 3: it must divide n_head, 2": ["--arch=llama", "--n_kv_head=3"],
     "n_embd / n_head is 17: rotary positions need an even number": ["--arch=llama", "--n_embd=34"],
-    "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0": ["--n_kv_head=1"],
-    "arch 'gpt2' has a tied head: set --head=auto": ["--head=untied"],
-    "arch 'llama' has no biases: set --bias=False": ["--arch=llama", "--bias=True"],
-    "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters=": ["--lr_schedule=wsd"],
+    "arch 'gpt2' uses as many n_kv_head as n_head: set --n_kv_head=0": ["--n_kv_head=1"],
+    "arch 'gpt2' uses a tied head: set --head=auto": ["--head=untied"],
+    "arch 'llama' uses no biases: set --bias=False": ["--arch=llama", "--bias=True"],
+    "lr_schedule 'wsd' needs the steps of the decay: set --cooldown_iters=": ["--lr_schedule=wsd"],
     "optimizer is 'sgd'; possible are adamw and muon": ["--optimizer=sgd"],
     "learning_rate is 0, but optimizer 'muon' needs it": [
         "--optimizer=muon",

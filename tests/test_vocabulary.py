@@ -177,7 +177,7 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
     data.vocabulary, data.highest = None, 57
     found, (note,) = vocabulary_for_run(data, None, "scratch", 50304, False)
-    assert found == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest one is 57" in note
+    assert found == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest id is 57" in note
     assert note.endswith("--vocab_size=58")
     data.highest = 50256
     assert vocabulary_for_run(data, None, "scratch", 50304, False) == (found, [])
@@ -403,7 +403,7 @@ def test_a_checkpoint_of_nanogpt_uses_the_data_set_by_name(at, capsys, zygote, w
             with pytest.raises(ValueError) as error:
                 export.convert("out", "hf")
             errors = str(error.value)
-        assert "data set tiny has 9 ids, but the run's model has 65: it was prepared again since" in errors
+        assert "tiny uses 9 ids, but the run's model 65: the data set was prepared again since" in errors
     script(at, "sample.py", [*args[:-1], "--start=A", "--dataset=kept"])
     assert capsys.readouterr().out.startswith("A")
     assert export.convert("out", "hf", "kept").name == "hf"
