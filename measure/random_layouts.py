@@ -43,7 +43,7 @@ MODELS = {
     "llama": ["--arch=llama", "--n_kv_head=2"],
     "experts": ["--arch=llama", "--n_expert=4"],
 }
-WORLD_SIZES = (1, 2, 2, 3, 3, 4, 4, 4, 6)
+WORLD_SIZES = (1, 2, 2, 3, 3, 4, 4, 4, 5, 6)
 # values from which a layout is drawn; a value that stands twice is drawn twice as often
 CHOICES = {
     "zero": (0, 1, 2, 3),
@@ -71,9 +71,9 @@ class Layout:
         return [f"--{name}={value}" for name, value in self.settings.items()]
 
     def __str__(self) -> str:
+        defaults = {"dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "activation_checkpointing": "none"}
         hidden = ("gradient_accumulation_steps", "pp_schedule" if self.settings["pp"] == 1 else "")
-        shown = {k: v for k, v in self.settings.items() if v not in (1, "none") and k not in hidden}
-        shown["batch_size"] = self.settings["batch_size"]
+        shown = {k: v for k, v in self.settings.items() if k not in hidden and v != defaults.get(k)}
         return ", ".join([f"{self.world_size} proc.", *(f"{name} {value}" for name, value in shown.items())])
 
 
@@ -153,7 +153,8 @@ def measure(zygote: Zygote, work: Path, runs: int, seed: int) -> int:
     for number in range(runs):
         model = names[number % len(names)]
         layouts = draw_layout(rng, model), draw_layout(rng, model)
-        end = rng.choice(ENDS), rng.randrange(SAVE_EVERY, STEPS // 2), rng.randrange(layouts[0].world_size)
+        step = rng.randrange(2 * SAVE_EVERY, STEPS // 2)  # after the first checkpoint
+        end = rng.choice(ENDS), step, rng.randrange(layouts[0].world_size)
         if model not in straight:
             straight[model] = losses_of_one_process(zygote, work, model)
         try:
