@@ -98,7 +98,7 @@ tensorboard_log = False  # log to <out_dir>/tensorboard too
 # -- data ----------------------------------------------------------------------------------------------------
 dataset = "openwebtext"  # a folder in data/ in which prepare.py was run, or a path
 data_order = "random"  # random (windows at any position, as in nanoGPT) or shuffle (each once per epoch)
-gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes: each runs its share
+gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes: each runs a share
 batch_size = 12  # sequences per micro-batch; a step reads gradient_accumulation_steps * batch_size sequences
 block_size = 1024  # tokens per sequence
 vocab_size = 0  # number of token ids (0: from the data set's metadata)
@@ -369,7 +369,7 @@ while not is_complete:
     if is_complete:
         break
     step_began += time.perf_counter() - pause_began
-    if step in progress.skipped:  # excluded by a rollback; reader.train leaves its batches out
+    if step in progress.skipped:  # excluded by a rollback; reader.train leaves out the batches of the step
         progress.skip()
         continue
 
