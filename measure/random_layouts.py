@@ -44,7 +44,7 @@ MODELS = {
     "experts": ["--arch=llama", "--n_expert=4"],
 }
 WORLD_SIZES = (1, 2, 2, 3, 3, 4, 4, 4, 5, 6)
-# values from which a layout is drawn; a value that stands twice is drawn twice as often
+# values from which a layout is drawn; a value that is listed twice is drawn twice as often
 CHOICES = {
     "zero": (0, 1, 2, 3),
     "dp_replicate": (1, 1, 2),
