@@ -102,7 +102,7 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the slow tests that CI has no time for as extra."""
+    """Mark the slow tests that CI does not run as extra."""
     for item in items:
         kept = IN_CI.get(item.path.name, "")
         if item.get_closest_marker("slow") and not re.search(kept, item.name):

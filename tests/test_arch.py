@@ -113,7 +113,7 @@ PAIRS = [("ddp-2", "zero3-3"), ("zero3-3", "one"), ("one", "zero1-2"), ("zero1-2
 @pytest.mark.parametrize(
     ("before", "after"), [PAIRS[0], *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS[1:])]
 )
-def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, one, before, after):
+def test_a_checkpoint_resumes_on_a_different_layout(zygote, shared_work, one, before, after):
     (n1, first), (n2, second) = ({"one": (1, [])} | WAYS)[before], ({"one": (1, [])} | WAYS)[after]
     args = [*ONE, *MODELS["nanochat-muon"], f"--out_dir={shared_work / f'{before}-{after}'}"]
     zygote.train([*args, *first, "--max_iters=9"], shared_work, n1)
@@ -530,7 +530,7 @@ def test_the_optimizer_rate_and_weight_decay_of_each_parameter(head, embedding_l
 
 def test_muon_orthogonalizes_each_matrix():
     """
-    q, k and v each by itself; in the direction of torch.optim.Muon; AdamW keeps the rest, without weight
+    q, k and v separately; in the direction of torch.optim.Muon; AdamW keeps the rest, without weight
     decay.
     """
     gpt = moved("nanochat-kv-tied")

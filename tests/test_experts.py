@@ -187,7 +187,7 @@ RESUMES = [
 
 
 @pytest.mark.parametrize(("model", "before", "after"), first_quick(RESUMES, 1))
-def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, ran, model, before, after):
+def test_a_checkpoint_resumes_on_a_different_layout(zygote, shared_work, ran, model, before, after):
     """Step 10's."""
     out = shared_work / f"{model}-{before}-to-{after}"
     shutil.copytree(ran(model, before), out, symlinks=True)
@@ -342,7 +342,7 @@ def test_the_number_of_active_experts_is_the_checkpoints(zygote, shared_work, ra
     assert column(shared_work / "active", "expert_tokens_mean") == {0: 24 * 32 * 3 / 4}
 
 
-def test_another_number_of_experts_is_refused_once(zygote, shared_work, ran, dense):
+def test_a_different_number_of_experts_is_refused_once(zygote, shared_work, ran, dense):
     """And in which a dense model is upcycled when it is resumed. The advice works."""
     folder, moe = dense("gpt2", "one"), ran("gpt2")
     dense_said = (
@@ -421,7 +421,7 @@ FAULTS = [("ep2-fsdp", "NAN"), ("ep2-zero1", "NAN_INPUT"), ("ep2-fsdp", "NAN_GRA
 @pytest.mark.parametrize(("way", "kind"), FAULTS)
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, shared_work, way, kind):
     """
-    Experts on another rank compute with its tokens; the rank whose loss is not finite is named, and its rows.
+    Experts on a different rank compute with the tokens; the message names the rank and the rows of the loss.
     """
     one, out = shared_work / "skipped", shared_work / f"{kind}-{way}"
     args = ["--on_nan=skip", "--max_iters=11", "--save_checkpoint=False"]

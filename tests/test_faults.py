@@ -166,7 +166,7 @@ def test_links_do_not_dangle_after_a_resume_from_an_older_step(zygote, place):
 # ------------------------------------------------------------------------------------------------------------
 # ranks that see different folders
 
-# a config file with which each rank has a folder of its own
+# a config file with which each rank uses a different folder
 OWN = "import os\nout_dir = 'out' + os.environ['RANK']\n"
 # and one with which rank 1 sees the same folder, but no path of rank 0
 MOVED = """
@@ -226,7 +226,7 @@ def test_the_same_folder_under_different_paths(zygote, work):
         assert not list((work / "moved").rglob("step_*"))
 
 
-def test_a_shard_in_another_folder_makes_no_checkpoint(tmp_path):
+def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path):
     """
     The metadata names all files: one that is missing or too short is noticed before the checkpoint counts.
     """

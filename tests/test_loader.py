@@ -108,7 +108,7 @@ def test_seeds_streams_and_steps_draw_differently():
         tuple(random_windows(10**9, BLOCK, seed, stream, step, 8).tolist()) for seed, stream, step in kinds
     }
     assert len(drawn) == len(kinds)
-    assert len(set().union(*drawn)) == 8 * len(kinds)  # no stream is a shifted copy of another one
+    assert len(set().union(*drawn)) == 8 * len(kinds)  # no stream is a shifted copy of a different stream
 
 
 @pytest.mark.parametrize("n_tokens", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, 30])
@@ -141,7 +141,7 @@ def test_each_window_appears_once_per_epoch(n):
     for epoch in epochs:
         assert sorted(epoch) == list(range(0, 1000, BLOCK))
     for a, b in itertools.combinations([*epochs, np.arange(0, 1000, BLOCK)], 2):
-        assert (a == b).sum() < 10  # each epoch has its own order, which is not that of the text
+        assert (a == b).sum() < 10  # the order of each epoch is different, and not the order of the text
 
 
 def test_epochs_do_not_depend_on_the_size_of_a_step():
@@ -151,7 +151,7 @@ def test_epochs_do_not_depend_on_the_size_of_a_step():
     assert by_6.tolist() == by_50.tolist()
 
 
-def test_a_resume_with_another_batch_continues_the_epoch():
+def test_a_resume_with_a_different_batch_continues_the_epoch():
     """
     No window is repeated or left out; the steps before the change, to which a rollback goes, stay as they
     were.
@@ -642,7 +642,7 @@ def test_the_width_of_ids_is_concluded_from_the_content(folder, capsys):
     refused("train.bin holds token id -1: remove the ids below 0")
 
 
-def test_uint16_is_never_taken_for_another_width(folder, capsys):
+def test_uint16_is_never_taken_for_a_different_width(folder, capsys):
     rng = np.random.default_rng(2)
     mostly_zero = np.where(rng.random(6000) < 0.99, 0, rng.integers(0, 65, 6000))
     for ids in (

@@ -890,7 +890,7 @@ exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 
 def test_messages_of_a_run(zygote, work):
     """
-    A run, another one in the same folder with everything missing that may be missing, and one on other data.
+    A run, a run in the same folder with everything missing that may be missing, and a run on other data.
     """
     args = ["--n_layer=1", "--max_iters=0", "--eval_iters=1", "--out_dir=out"]
     lines = lines_of(zygote.train([*args, "--eval_interval=1"], work))
@@ -1157,7 +1157,7 @@ def test_mistakes_of_bench_py(at, capsys):
 
 
 def started(script, *args, stdout=subprocess.PIPE):
-    """A process of its own, whose console knows ASCII only."""
+    """A separate process, whose console knows ASCII only."""
     command = [sys.executable, str(REPO / script), *args]
     env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
     return subprocess.Popen(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)

@@ -270,7 +270,7 @@ def test_known_gpus_are_found_by_name(monkeypatch):
 
 def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     """
-    Two processes plan, a restart keeps their layout, and another number of processes plans anew; one curve.
+    Two processes plan, a restart keeps the layout, and other numbers of processes plan again; one curve.
     """
     zygote.train(["--out_dir=one", "--max_iters=19"], work)
     auto = ["--layout=auto", "--init_from=auto", "--save_interval=5"]

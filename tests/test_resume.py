@@ -232,8 +232,8 @@ def files_in(folder):
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_new_run_from_the_weights_of_another(zygote, work, nproc):
-    """Step 0, a new optimizer, a log of its own; the folder of the other run does not change."""
+def test_a_new_run_from_the_weights_of_a_different_run(zygote, work, nproc):
+    """Step 0, a new optimizer, a new log; the folder of the other run does not change."""
     zygote.train(["--out_dir=source", "--max_iters=9", "--learning_rate=1e-2"], work)
     before = files_in(work / "source")
     fresh_run(work / "source", work / "reference")

@@ -133,7 +133,7 @@ def test_a_folder_without_a_tokenizer_has_gpt2s(tmp_path, vocab_size):
     assert vocabulary_of_weights(str(tmp_path), vocab_size) == Vocabulary("tiktoken", "gpt2")
 
 
-def test_a_tokenizer_of_another_model(at, capsys):
+def test_a_tokenizer_of_a_different_model(at, capsys):
     """Its ids can be beyond the model's."""
     folder = folder_of(at.path, "gpt2")
     model = GPT(GPTConfig(**SMALL | dict(vocab_size=4, gelu="tanh")), seed=1)

@@ -274,7 +274,7 @@ def test_consecutive_steps_roll_back_to_the_last_checkpoint_and_are_excluded(fau
 
 
 def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
-    """The checkpoint that the run resumed from is damaged meanwhile: the run goes back to an older one."""
+    """The checkpoint that the run resumed from is damaged: the run goes back to an older checkpoint."""
     args = ["--dist_timeout_s=60", "--save_interval=5", "--on_nan=skip", "--keep_last=9", "--out_dir=out"]
     zygote.train([*args, "--max_iters=9"], work)
     args += ["--init_from=resume", "--max_iters=14"]
@@ -457,7 +457,7 @@ def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):
     assert next(t for t in told if t["event"] == "not_finite")["ranks"] == [1]
 
 
-def test_a_run_stops_when_another_run_has_claimed_its_folder(faulty, zygote, work):
+def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote, work):
     args = ["--out_dir=out", "--save_interval=5", "--max_iters=20", "--init_from=auto"]
     first = faulty(args, WAIT=[[12, 0]])
     assert first.until(lambda text: "waiting" in text)

@@ -99,7 +99,7 @@ def assert_equal(saved, encoding, texts):
 
 @needs_gpt2
 def test_gpt2s_tokenizer(tmp_path):
-    # a model that has a tokenizer class of its own
+    # a model with a custom tokenizer class
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     ids = tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "gpt2"), 50304, 1024)
     assert ids == {"bos_token_id": None, "eos_token_id": 50256, "pad_token_id": 50256}
