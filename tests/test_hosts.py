@@ -237,7 +237,7 @@ def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
 
 @pytest.mark.extra
 def test_an_island_that_fails_is_left_out_and_comes_back(hosts, zygote, work):
-    """Each host is an island; two of three go on when the third loses power, until the third takes part again."""
+    """Each host is an island; two of three go on when the third fails, until the third takes part again."""
     islands = ["--islands=0", "--local_steps=20", "--outer_parts=2", "--outer_compression=int8"]
     args = [
         *JOB,
