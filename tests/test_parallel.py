@@ -169,8 +169,8 @@ def test_bfloat16(ran, way):
 @pytest.mark.parametrize(
     "way",
     [
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ("tp2", "pp2-zero_bubble", "fsdp-tp2-pp2")),
-        *(pytest.param(way, marks=pytest.mark.extra) for way in ("pp2", "cp2")),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("tp2", "pp2", "fsdp-tp2-pp2")),
+        *(pytest.param(way, marks=pytest.mark.extra) for way in ("pp2-zero_bubble", "cp2")),
     ],
 )
 def test_a_resume_on_the_same_layout_has_the_same_bits(zygote, shared_work, way):
