@@ -321,7 +321,7 @@ def test_any_tokenizer_of_tiktoken_works(data, tmp_path):
 
     before = contents(data / "fineweb")
     result = prepare(data, "fineweb", *args, "--tokenizer=no_end", cwd=tmp_path, **path)
-    assert result.returncode == 1 and "the tokenizer has no <|endoftext|>" in result.stderr
+    assert result.returncode == 1 and "the tokenizer contains no <|endoftext|>" in result.stderr
     assert contents(data / "fineweb") == before
 
     if (TOKENIZERS / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").exists():

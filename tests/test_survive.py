@@ -543,7 +543,7 @@ def test_a_folder_that_is_gone_during_a_run_is_reported_and_replaced(zygote, wor
     run.kill(sig=signal.SIGTERM)
     run.wait(ok=False)
     said = (
-        f"warning: {work}/out is not the folder in which this run began: it was deleted, or its file "
+        f"warning: {work}/out is not the folder in which this run began: it was deleted, or the file "
         "system is no"
     )
     assert run.text().count(said) == 1, run.text()
@@ -564,7 +564,7 @@ def test_a_folder_that_is_not_shared_any_more(zygote, work):
         os.symlink(folder, work / link)
     args = [*TINY, "config.py", "--save_interval=5", "--keep_last=1", "--max_iters=100000"]
     run = zygote.start(args, work, 2, env={"TORCHELASTIC_MAX_RESTARTS": "1"}).wait(ok=False)
-    assert run.codes == [1, 1] and "any of them may be rank 0: set --out_dir= to one folder" in run.text()
+    assert run.codes == [1, 1] and "any rank may be rank 0: set --out_dir= to one folder" in run.text()
 
     def point_link_1_to(folder):
         os.symlink(folder, work / "new")
