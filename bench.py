@@ -71,8 +71,8 @@ tune = False  # measure the best few plans for the launched processes, and print
 devices = 0  # number of devices to plan for (0: the launched processes)
 per_node = 8  # devices of each machine
 hardware = "this"  # to plan for: a GPU such as h100, a100-40gb or 4090, cpu (a core), or this (measured now)
-device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: that of hardware)
-device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on the data sheet of such a card (0: those of hardware)
+device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: as hardware)
+device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on the data sheet of such a card (0: as hardware)
 network = 0.0  # Gbit/s between machines (0: usual for the hardware)
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
@@ -193,7 +193,7 @@ def run_report() -> dict:
     print(
         f"  {'matmul peak':13} {matmul:>18}  of which the step reaches {shown(best['matmul_ratio'], '.1%')}"
     )
-    cached = " (its data stays in the cache)" if (best["copy_ratio"] or 0) > 1 else ""
+    cached = " (the data stays in the cache)" if (best["copy_ratio"] or 0) > 1 else ""
     print(
         f"  {'copy peak':13} {copy:>18}  of which the optimizer reaches "
         f"{shown(best['copy_ratio'], '.1%')}{cached}"
@@ -521,6 +521,8 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
             result["report"] = run_report()
     except ValueError as e:
         fail(str(e))
+    finally:
+        store = None  # closes the port
 if json_path and rank == 0:
     write_whole(Path(json_path), json.dumps(result, indent=2) + "\n")
 tried = result.get("sweep") or result.get("tune", {}).get("tried", [])

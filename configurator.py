@@ -488,7 +488,7 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
             near = difflib.get_close_matches(
                 os.path.basename(config), sorted(glob.glob("*.py", root_dir=folder))
             )
-            problem += f"; {folder} has {', '.join(near)}" if near else ""
+            problem += f"; {folder} contains {', '.join(near)}" if near else ""
     findings.problems.append(problem)
     return None
 

@@ -403,8 +403,8 @@ class GPT(nn.Module):
     ) -> torch.optim.AdamW:
         """
         Make an AdamW with two groups: parameters with two or more dimensions (matmuls, embeddings) with
-        weight decay, and all others without. AdamW is fused (one pass over the memory) if the device supports
-        this. This is nanoGPT's interface: train.py makes its optimizers by RULES in
+        weight decay, and all other parameters without. AdamW is fused (one pass over the memory) if the
+        device supports this. This is nanoGPT's interface: train.py makes optimizers by RULES in
         isogpt/training/optim.py.
         """
         params = [p for p in self.parameters() if p.requires_grad]

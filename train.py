@@ -98,7 +98,7 @@ tensorboard_log = False  # log to <out_dir>/tensorboard too
 # -- data ----------------------------------------------------------------------------------------------------
 dataset = "openwebtext"  # a folder in data/ in which prepare.py was run, or a path
 data_order = "random"  # random (windows at any position, as in nanoGPT) or shuffle (each once per epoch)
-gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes: each runs its share
+gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes: each runs a share
 batch_size = 12  # sequences per micro-batch; a step reads gradient_accumulation_steps * batch_size sequences
 block_size = 1024  # tokens per sequence
 vocab_size = 0  # number of token ids (0: from the data set's metadata)
@@ -116,7 +116,7 @@ ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with 
 grad_sync = "auto"  # reduce gradients at the last micro-step, at every one (less memory), never, or auto
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
 grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
-islands = 1  # groups of ranks that take local_steps steps alone, then average weights (0: machines)
+islands = 1  # DiLoCo workers: groups of ranks that take local_steps steps alone, then average (0: machines)
 local_steps = 1  # steps between two averages of the islands' weights
 outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD)
 outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD)
@@ -369,7 +369,7 @@ while not is_complete:
     if is_complete:
         break
     step_began += time.perf_counter() - pause_began
-    if step in progress.skipped:  # excluded by a rollback; reader.train leaves its batches out
+    if step in progress.skipped:  # excluded by a rollback; reader.train leaves out the batches of the step
         progress.skip()
         continue
 

@@ -469,7 +469,7 @@ def write_documents(  # noqa: PLR0913  (the settings of prepare.py)
     if num_proc < 1:
         raise ValueError(f"--num_proc={num_proc} is not a number of threads, e.g. --num_proc=1")
     if words.end_of_text is None:
-        problem = f"the tokenizer has no {vocabulary.end_of_text} to end documents with"
+        problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
         raise ValueError(
             f"{problem}: set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
         )

@@ -46,7 +46,9 @@ def split(folder: Path, val_fraction: float) -> dict[str, int]:
     declared = parse_dtype(meta["dtype"], folder / "meta.json") if "dtype" in meta else None
     (format,), notes = formats_of([source], declared, meta.get("vocab_size", 0))
     if format.offset:
-        raise ValueError(f"{source} has llm.c's header: rename a different file of this data set to val.bin")
+        raise ValueError(
+            f"{source} begins with llm.c's header: rename a different file of this data set to val.bin"
+        )
     for note in notes:
         print(f"note: {note}")
     tokens = np.memmap(source, format.dtype, "r")

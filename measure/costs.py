@@ -56,7 +56,7 @@ def stall(work):
         train(work, ["--out_dir=out", "--save_interval=4", "--max_iters=41", f"--zero={zero}"], nproc)
         found = saves_of(work)
         waited = statistics.median(r["stall"] for r in found[1:])
-        alone = found[-1]["seconds"]  # the run waits for the last one, which has the machine to itself
+        alone = found[-1]["seconds"]  # the run waits for the last checkpoint, which uses the machine alone
         print(
             f"zero {zero}, {nproc} processes: a step waits {waited * 1e3:.0f} ms, a blocking checkpoint "
             "takes "

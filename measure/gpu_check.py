@@ -217,7 +217,7 @@ def cuda_graphs(place: Place) -> Iterator[Line]:
 
 
 def resume(place: Place) -> Iterator[Line]:
-    """A run that is stopped and resumed has the bits of one that is not."""
+    """A run that is stopped and resumed ends with the bits of a run that is not stopped."""
     for flags in (["--dtype=float32"], ["--dtype=bfloat16"], ["--dtype=float32", "--zero=3"]):
         args = [*TINY, *flags, "--deterministic=True", "--dropout=0.1", "--save_interval=10"]
         run(place, "train.py", [*args, "--max_iters=19", "--out_dir=whole"])
@@ -234,7 +234,7 @@ def resume(place: Place) -> Iterator[Line]:
 
 
 def exact(place: Place) -> Iterator[Line]:
-    """With exact, layouts have the same bits: on one device sharded or not, and on several devices."""
+    """With exact, layouts compute the same bits: on one device sharded or not, and on several devices."""
     layouts = [(1, "--zero=3")]
     if place.processes > 1:
         layouts += [(place.processes, flags) for flags in ("--zero=0", "--zero=1", "--zero=3")]
@@ -318,7 +318,7 @@ def estimate(r: dict) -> float:
 
 
 def nanogpt(place: Place) -> Iterator[Line]:
-    """nanoGPT's train.py and ours by turns, with the same data, model, micro-batch, dtype and compile."""
+    """nanoGPT's train.py and ours, alternating, with the same data, model, micro-batch, dtype and compile."""
     if not place.nanogpt:
         return
     batch, steps = (16, 40) if place.on_gpu else (2, 12)
@@ -499,7 +499,7 @@ def large(place: Place) -> Iterator[Line]:
 
 
 def experts(place: Place) -> Iterator[Line]:
-    """Mixture of experts: the curve, and the step beside the dense model with equal active parameters."""
+    """Mixture of experts: the curve, and the step of a dense model with equal active parameters."""
     n, model, exact = place.processes, ["--n_expert=4"], ["--dtype=float32", "--compile=False"]
     reference = losses(Place(place.folder, "cpu", 1, None), "experts", [*model, *exact])
     found = distance(reference, losses(place, "experts", [*model, *exact]))
@@ -539,7 +539,7 @@ def experts(place: Place) -> Iterator[Line]:
 
 
 def planned(place: Place) -> Iterator[Line]:
-    """--layout=auto: the curve, and the predicted step beside the measured one."""
+    """--layout=auto: the curve, and the predicted and the measured step."""
     n, exact = place.processes, ["--dtype=float32", "--compile=False"]
     reference = losses(Place(place.folder, "cpu", 1, None), "planned", exact)
     found = distance(reference, losses(place, "planned", [*exact, "--layout=auto"], n))

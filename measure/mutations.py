@@ -318,6 +318,12 @@ MUTATIONS = {
         "pass",
         "tests/test_exact.py::test_without_exact_dropout_follows_whole_micro_batches",
     ),
+    "random state: of a step in a pipeline": (
+        "train.py",
+        "precision.seed_step(seed, step, ranks.rank)",
+        "pass",
+        f"{PARALLEL}::test_a_resume_on_the_same_layout_has_the_same_bits[pp2]",
+    ),
     "random state: of the rank": (
         "isogpt/training/precision.py",
         "seed_generators(seed, step, rank)",
@@ -523,8 +529,8 @@ MUTATIONS = {
         f"{EXACT}::test_muon_does_not_depend_on_the_matrices_beside_it",
     ),
     "exact: AdamW's vectors": (
-        "isogpt/training/exact_steps.py",
-        "-tensors[0].numel() % VECTOR",
+        "isogpt/training/optim.py",
+        "-tensors[0].numel() % multiple",
         "0",
         f"{EXACT}::test_a_fused_step_on_a_shard_has_the_bits_of_the_whole",
     ),

@@ -1,5 +1,5 @@
 """
-Predicted beside measured: train.py on this machine in many layouts, each with two models (Linux, root,
+Predictions and measurements: train.py on this machine in many layouts, each with two models (Linux, root,
 iproute2 for the runs over a link). It needs an idle machine and takes a quarter of an hour.
 
     python measure/predictions.py [NPROC ...]     only runs with these numbers of processes

@@ -169,7 +169,7 @@ def step_time(hosts: Hosts, args: list[str], warm_up: int, measured: int) -> flo
 def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dict[str, dict[str, tuple]]:
     """
     Print a row for each mode, in Markdown; returns {rate: {mode: (seconds, smoothed losses)}}. A mode that
-    fails has a row that says why.
+    fails gets a row that says why.
     """
     rates, window = options.rates.split(","), options.window
     found, target, first = {rate: {} for rate in rates}, None, {}

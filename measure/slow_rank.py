@@ -1,11 +1,11 @@
 """
-How much unequal shares gain: two processes, each on a core of its own, and a busy loop on the second core
+How much unequal shares gain: two processes on a separate core each, and a busy loop on the second core
 (Linux).
 
     python measure/slow_rank.py [ROUNDS]
 
-Trains nanoGPT's small model for 100 steps with --shares=equal and auto by turns. Prints tokens/s, their
-ratio, the shares that auto measured, and the largest difference of a loss to one process's.
+Trains nanoGPT's small model for 100 steps with --shares=equal and auto, alternating. Prints tokens/s, the
+ratio, the shares that auto measured, and the largest difference to the losses of one process.
 """
 
 import os

@@ -204,8 +204,8 @@ def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
 
 def shrink(zygote, work, say=lambda *_: None):
     """
-    Four agents with one worker each: two are killed, one after the other; then one comes back, and the run
-    ends.
+    Four agents with one worker each: two are killed, one after the other. Then an agent comes back, and the
+    run ends.
     """
     args = [*TINY, "--gradient_accumulation_steps=12", "--batch_size=4", "--save_interval=10"]
     args += ["--max_iters=2500", "--lr_decay_iters=2500", "--eval_interval=100000", "--dist_timeout_s=60"]
@@ -256,7 +256,7 @@ SAVE_EVERY, EVALUATE_EVERY = 5, 15
 
 
 def reads_a_checkpoint(pid):
-    """Whether the process has a file of a checkpoint open or mapped."""
+    """Whether the process has opened or mapped a file of a checkpoint."""
     try:
         opened = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
         return "/step_" in " ".join(opened) + Path(f"/proc/{pid}/maps").read_text()
@@ -296,8 +296,8 @@ def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
     """
     SIGKILL a run `kills` times, in half of the cases during the start, a restore, a save or an evaluation,
     otherwise at a random moment: all ranks, or one, after which the others must end by themselves. Each start
-    has 1 to 4 processes and one of LAYOUTS. No checkpoint that was completed may be lost, and the losses must
-    be those of an undisturbed process.
+    uses 1 to 4 processes and one of LAYOUTS. No checkpoint that was completed may be lost, and the losses
+    must be those of an undisturbed process.
     """
     rng, took, waited, lost, phases = random.Random(seed), [], [], [], {}
     report = dict(kills=0, starts=0, older=0, hung=0, runs=0, worst=0.0)
@@ -380,7 +380,7 @@ def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
             lost.append(reached + 1 - max(newest, 0))
         if report["kills"] % 10 == 0:
             say(summary())
-        # the end of a run; the next one has a folder of its own
+        # the end of a run; the next run uses a different folder
         if began is None and run.codes == [0] * nproc:
             other = column(out, "loss")
             same = one.keys() == other.keys()

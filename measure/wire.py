@@ -1,6 +1,6 @@
 """
-The bytes that the ways of parallelism send per step and rank: by formula, and counted in a network namespace
-of its own (Linux, root), where all ranks communicate over the loopback interface and nothing else does.
+The bytes that the ways of parallelism send per step and rank: by formula, and counted in a separate network
+namespace (Linux, root), where all ranks communicate over the loopback interface and nothing else does.
 
     python measure/wire.py                  all layouts
     python measure/wire.py "cp 2" "tp 4"    these

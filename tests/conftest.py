@@ -32,7 +32,7 @@ IN_CI = {
     "test_hosts.py": r"three_hosts|survivor",
     "test_memory.py": r"torchrun_restarts|collectives|divided",
     "test_parallel.py": r"curve_of_one_process\[gpt2-(pp2-zbv|tp2-cp2|fsdp-tp2-pp2|zero1-tp2)\]"
-    r"|layout\[gpt2-tp2-pp2-zbv-one|export_puts|text_is.*tp2-pp2",
+    r"|layout\[gpt2-tp2-pp2-zbv-one|bits\[pp2\]|export_puts|text_is.*tp2-pp2",
     "test_pretend_cuda.py": r"every_other_case|resumed|bench|memory|graph_breaks",
     "test_recipe.py": r"fast_recipe",
     "test_resume.py": r"bits\[3\]|scaler|kills_do_not|auto_starts",
@@ -102,7 +102,7 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the slow tests that CI has no time for as extra."""
+    """Mark the slow tests that CI does not run as extra."""
     for item in items:
         kept = IN_CI.get(item.path.name, "")
         if item.get_closest_marker("slow") and not re.search(kept, item.name):

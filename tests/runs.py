@@ -21,7 +21,7 @@ SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
 # Tiny Shakespeare: a copy outside the repository, or what data/shakespeare_char/prepare.py has downloaded
 TEXTS = (SHARED / "data" / "tinyshakespeare.txt", REPO / "data" / "shakespeare_char" / "input.txt")
 SHAKESPEARE = next(filter(Path.exists, TEXTS), TEXTS[-1])
-# a model small enough that a run of 40 steps takes a second or two; a test's own settings come after these
+# a model small enough that a run of 40 steps takes a second or two; the settings of a test come after these
 TINY = [
     "--dataset=tiny",
     "--device=cpu",
@@ -59,7 +59,7 @@ CPU_RECIPE = [
 def free_port():
     """
     A port that no process listens on. It lies below the ports that the system gives to connections: a test
-    that runs at the same time would otherwise now and then be given it before its user listens there.
+    that runs at the same time could otherwise be given the port before the user of the port listens.
     """
     while True:
         port = random.SystemRandom().randrange(10000, 32000)  # a worker of pytest-xdist draws different ports

@@ -113,7 +113,7 @@ PAIRS = [("ddp-2", "zero3-3"), ("zero3-3", "one"), ("one", "zero1-2"), ("zero1-2
 @pytest.mark.parametrize(
     ("before", "after"), [PAIRS[0], *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS[1:])]
 )
-def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, one, before, after):
+def test_a_checkpoint_resumes_on_a_different_layout(zygote, shared_work, one, before, after):
     (n1, first), (n2, second) = ({"one": (1, [])} | WAYS)[before], ({"one": (1, [])} | WAYS)[after]
     args = [*ONE, *MODELS["nanochat-muon"], f"--out_dir={shared_work / f'{before}-{after}'}"]
     zygote.train([*args, *first, "--max_iters=9"], shared_work, n1)
@@ -133,7 +133,7 @@ def test_a_checkpoint_of_the_other_optimizer(zygote, shared_work, one):
     ]
     run = zygote.train(args, shared_work, 2, ok=False)
     said = (
-        "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from its weights "
+        "was saved with optimizer 'muon': set --optimizer=muon, or start a new run from the weights "
         "with --init_from="
     )
     assert run.text().count(said) == 1 and "Traceback" not in run.text()
@@ -224,7 +224,7 @@ def test_settings_that_a_checkpoint_overrides():
     }
     assert differences(settings | {"n_kv_head": 0, "n_hidden": 0, "n_expert": 4}, nanogpt, source) == [
         "arch gpt2, bias True of the checkpoint are used, not arch llama, bias False",
-        "the checkpoint has no experts: each of the 4 starts as a copy of its MLP",
+        "the checkpoint contains no experts: each of the 4 starts as a copy of the MLP",
     ]
 
 
@@ -252,13 +252,13 @@ def test_settings_that_change_what_a_resume_reads():
         (
             "batch_size",
             3,
-        ): "the checkpoint's steps had 12 sequences, this run's have 24: the loss curve changes",
-        ("seed", 2): f"the checkpoint was trained with seed 2, this run has 1: {drawn}",
+        ): "the checkpoint's steps read 12 sequences, this run's read 24: the loss curve changes",
+        ("seed", 2): f"the checkpoint was trained with seed 2, this run uses 1: {drawn}",
         (
             "data_order",
             "random",
-        ): f"the checkpoint was trained with data_order random, this run has shuffle: {drawn}",
-        ("block_size", 16): f"the checkpoint was trained with block_size 16, this run has 8: {drawn}",
+        ): f"the checkpoint was trained with data_order random, this run uses shuffle: {drawn}",
+        ("block_size", 16): f"the checkpoint was trained with block_size 16, this run uses 8: {drawn}",
     }
     for (name, value), said in cases.items():
         source = SimpleNamespace(run=run | {"config": settings | {name: value}}, notes=())
@@ -267,7 +267,7 @@ def test_settings_that_change_what_a_resume_reads():
         assert differences(settings, run["model_args"], source) == []
     settings["data_order"] = "random"
     source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}}, notes=())
-    said = "the checkpoint was trained with seed 2, this run has 1: it draws different sequences"
+    said = "the checkpoint was trained with seed 2, this run uses 1: it draws different sequences"
     assert differences(settings, run["model_args"], source, is_resume=True) == [said]
     same = settings | {"gradient_accumulation_steps": 8, "batch_size": 3}
     for config in (same, {}):  # nanoGPT's has some of the settings only
@@ -399,7 +399,7 @@ def test_experts_that_transformers_cannot_represent(tmp_path):
     for arch in ("gpt2", "nanochat"):
         gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch=arch, n_expert=3))
         with pytest.raises(
-            ValueError, match=f"transformers has no class for arch '{arch}' with n_expert 3; possible"
+            ValueError, match=f"transformers contains no class for arch '{arch}' with n_expert 3; possible"
         ):
             huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
 
@@ -471,10 +471,10 @@ MISTAKES = {
     "arch is 'gpt3'; possible are gpt2, nanochat and llama": ["--arch=gpt3"],
     "n_kv_head is 3: it must divide n_head, 2": ["--arch=llama", "--n_kv_head=3"],
     "n_embd / n_head is 17: rotary positions need an even number": ["--arch=llama", "--n_embd=34"],
-    "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0": ["--n_kv_head=1"],
-    "arch 'gpt2' has a tied head: set --head=auto": ["--head=untied"],
-    "arch 'llama' has no biases: set --bias=False": ["--arch=llama", "--bias=True"],
-    "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters=": ["--lr_schedule=wsd"],
+    "arch 'gpt2' uses as many n_kv_head as n_head: set --n_kv_head=0": ["--n_kv_head=1"],
+    "arch 'gpt2' uses a tied head: set --head=auto": ["--head=untied"],
+    "arch 'llama' uses no biases: set --bias=False": ["--arch=llama", "--bias=True"],
+    "lr_schedule 'wsd' needs the steps of the decay: set --cooldown_iters=": ["--lr_schedule=wsd"],
     "optimizer is 'sgd'; possible are adamw and muon": ["--optimizer=sgd"],
     "learning_rate is 0, but optimizer 'muon' needs it": [
         "--optimizer=muon",
@@ -495,17 +495,17 @@ def test_a_model_that_is_not_supported(tmp_path):
 
     MistralConfig().save_pretrained(tmp_path / "mistral")
     with pytest.raises(
-        ValueError, match="its model_type is 'mistral'; possible are gpt2, nanochat, llama, mixtral"
+        ValueError, match="the model_type is 'mistral'; possible are gpt2, nanochat, llama, mixtral"
     ):
         GPT.from_pretrained(str(tmp_path / "mistral"))
     for wrong, said in (
-        (dict(attention_bias=True), "this llama has settings that are not supported: attention_bias=True"),
+        (dict(attention_bias=True), "this llama uses settings that are not supported: attention_bias=True"),
         (dict(head_dim=64), "head_dim=64"),
         (dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "rope_type=linear"),
     ):
         with pytest.raises(ValueError, match=said):
             huggingface.model_args(LlamaConfig(**wrong))
-    with pytest.raises(ValueError, match="this nanochat has settings that are not supported: head_dim=64"):
+    with pytest.raises(ValueError, match="this nanochat uses settings that are not supported: head_dim=64"):
         huggingface.model_args(NanoChatConfig(head_dim=64))
     with pytest.raises(ValueError, match="hidden_act=gelu, sliding_window=8, router_jitter_noise=0.1"):
         huggingface.model_args(MixtralConfig(hidden_act="gelu", sliding_window=8, router_jitter_noise=0.1))
@@ -546,7 +546,7 @@ def test_the_optimizer_rate_and_weight_decay_of_each_parameter(head, embedding_l
 
 def test_muon_orthogonalizes_each_matrix():
     """
-    q, k and v each by itself; in the direction of torch.optim.Muon; AdamW keeps the rest, without weight
+    q, k and v separately; in the direction of torch.optim.Muon; AdamW keeps the rest, without weight
     decay.
     """
     gpt = moved("nanochat-kv-tied")

@@ -3,8 +3,8 @@ Bad input gives one clear message: what was found, what is possible, what to typ
 nothing on disk changes, and several processes print the message once. The second part tests other things that
 users do to a run.
 
-A case for one process runs in the process of the tests, unless it needs variables of its own or a process
-group. The fixture `outcomes` makes all launches of the first part at once, and the tests read their outcomes.
+A case for one process runs in the process of the tests, unless it needs variables of a launcher or a process
+group. The fixture `outcomes` makes all launches of the first part at once, and the tests read the outcomes.
 """
 
 import json
@@ -245,13 +245,13 @@ CASES = {
     "empty-val": Case([], ["data/tiny/val.bin is empty", "write train.bin"], ONE, data(val_bin=b"")),
     "empty-train": Case([], ["data/tiny/train.bin is empty", "write train.bin"], ONE, data(train_bin=b"")),
     "odd-val": Case(
-        [], ["data/tiny/val.bin has 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])
+        [], ["data/tiny/val.bin contains 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])
     ),
     "short-val": Case(
-        [], ["data/tiny/val.bin has 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])
+        [], ["data/tiny/val.bin contains 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])
     ),
     "block-over-data": Case(
-        ["--block_size=20001"], ["train.bin has 20000 tokens", "--block_size=", "20001"], BOTH
+        ["--block_size=20001"], ["train.bin contains 20000 tokens", "--block_size=", "20001"], BOTH
     ),
     "ids": Case(
         [], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)
@@ -569,7 +569,7 @@ def test_help_prints_every_setting(zygote, tmp_path, file):
 
 
 def test_under_torchrun_the_message_appears_once(trained, tmp_path):
-    """The real launcher kills the other ranks as soon as one has failed."""
+    """The real launcher kills the other ranks when a rank has failed."""
     shutil.copytree(trained, tmp_path / "w", symlinks=True)
     before = listing(tmp_path / "w")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -645,7 +645,7 @@ def test_resumes_what_nanogpt_wrote_to_our_folder(zygote, place, step, checkpoin
 
 
 def test_resume_skips_a_bare_file_that_would_run_code(zygote, place):
-    """ckpt.pt is a separate file beside valid checkpoints."""
+    """ckpt.pt is a separate file next to valid checkpoints."""
     (place / "out/ckpt.pt").unlink()
     torch.save({"model": Evil()}, place / "out/ckpt.pt")
     run = zygote.train([*TINIER, *RESUME], place)
@@ -747,7 +747,7 @@ def test_the_advice_of_a_finished_run_is_right(zygote, place):
 
 
 def test_advice_after_a_loss_that_is_not_finite(zygote, place):
-    """Without a checkpoint there is nothing to resume; and the log is valid JSON, which has no NaN."""
+    """Without a checkpoint there is nothing to resume; and the log is valid JSON, which knows no NaN."""
     args = [*TINIER, "--learning_rate=1e30", "--min_lr=1e30", "--warmup_iters=0", "--out_dir=new"]
     run = zygote.train(args, place, ok=False)
     assert run.codes == [1] and run.text().count("error:") == 1
@@ -789,8 +789,8 @@ def test_the_windows_of_a_step_are_drawn_once(place):
 
 def test_ranks_with_different_settings_do_not_train(zygote, place):
     """
-    One of two machines was given another command line: its weights would silently drift apart from the
-    other's.
+    One of two machines was given a different command line: the weights would silently drift apart from the
+    weights of the other machine.
     """
     shared = {**MASTER, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
     runs = []
@@ -805,7 +805,7 @@ def test_ranks_with_different_settings_do_not_train(zygote, place):
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_mistake_on_another_machine_is_reported_there(elsewhere, name):
+def test_a_mistake_on_a_different_machine_is_reported_there(elsewhere, name):
     """Rank 0 does not see it and waits for the others: only this rank can report it."""
     run = elsewhere[name].wait(40, ok=False)
     assert run.codes == [1] and "Traceback" not in run.text()

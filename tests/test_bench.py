@@ -165,7 +165,7 @@ def test_tuning_ends_in_a_command_that_runs(zygote, work):
 
 
 def test_a_plan_is_a_command_that_runs(zygote, work):
-    """For another number of devices and for other hardware; it starts nothing."""
+    """For a different number of devices and for other hardware; bench.py starts nothing."""
     text, found = bench(zygote, work, *TINY, "--plan=True", "--devices=2", "--hardware=cpu")
     plans, command = found["plan"]["plans"], found["plan"]["command"]
     assert text.rstrip().endswith(command) and "the global batch of 4 sequences on 2 x cpu" in text
@@ -214,7 +214,7 @@ def test_mistakes_exit_with_one_line(zygote, work):
 
 def test_a_launch_that_fails_prints_why(zygote, work):
     text, found = bench(zygote, work, *TINY, "--head=untied", ok=False)
-    assert "arch 'gpt2' has a tied head" in text and found is None
+    assert "arch 'gpt2' uses a tied head" in text and found is None
 
 
 def test_exposed_communication_is_what_the_silent_launch_saves():

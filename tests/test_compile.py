@@ -34,7 +34,7 @@ def dynamo():
 
 
 def test_buckets_of_any_size():
-    """DDP's buckets divide the graph of torch.compile, which fails by itself where they are below 1 MiB."""
+    """DDP's buckets divide the graph of torch.compile, which fails where they are below 1 MiB."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         model = GPT(GPTConfig(block_size=64, vocab_size=96, n_layer=1, n_head=1, n_embd=16))
@@ -155,7 +155,7 @@ def test_generation_on_a_machine_without_a_compiler(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_experts_compile_once_and_without_waiting_for_counts(dtype):
-    """A graph for training and one for evaluation, whatever the routers have counted and the dtype."""
+    """A graph for training and a graph for evaluation, for any counts of the routers and any dtype."""
     shape = dict(block_size=64, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=False)
     model = GPT(GPTConfig(n_expert=4, n_expert_active=2, **shape), seed=1)
     model.reset_routing(torch.device("cpu"))

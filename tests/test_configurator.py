@@ -79,7 +79,7 @@ def rank_0(monkeypatch):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """The path of a script in a folder of its own; the working folder is another one."""
+    """The path of a script in a separate folder; the working folder is a different folder."""
     (tmp_path / "repo" / "config").mkdir(parents=True)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -234,7 +234,7 @@ def test_false_is_false(script, text):
         (r"--device='\x'", "text"),
     ],
 )
-def test_a_value_of_another_type_is_an_error(script, capsys, argument, wanted):
+def test_a_value_of_a_different_type_is_an_error(script, capsys, argument, wanted):
     line = problem(capsys, script, argument)
     assert line.startswith(f"error: train.py: command line: {argument.partition('=')[0]}=")
     assert line.endswith(f": not {wanted}")
@@ -288,7 +288,7 @@ def test_a_key_without_a_value_says_what_to_type(script, capsys, arguments):
     assert line == f"error: train.py: command line: {key}: missing value; type {key}=VALUE"
 
 
-def test_a_value_of_another_type_after_a_key(script, capsys):
+def test_a_value_of_a_different_type_after_a_key(script, capsys):
     assert problem(capsys, script, "--seed", "x", "--top_k=2").endswith("--seed='x': not a whole number")
 
 
@@ -487,7 +487,7 @@ def test_arguments_apply_left_to_right(script):
     assert run(script, "d.py", "c.py")["seed"] == 2
 
 
-def test_a_config_is_looked_up_in_the_working_folder_then_beside_the_script(script):
+def test_a_config_is_looked_up_in_the_working_folder_then_next_to_the_script(script):
     config_file("seed = 1", script.parent / "config" / "x.py")
     assert run(script, "config/x.py")["seed"] == 1
     os.mkdir("config")
@@ -503,10 +503,12 @@ def test_a_missing_config_lists_both_places_and_near_names(script, capsys):
     line = problem(capsys, script, "config/train_gpt.py")
     start = "error: train.py: config/train_gpt.py: no such config file; looked for "
     assert line.startswith(start + " and ".join(places))
-    assert line.endswith(f"; {script.parent}/config has train_gpt2.py")
+    assert line.endswith(f"; {script.parent}/config contains train_gpt2.py")
     os.mkdir("config")
     Path("config/train_gpt3.py").touch()
-    assert f"; {os.getcwd()}/config has train_gpt3.py; " in problem(capsys, script, "config/train_gpt.py")
+    assert f"; {os.getcwd()}/config contains train_gpt3.py; " in problem(
+        capsys, script, "config/train_gpt.py"
+    )
     text = "error: train.py: config: a folder, not a config file; "
     assert problem(capsys, script, "config") == text + "type the name of a file in it: train_gpt3.py"
     for number in range(4, 9):
@@ -617,7 +619,7 @@ def test_a_config_value_becomes_a_builtin_of_the_right_type(script, name, expres
         ("device", "[1]", "[1]", "text"),
     ],
 )
-def test_a_config_value_of_another_type_is_an_error(script, capsys, name, expression, shown, wanted):
+def test_a_config_value_of_a_different_type_is_an_error(script, capsys, name, expression, shown, wanted):
     config_file(f"{name} = {expression}")
     assert problem(capsys, script, "c.py") == f"error: train.py: c.py: {name} = {shown}: not {wanted}"
 
@@ -638,7 +640,7 @@ TYPO_NOTES = [
 
 def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys, monkeypatch):
     """
-    nanoGPT accepts it: it may be the config's own. Rank 0 prints the notes, and after --nproc its launcher.
+    nanoGPT accepts it: it may be a variable of the config. Rank 0 or the launcher prints the notes.
     """
     config_file(TYPOS)
     assert run(script, "c.py") == DEFAULTS
@@ -659,7 +661,7 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
 
 
 def test_no_note_about_helpers_that_resemble_settings(script, capsys):
-    """What the config reads, functions, and the script's own variables are no forgotten settings."""
+    """What the config reads, functions, and the variables of the script are no forgotten settings."""
     config_file(
         "from math import floor as max_iter\n"
         "learning_rat = 1e-3\n"
@@ -780,7 +782,7 @@ def test_fail_prints_once_on_rank_0(capsys, monkeypatch, rank):
 
 
 def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
-    """Rank 0's message ends them where it has the same; where it has not, theirs is the only one."""
+    """If rank 0 fails too, only rank 0 prints a message; if not, the other ranks print theirs."""
     waited = []
     monkeypatch.setenv("RANK", "1")
     sleep_on(monkeypatch, lambda seconds: waited.append((seconds, capsys.readouterr().err)))
@@ -794,7 +796,7 @@ def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_is_printed_whatever_else_is_wrong(script, capsys, flag):
+def test_help_is_printed_despite_other_mistakes(script, capsys, flag):
     with pytest.raises(SystemExit) as end:
         run(script, "--zzz=1", flag)
     assert end.value.code == 0
@@ -854,7 +856,7 @@ def test_help_of_a_script_without_a_docstring(script):
     assert help_text(script, settings_of(script)).splitlines()[3:6] == ["", "", "run:"]
 
 
-# -- another script's settings
+# -- settings of a different script
 
 
 EXTRA = {
@@ -921,7 +923,7 @@ def test_extra_settings_with_other_defaults(script, capsys):
 # -- as a user runs it
 
 
-def test_as_a_command_from_another_folder(script):
+def test_as_a_command_from_a_different_folder(script):
     script.write_text(
         HEAD + TAIL + "import json, sys\nprint(json.dumps([config, seed, sorted(sys.modules)]))\n"
     )

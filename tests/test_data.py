@@ -52,14 +52,14 @@ def clean_process(monkeypatch):
 
 @pytest.fixture
 def data(tmp_path):
-    """A copy of data/ without prepared files, beside the package that it imports."""
+    """A copy of data/ without prepared files, next to the package that it imports."""
     (tmp_path / "isogpt").symlink_to(REPO / "isogpt")
     ignore = shutil.ignore_patterns("*.bin", "meta.*", "input.txt", "*.tmp", "__pycache__")
     return shutil.copytree(REPO / "data", tmp_path / "data", ignore=ignore)
 
 
 def prepare(data, name, *args, cwd=None, **env):
-    """Run data/<name>/prepare.py in a process of its own."""
+    """Run data/<name>/prepare.py in a separate process."""
     command = [sys.executable, str(data / name / "prepare.py"), *args]
     return subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
 
@@ -211,8 +211,8 @@ def test_download_is_verified_and_complete(data, tmp_path, monkeypatch, capsys):
 
 def write_documents(folder, documents):
     """
-    Write the documents to a.jsonl, b.parquet and c.txt (the last one). Returns --data_files=, in another
-    order.
+    Write the documents to a.jsonl, b.parquet and c.txt (the last document). Returns --data_files=, in a
+    different order.
     """
     import pyarrow
     import pyarrow.parquet
@@ -321,7 +321,7 @@ def test_any_tokenizer_of_tiktoken_works(data, tmp_path):
 
     before = contents(data / "fineweb")
     result = prepare(data, "fineweb", *args, "--tokenizer=no_end", cwd=tmp_path, **path)
-    assert result.returncode == 1 and "the tokenizer has no <|endoftext|>" in result.stderr
+    assert result.returncode == 1 and "the tokenizer contains no <|endoftext|>" in result.stderr
     assert contents(data / "fineweb") == before
 
     if (TOKENIZERS / "9b5ad71b2ce5302211f9c61530b329a4922fc6a4").exists():

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, share_of_whole
 from isogpt.training import muon, precision
-from isogpt.training.exact_steps import make_steps_exact, step_in_whole_vectors
+from isogpt.training.exact_steps import VECTOR, make_steps_exact
+from isogpt.training.optim import step_local_parts
 from model import GPT, GPTConfig
 
 # rates of config/train_shakespeare_char_fast.py, at which one process and two differ by 1e-2 after 15 steps
@@ -406,11 +408,12 @@ def test_a_fused_step_on_a_shard_has_the_bits_of_the_whole():
         step(adamw)
         return torch.stack((p.detach(), *(adamw.state[p][name] for name in moments)))
 
-    whole = stepped(0, 4003, step_in_whole_vectors)
+    in_whole_vectors = partial(step_local_parts, multiple=VECTOR)
+    whole = stepped(0, 4003, in_whole_vectors)
     for start in range(0, 4003, 13):
         end = min(start + 13, 4003)
-        assert torch.equal(stepped(start, end, step_in_whole_vectors), whole[:, start:end])
-    assert stepped(5, 5, step_in_whole_vectors).numel() == 0
+        assert torch.equal(stepped(start, end, in_whole_vectors), whole[:, start:end])
+    assert stepped(5, 5, in_whole_vectors).numel() == 0
     usual = stepped(0, 4003, torch.optim.AdamW.step)
     assert (whole - usual).abs().max() < 1e-6
 
@@ -495,7 +498,7 @@ BAD = {
     "--islands=2": "the islands' weights depend on how many islands there are: set --islands=1",
     "--grad_sync=last": "grad_sync 'last' adds or leaves out floating-point sums: set --grad_sync=auto",
     "--cuda_graphs=True": "cuda_graphs is for one process: set --cuda_graphs=False",
-    "--cpu_offload=True --zero=3": "cpu_offload has no use for them: set --cpu_offload=False",
+    "--cpu_offload=True --zero=3": "cpu_offload does not use them: set --cpu_offload=False",
     "--pp=2 --zero=3": "zero 2 and 3 add a rank's micro-batches before they can be rounded: set --zero=1",
     "--pp=2 --fsdp=True": "set --fsdp=False, or --pp=1",
     "--pp=2 --pp_schedule=zbv": "pp_schedule 'zbv' mixes several micro-batches' gradients",

@@ -187,7 +187,7 @@ RESUMES = [
 
 
 @pytest.mark.parametrize(("model", "before", "after"), first_quick(RESUMES, 1))
-def test_a_checkpoint_resumes_on_another_layout(zygote, shared_work, ran, model, before, after):
+def test_a_checkpoint_resumes_on_a_different_layout(zygote, shared_work, ran, model, before, after):
     """Step 10's."""
     out = shared_work / f"{model}-{before}-to-{after}"
     shutil.copytree(ran(model, before), out, symlinks=True)
@@ -342,14 +342,14 @@ def test_the_number_of_active_experts_is_the_checkpoints(zygote, shared_work, ra
     assert column(shared_work / "active", "expert_tokens_mean") == {0: 24 * 32 * 3 / 4}
 
 
-def test_another_number_of_experts_is_refused_once(zygote, shared_work, ran, dense):
+def test_a_different_number_of_experts_is_refused_once(zygote, shared_work, ran, dense):
     """And in which a dense model is upcycled when it is resumed. The advice works."""
     folder, moe = dense("gpt2", "one"), ran("gpt2")
     dense_said = (
-        f"error: n_expert is 4, but the checkpoint in {folder} has no experts: to start a new run in which "
-        f"each expert is a copy of its MLP, set --init_from={folder} and a different --out_dir\n"
+        f"error: n_expert is 4, but the checkpoint in {folder} contains no experts: to start a new run in "
+        f"which each expert is a copy of the MLP, set --init_from={folder} and a different --out_dir\n"
     )
-    moe_said = "error: n_expert is 2, but the checkpoint has 4 experts: set --n_expert=4\n"
+    moe_said = "error: n_expert is 2, but the checkpoint contains 4 experts: set --n_expert=4\n"
     cases = (
         (["--init_from=resume", f"--out_dir={folder}", "--n_expert=4"], dense_said),
         (["--init_from=auto", f"--out_dir={moe}", "--n_expert=2"], moe_said),
@@ -421,7 +421,7 @@ FAULTS = [("ep2-fsdp", "NAN"), ("ep2-zero1", "NAN_INPUT"), ("ep2-fsdp", "NAN_GRA
 @pytest.mark.parametrize(("way", "kind"), FAULTS)
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, shared_work, way, kind):
     """
-    Experts on another rank compute with its tokens; the rank whose loss is not finite is named, and its rows.
+    Experts on a different rank compute with the tokens; the message names the rank and the rows of the loss.
     """
     one, out = shared_work / "skipped", shared_work / f"{kind}-{way}"
     args = ["--on_nan=skip", "--max_iters=11", "--save_checkpoint=False"]
@@ -479,9 +479,9 @@ MISTAKES = {
     ),
     "ep is 4: it must divide n_expert, 6: set --ep=2": (4, dict(ep=4), dict(n_expert=6)),
     "ep is 3: it must divide n_expert, 8: set --ep=1": (3, dict(ep=3), dict(n_expert=8)),
-    "ep is 2, but the model has no experts: set --ep=1, or --n_expert=8": (2, dict(ep=2), {}),
-    "ep is 3, but the model has no experts: set --ep=1, or --n_expert=9": (3, dict(ep=3), {}),
-    "ep is 16, but the model has no experts: set --ep=1, or --n_expert=16": (16, dict(ep=16), {}),
+    "ep is 2, but the model contains no experts: set --ep=1, or --n_expert=8": (2, dict(ep=2), {}),
+    "ep is 3, but the model contains no experts: set --ep=1, or --n_expert=9": (3, dict(ep=3), {}),
+    "ep is 16, but the model contains no experts: set --ep=1, or --n_expert=16": (16, dict(ep=16), {}),
     "cuda_graphs is for models without experts: set --cuda_graphs=False": (
         1,
         dict(cuda_graphs=True),
@@ -499,9 +499,8 @@ SAID = {
     "ep is 2: it must divide n_expert, 3: set --ep=1": ["--ep=2", "--n_expert=3"],
     "n_expert_active is 5: set it to at most n_expert, 4": ["--n_expert=4", "--n_expert_active=5"],
     "n_expert is -4: it must not be negative": ["--n_expert=-4"],
-    "n_expert_active is 1: the weights of a token's experts add up to 1, and of a single one the router "
-    "learns "
-    "nothing: set --n_expert_active=2": ["--n_expert=4", "--n_expert_active=1"],
+    "n_expert_active is 1: the weights of a token's experts add up to 1, and a router of a single expert "
+    "learns nothing: set --n_expert_active=2": ["--n_expert=4", "--n_expert_active=1"],
 }
 
 

@@ -166,7 +166,7 @@ def test_links_do_not_dangle_after_a_resume_from_an_older_step(zygote, place):
 # ------------------------------------------------------------------------------------------------------------
 # ranks that see different folders
 
-# a config file with which each rank has a folder of its own
+# a config file with which each rank uses a different folder
 OWN = "import os\nout_dir = 'out' + os.environ['RANK']\n"
 # and one with which rank 1 sees the same folder, but no path of rank 0
 MOVED = """
@@ -186,8 +186,7 @@ def test_ranks_with_folders_of_their_own(zygote, work):
     for flags in (["--zero=1"], ["--islands=2", "--local_steps=2"]):
         run = zygote.train([*args, *flags], work, 2, ok=False)
         text = (
-            f"rank 0 keeps this run in {work}/out0, which is not what other ranks have as out_dir: rank "
-            "1 looks in "
+            f"rank 0 keeps this run in {work}/out0, which is not the out_dir of other ranks: rank 1 looks in "
         )
         assert set(run.codes) == {1} and f"error: {text}{work}/out1. All ranks write" in run.text()
         assert (
@@ -227,7 +226,7 @@ def test_the_same_folder_under_different_paths(zygote, work):
         assert not list((work / "moved").rglob("step_*"))
 
 
-def test_a_shard_in_another_folder_makes_no_checkpoint(tmp_path):
+def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path):
     """
     The metadata names all files: one that is missing or too short is noticed before the checkpoint counts.
     """
@@ -752,7 +751,7 @@ def test_the_list_has_one_best_checkpoint(zygote, work):
 
 def test_a_step_that_is_not_there(zygote, place):
     run = zygote.train([*SHORT, "--init_from=resume", "--resume_step=4"], place, ok=False)
-    assert run.codes == [1] and "no step 4 to resume from in out, which has 6, 3" in run.text()
+    assert run.codes == [1] and "no step 4 to resume from in out, which contains 6, 3" in run.text()
 
 
 def test_a_folder_that_begins_with_a_dash(zygote, place):

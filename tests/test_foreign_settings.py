@@ -54,6 +54,10 @@ TRIALS = {
     "--fsdp_sharding_strategy SHARD_GRAD_OP": "--zero=2",
     "--fsdp='full_shard auto_wrap'": "--zero=3",
     "--use_linear_scaling": "--lr_scaling=linear --base_batch=480",
+    "--diloco_workers 4": "--islands=4 --local_steps=50",
+    "--diloco.num_workers=4": "--islands=4 --local_steps=50",
+    "--diloco": "--islands=2 --local_steps=50",
+    "--diloco.inner_steps 100": "--islands=2 --local_steps=100",
     "--output_dir 'my runs'": "--out_dir='my runs'",
 }
 

@@ -87,8 +87,8 @@ def test_two_and_three_hosts_by_master_address_have_the_curve_of_one_process(hos
 
 def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts, work):
     """
-    A disk of h2's own, which a start and a resume refuse; a folder that h2 cannot write to; another path; a
-    copy.
+    A disk of h2 alone, which a start and a resume refuse; a folder that h2 cannot write to; a different path;
+    a copy.
     """
     h, out = hosts(2), work / "out"
     args = [*TINY, "--max_iters=3", "--save_interval=2", "--dist_timeout_s=60", f"--out_dir={out}"]
@@ -237,7 +237,7 @@ def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
 
 @pytest.mark.extra
 def test_an_island_that_fails_is_left_out_and_comes_back(hosts, zygote, work):
-    """Each host is an island; two of three go on when one has no power, and it takes part again later."""
+    """Each host is an island; two of three go on when the third fails, until the third takes part again."""
     islands = ["--islands=0", "--local_steps=20", "--outer_parts=2", "--outer_compression=int8"]
     args = [
         *JOB,

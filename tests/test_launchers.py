@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from runs import REPO, TINY, column, free_port, records, wait_for
+from runs import REPO, TINY, children, column, free_port, records, wait_for
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
@@ -510,6 +511,23 @@ def test_nproc_without_a_launcher(work):
         started.terminate()
         started.wait(30)
     assert (work / "out" / "PREEMPTED").exists(), (work / "log").read_text()[-2000:]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_nproc_is_named_in_the_last_line(work):
+    command = [sys.executable, TRAIN, *TINY, "--nproc=2", "--out_dir=out", "--max_iters=100000"]
+    with open(work / "log", "w") as log:
+        started = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
+        try:
+            wait_for(lambda: "iter 20:" in (work / "log").read_text())
+            environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in children(started.pid)}
+            (rank_1,) = (pid for pid, variables in environments.items() if b"\0RANK=1\0" in variables)
+            os.kill(rank_1, signal.SIGKILL)
+            assert started.wait(60) == 1
+        finally:
+            started.terminate()
+    lines = (work / "log").read_text().splitlines()
+    assert lines[-1] == "error: rank 1 was ended by SIGKILL", lines[-20:]
 
 
 def migration_rows():

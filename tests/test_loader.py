@@ -108,7 +108,7 @@ def test_seeds_streams_and_steps_draw_differently():
         tuple(random_windows(10**9, BLOCK, seed, stream, step, 8).tolist()) for seed, stream, step in kinds
     }
     assert len(drawn) == len(kinds)
-    assert len(set().union(*drawn)) == 8 * len(kinds)  # no stream is a shifted copy of another one
+    assert len(set().union(*drawn)) == 8 * len(kinds)  # no stream is a shifted copy of a different stream
 
 
 @pytest.mark.parametrize("n_tokens", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, 30])
@@ -141,7 +141,7 @@ def test_each_window_appears_once_per_epoch(n):
     for epoch in epochs:
         assert sorted(epoch) == list(range(0, 1000, BLOCK))
     for a, b in itertools.combinations([*epochs, np.arange(0, 1000, BLOCK)], 2):
-        assert (a == b).sum() < 10  # each epoch has its own order, which is not that of the text
+        assert (a == b).sum() < 10  # the order of each epoch is different, and not the order of the text
 
 
 def test_epochs_do_not_depend_on_the_size_of_a_step():
@@ -151,7 +151,7 @@ def test_epochs_do_not_depend_on_the_size_of_a_step():
     assert by_6.tolist() == by_50.tolist()
 
 
-def test_a_resume_with_another_batch_continues_the_epoch():
+def test_a_resume_with_a_different_batch_continues_the_epoch():
     """
     No window is repeated or left out; the steps before the change, to which a rollback goes, stay as they
     were.
@@ -392,9 +392,9 @@ def test_invalid_token_files_are_refused(folder, split):
     path.write_bytes(b"")
     refused(rf"{split}\.bin is empty")
     path.write_bytes(whole[:-1])
-    refused(rf"{split}\.bin has {len(whole) - 1} bytes, not a multiple of 2 \(uint16\)")
+    refused(rf"{split}\.bin contains {len(whole) - 1} bytes, not a multiple of 2 \(uint16\)")
     path.write_bytes(bytes(2 * BLOCK))
-    refused(rf"{split}\.bin has 8 tokens, but block_size 8 needs at least 9: set --block_size=7")
+    refused(rf"{split}\.bin contains 8 tokens, but block_size 8 needs 9 or more: set --block_size=7")
     path.write_bytes(bytes(2 * (BLOCK + 1)))
     open_dataset("text", BLOCK)
     other = "val" if split == "train" else "train"
@@ -403,7 +403,7 @@ def test_invalid_token_files_are_refused(folder, split):
     (folder / "meta.json").write_text('{"dtype": "uint32"}')
     open_dataset("text", BLOCK)
     path.write_bytes(bytes(6))
-    refused(rf"{split}\.bin has 6 bytes, not a multiple of 4 \(uint32\)")
+    refused(rf"{split}\.bin contains 6 bytes, not a multiple of 4 \(uint32\)")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -642,7 +642,7 @@ def test_the_width_of_ids_is_concluded_from_the_content(folder, capsys):
     refused("train.bin holds token id -1: remove the ids below 0")
 
 
-def test_uint16_is_never_taken_for_another_width(folder, capsys):
+def test_uint16_is_never_taken_for_a_different_width(folder, capsys):
     rng = np.random.default_rng(2)
     mostly_zero = np.where(rng.random(6000) < 0.99, 0, rng.integers(0, 65, 6000))
     for ids in (
@@ -695,11 +695,11 @@ def test_the_header_of_llm_c_is_skipped(folder, capsys):
         foreign(folder, with_header(ids, magic, version), with_header(ids[-1500:], magic, version))
         assert open_dataset("text", BLOCK).train.tolist() == ids.tolist()
         assert open_dataset("text", BLOCK).val.tolist() == ids[-1500:].tolist()
-        assert "train.bin has llm.c's header, which is skipped" in capsys.readouterr().out
+        assert "train.bin begins with llm.c's header, which is skipped" in capsys.readouterr().out
         foreign(folder, with_header(ids, magic, version, 6001), b"")
         (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes())
         refused(
-            "train.bin has .* bytes, but its header announces 6001 tokens, .*: it is truncated or damaged"
+            "train.bin contains .* bytes, but the header announces 6001 tokens, .*: the file is truncated"
         )
         foreign(folder, with_header(ids, magic, 2), with_header(ids, magic, 2))
         refused(f"header {magic} of version 2, but only version {version} is known")
@@ -770,7 +770,9 @@ def test_the_same_tokens_in_other_formats_give_the_same_losses(zygote, work):
             with_header(ids, 20240520, 1) if split == "train" else ids.astype(np.int64).tobytes()
         )
     text = zygote.train(["--out_dir=other", "--max_iters=3", "--eval_interval=2"], work, 2).text()
-    assert text.count("note: data/tiny/train.bin has llm.c's header, which is skipped: uint16 ids") == 1
+    assert (
+        text.count("note: data/tiny/train.bin begins with llm.c's header, which is skipped: uint16 ids") == 1
+    )
     assert text.count("note: val.bin in data/tiny: ids of 64 bits, read as int64") == 1
     for key in ("loss", "val_loss"):
         expected = column(work / "one", key)

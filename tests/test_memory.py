@@ -88,9 +88,9 @@ def plan_with(model_args, world_size=1, device_type="cuda", dtype="bfloat16", **
     return plan_of(DEFAULTS | settings, islands, model_args=model_args, **others)
 
 
-def test_what_was_recorded_for_a_job_is_not_used_for_another():
+def test_what_was_recorded_for_a_job_is_not_used_for_a_different_job():
     """
-    A smaller micro-batch and a layout. Each setting that memory or time are computed from makes another job.
+    A smaller micro-batch and a layout. Each setting that memory or time are computed from makes a new job.
     """
     args = asdict(GPTConfig(vocab_size=65, bias=False, n_expert=4, arch="llama"))
     plan = plan_with(args, 8)
@@ -409,7 +409,7 @@ exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_accumulated_gradients_are_in_ddps_buckets(zygote, work, zero):
-    """Not in tensors of their own besides: a step of 42.5M parameters took 160 MB more."""
+    """Not in additional tensors: with them, a step of 42.5M parameters took 160 MB more."""
     (work / "gradients.py").write_text(GRADIENTS)
     args = [*TINY, f"--zero={zero}", "--gradient_accumulation_steps=6", "--max_iters=3", "--out_dir=out"]
     run = zygote.start(args, work, 2, script="gradients.py", repo=work, env={"REPO": str(REPO)}).wait()

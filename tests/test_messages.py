@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY, script, script_that_fails
+from runs import REPO, TINY, free_port, script, script_that_fails
 
 import configurator
 import export
@@ -267,7 +267,7 @@ RAISED = {
     "cuda:0 cannot be used (CUDA error: out of memory): look at nvidia-smi for other programs on this GPU, "
     "or set "
     "--device=cpu": lambda at: unusable_gpu(at, "CUDA error: out of memory\nCUDA kernel errors might be"),
-    "backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto": lambda at: (
+    "backend is 'nccl', but this PyTorch contains no NCCL: set --backend=gloo or --backend=auto": lambda at: (
         at.set(dist, "is_nccl_available", lambda: False),
         pick_backend("nccl", torch.device("cuda", 0), 2),
     ),
@@ -316,7 +316,7 @@ RAISED = {
     "meta.json cannot be read: ": lambda at: open_dataset(data_in(at.path / "d", meta="{"), 8),
     # checkpoints
     "ckpt.pt cannot be loaded: ": lambda at: ((at.path / "ckpt.pt").touch(), read_file(at.path / "ckpt.pt")),
-    "ckpt.pt is not a nanoGPT or isoGPT checkpoint: it has no model, model_args, iter_num": lambda at: (
+    "ckpt.pt is not a nanoGPT or isoGPT checkpoint: it lacks model, model_args, iter_num": lambda at: (
         torch.save({}, "ckpt.pt"),
         read_file(Path("ckpt.pt")),
     ),
@@ -324,18 +324,18 @@ RAISED = {
         Path("ckpt.pt").write_text("version https://git-lfs"),
         read_file(Path("ckpt.pt")),
     ),
-    "ckpt.pt: its model is not a dict of tensors": lambda at: opened(at, model=[1]),
-    "ckpt.pt: its model_args have no n_layer, n_head": lambda at: opened(at, model_args={}),
-    "ckpt.pt: its iter_num is '9'": lambda at: opened(at, iter_num="9"),
+    "ckpt.pt: the model is not a dict of tensors": lambda at: opened(at, model=[1]),
+    "ckpt.pt: model_args lacks n_layer, n_head": lambda at: opened(at, model_args={}),
+    "ckpt.pt: iter_num is '9'": lambda at: opened(at, iter_num="9"),
     "ckpt.pt does not fit the model: 'transformer.wpe.weight'": lambda at: weights_without(at, WPE),
-    "ckpt.pt: its best_val_loss is 'low', not a number": lambda at: opened(at, best_val_loss="low"),
+    "ckpt.pt: best_val_loss is 'low', not a number": lambda at: opened(at, best_val_loss="low"),
     (
-        "out/ckpt.pt: use_rope=True, norm='rms' in its model_args changes the model, which is not nanoGPT's"
+        "out/ckpt.pt: use_rope=True, norm='rms' in model_args changes the model, which is not nanoGPT's"
     ): lambda at: fork(at, args={"use_rope": True, "norm": "rms", "use_alibi": False}),
-    "ckpt.pt does not fit the model: it has no transformer.wpe.weight": lambda at: weights_without(
+    "ckpt.pt does not fit the model: it lacks transformer.wpe.weight": lambda at: weights_without(
         at, WPE, check_weights
     ),
-    "it also contains transformer.h.0.attn.q_norm.weight, which nanoGPT's model does not have": lambda at: (
+    "also contains transformer.h.0.attn.q_norm.weight, which nanoGPT's model does not contain": lambda at: (
         fork(at, model={"transformer.h.0.attn.q_norm.weight": torch.ones(4)})
     ),
     "lm_head.weight and transformer.wte.weight should be the same weights, but differ": lambda at: fork(
@@ -365,7 +365,7 @@ RAISED = {
     "it holds objects other than tensors": lambda at: shards_that_hold(at, metadata_of_objects()),
     # models
     "dropout is 1.0: it must be in [0, 1)": lambda at: GPTConfig(dropout=1.0),
-    "this gpt2 has settings that are not supported: scale_attn_weights=False": lambda at: GPT.from_hf(
+    "this gpt2 uses settings that are not supported: scale_attn_weights=False": lambda at: GPT.from_hf(
         SimpleNamespace(config=SimpleNamespace(model_type="gpt2", scale_attn_weights=False))
     ),
     "'other' is not a complete GPT2LMHeadModel: lm_head.weight is missing": lambda at: transformers_that_lack(
@@ -441,10 +441,7 @@ def test_a_faulty_network(at, capsys):
 def test_what_is_wrong_with_a_checkpoint(at):
     folder = Path("out/step_00000003")
     folder.mkdir(parents=True)
-    assert newest_checkpoint("out") == (
-        None,
-        [f"{folder} is damaged: its manifest.json is missing or damaged"],
-    )
+    assert newest_checkpoint("out") == (None, [f"{folder} is damaged: manifest.json is missing or damaged"])
     manifest = {"step": 3, "files": {"ckpt.pt": {"sha256": "0"}}}
     (folder / "manifest.json").write_text(sealed(manifest))
     assert damage(folder) == "ckpt.pt cannot be read (No such file or directory)"
@@ -453,7 +450,7 @@ def test_what_is_wrong_with_a_checkpoint(at):
     with zipfile.ZipFile("ckpt.pt", "w") as z:
         z.writestr("data", "abc" * 99)
     Path("ckpt.pt").write_bytes(Path("ckpt.pt").read_bytes().replace(b"abcabc", b"abcabd", 1))
-    assert damaged_zip(Path("ckpt.pt")) == "the checksum of its record data does not match"
+    assert damaged_zip(Path("ckpt.pt")) == "the checksum of the record data does not match"
 
 
 def test_checkpoints_of_nanogpts_forks(at, capsys):
@@ -788,7 +785,7 @@ def test_settings_of_train_py(at, capsys):
     output = script_that_fails(at, capsys, "train.py", excluding)
     assert sorted(output.err.splitlines()) == [
         "error: cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
-        "error: cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new ones: set "
+        "error: cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new gradients: set "
         "--zero=0 --fsdp=False, or --cuda_graphs=False",
         "error: fsdp is short for zero=3, but zero is 1: set only one of them",
         "error: grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
@@ -893,7 +890,7 @@ exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 
 def test_messages_of_a_run(zygote, work):
     """
-    A run, another one in the same folder with everything missing that may be missing, and one on other data.
+    A run, a run in the same folder with everything missing that may be missing, and a run on other data.
     """
     args = ["--n_layer=1", "--max_iters=0", "--eval_iters=1", "--out_dir=out"]
     lines = lines_of(zygote.train([*args, "--eval_interval=1"], work))
@@ -1134,7 +1131,7 @@ def test_mistakes_of_bench_py(at, capsys):
     def fails(*args):
         return script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args])
 
-    rank_of_two(at)
+    rank_of_two(at, MASTER_PORT=str(free_port()))  # rank 0 serves a store there
     at.set(dataset_module, "REPOSITORY", at.path)  # where no data set is prepared
     assert fails("--steps=0", "--nproc=-1", "--comm", "--tune", "--json_path=nowhere/x").err.splitlines() == [
         "error: steps is 0: it must be at least 1",
@@ -1160,7 +1157,7 @@ def test_mistakes_of_bench_py(at, capsys):
 
 
 def started(script, *args, stdout=subprocess.PIPE):
-    """A process of its own, whose console knows ASCII only."""
+    """A separate process, whose console knows ASCII only."""
     command = [sys.executable, str(REPO / script), *args]
     env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
     return subprocess.Popen(command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True)

@@ -61,7 +61,7 @@ def apart(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
-# what GPT-2's config has besides nanoGPT's fields, for SMALL
+# what GPT-2's config contains in addition to nanoGPT's fields, for SMALL
 EXPERTS = dict(n_expert=0, n_expert_active=2, balance_loss=0.01, router_z_loss=0.001)
 GPT2 = dict(arch="gpt2", n_kv_head=2, n_hidden=128, tied=True, norm_eps=1e-5, rope_theta=1e4, **EXPERTS)
 
@@ -224,7 +224,7 @@ def test_initial_weights_depend_on_the_seed_alone():
 
 
 def test_initial_weights_stay_the_same_numbers():
-    """A change here is another curve for every seed."""
+    """A change here changes the curve of every seed."""
     state = GPT(GPTConfig(**SMALL), seed=1337).state_dict()
     for name, golden in {
         "transformer.wte.weight": [-0.030460242, 0.012641349, -0.012868820],
@@ -240,7 +240,7 @@ def test_each_parameter_has_numbers_of_its_own():
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.25
 
 
-def test_common_blocks_start_alike_whatever_the_depth_and_the_vocabulary():
+def test_common_blocks_start_alike_for_any_depth_and_vocabulary():
     few = GPT(GPTConfig(**SMALL), seed=5).state_dict()
     many = GPT(GPTConfig(**(SMALL | dict(n_layer=8, vocab_size=80))), seed=5).state_dict()
     for name in few.keys() - {"transformer.wte.weight", "lm_head.weight"}:
@@ -1175,7 +1175,7 @@ def test_each_kind_of_gelu(gpt2, theirs, ours):
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_another_kind_of_gpt2_is_refused(gpt2, other):
+def test_a_different_kind_of_gpt2_is_refused(gpt2, other):
     with pytest.raises(ValueError):
         GPT.from_hf(gpt2(**other))
 

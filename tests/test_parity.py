@@ -73,7 +73,7 @@ def test_more_processes_than_sequences(zygote, shared_work):
     args = ["--gradient_accumulation_steps=1", "--batch_size=2", "--max_iters=9"]
     for nproc in (1, 3):
         run = zygote.train([*args, f"--out_dir=few{nproc}"], shared_work, nproc)
-        said = "warning: 1 of 3 data-parallel ranks read only padding: a step has 2 sequences"
+        said = "warning: 1 of 3 data-parallel ranks read only padding: a step reads 2 sequences"
         assert run.text().count(said) == run.text().count("warning:") == (nproc == 3)
     for key, tolerance in (("loss", dict(absolute=1e-5)), ("grad_norm", dict(relative=1e-4))):
         same(column(shared_work / "few1", key), column(shared_work / "few3", key), **tolerance)

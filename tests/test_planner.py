@@ -248,7 +248,7 @@ def test_settings_that_are_not_at_their_defaults_are_kept(settings, kept):
     "settings, message",
     [
         ({"tp": 3}, "tp is 3: it must divide the number of processes, 16, .*: set --tp=2"),
-        ({"ep": 2}, "ep is 2, but the model has no experts"),
+        ({"ep": 2}, "ep is 2, but the model contains no experts"),
         ({"shares": "2,1,1"}, "exclude all"),
     ],
 )
@@ -270,7 +270,7 @@ def test_known_gpus_are_found_by_name(monkeypatch):
 
 def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     """
-    Two processes plan, a restart keeps their layout, and another number of processes plans anew; one curve.
+    Two processes plan, a restart keeps the layout, and other numbers of processes plan again; one curve.
     """
     zygote.train(["--out_dir=one", "--max_iters=19"], work)
     auto = ["--layout=auto", "--init_from=auto", "--save_interval=5"]

@@ -509,7 +509,7 @@ def test_sample_from_a_run(zygote, work):
 
 
 def test_works_from_any_folder_and_on_nanogpt_configs(zygote, work):
-    """A config that is found beside train.py, and one that computes, imports and reads what it overrides."""
+    """A config next to train.py, and a config that computes, imports and reads what it overrides."""
     (work / "mine.py").write_text(
         "import time\nbatch_size = 4 * 2\nmax_iters = min(max_iters, 3)\nwandb_run_name = 'x' + "
         "str(time.time())\n"

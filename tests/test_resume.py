@@ -100,10 +100,11 @@ def test_a_resume_that_reads_other_sequences_says_so(zygote, work):
     more = ["--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=1", "--seed=7"]
     text = zygote.train(["--out_dir=out", "--data_order=shuffle", *more], work).text()
     assert (
-        "note:    the checkpoint's steps had 8 sequences, this run's have 4: the loss curve changes\n" in text
+        "note:    the checkpoint's steps read 8 sequences, this run's read 4: the loss curve changes\n"
+        in text
     )
     assert (
-        "note:    the checkpoint was trained with seed 1337, this run has 7: of this epoch, some sequences"
+        "note:    the checkpoint was trained with seed 1337, this run uses 7: of this epoch, some sequences"
         in text
     )
     assert "note:    the best val loss so far," in text and "note:    the run ends at step 4" in text
@@ -231,8 +232,8 @@ def files_in(folder):
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_new_run_from_the_weights_of_another(zygote, work, nproc):
-    """Step 0, a new optimizer, a log of its own; the folder of the other run does not change."""
+def test_a_new_run_from_the_weights_of_a_different_run(zygote, work, nproc):
+    """Step 0, a new optimizer, a new log; the folder of the other run does not change."""
     zygote.train(["--out_dir=source", "--max_iters=9", "--learning_rate=1e-2"], work)
     before = files_in(work / "source")
     fresh_run(work / "source", work / "reference")

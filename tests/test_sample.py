@@ -120,8 +120,7 @@ def test_a_folder_without_a_tokenizer(at, capsys):
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}"])
     assert output.err.splitlines()[-1] == (
         f"error: the ids cannot be decoded: {folder}, without a tokenizer.json, does not say what they "
-        "mean, and 8 ids "
-        f"are not those of GPT-2; set --dataset= to a data set with these ids"
+        "mean, and 8 ids do not fit GPT-2; set --dataset= to a data set with these ids"
     )
     assert vocabulary_of_weights(str(folder), 128256).kind == "unknown"
     (folder / "tokenizer.json").write_text("{}")
@@ -134,7 +133,7 @@ def test_a_folder_without_a_tokenizer_has_gpt2s(tmp_path, vocab_size):
     assert vocabulary_of_weights(str(tmp_path), vocab_size) == Vocabulary("tiktoken", "gpt2")
 
 
-def test_a_tokenizer_of_another_model(at, capsys):
+def test_a_tokenizer_of_a_different_model(at, capsys):
     """Its ids can be beyond the model's."""
     folder = folder_of(at.path, "gpt2")
     model = GPT(GPTConfig(**SMALL | dict(vocab_size=4, gelu="tanh")), seed=1)
@@ -143,7 +142,7 @@ def test_a_tokenizer_of_another_model(at, capsys):
         at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=abf"]
     )
     assert output.err.splitlines()[-1].startswith(
-        "error: the tokenizer has 6 ids, but the model has 4: set --dataset="
+        "error: the tokenizer uses 6 ids, but the model 4: set --dataset="
     )
 
 
@@ -205,7 +204,7 @@ def test_no_code_in_a_folder_runs(at, capsys):
     sample(None)  # tokenizer.json alone is read
     change_json(folder / "config.json", model_type="own")
     sample(
-        f"cannot load {str(folder)!r} with transformers: it needs Python code of its own, which is not run; "
+        f"cannot load {str(folder)!r} with transformers: it needs custom Python code, which is not run; "
         "possible are gpt2, nanochat, llama, mixtral"
     )
     change_json(folder / "config.json", model_type="llama")

@@ -52,7 +52,7 @@ def test_ranks_that_are_not_used_are_reported(case):
     said = about_unused_ranks(share_of(sequences, 0, ranks, batch_size, pp), batch_size, pp)
     assert said.startswith(UNUSED[case]) and bool(said) == bool(UNUSED[case])
     if said:
-        steps, more = map(int, re.search(r"_steps=(\d+). A step then has (\d+) seq", said).groups())
+        steps, more = map(int, re.search(r"_steps=(\d+). A step then reads (\d+) seq", said).groups())
         share = share_of(more, 0, ranks, batch_size, pp)
         assert steps * batch_size == more and not share.padding()
         assert not about_unused_ranks(share, batch_size, pp)
@@ -307,13 +307,14 @@ MISTAKES = {
         for value in ("fast", "2,x", "2,,1", "2,0", "2,-1", "nan,1", "inf,1")
     },
     "": f"shares is ''; {NOT_A_LIST}",
-    "2,1 --pp=2": "shares is '2,1', but the ranks of a pipeline (pp 2) need equal ones: set --shares=equal",
-    "auto --pp=2": "shares is 'auto', but the ranks of a pipeline (pp 2) need equal ones: set --shares=equal",
+    "2,1 --pp=2": "shares is '2,1', but the ranks of a pipeline (pp 2) need equal shares: set --shares=equal",
+    "auto --pp=2": "shares is 'auto', but the ranks of a pipeline (pp 2) need equal shares: "
+    "set --shares=equal",
     **{
         (
             f"auto {way}"
-        ): "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the "
-        "rank by itself: set a list such as --shares=2,1, or --shares=equal"
+        ): "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure "
+        "each rank: set a list such as --shares=2,1, or --shares=equal"
         for way in ("--zero=2", "--fsdp=True", "--tp=2", "--cp=2", "--ep=2 --n_expert=4")
     },
     "2,1": (

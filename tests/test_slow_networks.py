@@ -75,7 +75,7 @@ def test_a_resume_has_the_same_bits(zygote, work, name):
 
 
 @pytest.mark.slow
-def test_a_resume_with_another_rank_starts_powersgd_anew(zygote, work):
+def test_a_resume_with_a_different_rank_resets_powersgd(zygote, work):
     args = ["--n_embd=64", "--max_iters=9"]
     for rank, other in ((1, 2), (2, 1)):
         for out, first in (("fresh", rank), ("resumed", other)):
@@ -288,7 +288,7 @@ for first in (0, 5):
     sent.append(p.grad)
 assert torch.equal(*sent)
 
-# stochastic rounding has the right mean, and the error of each element is below a level of its block
+# the mean of stochastic rounding is right, and the error of each element is below a level of its block
 x, generator = noise(5, 4096), torch.Generator().manual_seed(rank)
 found = torch.stack([mean_over(x.clone(), "int8", group, generator) for _ in range(200)])
 assert (found - x).abs().max() < 2 * x.abs().max() / 127
@@ -411,7 +411,7 @@ def test_an_evaluation_on_any_number_of_islands_has_the_same_loss(zygote, shared
 
 
 @pytest.mark.slow
-def test_a_run_continues_on_another_number_of_islands(zygote, shared_work):
+def test_a_run_continues_on_a_different_number_of_islands(zygote, shared_work):
     """Their errors, moments and weights become the mean of the saved ones."""
     flags = ["--local_steps=4", "--gradient_accumulation_steps=4", "--grad_compression=topk:0.1"]
     zygote.train([*SHORT, *flags, "--islands=2", "--max_iters=9", "--out_dir=other"], shared_work, 4)
@@ -441,7 +441,7 @@ MISTAKES = [
     ),
     (["--local_steps=4"], "set --islands= to their number, or 0 for one on each machine"),
     (["--islands=2", "--outer_parts=3"], "outer_parts is 3: it must not be above local_steps, 1"),
-    (["--islands=9"], "islands is 9, but a step has only 8 sequences: set --gradient_accumulation_steps=3"),
+    (["--islands=9"], "islands is 9, but a step reads only 8 sequences: set --gradient_accumulation_steps=3"),
 ]
 
 

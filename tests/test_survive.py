@@ -274,7 +274,7 @@ def test_consecutive_steps_roll_back_to_the_last_checkpoint_and_are_excluded(fau
 
 
 def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
-    """The checkpoint that the run resumed from is damaged meanwhile: the run goes back to an older one."""
+    """The checkpoint that the run resumed from is damaged: the run goes back to an older checkpoint."""
     args = ["--dist_timeout_s=60", "--save_interval=5", "--on_nan=skip", "--keep_last=9", "--out_dir=out"]
     zygote.train([*args, "--max_iters=9"], work)
     args += ["--init_from=resume", "--max_iters=14"]
@@ -457,7 +457,7 @@ def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):
     assert next(t for t in told if t["event"] == "not_finite")["ranks"] == [1]
 
 
-def test_a_run_stops_when_another_run_has_claimed_its_folder(faulty, zygote, work):
+def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote, work):
     args = ["--out_dir=out", "--save_interval=5", "--max_iters=20", "--init_from=auto"]
     first = faulty(args, WAIT=[[12, 0]])
     assert first.until(lambda text: "waiting" in text)
@@ -543,7 +543,7 @@ def test_a_folder_that_is_gone_during_a_run_is_reported_and_replaced(zygote, wor
     run.kill(sig=signal.SIGTERM)
     run.wait(ok=False)
     said = (
-        f"warning: {work}/out is not the folder in which this run began: it was deleted, or its file "
+        f"warning: {work}/out is not the folder in which this run began: it was deleted, or the file "
         "system is no"
     )
     assert run.text().count(said) == 1, run.text()
@@ -564,7 +564,7 @@ def test_a_folder_that_is_not_shared_any_more(zygote, work):
         os.symlink(folder, work / link)
     args = [*TINY, "config.py", "--save_interval=5", "--keep_last=1", "--max_iters=100000"]
     run = zygote.start(args, work, 2, env={"TORCHELASTIC_MAX_RESTARTS": "1"}).wait(ok=False)
-    assert run.codes == [1, 1] and "any of them may be rank 0: set --out_dir= to one folder" in run.text()
+    assert run.codes == [1, 1] and "any rank may be rank 0: set --out_dir= to one folder" in run.text()
 
     def point_link_1_to(folder):
         os.symlink(folder, work / "new")
@@ -592,7 +592,7 @@ def test_a_slow_disk_is_named_and_one_that_hangs_keeps_no_rank_from_exiting(monk
     monkeypatch.setattr(together, "gather_objects", lambda value: next(answers))
     wait_together(None)
     said = (
-        "until rank 1, 2 has read or written its files: if this does not end, check its disk or file system"
+        "until rank 1, 2 has read or written files: if this does not end, check the disk or the file system"
     )
     assert said in capsys.readouterr().err
 

@@ -99,7 +99,7 @@ def assert_equal(saved, encoding, texts):
 
 @needs_gpt2
 def test_gpt2s_tokenizer(tmp_path):
-    # a model that has a tokenizer class of its own
+    # a model with a custom tokenizer class
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     ids = tokenizer.save_tokenizer(tmp_path, Vocabulary("tiktoken", "gpt2"), 50304, 1024)
     assert ids == {"bos_token_id": None, "eos_token_id": 50256, "pad_token_id": 50256}
@@ -191,8 +191,7 @@ def test_padding_and_truncation_in_a_file_are_not_applied(tmp_path):
 
 def test_a_tokenizer_that_does_not_fit_the_model(tmp_path):
     message = (
-        "the tokenizer has 3 ids, but the model has 2: set --dataset= to the data set that the model "
-        "was trained"
+        "the tokenizer uses 3 ids, but the model 2: set --dataset= to the data set that the model was trained"
     )
     with pytest.raises(ValueError, match=message):
         tokenizer.save_tokenizer(tmp_path, Vocabulary("table", {"a": 0, "b": 2}), 2, 64)

@@ -64,7 +64,7 @@ def test_bytes_of_new_closed_and_idle_connections(connection):
     assert traffic.per_step(True) == 0
 
 
-def test_no_count_with_one_process_or_on_another_system(monkeypatch):
+def test_no_count_with_one_process_or_on_a_different_system(monkeypatch):
     monkeypatch.setattr("isogpt.speed.bytes_sent.LIBC", None)
     assert bytes_by_socket() == {}
     for world_size in (1, 2):

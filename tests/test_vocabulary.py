@@ -116,7 +116,7 @@ def test_ids_that_have_the_same_text():
     assert tokenizer.load(of_meta({"itos": ["x", "x", "a", "x"]})).decode([0, 2, 1, 3]) == "xaxx"
 
 
-def test_an_encoding_beside_a_table():
+def test_an_encoding_next_to_a_table():
     meta = {"tokenizer": "tiktoken", "tiktoken_encoding": "gpt2", "vocab_size": 50257}
     part = {"itos": {11: ",", 16398: " drown"}}  # the tokens of a part of the text
     assert of_meta(meta | part) == Vocabulary("tiktoken", "gpt2")
@@ -166,7 +166,7 @@ def test_metadata_of_different_data_sets(tmp_path):
 
 
 def test_a_vocabulary_that_the_data_knows_only_in_part():
-    """The run keeps its own; and ids of which nothing is known, too few for GPT-2's, have a note."""
+    """The run keeps its vocabulary; a note says that ids are unknown, too few for GPT-2's."""
     whole, part = Vocabulary("table", ABC), Vocabulary("table", {"a": 0, "b": 1})
     run = {"model_args": {"vocab_size": 3}, "config": {}, "isogpt": {"vocabulary": whole.describe()}}
     data = SimpleNamespace(vocabulary=part, folder="data/part", highest=1, digest="")
@@ -177,13 +177,13 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
     data.vocabulary, data.highest = None, 57
     found, (note,) = vocabulary_for_run(data, None, "scratch", 50304, False)
-    assert found == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest one is 57" in note
+    assert found == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest id is 57" in note
     assert note.endswith("--vocab_size=58")
     data.highest = 50256
     assert vocabulary_for_run(data, None, "scratch", 50304, False) == (found, [])
 
 
-def test_no_tokens_beside_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
+def test_no_tokens_next_to_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
     """
     A prepare.py that is killed between two renames leaves no data set; a file that is named twice is read
     once.
@@ -238,7 +238,7 @@ def test_plain_classes_in_a_pickle_are_read_and_others_are_not(tmp_path):
         read_meta(tmp_path)
 
 
-def test_tokenizer_files_beside_the_data(tmp_path):
+def test_tokenizer_files_next_to_the_data(tmp_path):
     table = Vocabulary("table", {"a": 0, "b": 1, "ab": 2})
     tokenizer.of_table(table).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "b"}}))
@@ -403,7 +403,7 @@ def test_a_checkpoint_of_nanogpt_uses_the_data_set_by_name(at, capsys, zygote, w
             with pytest.raises(ValueError) as error:
                 export.convert("out", "hf")
             errors = str(error.value)
-        assert "data set tiny has 9 ids, but the run's model has 65: it was prepared again since" in errors
+        assert "tiny uses 9 ids, but the run's model 65: the data set was prepared again since" in errors
     script(at, "sample.py", [*args[:-1], "--start=A", "--dataset=kept"])
     assert capsys.readouterr().out.startswith("A")
     assert export.convert("out", "hf", "kept").name == "hf"

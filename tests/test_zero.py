@@ -160,7 +160,7 @@ MARKED_PAIRS = [p if p in FIRST else pytest.param(*p, marks=pytest.mark.slow) fo
 
 
 @pytest.mark.parametrize(("before", "after"), MARKED_PAIRS)
-def test_a_checkpoint_resumes_on_another_layout(zygote, saves, before, after):
+def test_a_checkpoint_resumes_on_a_different_layout(zygote, saves, before, after):
     out = saves / f"{before}-to-{after}"
     shutil.copytree(save_on(zygote, saves, before), out, symlinks=True)
     nproc, flags = LAYOUTS[after]
@@ -265,7 +265,7 @@ def test_a_new_run_from_the_weights_of_a_sharded_run(zygote, saves, tmp_path):
 
 def test_damage_to_any_file_of_a_sharded_checkpoint(zygote, saves, tmp_path):
     """
-    Each file in turn: a byte flipped, truncated, missing. It is reported, and the previous checkpoint is
+    For each file: a byte flipped, truncated, missing. The damage is reported, and the previous checkpoint is
     used.
     """
     shutil.copytree(saves / "from-zero3", tmp_path / "out", symlinks=True)

@@ -34,7 +34,7 @@ import torch.distributed.tensor  # noqa: F401
 import torch.nn.parallel  # noqa: F401
 
 HOME = Path(__file__).resolve().parent.parent
-# isoGPT's modules that a run must import by itself: they note when and how the process has started
+# isoGPT's modules that each run must import: they note when and how the process has started
 OF_A_PROCESS = ("isogpt.launch.threads", "isogpt.monitor")
 
 

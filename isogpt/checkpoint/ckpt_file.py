@@ -40,7 +40,7 @@ def damaged_zip(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as z:
             bad = z.testzip()
-        return f"the checksum of its record {bad} does not match" if bad else ""
+        return f"the checksum of the record {bad} does not match" if bad else ""
     except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as e:
         return str(e)
 
@@ -69,18 +69,18 @@ def read_file(path: Path, verify: bool = False) -> dict:
         k for k in ("model", "model_args", "iter_num") if not isinstance(state, dict) or k not in state
     ]
     if missing:
-        raise ValueError(f"{path} is not a nanoGPT or isoGPT checkpoint: it has no {', '.join(missing)}")
+        raise ValueError(f"{path} is not a nanoGPT or isoGPT checkpoint: it lacks {', '.join(missing)}")
     step, best_loss, config = (state.get(name) for name in ("iter_num", "best_val_loss", "config"))
     try:
         state["iter_num"] = operator.index(step)
     except TypeError:
-        raise ValueError(f"{path}: its iter_num is {step!r}") from None
+        raise ValueError(f"{path}: iter_num is {step!r}") from None
     if state["iter_num"] < 0:
-        raise ValueError(f"{path}: its iter_num is {step!r}")
+        raise ValueError(f"{path}: iter_num is {step!r}")
     try:  # nanoGPT stores best_val_loss as a tensor
         state["best_val_loss"] = math.inf if best_loss is None else float(best_loss)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{path}: its best_val_loss is {best_loss!r}, not a number") from None
+        raise ValueError(f"{path}: best_val_loss is {best_loss!r}, not a number") from None
     state["config"] = config if isinstance(config, dict) else {}
     return state
 

@@ -30,7 +30,9 @@ def differences(
         used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
         found.append(f"{used} of {origin} {'is' if len(ignored) == 1 else 'are'} used, not {unused}")
     if config["n_expert"] and not model.get("n_expert"):
-        found.append(f"{origin} has no experts: each of the {config['n_expert']} starts as a copy of its MLP")
+        found.append(
+            f"{origin} contains no experts: each of the {config['n_expert']} starts as a copy of the MLP"
+        )
     before = source.run["config"].get("dataset", config["dataset"]) if source else config["dataset"]
     if before != config["dataset"]:
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
@@ -45,7 +47,7 @@ def reading_differences(config: dict, source: OpenCheckpoint) -> list[str]:
     was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (before, config))
     if was != now:
         found.append(
-            f"the checkpoint's steps had {was} sequences, this run's have {now}: the loss curve changes"
+            f"the checkpoint's steps read {was} sequences, this run's read {now}: the loss curve changes"
         )
     names, effect = ["seed", "data_order"], "it draws different sequences"
     if "shuffle" in (before["data_order"], config["data_order"]):
@@ -54,7 +56,7 @@ def reading_differences(config: dict, source: OpenCheckpoint) -> list[str]:
     for name in names:
         if before[name] != config[name]:
             found.append(
-                f"the checkpoint was trained with {name} {before[name]}, this run has {config[name]}: "
+                f"the checkpoint was trained with {name} {before[name]}, this run uses {config[name]}: "
                 f"{effect}"
             )
     return found

@@ -55,8 +55,8 @@ def look_for_start(
 ) -> tuple[FoundCheckpoint | None, bool, list[str]]:
     """
     Find what `init_from` means for a training run (rank 0). A restart of the launch that entered the folder
-    continues with what this launch has written, whatever the command says: the launch's first start followed
-    the command.
+    continues with what this launch has written, and not with what the command says: the first start of the
+    launch followed the command.
 
     Returns:
         (the checkpoint to load or None, whether to resume from it or only to load its weights, warnings)
@@ -80,7 +80,7 @@ def look_for_start(
             if resume_step != -1:
                 steps = ", ".join(map(str, steps_in(out_dir)))
                 problem = (
-                    f"no step {resume_step} to resume from in {out_dir}, which has "
+                    f"no step {resume_step} to resume from in {out_dir}, which contains "
                     f"{steps or 'no checkpoints'}"
                 )
                 problem += ": set --resume_step= to one of these, or --out_dir= to the run's folder"

@@ -44,7 +44,7 @@ def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
             args[name] = bool(saved[name]) if name == "bias" else operator.index(saved[name])
     absent = [name for name in MODEL_ARGS if name not in args]
     if absent:
-        raise ValueError(f"{path}: its model_args have no {', '.join(absent)}")
+        raise ValueError(f"{path}: model_args lacks {', '.join(absent)}")
     args["dropout"] = float(saved.get("dropout") or 0.0)
     default = GPTConfig(**args)
     others = {
@@ -60,7 +60,7 @@ def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
     if changing:
         found = some_of([f"{name}={others[name]!r}" for name in changing])
         raise ValueError(
-            f"{path}: {found} in its model_args changes the model, which is not nanoGPT's: load it with "
+            f"{path}: {found} in model_args changes the model, which is not nanoGPT's: load it with "
             f"the program that saved it"
         )
     notes = []
@@ -68,9 +68,8 @@ def nanogpt_args(path: Path, saved: object) -> tuple[dict, tuple[str, ...]]:
         reason = "it does not change the model"
         if name not in harmless:  # nanoGPT also ignores the field
             reason = (
-                "its weights are those of nanoGPT's model, but if it changes what that computes, as "
-                "rope=True "
-                "would, losses and samples are wrong"
+                "the weights fit nanoGPT's model, but if the setting changes what a model computes, as "
+                "rope=True would, losses and samples are wrong"
             )
         notes.append(f"{name}={value!r} in model_args of {path} is not used: {reason}")
     return args, tuple(notes)

@@ -94,7 +94,7 @@ def damage(folder: Path) -> str:
     """What is wrong with a step folder: '' if every file's checksum matches the manifest."""
     manifest = read_manifest(folder)
     if not manifest or step_of(folder) != manifest["step"]:
-        return "its manifest.json is missing or damaged"
+        return "manifest.json is missing or damaged"
     problems = (damaged_file(folder / name, manifest) for name in manifest["files"])
     return next((problem for problem in problems if problem), "")
 

@@ -2,13 +2,13 @@
 
 import math
 
-NONE = -1  # best_step if no checkpoint on disk has the best loss
+NONE = -1  # best_step if the checkpoint of the best loss is not on the disk
 
 
 def best_step_of(run: dict) -> int:
     """
-    The step of the checkpoint with best_val_loss, as a checkpoint records it; NONE if no checkpoint on disk
-    has this loss. In nanoGPT's checkpoints, best_val_loss is the loss of the checkpoint itself, since nanoGPT
+    The step of the checkpoint with best_val_loss, as a checkpoint records it; NONE if this checkpoint is not
+    on the disk. In nanoGPT's checkpoints, best_val_loss is the loss of the checkpoint itself, since nanoGPT
     saves where it evaluates. The recorded step shows if a fork saved at a different step.
     """
     ours = run.get("isogpt", {})

@@ -94,9 +94,7 @@ def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
         write_owner(out, owner, launch)
     kept = ", ".join(map(str, steps_in(str(out)))) or "none"
     return (
-        f"{out.absolute()} is not the folder in which this run began: it was deleted, or its file system is "
-        "no "
-        "longer mounted. Checkpoints are written to the folder that has this name now, which contains the "
-        "steps: "
-        f"{kept}"
+        f"{out.absolute()} is not the folder in which this run began: it was deleted, or the file system is "
+        "no longer mounted. Checkpoints are written to the folder that now uses this name. The folder "
+        f"contains the steps: {kept}"
     )

@@ -106,12 +106,10 @@ def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:
     if not now:
         return []
     if not before:
-        return [
-            "exact: the checkpoint was written without exact, so its bits depend on the layout up to here"
-        ]
+        return ["exact: the checkpoint was written without exact: the bits depend on the layout up to here"]
     changed = [
         f"{name} is {now[name]}, not {before.get(name)}" for name in now if now[name] != before.get(name)
     ]
     if not changed:
         return []
-    return [f"exact: {', '.join(changed)}: the bits may differ from those of a run without this change"]
+    return [f"exact: {', '.join(changed)}: the bits may differ from a run without this change"]

@@ -42,7 +42,7 @@ def restore_checkpoint(
     reshard(model)
     saved_by = source.run["config"].get("optimizer", "adamw")
     if optimizers and saved_by != optimizer_state.kind_of(optimizers):
-        advice = f"set --optimizer={saved_by}, or start a new run from its weights with --init_from=FOLDER"
+        advice = f"set --optimizer={saved_by}, or start a new run from the weights with --init_from=FOLDER"
         raise ValueError(f"{source.found.path} was saved with optimizer {saved_by!r}: {advice}")
     state = state_parts(model, optimizers, island) if optimizers else {}
     if source.weights is None:

@@ -24,7 +24,7 @@ def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
         dataset: a data set to ask instead; '': none.
 
     Raises:
-        ValueError: a file cannot be read, or `dataset` does not exist or has more ids than the model.
+        ValueError: a file cannot be read, or `dataset` does not exist or uses more ids than the model.
     """
     size = run["model_args"]["vocab_size"]
     if dataset:
@@ -46,8 +46,8 @@ def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
     if is_table and size not in (found.size, vocabulary.vocab_size_of(meta)):
         return Vocabulary(
             "unknown",
-            f"data set {name} has {found.size} ids, but the run's model has {size}: it was "
-            "prepared again since",
+            f"data set {name} uses {found.size} ids, but the run's model {size}: the data set "
+            "was prepared again since",
         )
     return vocabulary.resolve(found, size, str(place))
 
@@ -82,7 +82,7 @@ def vocabulary_for_run(
 
     Raises:
         ValueError: the run is resumed, but the ids of the data now mean something different; or the data set
-            has more ids than the model.
+            uses more ids than the model.
     """
     if data.vocabulary:
         vocabulary.check_size(data.vocabulary.size, vocab_size)
@@ -103,15 +103,15 @@ def vocabulary_for_run(
         )
     if changed and is_resume:
         again = f"prepare the data set with the vocabulary of the run, --tokenizer={weights}"
-        new = f"start a new run from its weights, with --init_from={weights} and a new --out_dir"
+        new = f"start a new run from the weights, with --init_from={weights} and a new --out_dir"
         raise ValueError(f"{notes[0]}: {again}; or {new}")
     elif before and (now.size or 0) < (before.size or 0):
         now = before  # text that was prepared again may contain only the first of the run's tokens
     is_taken_for_gpt2 = not data.vocabulary and now.kind == "tiktoken" and not is_resume
     if is_taken_for_gpt2 and data.highest < FEW_IDS:
         notes.append(
-            f"{data.folder} does not say what its token ids mean: they are taken for GPT-2's, although the "
-            f"highest one is {data.highest}. If they are not, copy the meta.pkl of its prepare.py there, or "
+            f"{data.folder} does not say what the token ids mean: they are taken for GPT-2's, although the "
+            f"highest id is {data.highest}. If they are different, copy the meta.pkl of prepare.py there, or "
             f"set --vocab_size={data.highest + 1}"
         )
     if is_resume and measures_of(source.run).get("digest") not in (None, data.digest):

@@ -88,15 +88,14 @@ class Saver:
         blind = [f"{names[r]} looks in {folder}" for r, (is_seen, folder) in enumerate(seen) if not is_seen]
         others = "; ".join(blind[:4]) + (f"; and {len(blind) - 4} more" if len(blind) > 4 else "")
         where = (
-            f"{names[0]} keeps this run in {seen[0][1]}, which is not what other ranks have as out_dir: "
-            f"{others}"
+            f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: {others}"
         )
         advice = "set --out_dir= to one folder on a file system that all machines share"
         with exit_together():
             if blind and restarts_left():
                 raise ValueError(
-                    f"{where}. torchrun restarts this run after a failure, and then all ranks read its "
-                    f"checkpoints, and any of them may be rank 0: {advice}, or type --max-restarts=0"
+                    f"{where}. torchrun restarts this run after a failure, and then all ranks read the "
+                    f"checkpoints, and any rank may be rank 0: {advice}, or type --max-restarts=0"
                 )
             if blind and self.is_sharded:
                 raise ValueError(

@@ -130,7 +130,7 @@ def read(
             wanted[name], rows = part.fitted(saved[name].size)
             stacks += rows
         elif not is_optional:
-            raise ValueError(f"it has no {name}")
+            raise ValueError(f"it lacks {name}")
     dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
     for piece, rows in stacks:
         piece.copy_(rows.mean(0))
@@ -184,7 +184,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         for name, part in self.state_dict.items():
             saved = self.metadata.state_dict_metadata[name]
             if saved.size != part.shape:
-                raise ValueError(f"{name} has the shape {tuple(saved.size)}, not {tuple(part.shape)}")
+                raise ValueError(f"the shape of {name} is {tuple(saved.size)}, not {tuple(part.shape)}")
             chunks = [chunk_of(offsets, piece) for offsets, piece in part.pieces]
             items += create_read_items_for_chunk_list(name, saved, chunks)
         return dcp.LoadPlan(items)

@@ -56,14 +56,14 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
         return OpenCheckpoint(found, found.manifest["run"])
     path, state = found.path, read_file(found.path)
     if not isinstance(state["model"], dict) or not all(torch.is_tensor(w) for w in state["model"].values()):
-        raise ValueError(f"{path}: its model is not a dict of tensors")
+        raise ValueError(f"{path}: the model is not a dict of tensors")
     weights = {without_wrappers(name): w for name, w in state["model"].items()}
     # nanoGPT without flash attention stores the causal mask of each block
     weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
     run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
     args, notes = nanogpt_args(path, state["model_args"])
     run["model_args"] = args | run["isogpt"].get("model_args", {})
-    if "isogpt" not in state:  # a fork's settings may have the names of ours
+    if "isogpt" not in state:  # a fork's settings may use the same names as ours
         run["config"] = {k: v for k, v in state["config"].items() if v is not None and k != "optimizer"}
     return OpenCheckpoint(
         found, run, weights, optimizer_state.by_name(weights, state.get("optimizer")), notes
@@ -85,7 +85,7 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     wanted = used if source.run["model_args"].get("n_expert") else dense  # an MLP is copied to experts
     lacking = sorted(wanted - source.weights.keys())
     if lacking:
-        raise ValueError(f"{path} does not fit the model: it has no {some_of(lacking)}")
+        raise ValueError(f"{path} does not fit the model: it lacks {some_of(lacking)}")
     if (
         model.config.tied
         and head in source.weights
@@ -98,7 +98,7 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     if unused:
         raise ValueError(
             f"{path} does not fit the model: it also contains {some_of(unused)}, which nanoGPT's model "
-            f"does not have"
+            "does not contain"
         )
 
 

@@ -109,7 +109,7 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     for split, tokens in splits.items():
         recorded = found.get(f"{split}_tokens", len(tokens))
         if recorded != len(tokens):  # some of the files were copied or written separately
-            problem = f"{folder / split}.bin has {len(tokens)} tokens, but meta.json says {recorded}"
+            problem = f"{folder / split}.bin contains {len(tokens)} tokens, but meta.json says {recorded}"
             todo = how_to_repair(folder)
             raise ValueError(f"{problem}: they come from different prepare.py runs; {todo}")
     ranges = {split: range_of_ids(tokens) for split, tokens in splits.items()}
@@ -244,11 +244,13 @@ def map_tokens(path: Path, format: Format, block_size: int) -> np.ndarray:
     """Map the file as an array. Raises ValueError if the file is truncated or too short."""
     size, item = path.stat().st_size - format.offset, np.dtype(format.dtype).itemsize
     if size % item:
-        problem = f"{path} has {size} bytes, not a multiple of {item} ({format.dtype}): it is truncated"
+        problem = f"{path} contains {size} bytes, not a multiple of {item} ({format.dtype}): it is truncated"
         raise ValueError(f"{problem}, or of a different dtype; {how_to_repair(path.parent)}")
     tokens = size // item
     if tokens < block_size + 1:
-        problem = f"{path} has {tokens} tokens, but block_size {block_size} needs at least {block_size + 1}"
+        problem = (
+            f"{path} contains {tokens} tokens, but block_size {block_size} needs {block_size + 1} or more"
+        )
         shorter = f"set --block_size={tokens - 1} or less, or " if tokens > 1 else ""
         raise ValueError(f"{problem}: {shorter}use more text")
     return np.memmap(path, dtype=format.dtype, mode="r", offset=format.offset)

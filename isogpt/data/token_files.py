@@ -75,7 +75,7 @@ def formats_of(
         if not header and (kind := other_kind(path, may_be_text=declared == "uint8")):
             raise ValueError(f"{path} is {kind}")
     notes = [
-        f"{path} has llm.c's header, which is skipped: {header.dtype} ids"
+        f"{path} begins with llm.c's header, which is skipped: {header.dtype} ids"
         for path, header in zip(paths, headers, strict=True)
         if header
     ]
@@ -99,21 +99,21 @@ def read_header(path: Path) -> Format | None:
     magic, version, tokens = np.frombuffer(start, np.int32)[:3].tolist()
     if magic == EVALUATION_HEADER and version == 1:
         raise ValueError(
-            f"{path} holds llm.c's multiple-choice questions, not a text: use files of a different data set"
+            f"{path} contains llm.c's multiple-choice questions, not a text: use a different data set"
         )
     if magic not in HEADERS:
         return None
     known, dtype = HEADERS[magic]
     if version != known:
         raise ValueError(
-            f"{path} has llm.c's header {magic} of version {version}, but only version {known} is known: "
-            f"write the file again, without a header"
+            f"{path} begins with llm.c's header {magic} of version {version}, but only version {known} is "
+            "known: write the file again, without a header"
         )
     expected = HEADER_BYTES + tokens * np.dtype(dtype).itemsize
     if path.stat().st_size != expected:
         raise ValueError(
-            f"{path} has {path.stat().st_size} bytes, but its header announces {tokens} tokens, that is "
-            f"{expected} bytes: it is truncated or damaged; copy or prepare it again"
+            f"{path} contains {path.stat().st_size} bytes, but the header announces {tokens} tokens, that is "
+            f"{expected} bytes: the file is truncated or damaged; copy or prepare the file again"
         )
     return Format(dtype, HEADER_BYTES)
 

@@ -80,7 +80,7 @@ def load_encoding(name: str) -> "tiktoken.Encoding":
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as e:
-        advice = "go online, or set TIKTOKEN_CACHE_DIR to a folder that contains its files"
+        advice = "go online, or set TIKTOKEN_CACHE_DIR to a folder that contains the files"
         raise ValueError(f"tiktoken cannot load the encoding {name!r} ({str(e)[:80]}): {advice}") from e
 
 
@@ -153,7 +153,7 @@ def load_table(vocabulary: Vocabulary) -> Tokenizer:
     if not is_words and not are_characters:
         note = (
             "some tokens of the vocabulary are longer than a character: text is cut into the longest "
-            "ones that match"
+            "tokens that match"
         )
     return Tokenizer(encode, encode, decode, vocabulary.size, ids.get(END_OF_TEXT), note)
 
@@ -281,7 +281,7 @@ def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
             "put a tokenizer.json with the same ids in the data set's folder, and set --dataset= to "
             "the folder"
         )
-        raise ValueError(f"a table of bytes has no equivalent in transformers: {advice}")
+        raise ValueError(f"transformers contains no equivalent of a table of bytes: {advice}")
     return of_table(vocabulary)
 
 

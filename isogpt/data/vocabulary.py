@@ -72,7 +72,7 @@ UNREAD = re.compile(
 # the beginning of files that Hugging Face's tokenizers write, with any spaces and line breaks
 TOKENIZERS_FILE = re.compile(rb'\s*\{\s*"version"\s*:\s*"[^"]*"\s*,\s*"truncation"')
 ENCODING_KEYS = ("tokenizer", "tiktokenencoding", "encoding", "encodingname", "tokenizername")
-# GPT-2's letters for bytes: printable characters of Latin-1 stand for themselves, the others follow at 256
+# GPT-2's letters for bytes: printable characters of Latin-1 are themselves, the other bytes follow at 256
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 BYTE_OF_LETTER = {chr(byte): byte for byte in PRINTABLE}
 BYTE_OF_LETTER |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
@@ -136,7 +136,7 @@ def resolve(found: Vocabulary | None, vocab_size: int, where: str) -> Vocabulary
     if GPT2_IDS <= vocab_size <= GPT2_PADDED:
         return Vocabulary("tiktoken", "gpt2")
     return Vocabulary(
-        "unknown", f"{where} does not say what they mean, and {vocab_size} ids are not those of GPT-2"
+        "unknown", f"{where} does not say what they mean, and {vocab_size} ids do not fit GPT-2"
     )
 
 
@@ -144,7 +144,7 @@ def check_size(n_ids: int | None, vocab_size: int) -> None:
     """Raise ValueError if a vocabulary with ids below n_ids does not fit a model with vocab_size ids."""
     if n_ids is not None and n_ids > vocab_size:
         advice = "set --dataset= to the data set that the model was trained on"
-        raise ValueError(f"the tokenizer has {n_ids} ids, but the model has {vocab_size}: {advice}")
+        raise ValueError(f"the tokenizer uses {n_ids} ids, but the model {vocab_size}: {advice}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def of_data(meta: dict, folder: Path) -> Vocabulary | None:
     if (not is_ours or meta["tokenizer"] == "tokenizer.json") and (found := of_folder(folder)):
         return found
     if is_ours and meta["tokenizer"] == "tokenizer.json":
-        return Vocabulary("unknown", f"they are those of a tokenizer.json, but {folder} contains none")
+        return Vocabulary("unknown", f"they belong to a tokenizer.json, but {folder} contains none")
     if is_ours and meta["tokenizer"] != "char":
         return Vocabulary("tiktoken", meta["tokenizer"])
     tables = [

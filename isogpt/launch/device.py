@@ -70,7 +70,7 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     has_nccl = dist.is_nccl_available()
     if name == "nccl" and not has_nccl and world_size > 1:
         raise ValueError(
-            "backend is 'nccl', but this PyTorch has no NCCL: set --backend=gloo or --backend=auto"
+            "backend is 'nccl', but this PyTorch contains no NCCL: set --backend=gloo or --backend=auto"
         )
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and has_nccl and name != "gloo" else "gloo"
 

@@ -200,7 +200,7 @@ ROWS = (
     ("fp32 float32", Advice("--dtype=float32")),
     ("tf32 allow_tf32 use_tf32", Advice("--dtype=tf32", values=without("--dtype=tf32", "--dtype=float32"))),
     ("fp8 use_fp8 float8", Advice("--dtype=bfloat16", why="FP8 is not part of this repository")),
-    ("loss_scale initial_scale_power", Advice("--dtype=float16", why="its loss scale is dynamic")),
+    ("loss_scale initial_scale_power", Advice("--dtype=float16", why="the loss scale is dynamic")),
     ("use_cpu no_cuda cpu", Advice("--device=cpu", values=without("--device=cpu", "--device=auto"))),
     (
         "use_cuda use_gpu cuda gpu",
@@ -272,13 +272,29 @@ ROWS = (
             },
         ),
     ),
-    ("local_sgd local_sgd_steps diloco sync_every", Advice("--islands=2 --local_steps={}", "50")),
+    (
+        "diloco diloco_workers num_diloco_workers n_diloco_workers diloco.num_workers diloco_num_workers "
+        "diloco.n_workers local_sgd n_islands num_islands",
+        Advice("--islands={} --local_steps=50", "2", "DiLoCo's workers are called islands here"),
+    ),
+    (
+        "local_sgd_steps diloco_steps inner_steps num_inner_steps h_steps sync_every sync_steps",
+        Advice("--islands=2 --local_steps={}", "50"),
+    ),
+    (
+        "outer_learning_rate diloco_outer_lr diloco.outer_learning_rate",
+        Advice("--islands=2 --local_steps=50 --outer_lr={}", "0.7"),
+    ),
+    (
+        "outer_nesterov_momentum diloco_outer_momentum",
+        Advice("--islands=2 --local_steps=50 --outer_momentum={}", "0.9"),
+    ),
     # -- sharding and memory
     ("zero_stage zero_optimization zero_level stage zero_optimization_stage", Advice("--zero={}", "2")),
     (
         "deepspeed use_deepspeed deepspeed_config deepspeed_config_file ds_config zero2 enable_deepspeed",
         Advice(
-            "--zero=2", why="the file is not read; docs/migrating.md lists what its settings are called here"
+            "--zero=2", why="the file is not read; docs/migrating.md lists the names of the settings here"
         ),
     ),
     (
@@ -369,7 +385,7 @@ ROWS = (
         "initial_load_path ckpt ckpt_path checkpoint checkpoint_path load_checkpoint_path",
         Advice(
             "--init_from=resume",
-            why="the newest checkpoint in --out_dir; a folder or a ckpt.pt instead: only its weights",
+            why="the newest checkpoint in --out_dir; a folder or a ckpt.pt instead: only the weights",
         ),
     ),
     (
@@ -462,7 +478,7 @@ ROWS = (
     ),
     (
         "tokenizer tokenizer_name tokenizer_path tokenizer_dir tokenizer_type",
-        Advice(why="it belongs to the data set: python data/NAME/prepare.py --tokenizer=..."),
+        Advice(why="part of the data set: python data/NAME/prepare.py --tokenizer=..."),
     ),
     (
         "num_workers dataloader_num_workers workers n_workers pin_memory dataloader_pin_memory "

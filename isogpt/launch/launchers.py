@@ -61,7 +61,7 @@ class Launch:
     them.
 
     torchrun's variables do not suffice. The restart count belongs to one agent, which does not count failures
-    that other agents see. The run id is whatever the user passed as --rdzv-id.
+    that other agents see. The run id is what the user passed as --rdzv-id.
     """
 
     agents: tuple[str, ...] = ()  # torchrun's agents; a restart shares one with the start before

@@ -35,10 +35,10 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
     """
     Meet the other ranks of this start (all ranks); returns a unique name for the start.
 
-    After a restart torchrun (2.4 to 2.13) gives its workers the store of the previous attempt, which holds
-    addresses of processes that have exited, and its restart count differs across nodes (pytorch#135712). So
-    each process registers under a unique name, rank 0 answers each name with the name of this start, and the
-    start is complete when every rank has confirmed it.
+    After a restart, torchrun (2.4 to 2.13) gives the workers the store of the previous attempt. That store
+    contains addresses of processes that have exited, and the restart count differs across nodes
+    (pytorch#135712). So each process registers under a unique name, and rank 0 answers each name with the
+    name of this start. The start is complete when every rank has confirmed it.
 
     Raises:
         ValueError: some ranks are missing after timeout_s.
@@ -105,7 +105,7 @@ def gather_through_store(store: dist.Store, rank: int, world_size: int, key: str
 def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
     """
     Return what a request to the store returns. The request runs in a thread: if the store's machine was cut
-    off or suspended, a request may never return, whatever its timeout.
+    off or suspended, a request may never return, not even after the timeout of the request.
 
     Raises:
         TimeoutError: there is no answer within limit_s. Errors of the request are raised as well.

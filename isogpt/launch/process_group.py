@@ -230,10 +230,8 @@ def no_answer(limit_s: float) -> str:
     """What to print if requests to the store do not return."""
     return (
         f"no answer from {store_address()} within {limit_s:g} s, although something listens there: rank 0 "
-        "or its "
-        "agent is suspended, its machine was cut off, or the port is that of a different program. Check "
-        "rank 0's "
-        f"machine, or choose a different port{network.LEFT_OVER}"
+        "or the agent of rank 0 is suspended, the machine was cut off, or a different program uses the port. "
+        f"Check the machine of rank 0, or choose a different port{network.LEFT_OVER}"
     )
 
 

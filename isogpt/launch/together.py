@@ -62,7 +62,7 @@ def wait_together(future: Future | None) -> None:
             note_s *= 2
             console.print_to_stderr(
                 f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} has read "
-                "or written its files: if this does not end, check its disk or file system"
+                "or written files: if this does not end, check the disk or the file system of the rank"
             )
 
 

@@ -11,7 +11,7 @@ class Arch:
     """What distinguishes the architectures. The defaults are GPT-2's."""
 
     rms_norm: bool = False  # RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) instead of LayerNorm
-    norm_weights: bool = True  # norms have weights
+    norm_weights: bool = True  # norms contain weights
     norm_eps: float = 1e-5
     # direction of rotary positions (Su et al. 2021, arXiv:2104.09864), 1 or -1; 0: position embeddings
     rotation: int = 0

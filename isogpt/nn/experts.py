@@ -95,7 +95,7 @@ class Reorder(torch.autograd.Function):
 
 class Router(nn.Module):
     """
-    Scores of the experts for each token, in float32 whatever the model computes in: (B, T, C) -> (B, T, E).
+    Scores of the experts for each token, in float32 for any dtype of the model: (B, T, C) -> (B, T, E).
     """
 
     def __init__(self, n_embd: int, n_expert: int) -> None:
@@ -159,8 +159,8 @@ def has_grouped_kernel(device_type: str) -> bool:
 # torch.compiler.assume_constant_result, which would import torch.compile: half of the time of a start
 has_grouped_kernel._dynamo_marked_constant = True
 
-# Half of the mean number of rows of an expert. Smaller blocks have fewer rows of zeros, at most one block of
-# each expert, but need more copies of weights.
+# Half of the mean number of rows of an expert. Smaller blocks contain fewer rows of zeros, at most one block
+# of each expert, but need more copies of weights.
 BLOCKS_PER_EXPERT = 2
 
 

@@ -101,7 +101,7 @@ def load(name: str) -> "PreTrainedModel":
     try:
         kind = transformers.AutoConfig.from_pretrained(name, **RUN_NO_CODE).model_type
         if kind not in CLASSES:
-            raise ValueError(f"its model_type is {kind!r}; possible are {', '.join(CLASSES)}")
+            raise ValueError(f"the model_type is {kind!r}; possible are {', '.join(CLASSES)}")
         cls = getattr(transformers, CLASSES[kind])
         # eager: config.json may name an attention kernel on the Hub, which would run code
         hf, report = cls.from_pretrained(
@@ -115,7 +115,7 @@ def load(name: str) -> "PreTrainedModel":
     except Exception as e:  # transformers, safetensors and the network raise many types
         reason = " ".join(str(e).split())[:250]
         if needs_code(e):
-            reason = f"it needs Python code of its own, which is not run; possible are {', '.join(CLASSES)}"
+            reason = f"it needs custom Python code, which is not run; possible are {', '.join(CLASSES)}"
         if pointer := next(filter(is_weights_pointer, Path(name).glob("*")), None):
             reason = f"{pointer.name} is {about_pointer(pointer)}"
         raise ValueError(f"cannot load {name!r} with transformers: {reason}") from e
@@ -162,7 +162,7 @@ def model_args(config: "PretrainedConfig") -> dict:
     if head_dim and head_dim * config.num_attention_heads != config.hidden_size:
         unsupported.append(f"head_dim={head_dim}")
     if unsupported:
-        raise ValueError(f"this {kind} has settings that are not supported: {', '.join(unsupported)}")
+        raise ValueError(f"this {kind} uses settings that are not supported: {', '.join(unsupported)}")
     if kind == "gpt2":
         args = {ours: getattr(config, theirs) or 0 for theirs, ours in GPT2_FIELDS.items()}
         return args | {"gelu": GELUS[config.activation_function], "bias": getattr(config, "bias", True)}
@@ -249,9 +249,9 @@ def kind_of(args: dict) -> str:
     arch, n_expert = args["arch"], args["n_expert"]
     if n_expert and arch != "llama":
         raise ValueError(
-            f"transformers has no class for arch {arch!r} with n_expert {n_expert}; possible are 'llama' "
-            f"with experts, as MixtralForCausalLM, and every arch without them: set --to=ckpt.pt or "
-            f"--to=shards"
+            f"transformers contains no class for arch {arch!r} with n_expert {n_expert}; possible are "
+            "'llama' with experts, as MixtralForCausalLM, and every arch without experts: set --to=ckpt.pt "
+            "or --to=shards"
         )
     return "mixtral" if n_expert else arch
 

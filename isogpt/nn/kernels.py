@@ -455,7 +455,7 @@ class ChunkedLoss(torch.autograd.Function):
     """
     summed_loss for a large vocabulary, one chunk of rows at a time. The logits of a whole micro-batch would
     be the step's largest tensor, several times over. The gradient of a chunk does not depend on the other
-    chunks, so it is computed immediately and overwrites the chunk's logits. F.linear_cross_entropy has the
+    chunks, so it is computed immediately and overwrites the chunk's logits. F.linear_cross_entropy serves the
     same purpose, but was 4 to 8 times slower on a CPU and rounded the sum to bfloat16 (torch 2.13).
 
     Args:
@@ -480,7 +480,7 @@ class ChunkedLoss(torch.autograd.Function):
         vocabulary: VocabularyPart | None = None,
     ) -> Tensor:
         V, C = weight.shape
-        longest = vocabulary.longest if vocabulary else V  # chunks have the same rows in every process
+        longest = vocabulary.longest if vocabulary else V  # equal chunks in every process
         rows, float_rows = max(1, per_chunk // longest), max(1, per_chunk_float // longest)
         weight_rows = max(1, per_chunk_float // C)
         ctx.scale = FLOAT16_SCALE if x.dtype == torch.float16 else 1.0

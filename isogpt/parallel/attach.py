@@ -71,7 +71,7 @@ def attach(model: nn.Module, plan: Sequence[Attachment], mesh: Mesh, axis: str, 
 
 
 def divide_parameters(model: nn.Module, name: str, row: Attachment, mesh: Mesh, axis: str) -> None:
-    """Leave this rank's part of each parameter of a module that has the row's dimension."""
+    """Keep this rank's part of each parameter of a module, if the parameter has the dimension of the row."""
     for leaf, p in list(model.get_submodule(name).named_parameters(recurse=False)):
         if row.dim < p.dim():
             sections = row.sections(model.config, p.size(row.dim))

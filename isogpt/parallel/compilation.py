@@ -26,8 +26,8 @@ def compile_model(
         by_block: compile each block and the loss separately, as FSDP requires.
         cuda_graphs: record the kernels of a forward or backward pass in a CUDA graph and launch them
             together. Gradients must be allocated before; see `settle_gradients`.
-        is_exact: do not divide graphs where DistributedDataParallel's buckets are full, which other layouts
-            do not have.
+        is_exact: do not divide graphs where DistributedDataParallel's buckets are full: other layouts use no
+            buckets.
 
     Returns:
         A sentence for the user about what was done.

@@ -2,8 +2,8 @@
 Gradient compression: data-parallel ranks on a slow network send each other fewer bytes for the mean of their
 gradients.
 
-The lossy kinds use error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): what a
-rank's gradient has lost is added to the rank's next gradient. With signs, only a part of the error is added
+The lossy kinds use error feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): the
+compression error of a rank's gradient is added to the rank's next gradient. With signs, only a part is added
 (Wu et al. 2018, arXiv:1806.08054), which trains better with AdamW. There is no momentum correction (Lin et
 al. 2018, arXiv:1712.01887), which is for SGD, whose momentum is linear in the gradients. AdamW divides by the
 second moment of the mean gradients, which a rank cannot compute from local gradients before they are reduced.
@@ -37,8 +37,8 @@ POWERSGD_GAIN = 12
 @dataclass
 class Compression:
     """
-    How data-parallel ranks reduce gradients, and what this rank's gradients have lost. For each parameter,
-    the mean of the ranks' `errors` is what the mean gradient lacks so far.
+    How data-parallel ranks reduce gradients, and the compression errors of this rank's gradients. For each
+    parameter, the mean of the ranks' `errors` is the sum of the errors of the mean gradients so far.
     """
 
     kind: str  # fp16, bf16, int8, sign, powersgd or topk
@@ -90,16 +90,16 @@ class Compression:
         if self.uses_feedback:
             flat += torch.cat([error.flatten() for error in errors])
         if self.kind == "powersgd":
-            lost = flat.clone()
+            error = flat.clone()
             self.low_rank_mean(bucket, group)
-            lost -= flat
+            error -= flat
         else:
             is_sparse = self.kind == "topk"
-            mean, lost = (
+            mean, error = (
                 topk_mean(flat, self.amount, group) if is_sparse else coded_mean(flat, self.kind, group)
             )
             flat.copy_(mean)
-        torch._foreach_copy_(errors, views_of(lost.mul_(KEPT.get(self.kind, 1.0)), errors))
+        torch._foreach_copy_(errors, views_of(error.mul_(KEPT.get(self.kind, 1.0)), errors))
         return flat
 
     def average_all(self, params: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
@@ -115,7 +115,7 @@ class Compression:
 
     def error_of(self, p: nn.Parameter) -> Tensor:
         """
-        Return what this rank's gradient of a parameter has lost; a DTensor if the parameter is a DTensor.
+        Return the compression error of this rank's gradient of a parameter; a DTensor if the parameter is.
         """
         if p not in self.errors:
             self.errors[p] = torch.zeros_like(p, requires_grad=False)
@@ -272,22 +272,22 @@ def coded_mean(
     Each rank receives a share of all tensors, computes the mean, and sends the mean to all ranks.
 
     Returns:
-        (the mean, what this rank's tensor has lost; for this rank's share, the loss of the mean, times the
-        number of ranks)
+        (the mean, the compression error of this rank's tensor; for this rank's share, the compression error
+        of the mean, times the number of ranks)
     """
     n, rank = group.size(), group.rank()
     shares = F.pad(corrected, (0, -len(corrected) % (n * max(BLOCKS.values())))).view(n, -1)
     codes = encode(shares, kind, generator)  # (n, bytes)
-    lost = shares - decode(codes, kind)
+    errors = shares - decode(codes, kind)
     received = torch.empty_like(codes)
     dist.all_to_all_single(received, codes, group=group)
     received = decode(received, kind)
     received[rank] = shares[rank]  # the rank's own share was not sent
     mean = received.mean(0, keepdim=True)  # (1, elements of a share)
     code = encode(mean, kind, generator)
-    lost[rank] = n * (mean - decode(code, kind))[0]
+    errors[rank] = n * (mean - decode(code, kind))[0]
     dist.all_gather(list(codes.split(1)), code, group=group)
-    return decode(codes, kind).flatten()[: len(corrected)], lost.flatten()[: len(corrected)]
+    return decode(codes, kind).flatten()[: len(corrected)], errors.flatten()[: len(corrected)]
 
 
 def encode(x: Tensor, kind: str, generator: torch.Generator | None = None) -> Tensor:
@@ -354,8 +354,8 @@ def signs_of_bytes(device: torch.device) -> Tensor:
 
 def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """
-    Return the mean over a group of the largest elements of each rank's tensor (N,), and what this rank's
-    tensor has lost. Elements that are not sent count as zero (Aji and Heafield 2017, arXiv:1704.05021).
+    Return the mean over a group of the largest elements of each rank's tensor (N,), and the compression error
+    of this rank's tensor. Elements that are not sent count as zero (Aji and Heafield 2017, arXiv:1704.05021).
     """
     n, count = group.size(), max(1, round(fraction * len(corrected)))
     chosen = corrected.abs().topk(count, sorted=False).indices

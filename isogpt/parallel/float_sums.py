@@ -50,7 +50,7 @@ class FloatSums:
         self.adds_shards = is_auto and plan.cpu_offload  # copied to the CPU in the last micro-step
 
     def attach(self) -> None:
-        """Nothing: DDP reduces its buckets by itself."""
+        """Nothing: DDP reduces the buckets."""
 
     def start_step(self) -> None:
         """Nothing: gradients were set to zero after the step before."""

@@ -37,8 +37,8 @@ def complete_gradients(
     if mesh.tp > 1:
         sum_in_buckets([local(p.grad) for p in params if not is_split(p, "tp")], mesh.group("tp"))
     experts = [p for p in params if is_split(p, "ep")]
-    # experts' gradients contain those of all ranks of ep already; what follows is the mean over the other
-    # axes
+    # experts' gradients contain the gradients of all ranks of ep already; the mean over the other axes
+    # follows
     if experts:
         torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)
     if zero >= 2 and compression and reduces_data:

@@ -31,7 +31,7 @@ class Islands:
     island keeps the moments of its inner optimizer. Learning rate 1 without momentum is Local SGD (Stich
     2018, arXiv:1805.09767).
 
-    With several outer_parts, each part of the model is averaged at a different one of the local_steps
+    With several outer_parts, each part of the model is averaged after a different local step
     (Douillard et al. 2025, arXiv:2501.18512). The average is computed in the background, until the
     next part is due; what an island learns in the meantime is kept.
     """

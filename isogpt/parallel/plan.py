@@ -22,7 +22,7 @@ LAYOUT = ("zero", "dp_replicate", "tp", "pp", "pp_schedule", "cp", "ep", "activa
 @dataclass(frozen=True)
 class Plan:
     """
-    How a step is divided and what it computes. Fields that are settings of train.py have the same names and
+    How a step is divided and what it computes. Fields that are settings of train.py use the same names and
     defaults, but nothing is left open: `zero` is 3 with fsdp, `islands` is a number, and `dtype` is the dtype
     to compute in.
     """

@@ -100,9 +100,9 @@ def share_of(
 
 def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1) -> Share:
     """
-    `share_of` in which every micro-batch has batch_size rows, and which micro-batches there are does not
-    depend on the layout: the ranks take turns. 8 micro-batches on 3 ranks are 3 micro-steps, and one rank has
-    only padding in the last micro-step.
+    `share_of` in which every micro-batch contains batch_size rows, so that the micro-batches do not depend on
+    the layout: the ranks take turns. 8 micro-batches on 3 ranks are 3 micro-steps, and one rank reads only
+    padding in the last micro-step.
     """
     micro_steps = -(-sequences // (batch_size * data_size))
     return Share(sequences, data_rank, -(-micro_steps // pp) * pp, (batch_size,) * data_size)
@@ -126,8 +126,8 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
         return ""
     steps = ranks * pp
     return (
-        f"{found}: a step has {share.sequences} sequences on any number of processes. To use all ranks, set "
-        f"--gradient_accumulation_steps={steps}. A step then has {steps * batch_size} sequences, which "
+        f"{found}: a step reads {share.sequences} sequences on any number of processes. To use all ranks, "
+        f"set --gradient_accumulation_steps={steps}. A step then reads {steps * batch_size} sequences, which "
         "changes the curve"
     )
 

@@ -130,7 +130,7 @@ def heads_of_qkv(config: GPTConfig, length: int) -> tuple[int, ...]:
 
 
 def features_of_experts(config: GPTConfig, length: int) -> tuple[int, ...]:
-    """The heights of the experts that are stacked; expert parallelism can have left some of them."""
+    """The heights of the experts that are stacked; with expert parallelism, of some experts."""
     return (config.n_hidden,) * (length // config.n_hidden)
 
 
@@ -164,8 +164,8 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
     Divide the model's matrices over the tp ranks, in place, on the meta device (all ranks).
 
     Args:
-        splits_sequence: divide the sequence between the matmuls. False for generation, whose sequences have
-            any length.
+        splits_sequence: divide the sequence between the matmuls. False for generation, where sequences may
+            be of any length.
     """
     c = model.config
     ranks = TensorRanks(mesh.group("tp"), mesh.index("tp"), mesh.tp, splits_sequence, c.vocab_size)

@@ -40,7 +40,7 @@ class BytesSent:
     These are the payload of the TCP connections: gloo's, also to processes on the same machine, NCCL's if
     NCCL uses sockets, and the few bytes of the store. Headers and acknowledgements are not included;
     retransmissions are included. What NCCL sends over NVLink, shared memory or InfiniBand is not TCP and is
-    not counted. What a connection sends between the last count and its close is not counted either; the
+    not counted. Bytes that a connection sends after the last count are not counted either; the
     connections of a process group stay open.
     """
 

@@ -39,7 +39,7 @@ class Hardware:
         attention: the speed of attention as a fraction of `matmul`.
         bytes_per_s: memory traffic.
         kernel_s: seconds to launch an operation.
-        local, network: a device's link to others on its machine, and a machine's link to other machines.
+        local, network: a link to devices of the same machine, and to other machines.
         gather, scatter: time of the bytes of an all-gather and of a reduce-scatter, as a multiple of half an
             all-reduce's; more than 1 where the backend copies, as gloo does.
         overlaps: whether collectives run at the same time as computation; on a CPU they slow it down.
@@ -278,7 +278,7 @@ def known_gpu(device_name: str) -> Gpu | None:
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     """
-    (matmul FLOP/s of this device in `dtype`, source of the figure): from its data sheet, or measured here;
+    (matmul FLOP/s of this device in `dtype`, source of the figure): from the data sheet, or measured here;
     (None, 'unknown') if neither is possible.
     """
     if (

@@ -124,7 +124,7 @@ def pipeline_part(plan: Plan, pp_rank: int) -> tuple[int, int, bool]:
 def in_flight(plan: Plan, pp_rank: int) -> float:
     """
     Return how many micro-batches' activations a pipeline rank holds at once, as a multiple of the activations
-    of all of its blocks.
+    of all blocks of the rank.
     """
     pp, schedule = plan.pp, plan.pp_schedule
     if pp == 1:

@@ -56,7 +56,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient."""
+        """Update all parameters with a gradient."""
         for group in self.param_groups:
             params, grads, buffers = [], [], []
             self._init_group(group, params, grads, buffers)
@@ -121,7 +121,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Bring the singular values of each matrix close to 1, computed in `dtype`: (matrices, rows, columns)."""
     if x.size(1) > x.size(2):
         return orthogonalize(x.mT, dtype).mT
-    # converted last: most gradients are below 6e-5, where float16 has fewer digits, and those below 3e-8
+    # converted last: most gradients are below 6e-5, where float16 keeps fewer digits, and those below 3e-8
     # would become 0
     x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_(min=1e-7)).to(dtype)
     gram = x @ x.mT  # the eigenvalues are s^2
@@ -129,7 +129,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     # usually far below 1. To divide by this bound saves one polynomial. The bound is at least 1 / rows.
     bound = gram.float().abs().sum(2, keepdim=True).amax(1, keepdim=True).clamp_(1e-4, 1)  # (matrices, 1, 1)
     x, gram = x * bound.rsqrt().to(dtype), gram * bound.reciprocal().to(dtype)
-    if x.dtype != torch.float32:  # half precision has too few digits for products of the polynomials
+    if x.dtype != torch.float32:  # half precision keeps too few digits for products of the polynomials
         for step, (a, b, c) in enumerate(POLYNOMIALS):
             if step > 0:
                 gram = x @ x.mT

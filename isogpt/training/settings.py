@@ -179,21 +179,21 @@ def check_training(config: dict) -> None:
     checks = (
         (
             c.arch == "gpt2" and c.n_kv_head > 0 and c.n_kv_head != c.n_head,
-            "arch 'gpt2' has as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat",
+            "arch 'gpt2' uses as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat",
         ),
         (
             c.arch == "gpt2" and c.head == "untied",
-            "arch 'gpt2' has a tied head: set --head=auto, or --arch=llama or nanochat",
+            "arch 'gpt2' uses a tied head: set --head=auto, or --arch=llama or nanochat",
         ),
-        (c.arch != "gpt2" and c.bias, f"arch {c.arch!r} has no biases: set --bias=False"),
+        (c.arch != "gpt2" and c.bias, f"arch {c.arch!r} uses no biases: set --bias=False"),
         (
             c.lr_schedule == "wsd" and c.cooldown_iters == 0,
-            "lr_schedule 'wsd' needs the steps of its decay: set --cooldown_iters=",
+            "lr_schedule 'wsd' needs the steps of the decay: set --cooldown_iters=",
         ),
         (
             c.lr_scaling in ("linear", "sqrt") and c.base_batch == 0,
             f"lr_scaling {c.lr_scaling!r} needs the batch "
-            "for which learning_rate was chosen: set --base_batch= to its sequences per step",
+            "for which learning_rate was chosen: set --base_batch= to the sequences per step",
         ),
         (
             c.lr_scaling == "none" and c.base_batch > 0,
@@ -207,9 +207,8 @@ def check_training(config: dict) -> None:
         ),
         (
             c.n_expert > 1 and c.n_expert_active == 1,
-            "n_expert_active is 1: the weights of a token's experts add up to 1, and of a single one the "
-            "router learns "
-            "nothing: set --n_expert_active=2",
+            "n_expert_active is 1: the weights of a token's experts add up to 1, and a router of a single "
+            "expert learns nothing: set --n_expert_active=2",
         ),
         (not c.out_dir.strip(), "out_dir is empty: set --out_dir= to a folder"),
         (
@@ -267,20 +266,18 @@ def layout_problems(c: Plan | SimpleNamespace) -> list[str]:
     checks = (
         (
             c.shares != "equal" and c.pp > 1,
-            f"shares is {c.shares!r}, but the ranks of a pipeline (pp {c.pp}) need equal ones: set "
-            "--shares=equal",
+            f"shares is {c.shares!r}, but the ranks of a pipeline (pp {c.pp}) need equal "
+            "shares: set --shares=equal",
         ),
         (
             c.shares == "auto" and c.pp == 1 and is_divided,
-            "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure the "
-            "rank by itself: "
-            "set a list such as --shares=2,1, or --shares=equal",
+            "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure "
+            "each rank: set a list such as --shares=2,1, or --shares=equal",
         ),
         (
             c.grad_compression != "none" and c.zero >= 2 and c.dp_replicate == 1,
-            "grad_compression is for gradients of replicas, and zero 2 or 3 has them with dp_replicate "
-            "only: set "
-            "--dp_replicate= to the number of replicas, or --grad_compression=none",
+            "grad_compression is for gradients of replicas, and zero 2 or 3 uses replicas only with "
+            "dp_replicate: set --dp_replicate= to the number of replicas, or --grad_compression=none",
         ),
         (
             c.grad_compression != "none" and c.zero < 2 and c.grad_sync == "every",
@@ -310,7 +307,7 @@ def layout_problems(c: Plan | SimpleNamespace) -> list[str]:
         (
             c.cuda_graphs and c.zero >= 2,
             "cuda_graphs needs gradients that stay in place, and zero 2 and 3 "
-            "allocate new ones: set --zero=0 --fsdp=False, or --cuda_graphs=False",
+            "allocate new gradients: set --zero=0 --fsdp=False, or --cuda_graphs=False",
         ),
         (
             (c.cpu_offload or c.dp_replicate != 1) and c.zero < 2,
@@ -345,7 +342,7 @@ def problems_of_exact(c: SimpleNamespace) -> list[str]:
         (c.cuda_graphs, "cuda_graphs is for one process: set --cuda_graphs=False"),
         (
             c.cpu_offload,
-            "the sums are on the GPU, and cpu_offload has no use for them: set --cpu_offload=False",
+            "the sums are on the GPU, and cpu_offload does not use them: set --cpu_offload=False",
         ),
         (
             c.pp > 1 and is_sharded,
@@ -420,7 +417,7 @@ def problems_with_ranks(plan: Plan) -> list[str]:
         )
     if plan.sequences < plan.islands:
         found.append(
-            f"islands is {plan.islands}, but a step has only {plan.sequences} sequences: set "
+            f"islands is {plan.islands}, but a step reads only {plan.sequences} sequences: set "
             f"--gradient_accumulation_steps={ceil(plan.islands / plan.batch_size)}"
         )
     if plan.cuda_graphs and world_size > 1:
@@ -441,7 +438,7 @@ def problems_with_shape(plan: Plan, model_args: dict, splits_sequence: bool) -> 
         found.append("cuda_graphs is for models without experts: set --cuda_graphs=False")
     if ep > 1 and not experts:
         found.append(
-            f"ep is {ep}, but the model has no experts: set --ep=1, or --n_expert={ceil(8 / ep) * ep}"
+            f"ep is {ep}, but the model contains no experts: set --ep=1, or --n_expert={ceil(8 / ep) * ep}"
         )
     elif experts % ep:
         found.append(f"ep is {ep}: it must divide n_expert, {experts}: set --ep={gcd(experts, ep)}")
@@ -470,7 +467,7 @@ def problems_with_shape(plan: Plan, model_args: dict, splits_sequence: bool) -> 
 def problems_of_exact_stages(model_args: dict) -> list[str]:
     """A sentence for each reason why `exact` cannot be used with a pipeline of a model of this shape."""
     found, is_tied = [], model_args.get("tied")
-    if is_tied is None:  # not decided yet: settings of a new model, or what an architecture does by itself
+    if is_tied is None:  # not decided yet: settings of a new model, or the default of the architecture
         is_tied = {"tied": True, "untied": False}.get(model_args.get("head"), ARCHS[model_args["arch"]].tied)
     if is_tied:
         found.append(
@@ -479,7 +476,7 @@ def problems_of_exact_stages(model_args: dict) -> list[str]:
         )
     if model_args.get("n_expert"):
         found.append(
-            "exact: in a pipeline, the routers' statistics have an order: set --pp=1, or --exact=False"
+            "exact: in a pipeline, the order of the routers' statistics matters: set --pp=1, or --exact=False"
         )
     return found
 
@@ -533,13 +530,13 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
     if wanted not in (0, found):
         if found:
             raise ValueError(
-                f"n_expert is {wanted}, but the checkpoint has {found} experts: set --n_expert={found}"
+                f"n_expert is {wanted}, but the checkpoint contains {found} experts: set --n_expert={found}"
             )
         if is_resume:
             folder = config["out_dir"]
             raise ValueError(
-                f"n_expert is {wanted}, but the checkpoint in {folder} has no experts: to start a new run "
-                f"in which each expert is a copy of its MLP, set --init_from={folder} and a different "
+                f"n_expert is {wanted}, but the checkpoint in {folder} contains no experts: to start a new "
+                f"run in which each expert is a copy of the MLP, set --init_from={folder} and a different "
                 f"--out_dir"
             )
         here |= {name: config[name] for name in ("n_expert", "n_expert_active")}

@@ -19,7 +19,7 @@ class StepNumbers(NamedTuple):
     bytes_sent: Tensor | float  # BytesSent.per_step
     loss_scale: Tensor | float  # factor of the loss with float16, else 1
     waiting: Tensor | float  # Clock.waiting_share
-    # with exact, the squared norm has two parts: each is a sum without rounding
+    # with exact, the squared norm consists of two parts: each is a sum without rounding
     grad_square_fine: Tensor | float = 0.0
 
     @property

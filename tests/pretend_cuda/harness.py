@@ -38,7 +38,7 @@ ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100"]
 
 
 class Stream:
-    """torch.cuda.Stream; there is one queue, whatever stream an operator is sent to."""
+    """torch.cuda.Stream; there is one queue, for all streams."""
 
     def __init__(self, device=None, priority=0, **kwargs) -> None:
         self.device = torch.device("cuda", GPU.index)
@@ -154,7 +154,7 @@ def properties(device=None) -> Properties:
 
 
 def constant(value: object):
-    """A function that returns this value, whatever its arguments are."""
+    """A function that returns this value for any arguments."""
 
     def function(*args, **kwargs):
         return value

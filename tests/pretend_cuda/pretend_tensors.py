@@ -184,7 +184,7 @@ def pin(t: torch.Tensor) -> torch.Tensor:
 
 
 def dispatch(func, args: tuple, kwargs: dict):
-    """Run an operator: on the CPU, with whatever it would do to the GPU's queue."""
+    """Run an operator: on the CPU, with the effect on the GPU's queue."""
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
     if any(type(t) not in PLAIN for t in tensors):
         return NotImplemented  # a different wrapper, such as DTensor, which unpacks its own tensors
@@ -353,7 +353,7 @@ def check_collective(name: str, tensors: list[torch.Tensor], others: list[torch.
 
 
 def to_copy(source: torch.Tensor, kwargs: dict, number: int) -> torch.Tensor:
-    """x.to(device, dtype): between the CPU and the GPU, or from one dtype to another."""
+    """x.to(device, dtype): between the CPU and the GPU, or between dtypes."""
     kwargs = dict(kwargs)
     target = kwargs.pop("device", None)
     target = source.device if target is None else torch.device(target)
