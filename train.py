@@ -44,7 +44,7 @@ from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample, open_sampler
 from isogpt.monitor.signals import watch_signals
 from isogpt.parallel.compare_weights import check_equal_weights, weights_digest
-from isogpt.parallel.data import replicate, settle_gradients
+from isogpt.parallel.data import allocate_gradients, replicate
 from isogpt.parallel.exact import ExactSums
 from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.mesh import make_mesh
@@ -178,10 +178,10 @@ try:
     start_workers(nproc, __file__)  # with nproc, torchrun replaces this process, and the workers come here
     print_unapplied_settings(config)  # of accelerate launch (rank 0)
     ranks = connect_ranks(device, backend, dist_timeout_s)  # through a store, without collectives
-    if exact:
+    if exact:  # the bits of some CPU kernels depend on the number of threads
         precision.fix_threads(ranks.device)
     progress = Progress(tokens_per_step=sequences_per_step * block_size)
-    start_logger = Logger(progress, start_sinks(ranks, out_dir, alert_command))  # console and alerts
+    start_logger = Logger(progress, start_sinks(ranks, out_dir, alert_command))  # prints and alerts on rank 0
     start_watchdog = watch_start(ranks, dist_timeout_s, progress, start_logger)  # names a rank that fails
     join_process_group(ranks, dist_timeout_s, even_alone=config["zero"] > 0)
 except ValueError as e:
@@ -190,13 +190,14 @@ except ValueError as e:
 # from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
 data = do_together(partial(open_dataset, dataset, block_size, vocab_size))
 facts = {"the data's digest": data.digest, "the data's vocabulary size": data.vocab_size}
-check_start(ranks, config | facts)  # before anything that depends on settings
+# before anything that depends on settings: exits if settings, data, code or torch differ between ranks
+check_start(ranks, config | facts)
 stop = watch_signals(time_limit_s)
 # opens a checkpoint, or loads weights of transformers; start.load, below, fills the model with them
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)
 plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
 mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
-mesh.connect(ranks.device.type, uses_fsdp=plan.zero >= 2, offloads=cpu_offload)
+mesh.connect(ranks.device.type, uses_fsdp=plan.zero >= 2, offloads=cpu_offload)  # creates process groups
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings_of_model(plan.model_args)
@@ -204,13 +205,15 @@ recorded = config | plan.layout_settings() | settings_of_model(plan.model_args)
 # model: build it on the meta device, distribute and allocate it, then fill it with weights
 with torch.device("meta"):  # no memory yet: the model may be too large for one rank
     raw_model = GPT(GPTConfig(**plan.model_args))
-start.check(raw_model)
+start.check(raw_model)  # exits if a checkpoint's weights do not fit, before memory is allocated
 # counted before the model is divided over the ranks
 parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()
 # notes: sentences for the banner, about what the user may not expect
-kinds = gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
-notes = precision.differences_of_devices(kinds)
-notes += progress.begin(what_is_measured(config, data.digest), start.resumed, kinds[0])
+device_kinds = gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
+notes = precision.differences_of_devices(device_kinds)
+# continues at the checkpoint's step; its best loss counts only if evaluations still measure the same
+notes += progress.begin(what_is_measured(config, data.digest), start.resumed, device_kinds[0])
+# differences: settings and data that are not the checkpoint's
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 notes += differences + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device, parse_shares(shares))
@@ -222,7 +225,7 @@ optimizers = optim.make_optimizers(
     raw_model, optim.OptimizerSettings.of(config), plan.zero, plan.torch_dtype, mesh
 )
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
-if exact:
+if exact:  # how AdamW and Muon round an element must not depend on its shard
     make_steps_exact(optimizers)
 # FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast does
 is_cast = (plan.zero < 2 or exact) and plan.torch_dtype.itemsize == 2
@@ -235,7 +238,7 @@ if shares == "auto":  # before DDP, whose hooks communicate
     if len(progress.shares) != mesh.data_size:  # a resumed run keeps the shares that it began with
         progress.shares = measured_speeds(raw_model, reader.padding_batch(), autocast, ranks.device)
     reader = replace(reader, speeds=progress.shares)
-share = reader.share
+share = reader.share  # this rank's part of a step: micro-batches and their rows
 pipeline = make_pipeline(raw_model, mesh, ranks.device, plan)
 # gradient compression and islands; without either, an object that does nothing
 slow_network = make_slow_network(raw_model, mesh, plan)
@@ -253,10 +256,11 @@ logger = open_logger(recorded, progress, run_folder.owner, services)
 clock = Clock(ranks.device, nvtx=profile)
 # not known for layouts that also communicate inside the forward and backward passes
 if ranks.world_size > 1 and plan.zero < 2 and max(plan.tp, plan.cp, plan.ep) == 1:
+    # the gradient of wte is the last that the backward pass computes: then only communication is left
     clock.find_waiting(None if pipeline else raw_model.transformer.wte.weight)
 watchdog = start_watchdog.hand_over(clock, logger, saver)
 explain_crashes(watchdog, MemoryUse(out_dir, reader, first_step=progress.step))
-sampler = open_sampler(config, vocabulary, plan, ranks)  # None on ranks other than 0
+sampler = open_sampler(config, vocabulary, plan, ranks)  # None unless rank 0 has to write samples
 peak_flops, peak_source = total_peak_flops(ranks.device, plan.dtype)
 banner = Banner(
     config=config,
@@ -295,7 +299,7 @@ def save(val_loss: float | None = None) -> None:
         with exit_together(logger.failed):
             # raises if weights are not finite or the folder is a different run's; waits for the copies too
             folder_lost = saver.check(raw_model, progress.step)
-        logger.folder_lost(folder_lost)
+        logger.folder_lost(folder_lost)  # "" if it was not; a lost folder has been claimed again
         saver.start(copied, progress, scaler, val_loss)
 
 
@@ -316,7 +320,9 @@ if exact:  # gradients are added as integers, which has no order
 else:
     sums = FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
 padding = reader.padding_batch()
-keeps_gradients = settle_gradients(model, cuda_graphs, *padding, sums.loss_divisor, autocast, sums.passes)
+# DDP reorders its buckets after the first pass: without discarded passes, a resume would have other bits.
+# DDP's communication hook, for compressed or exact gradients, is attached after that
+keeps_gradients = allocate_gradients(model, cuda_graphs, *padding, sums.loss_divisor, autocast, sums.passes)
 slow_network.attach(model)
 sums.attach()
 if start.resumed:
@@ -339,6 +345,7 @@ if is_complete:
 while not is_complete:
     step, val_loss = progress.step, None
     is_logged = step % log_interval == 0
+    # a resumed pipeline draws the same dropout masks; without a pipeline, each micro-batch is seeded below
     precision.seed_step(seed, step, ranks.rank)
     lr = schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
@@ -350,9 +357,9 @@ while not is_complete:
         watchdog.armed = False  # the first evaluation compiles a separate graph
         with exit_together(evaluation_failed), slow_network.evaluated_weights(), report.traffic.paused():
             losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
-        if stop.agreed:
+        if stop.agreed:  # during the evaluation, which returned None
             break
-        train_loss, val_loss = losses  # None only after a stop
+        train_loss, val_loss = losses
         report.evaluation(train_loss, val_loss, lr, weights_digest(raw_model, mesh) if exact else "")
     if eval_only:
         break
@@ -393,11 +400,12 @@ while not is_complete:
     with clock("reduce"):  # what the backward pass leaves to do with tp, ep and pp
         sums.finish()
     with clock("clip"):
-        for part in optimizers:
-            scaler.unscale_(part)
+        for opt in optimizers:
+            scaler.unscale_(opt)
+        # with exact, two parts, each a sum without rounding; otherwise the second is 0
         grad_square, grad_square_fine = sums.norm_share()
 
-    # all ranks decide from the same numbers: the one small collective of a step
+    # all ranks decide from the same numbers: the one small collective of a step (with experts, two if logged)
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
     with clock("agree"):
         routing = take_routing(raw_model, is_logged, ranks.device)  # arrives with the numbers
@@ -412,6 +420,7 @@ while not is_complete:
                 forward_ms=clock.last("forward"),
                 stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
                 bytes_sent=report.traffic.per_step(is_logged),
+                # get_scale would wait for the GPU
                 loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
                 waiting=clock.waiting_share(),
             ),
@@ -450,13 +459,13 @@ while not is_complete:
         step_began = time.perf_counter()  # the next step does not include the report and the rollback
         continue
     model.zero_grad(set_to_none=not keeps_gradients)
-    slow_network.after_step(step)
+    slow_network.after_step(step)  # averages the weights of islands, if that is due
     clock.step()
     if profiler:  # on rank 0
         profiler.step()
 
     report.step(numbers, lr, routing)
-    logger.saved(saver.poll())
+    logger.saved(saver.poll())  # if a checkpoint in the background is complete or has failed
     watchdog.armed = True
     progress.advance()
     if stop.decide(numbers.stop):
@@ -478,7 +487,7 @@ with exit_together(logger.failed):
         raise ValueError(f"the final checkpoint could not be written to {out_dir}")
     if is_preempted and ranks.is_main and not eval_only:
         mark_preempted(run_folder, progress.step, stop.reason())
-slow_network.wait()
+slow_network.wait()  # an average in the background still uses the process group
 if exact:
     logger.print(f"weights: SHA-256 {weights_digest(raw_model, mesh)} before step {progress.step}")
 report.end(out_dir, stop if is_preempted else None, step_parts)

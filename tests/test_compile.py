@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from isogpt.nn import generation
 from isogpt.parallel import context
 from isogpt.parallel.compilation import compile_generation, compile_parts, compile_report
-from isogpt.parallel.data import replicate, settle_gradients
+from isogpt.parallel.data import allocate_gradients, replicate
 from isogpt.parallel.recompute import recompute
 from model import GPT, GPTConfig
 
@@ -223,7 +223,7 @@ def accumulated_gradients(cuda_graphs, backend):
     model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=1, n_head=2, n_embd=32, bias=False), seed=1)
     compile_parts(model, by_block=False, backend=backend)
     ids = torch.randint(0, 65, (6, 2, 64), generator=torch.Generator().manual_seed(0))
-    keeps_gradients = settle_gradients(model, cuda_graphs, ids[0], ids[0], 384.0, nullcontext())
+    keeps_gradients = allocate_gradients(model, cuda_graphs, ids[0], ids[0], 384.0, nullcontext())
     assert keeps_gradients == cuda_graphs
     for step in range(2):
         model.zero_grad(set_to_none=not keeps_gradients)

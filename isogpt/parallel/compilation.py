@@ -25,7 +25,7 @@ def compile_model(
     Args:
         by_block: compile each block and the loss separately, as FSDP requires.
         cuda_graphs: record the kernels of a forward or backward pass in a CUDA graph and launch them
-            together. Gradients must be allocated before; see `settle_gradients`.
+            together. Gradients must be allocated before; see `allocate_gradients`.
         is_exact: do not divide graphs where DistributedDataParallel's buckets are full: other layouts use no
             buckets.
 

@@ -112,7 +112,7 @@ def no_sync(model: nn.Module, adds_shards: bool = False) -> Iterator[None]:
         switch(True)
 
 
-def settle_gradients(
+def allocate_gradients(
     model: nn.Module,
     cuda_graphs: bool,
     x: Tensor,

@@ -109,7 +109,7 @@ class ExactSums:
         scaler: the scaler of the loss, whose scale is a power of two.
         loss_divisor: the loss that is differentiated is a sum over tokens, divided by the tokens of a step.
         loss_weight: the weight of this rank's loss in the mean over all ranks, the loss of the batch.
-        passes: see data.settle_gradients.
+        passes: see data.allocate_gradients.
     """
 
     wrapped: nn.Module

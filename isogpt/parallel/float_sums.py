@@ -24,7 +24,7 @@ class FloatSums:
         loss_divisor: the loss that is differentiated is a sum over tokens, divided by this number. So the
             mean over the ranks of an island is the mean over the island's tokens.
         loss_weight: the weight of this rank's loss in the mean over all ranks, the loss of the batch.
-        passes: see data.settle_gradients.
+        passes: see data.allocate_gradients.
     """
 
     model: nn.Module  # wrapped with DistributedDataParallel if this is used
