@@ -477,8 +477,8 @@ is_preempted = stop.agreed != 0 and progress.step <= max_iters
 step_parts = over_ranks(gather_objects(clock.medians()))
 if stop.agreed and save_checkpoint and progress.step != saver.step:
     save()
+logger.saved(saver.wait_together())
 if report.steps_taken:
-    logger.saved(saver.wait_together())
     report.done()  # the summary and the plot
     if ranks.is_main and (command := how_to_sample(out_dir, dataset, vocabulary)):
         logger.print(command)
