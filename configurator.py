@@ -27,7 +27,7 @@ from tokenize import COMMENT
 from typing import Any, NoReturn
 
 from isogpt.common import console
-from isogpt.launch.foreign_settings import advice_for, settings_in
+from isogpt.launch.foreign_settings import PER_GPU, advice_for, settings_in
 
 Value = int | float | bool | str
 
@@ -407,8 +407,10 @@ def _not_python(config: str, path: str | None, known: dict[str, Setting]) -> str
     A sentence about a config in the format of a different tool, with some of the settings as they are written
     here.
     """
-    assignments = list(dict.fromkeys(_assignments_in(path, known))) if path else []
-    shown = ", ".join(assignments[:6]) or "batch_size = 32"
+    assignments = list(dict.fromkeys(_assignments_in(path, known)))[:6] if path else []
+    shown = ", ".join(assignments) or "batch_size = 32"
+    if any(line.startswith("gradient_accumulation_steps ") for line in assignments):
+        shown += f"; gradient_accumulation_steps counts {PER_GPU}"
     stem = os.path.splitext(os.path.basename(config))[0]
     return f"{config}: a config is a Python file: write the settings to {stem}.py, such as {shown}"
 

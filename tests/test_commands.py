@@ -103,6 +103,9 @@ def test_a_command_of_the_docs_samples(zygote, folder, command):
     args = [re.sub(r"--start=.*", "--start=A", arg) for arg in args]  # a text of the tiny data set
     if not any(arg.startswith(("--init_from=", "--out_dir=")) for arg in args):
         args += ["--out_dir=out"]
+    out = next((arg.partition("=")[2] for arg in args if arg.startswith("--out_dir=")), "out")
+    if not (folder / out).exists():
+        shutil.copytree(folder / "out", folder / out)
     args += ["--max_new_tokens=5", "--device=cpu"]
     run = zygote.start(args, folder, processes_of(command), script="sample.py").wait()
     assert "A" in run.samples()

@@ -59,6 +59,12 @@ TRIALS = {
     "--diloco": "--islands=2 --local_steps=50",
     "--diloco.inner_steps 100": "--islands=2 --local_steps=100",
     "--output_dir 'my runs'": "--out_dir='my runs'",
+    "--fsdp_offload_params true": "--zero=3 --cpu_offload=True",
+    "--fsdp_offload_params false": "--cpu_offload=False",
+    "--offload_optimizer_device none": "--cpu_offload=False",
+    "--wandb_mode=offline": "--wandb_log=True",
+    "--wandb_mode=disabled": "--wandb_log=False",
+    "--lr_scheduler_type=constant_with_warmup": "--lr_schedule=wsd --cooldown_iters=1",
 }
 
 
@@ -116,6 +122,10 @@ def test_the_table_contains_no_name_twice_and_no_setting_of_train():
             "an option of the launcher stands before the script: torchrun --nnodes=2 ... train.py",
         ),
         ("--find_unused_parameters", "not needed: each step uses all parameters, and there are no buffers"),
+        (
+            "--do_eval",
+            "not needed: a run evaluates at each eval_interval; without training: --eval_only=True",
+        ),
         ("--momentu=1", ""),
         ("--deepseed", ""),
         ("--zzz", ""),
@@ -208,6 +218,15 @@ def test_deepspeeds_config_is_read_for_the_advice(tmp_path, monkeypatch, capsys)
     assert unapplied_settings(accepted("train.py"), env).endswith("type --zero=2")
     line = said(capsys, "train.py", "--deepspeed_config", "ds.json")
     assert line.endswith("to ds.py, such as zero = 3, dtype = 'bfloat16', grad_clip = 0.5")
+
+
+def test_a_number_for_each_gpu_in_a_config_is_not_copied_without_a_word(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}))
+    line = said(capsys, "train.py", "ds.json")
+    end = "multiply a number for each GPU by the number of GPUs"
+    assert "such as gradient_accumulation_steps = 4, grad_clip = 0.5; gradient_accumulation_steps" in line
+    assert line.endswith(f" counts over all processes: {end}")
 
 
 def test_the_warning_is_printed_once(monkeypatch, capsys):

@@ -140,6 +140,7 @@ ROWS = (
                 "wsd": "--lr_schedule=wsd --cooldown_iters=1000",
                 "warmup_stable_decay": "--lr_schedule=wsd --cooldown_iters=1000",
                 "constant": "--decay_lr=False",
+                "constant_with_warmup": "--lr_schedule=wsd --cooldown_iters=1",
             },
         ),
     ),
@@ -311,7 +312,7 @@ ROWS = (
         "offload offload_params fsdp_offload_params offload_param offload_optimizer offload_param_device "
         "offload_optimizer_device offload_param.device offload_optimizer.device enable_cpu_offload "
         "fsdp_cpu_offload zero_offload",
-        Advice("--zero=3 --cpu_offload=True"),
+        Advice("--zero=3 --cpu_offload=True", values=dict.fromkeys(OFF, "--cpu_offload=False")),
     ),
     (
         "auto_wrap_policy fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap "
@@ -435,7 +436,11 @@ ROWS = (
         "eval.max_iters eval_batches val_steps validation_steps max_eval_steps limit_val_batches val_batches",
         Advice("--eval_iters={}", "200"),
     ),
-    ("do_eval eval evaluate evaluation", Advice("--eval_only=True")),
+    (
+        "do_eval",
+        Advice(why="not needed: a run evaluates at each eval_interval; without training: --eval_only=True"),
+    ),
+    ("eval evaluate evaluation", Advice("--eval_only=True")),
     ("do_train train", Advice(why="not needed: this script trains")),
     (
         "use_wandb wandb with_wandb enable_wandb log_wandb log_to_wandb",
@@ -457,7 +462,9 @@ ROWS = (
     (
         "wandb_entity wandb_mode wandb_group",
         Advice(
-            "--wandb_log=True", why="wandb reads the rest from variables such as WANDB_ENTITY, WANDB_MODE"
+            "--wandb_log=True",
+            why="wandb reads the rest from variables such as WANDB_ENTITY, WANDB_MODE",
+            values={"disabled": "--wandb_log=False"},
         ),
     ),
     (
