@@ -22,6 +22,11 @@ for argument in "$@"; do
         --out_dir="~"/*) out=$HOME/${argument#--out_dir="~"/} ;; # as train.py reads it
         --out_dir=*) out=${argument#--out_dir=} ;;
         --init_from=auto*) start=$argument ;; # auto:gpt2-xl: the first start uses these weights
+        --init_from=resume) ;;
+        --init_from=*)
+            echo "error: slurm.sh: $argument: a job that was requeued has to resume, so type --init_from=auto:${argument#*=} to start from weights, or leave --init_from out" >&2
+            exit 2
+            ;;
     esac
 done
 if [ -z "${out:-}" ]; then

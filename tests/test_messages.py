@@ -1228,6 +1228,9 @@ def test_messages_of_slurm_sh(at):
         "complete\n"
     )
     assert run.returncode == 2 and run.stderr == text
+    weights = [*command, "--out_dir=out", "--init_from=gpt2-xl"]
+    run = subprocess.run(weights, env=env, capture_output=True, text=True)
+    assert run.returncode == 2 and "type --init_from=auto:gpt2-xl to start from weights" in run.stderr
     run = subprocess.run([*command, "--out_dir=out"], env=env, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", (
         run.stderr
