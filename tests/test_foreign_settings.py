@@ -27,6 +27,7 @@ TRIALS = {
     "--distributed": "--nproc=2",
     "--use_wandb": "--wandb_log=True",
     "--report_to none": "--wandb_log=False",
+    "--no_wandb": "--wandb_log=False",
     "--train_data_path texts/a": "--dataset=texts/a",
     "--max_grad_norm 0.5": "--grad_clip=0.5",
     "--mixed_precision bf16": "--dtype=bfloat16",

@@ -446,6 +446,11 @@ ROWS = (
         "use_wandb wandb with_wandb enable_wandb log_wandb log_to_wandb",
         Advice("--wandb_log=True", values=without("--wandb_log=True", "--wandb_log=False")),
     ),
+    ("no_wandb disable_wandb", Advice("--wandb_log=False", values={v: "--wandb_log=True" for v in OFF})),
+    (
+        "use_lora lora lora_r lora_rank lora_alpha use_peft use_qlora qlora load_in_8bit load_in_4bit",
+        Advice(why="not here, see docs/questions.md: all weights are trained, in float32"),
+    ),
     (
         "report_to log_with logger logger_name tracker with_tracking",
         Advice(
