@@ -117,7 +117,7 @@ def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
 def test_a_second_sigint_exits_at_once_and_keeps_the_checkpoints(faulty, zygote, work):
     args = ["--out_dir=out", "--save_interval=5", "--init_from=auto", "--max_iters=20"]
     run = faulty(args, WAIT=[[12, 0]])
-    assert run.until(lambda text: "waiting" in text)
+    assert run.until(lambda text: "held by the test" in text)
     wait_for((work / "out" / "step_00000010" / "manifest.json").exists)  # written in the background
     end = time.monotonic() + 20
     # one within a second of the first counts as the same Ctrl-C
@@ -279,7 +279,7 @@ def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
     zygote.train([*args, "--max_iters=9"], work)
     args += ["--init_from=resume", "--max_iters=14"]
     run = faulty(args, NAN=[[s, 0] for s in (11, 12, 13)], WAIT=[[10, 0]], SIGTERM=[9, 0], REPORT_S=1e6)
-    assert run.until(lambda text: "waiting" in text)
+    assert run.until(lambda text: "held by the test" in text)
     with open(work / "out" / "step_00000010" / "ckpt.pt", "r+b") as f:
         f.seek(5000)
         f.write(b"damaged")
@@ -460,7 +460,7 @@ def test_alert_command_gets_a_line_of_json_for_each_event(faulty, work):
 def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote, work):
     args = ["--out_dir=out", "--save_interval=5", "--max_iters=20", "--init_from=auto"]
     first = faulty(args, WAIT=[[12, 0]])
-    assert first.until(lambda text: "waiting" in text)
+    assert first.until(lambda text: "held by the test" in text)
     # it is written in the background, and reported only after step 12
     wait_for(lambda: (work / "out/step_00000010/manifest.json").exists())
     zygote.start([*TINY, *args], work).wait()
@@ -517,7 +517,7 @@ def test_a_failed_rank_is_noticed_without_the_backend(faulty, work, kind):
     """
     env = {"WAIT": [[7, 0], [7, 2]]} | ({"CRASH": [7, 1]} if kind == "crashed" else {})
     run = faulty(["--out_dir=out"], 3, **env)
-    assert run.until(lambda text: text.count("waiting") == 2)
+    assert run.until(lambda text: text.count("held by the test") == 2)
     if kind == "killed":
         run.kill([1])
     assert run.gone(within=15 + 5), "15 s, and 5 for a busy machine"
