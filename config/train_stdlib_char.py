@@ -1,5 +1,5 @@
 # A first training run: a small character-level GPT on the source code of Python's standard library, with a
-# modern recipe (docs/recipes.md). It takes a minute and a half on two CPU cores. The validation split
+# modern recipe (docs/recipes.md). It takes two minutes on two CPU cores. The validation split
 # contains other files than the training split: the validation loss is higher, also without overfitting.
 # $ python data/stdlib_char/prepare.py && python train.py config/train_stdlib_char.py
 
