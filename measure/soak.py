@@ -27,7 +27,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from runs import REPO, TINY, Zygote, children, column, free_port, records, steps_in, tiny_data, wait_for
+from runs import (
+    REPO,
+    TINY,
+    Zygote,
+    children,
+    column,
+    free_port,
+    is_served,
+    records,
+    steps_in,
+    tiny_data,
+    wait_for,
+)
 
 from isogpt.checkpoint.search import newest_checkpoint
 
@@ -217,7 +229,8 @@ def shrink(zygote, work, say=lambda *_: None):
         "--rdzv-backend=c10d",
         "--rdzv-id=shrink",
     ]
-    agent_args += [f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    port = free_port()
+    agent_args += [f"--rdzv-endpoint=127.0.0.1:{port}"]
     agent_args += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
     with open(work / "log", "w") as log:
 
@@ -225,7 +238,7 @@ def shrink(zygote, work, say=lambda *_: None):
             return torchrun(work, [*args, "--out_dir=shrunk", "--init_from=auto"], agent_args, log)
 
         agents = [start()]
-        wait_for(lambda: "rdzv" in (work / "log").read_text() or time.sleep(0.1) or True, 5)
+        wait_for(lambda: is_served(port))  # by the first agent, which is not killed
         agents += [start() for _ in range(3)]
         took = []
         for victim, at in ((3, 40), (2, 120)):

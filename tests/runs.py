@@ -68,6 +68,12 @@ def free_port():
             return port
 
 
+def is_served(port):
+    """Whether a process listens on this port."""
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
 class Run:
     """The processes of one run; `outs` are the files with each rank's output."""
 

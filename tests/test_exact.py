@@ -17,6 +17,7 @@ from runs import (
     children,
     column,
     free_port,
+    is_served,
     records,
     script_that_fails,
     steps_in,
@@ -168,7 +169,8 @@ def test_torchrun_with_4_then_2_then_3_agents_ends_with_the_weights_of_one_proce
     args += ["--max_iters=800", "--lr_decay_iters=800", "--eval_interval=400", "--dist_timeout_s=60"]
     zygote.train([*args, "--out_dir=one"], work, timeout=600)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:4", "--nproc_per_node=1"]
-    torchrun += ["--max-restarts=10", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    port = free_port()
+    torchrun += ["--max-restarts=10", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     torchrun += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
     command = [*torchrun, str(REPO / "train.py"), *TINY, *args, "--out_dir=killed", "--init_from=auto"]
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
@@ -183,8 +185,8 @@ def test_torchrun_with_4_then_2_then_3_agents_ends_with_the_weights_of_one_proce
             agents.append(subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=env))
 
         try:
-            join()  # the first agent serves the rendezvous
-            wait_for(lambda: children(agents[0].pid) or agents[0].poll() is None)
+            join()
+            wait_for(lambda: is_served(port))  # by the first agent, which is not killed
             for _ in range(3):
                 join()
             wait_for(lambda: steps_in(killed) >= 40, 180)
