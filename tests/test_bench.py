@@ -39,6 +39,7 @@ def check_split(report, processes):
     assert report["limits"]["matmul_ratio"] > 0 and report["limits"]["copy_gb_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_report_of_one_work_with_its_trace(zygote, work):
     """The split, the limits, the JSON and, however few the steps, the trace and its table of operators."""
     text, found = bench(zygote, work, *TINY, "--profile=True", "--steps=1")

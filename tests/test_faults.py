@@ -179,6 +179,7 @@ if os.environ["RANK"] == "1":
 """
 
 
+@pytest.mark.slow
 def test_ranks_with_folders_of_their_own(zygote, work):
     """Shards would be in several folders; a checkpoint that rank 0 writes can be written, but not resumed."""
     (work / "own.py").write_text(OWN)

@@ -268,6 +268,7 @@ def test_known_gpus_are_found_by_name(monkeypatch):
     assert hardware_of(torch.device("cuda"), "bfloat16", 8) == replace(HARDWARE["h100"], memory_gb=85)
 
 
+@pytest.mark.slow
 def test_train_takes_the_fastest_layout_and_keeps_it(zygote, work):
     """
     Two processes plan, a restart keeps the layout, and other numbers of processes plan again; one curve.

@@ -339,6 +339,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_what_is_sent_is_what_the_formulas_say(zygote, shared_work):
     (shared_work / "formulas.py").write_text(FORMULAS.format(repo=str(REPO)))
     run = zygote.start([], shared_work, 3, script="formulas.py", repo=shared_work).wait()

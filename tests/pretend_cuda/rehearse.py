@@ -141,7 +141,7 @@ WAITS = {
     "2 ep zero 3": (3, TOKENS),
     "2 powersgd": (
         22,
-        "PyTorch's PowerSGD hook draws its matrices on the CPU; 2 after the first compressed step",
+        "PyTorch's PowerSGD hook draws the matrices on the CPU; 2 after the first compressed step",
     ),
 }
 # what `pytest` runs; `pytest -m slow` runs the others
