@@ -13,15 +13,16 @@ ENOUGH_STEPS = 10  # before, the time left would be a guess
 
 @dataclass
 class Smoothed:
-    """The mean of values with weights that decrease by a twentieth with each newer value."""
+    """The mean of values, whose weights are multiplied by `keep` with each newer value."""
 
+    keep: float = 0.95
     total: float = 0.0
     weight: float = 0.0
 
     def add(self, value: float) -> float:
         """Add a value; returns the mean so far."""
-        self.total = 0.95 * self.total + value
-        self.weight = 0.95 * self.weight + 1
+        self.total = self.keep * self.total + value
+        self.weight = self.keep * self.weight + 1
         return self.total / self.weight
 
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from isogpt.common.files import read_records, write_whole
+from isogpt.monitor.pace import Smoothed
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import METRICS
 
@@ -38,17 +39,14 @@ def smoothed(points: Points) -> Points:
     """
     The mean of each point and the points before it, with weights that halve every fortieth of the points.
     """
-    keep, total, weight, found = 0.5 ** (40 / len(points)), 0.0, 0.0, []
-    for step, loss in points:
-        total, weight = keep * total + loss, keep * weight + 1
-        found.append((step, total / weight))
-    return found
+    mean = Smoothed(keep=0.5 ** (40 / len(points)))
+    return [(step, mean.add(loss)) for step, loss in points]
 
 
 def mean_losses(steps: list[dict]) -> Points:
     """
-    The mean loss of the steps between two logged steps, in the middle between them. Lines of earlier versions
-    contain no mean: then the loss of the logged step.
+    The mean loss of the steps between two logged steps, in the middle between them. Where the mean is not
+    known, the loss of the logged step.
     """
     found, before = [], None
     for record in steps:
