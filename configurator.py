@@ -20,14 +20,14 @@ import textwrap
 import time
 import tokenize
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from tokenize import COMMENT
 from typing import Any, NoReturn
 
 from isogpt.common import console
-from isogpt.launch.foreign_settings import PER_GPU, advice_for, settings_in
+from isogpt.launch.foreign_files import pairs_in
+from isogpt.launch.foreign_settings import OFF, ON, PER_GPU, UNSET, advice_for, settings_in
 
 Value = int | float | bool | str
 
@@ -163,6 +163,7 @@ def configure(
     arguments = _normalized(arguments, known)
     if argv is None:
         sys.argv[1:] = arguments
+    arguments = _without_switches(arguments, known)
     final = {name: script_globals.get(name, setting.default) for name, setting in own.items()}
     findings = Findings()
     for argument in arguments:
@@ -258,27 +259,49 @@ def _normalized(arguments: list[str], settings: dict[str, Setting]) -> list[str]
         is_config = name == "config" and not setting
         kind = str if is_config else setting.kind if setting else None
         is_number = kind not in (str, None)
-        if not equals and rest[:1] == ["="] and len(rest) > 1 and _is_value(rest[1], kind):
+        if not equals and rest[:1] == ["="] and len(rest) > 1 and _is_value(rest[1], kind, name):
             rest.pop(0)
         elif not equals and is_number and rest and rest[0].startswith("="):
             rest[0] = rest[0][1:]
         lacks_value = not equals or (is_number and not text)
-        if lacks_value and rest and _is_value(rest[0], kind):
+        if lacks_value and rest and _is_value(rest[0], kind, name):
             equals, text = "=", rest.pop(0)
+            while kind in (None, bool) and rest and advice_for(name) and _is_word(rest[0]):
+                text = f"{text} {rest.pop(0)}"  # --report_to wandb tensorboard
         elif not equals and kind is bool:
             equals, text = "=", "True"
         rewritten.append(text if is_config and text else f"{dashes}{name}{equals}{text}")
     return rewritten
 
 
-def _is_value(text: str, kind: type | None) -> bool:
+def _is_value(text: str, kind: type | None, name: str) -> bool:
     """
-    Whether `text`, the argument after `--key`, is the value of `key`. `kind` is the setting's type, None if
-    unknown.
+    Whether `text`, the argument after `--name`, is the value. `kind` is the setting's type, None if unknown.
     """
     if kind is bool:
-        return text.lower() in BOOLS
+        is_foreign = bool(advice_for(name)) and _is_word(text)  # --fsdp 'full_shard auto_wrap'
+        return text.lower() in (*BOOLS, *ON, *OFF) or is_foreign
     return not text.startswith("--") and (kind is str or not text.endswith(".py"))
+
+
+def _is_word(text: str) -> bool:
+    """
+    Whether an argument can only be a value: not an option, an assignment, or the name or the path of a file.
+    `full_shard auto_wrap`, transformers' value of --fsdp, is a word too.
+    """
+    is_number = re.fullmatch(r"[\d.]+(e[-+]?\d+)?", text) is not None
+    is_name = not text.startswith(tuple(DASHES)) and not re.search(r"[=./\\]", text)
+    return (is_name or is_number) and not os.path.exists(text)
+
+
+def _without_switches(arguments: list[str], known: dict[str, Setting]) -> list[str]:
+    """
+    Leave out switches of other tools if the value of a different option says more. DeepSpeed's launcher
+    passes on `--deepspeed --deepspeed_config ds.json`.
+    """
+    advice = {it: advice_for(name) for it in arguments for dashes, name, *_ in [_split(it)] if dashes}
+    told = [found for it, found in advice.items() if found and "=" in it and it.lower().endswith(ENDINGS)]
+    return [it for it in arguments if "=" in it or _split(it)[1] in known or advice.get(it) not in told]
 
 
 def _in_home(path: str) -> str:
@@ -300,7 +323,7 @@ def _from_option(argument: str, known: dict[str, Setting], findings: Findings) -
         try:
             return {name: _parse(text, kind)}
         except (ValueError, OverflowError, SyntaxError):
-            meant = _foreign(name, text, known) if kind is bool else ""  # --fsdp=full_shard
+            meant = _foreign(name, text, known) if kind is bool and text else ""  # --fsdp=full_shard
             problem = f"--{name}={text!r}: not {WANTED[kind]}{meant}"
     elif name == "config":
         problem = "--config: missing value; type --config=FILE.py, or only FILE.py"
@@ -353,7 +376,8 @@ def _from_config(
     plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not visible.get(name)}
     for name in sorted(plain - current.keys() - read):
         nearest = difflib.get_close_matches(name, current, 1, 0.85)
-        foreign = _assignments(name, str(namespace[name]), known)
+        meanings = _settings_for(name, str(namespace[name]), known)
+        foreign = [f"{key} = {value!r}" for key, value in meanings.items()]
         if (nearest or foreign) and not name.startswith("_"):
             meant = f"did you mean {nearest[0]}?" if nearest else f"write {', '.join(foreign)}"
             findings.notes.append(f"{config}: {name} is not used: no such setting; {meant}")
@@ -404,47 +428,67 @@ def _assigns_nothing(tree: ast.Module, known: dict[str, Setting]) -> list[str]:
 
 def _not_python(config: str, path: str | None, known: dict[str, Setting]) -> str:
     """
-    A sentence about a config in the format of a different tool, with some of the settings as they are written
-    here.
+    A sentence about a config in the format of a different tool, with all of the settings that this script
+    contains too, and the names of the others.
     """
-    assignments = list(dict.fromkeys(_assignments_in(path, known)))[:6] if path else []
-    shown = ", ".join(assignments) or "batch_size = 32"
-    if any(line.startswith("gradient_accumulation_steps ") for line in assignments):
-        shown += f"; gradient_accumulation_steps counts {PER_GPU}"
+    found, others = _translated(path, known) if path else ({}, [])
     stem = os.path.splitext(os.path.basename(config))[0]
-    return f"{config}: a config is a Python file: write the settings to {stem}.py, such as {shown}"
+    lines = [f"{name} = {value!r}" for name, value in found.items()]
+    text = f"{config}: a config is a Python file"
+    if found:
+        typed = " ".join(f"--{name}={_typed(value)}" for name, value in found.items())
+        text += f": type {typed}, or write {stem}.py with lines such as {lines[0]}"
+    else:
+        text += f": write {stem}.py with lines such as batch_size = 32"
+    if "gradient_accumulation_steps" in found:
+        text += f"; gradient_accumulation_steps counts {PER_GPU}"
+    if others:
+        text += f"; not translated ({len(others)}): {', '.join(others)}"
+    return text
 
 
-def _assignments_in(path: str, known: dict[str, Setting]) -> Iterator[str]:
-    """Yield lines such as `zero = 2` for the settings that a YAML, JSON, TOML or INI file contains."""
+def _translated(path: str, known: dict[str, Setting]) -> tuple[dict[str, Value], list[str]]:
+    """
+    The settings that a YAML, JSON, TOML or INI file contains, as they are called here, and the names that
+    have no translation.
+    """
     with open(path, encoding="utf-8", errors="replace") as file:
-        text = file.read()
-    try:
-        pairs = list(_flat(json.loads(text)))
-    except ValueError:
-        pairs = re.findall(r"""^\s*["']?([\w.]+)["']?\s*[:=]\s*([^\s#{\[][^#\n]*)""", text, re.M)
+        pairs = pairs_in(file.read())
+    off, implied, exact, order, others = {}, {}, {}, {}, []
     for name, value in pairs:
-        yield from _assignments(name, value.strip(" \t,'\""), known)
+        settings = _settings_for(name, value, known)
+        order |= settings
+        if not settings:
+            others.append(name)
+        elif value.lower() in OFF:  # DeepSpeed's files may switch fp16 on and bf16 off, or the reverse
+            off = settings | off
+        elif len(settings) > 1:  # an offload implies a stage of ZeRO; the file may contain the stage too
+            implied |= settings
+        else:
+            exact |= settings
+    found = order | off | implied | exact
+    if "zero" in found:  # more exact than fsdp; both are refused together
+        found.pop("fsdp", None)
+    return found, list(dict.fromkeys(others))
 
 
-def _assignments(name: str, value: str, known: dict[str, Setting]) -> list[str]:
-    """The lines of a config, such as `zero = 2`, for a setting of this or of a different tool."""
-    options = [f"--{name}={shlex.quote(value)}"] if name in known else []
-    options += [advice.options(value) for advice in advice_for(name)]
-    options = [text for text in options if text and known.keys() >= set(settings_in(text))]
-    taken, findings = {}, Findings()
-    for word in shlex.split(options[0]) if options and value != "auto" else ():
-        taken |= _from_option(word, known, findings)
-    return [] if findings.problems else [f"{key} = {setting!r}" for key, setting in taken.items()]
-
-
-def _flat(content: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values in nested dicts, by names such as zero_optimization.stage."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            yield from _flat(value, f"{name}.{key}".lstrip("."))
-    elif name and not isinstance(content, list):
-        yield name, str(content)
+def _settings_for(name: str, value: str, known: dict[str, Setting]) -> dict[str, Value]:
+    """
+    The settings of this script that stand for a setting of this or of a different tool; empty if there are
+    none, or if they would only be an example.
+    """
+    last = name.rpartition(".")[2]  # litgpt's train.save_interval
+    advice = [it for it in advice_for(name) if known.keys() >= set(settings_in(it.options(value)))]
+    options = [it.options(value) for it in advice if it.translates(value)]
+    if last in known and (name in known or not advice) and value.lower() not in UNSET:
+        options = [f"--{last}={shlex.quote(value)}", *options]
+    for typed in options:
+        settings, findings = {}, Findings()
+        for word in shlex.split(typed):
+            settings |= _from_option(word, known, findings)
+        if settings and not findings.problems:
+            return settings
+    return {}
 
 
 def _is_utf8(path: str) -> bool:
@@ -472,6 +516,10 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
     if name in known and (dashes or equals):
         value = shlex.quote(text) if equals else "VALUE"
         problem = f"command line: {config}: type --{name}={value}"
+        if equals and text:
+            refused = Findings()
+            _from_option(f"--{name}={text}", known, refused)
+            problem = next(iter(refused.problems), problem)
     elif dashes and name == "help":
         problem = f"command line: {config}: type --help"
     elif dashes or (equals and not config.endswith(".py")):
@@ -553,12 +601,15 @@ def _foreign(name: str, text: str, settings: dict[str, Setting]) -> str:
         options = advice.options(text)
         if not settings.keys() >= set(settings_in(options)):
             continue
+        if advice.is_left_out(text):
+            return "; leave this option out"
         problems = Findings()
         for word in shlex.split(options):
             _from_option(word, settings, problems)
         if problems.problems:  # a value that only the different tool knows
             options = advice.options("")
-        if text.lower().endswith(ENDINGS) and os.path.isfile(text):  # --deepspeed_config=ds.json
+        is_file = text.lower().endswith(ENDINGS) and os.path.isfile(text)
+        if is_file and _translated(text, settings)[0]:  # --deepspeed_config=ds.json
             return f"; {_not_python(text, text, settings)}"
         if not options:
             return f"; {advice.why}"

@@ -373,27 +373,35 @@ def test_what_was_meant_by_a_word(script, capsys, arguments, said):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "said", "others"),
     [
-        ("ds.json", '{"zero": {"stage": 2}, "max_iters": 5, "lr": "auto"}', "such as max_iters = 5"),
-        ("c.yaml", "seed: 7\nmax_steps: 5  # steps\nother: 3\n", "such as seed = 7, max_iters = 5"),
-        ("c.toml", 'seed = 7\ndevice = "cpu"\n[training]\n', "such as seed = 7, device = 'cpu'"),
-        ("C.YML", "list: [1]", "such as batch_size = 32"),
-        ("missing.cfg", None, "such as batch_size = 32"),
+        (
+            "ds.json",
+            '{"zero": {"stage": 2}, "max_iters": 5, "lr": "auto"}',
+            "--max_iters=5",
+            "zero.stage, lr",
+        ),
+        ("c.yaml", "seed: 7\nmax_steps: 5  # steps\nother: 3\n", "--seed=7 --max_iters=5", "other"),
+        ("c.toml", 'seed = 7\ndevice = "cpu"\n[training]\n', "--seed=7 --device=cpu", ""),
+        ("a.ini", "[run]\nseed = 7\ndevice = the cpu\n", "--seed=7 --device='the cpu'", ""),
+        ("C.YML", "list: [1]", "", "list"),
+        ("missing.cfg", None, "", ""),
     ],
 )
-def test_configs_of_other_tools_are_refused(script, capsys, name, text, said):
-    """The message contains settings of the file in the form of a config, which is accepted."""
+def test_configs_of_other_tools_are_refused(script, capsys, name, text, said, others):
+    """The message contains the file's settings as options, which are accepted, and a line of a config."""
     if text is not None:
         config_file(text, name)
-    extra = {"lr_decay_iters": Setting("lr_decay_iters", 5, "x", "run")}
-    extra = extra if "max_steps" in (text or "") else {}
+    extra = {"lr_decay_iters": Setting("lr_decay_iters", 5, "x", "run")} if name == "c.yaml" else {}
+    said += " --lr_decay_iters=5" if extra else ""
     stem = name.partition(".")[0]
     line = problem(capsys, script, name, extra=extra)
-    start = f"error: train.py: {name}: a config is a Python file: write the settings to {stem}.py, {said}"
-    assert line == start + (", lr_decay_iters = 5" if extra else "")
-    config_file(line.partition("such as ")[2].replace(", ", "\n"), f"{stem}.py")
-    assert run(script, f"{stem}.py", extra=extra) != DEFAULTS
+    start = f"error: train.py: {name}: a config is a Python file: {f'type {said}, or ' if said else ''}"
+    assert line.startswith(f"{start}write {stem}.py with lines such as ")
+    line, _, named = line.partition("; not translated ")
+    assert named == (f"({len(others.split())}): {others}" if others else "")
+    config_file(line.partition("such as ")[2], f"{stem}.py")
+    assert run(script, f"{stem}.py", *shlex.split(said), extra=extra) != DEFAULTS
 
 
 def test_an_annotation_without_a_value_is_an_error(script, capsys):

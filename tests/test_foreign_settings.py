@@ -54,6 +54,17 @@ TRIALS = {
     "--sharding_strategy FULL_SHARD": "--zero=3",
     "--fsdp_sharding_strategy SHARD_GRAD_OP": "--zero=2",
     "--fsdp='full_shard auto_wrap'": "--zero=3",
+    "--fsdp 'full_shard auto_wrap'": "--zero=3",
+    "--fsdp full_shard auto_wrap": "--zero=3",
+    "--fsdp full_shard": "--zero=3",
+    "--fsdp=full_shard": "--zero=3",
+    "-fsdp full_shard": "--zero=3",
+    "--fsdp 'shard_grad_op offload'": "--zero=2 --cpu_offload=True",
+    "--fsdp 'full_shard offload auto_wrap'": "--zero=3 --cpu_offload=True",
+    "--fsdp 'hybrid_shard auto_wrap'": "--zero=3 --dp_replicate=2",
+    "--deepspeed none.json": "--zero=2",
+    "--report_to wandb tensorboard": "--wandb_log=True --tensorboard_log=True",
+    "--betas 0.9 0.95": "--beta1=0.9 --beta2=0.95",
     "--use_linear_scaling": "--lr_scaling=linear --base_batch=480",
     "--diloco_workers 4": "--islands=4 --local_steps=50",
     "--diloco.num_workers=4": "--islands=4 --local_steps=50",
@@ -75,11 +86,16 @@ def parsed_once(monkeypatch):
     monkeypatch.setattr("configurator.settings_of", lambda path: SCRIPTS[Path(path).name])
 
 
-def said(capsys, script, *args):
-    """The one line with which a script refuses arguments."""
+def refusals(capsys, *args, script="train.py"):
+    """The lines with which a script refuses arguments."""
     with pytest.raises(SystemExit):
         accepted(script, *args)
-    (line,) = capsys.readouterr().err.splitlines()
+    return capsys.readouterr().err.splitlines()
+
+
+def said(capsys, script, *args):
+    """The one line with which a script refuses arguments."""
+    (line,) = refusals(capsys, *args, script=script)
     return line
 
 
@@ -127,6 +143,8 @@ def test_the_table_contains_no_name_twice_and_no_setting_of_train():
             "--do_eval",
             "not needed: a run evaluates at each eval_interval; without training: --eval_only=True",
         ),
+        ("--use_fsdp=False", "leave this option out"),
+        ("--fsdp_config=none.json", "not needed with --zero=2 or 3: each block is sharded, from the start"),
         ("--momentu=1", ""),
         ("--deepseed", ""),
         ("--zzz", ""),
@@ -137,6 +155,34 @@ def test_nothing_to_type(typed, end, capsys):
     name = typed.partition("=")[0]
     line = said(capsys, "train.py", typed)
     assert line == f"error: train.py: command line: {name}: no such setting" + (f"; {end}" if end else "")
+
+
+def test_a_value_after_a_space_is_named(capsys):
+    line = said(capsys, "train.py", "--fsdp", "full_shard auto_wrap", "--max_iters=5")
+    found = "error: train.py: command line: --fsdp='full_shard auto_wrap': not True or False"
+    assert line == f"{found}; type --zero=3"
+    assert said(capsys, "train.py", "--compile", "off").endswith("--compile='off': not True or False")
+    assert said(capsys, "train.py", "--fsdp", "").endswith("--fsdp='': not True or False")
+
+
+def test_a_config_after_a_switch_is_not_the_switchs_value(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("plain").write_text("seed = 7")
+    for config in ("plain", "config/train_shakespeare_char.py"):
+        config = accepted("train.py", "--fsdp", config)
+        assert config["fsdp"] and (config["seed"], config["dataset"]) != (1337, "openwebtext")
+
+
+def test_what_deepspeeds_launcher_passes_on_is_one_problem(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    line = said(capsys, "train.py", "--deepspeed", "--deepspeed_config", "ds.json")
+    assert line.startswith("error: train.py: command line: --deepspeed_config: no such setting; ds.json: ")
+    assert line == said(capsys, "train.py", "--deepspeed_config=ds.json")
+    (fsdp, config) = refusals(capsys, "--fsdp", "full_shard auto_wrap", "--fsdp_config", "ds.json")
+    assert fsdp.endswith("type --zero=3") and "--fsdp_config: no such setting; ds.json: " in config
+    (first, second) = refusals(capsys, "--deepspeed", "--zzz=ds.json")
+    assert "type --zero=2" in first and second.endswith("--zzz: no such setting")
 
 
 def test_the_scripts_have_different_advice(capsys):
@@ -218,7 +264,8 @@ def test_deepspeeds_config_is_read_for_the_advice(tmp_path, monkeypatch, capsys)
     env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "none.json"
     assert unapplied_settings(accepted("train.py"), env).endswith("type --zero=2")
     line = said(capsys, "train.py", "--deepspeed_config", "ds.json")
-    assert line.endswith("to ds.py, such as zero = 3, dtype = 'bfloat16', grad_clip = 0.5")
+    advice = "type --zero=3 --dtype=bfloat16 --grad_clip=0.5, or write ds.py with lines such as zero = 3"
+    assert line.endswith(f"{advice}; not translated (1): train_micro_batch_size_per_gpu")
 
 
 def test_a_number_for_each_gpu_in_a_config_is_not_copied_without_a_word(tmp_path, monkeypatch, capsys):
@@ -226,8 +273,86 @@ def test_a_number_for_each_gpu_in_a_config_is_not_copied_without_a_word(tmp_path
     Path("ds.json").write_text(json.dumps({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}))
     line = said(capsys, "train.py", "ds.json")
     end = "multiply a number for each GPU by the number of GPUs"
-    assert "such as gradient_accumulation_steps = 4, grad_clip = 0.5; gradient_accumulation_steps" in line
+    assert "such as gradient_accumulation_steps = 4; gradient_accumulation_steps counts" in line
     assert line.endswith(f" counts over all processes: {end}")
+
+
+DEEPSPEEDS_FILE = {
+    "fp16": {"enabled": True, "loss_scale": 0},
+    "bf16": {"enabled": False},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.2}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+}
+ACCELERATES_FILE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_offload_params: true  # on the CPU
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+mixed_precision: 'bf16'
+num_processes: 8
+"""
+TORCHTITANS_FILE = """
+[training]
+steps = 100
+seq_len = 64
+[activation_checkpoint]
+mode = "selective"
+[parallelism]
+tensor_parallel_degree = 2
+[validation]
+steps = [1, 2]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "advised", "others"),
+    [
+        (
+            "ds.json",
+            json.dumps(DEEPSPEEDS_FILE),
+            {"dtype": "float16", "learning_rate": 1e-4, "weight_decay": 0.2, "zero": 2, "cpu_offload": True}
+            | {"batch_size": 4, "grad_clip": 0.5, "log_interval": 10, "profile": False},
+            "fp16.loss_scale, optimizer.type, optimizer.params.betas, train_batch_size",
+        ),
+        (
+            "accelerate.yaml",
+            ACCELERATES_FILE,
+            {"zero": 2, "cpu_offload": True, "dtype": "bfloat16", "nproc": 8},
+            "compute_environment",
+        ),
+        (
+            "titan.toml",
+            TORCHTITANS_FILE,
+            {"max_iters": 100, "lr_decay_iters": 100, "block_size": 64, "tp": 2}
+            | {"activation_checkpointing": "selective"},
+            "validation.steps",
+        ),
+        (
+            "lit.yml",
+            "train:\n  save_interval: 50\n  epochs: 3\neval:\n  interval: 70\n  max_iters: 20\n",
+            {"save_interval": 50, "eval_interval": 70, "eval_iters": 20},
+            "train.epochs",
+        ),
+    ],
+)
+def test_files_of_other_tools_are_translated_whole(
+    tmp_path, monkeypatch, capsys, name, text, advised, others
+):
+    """All settings with a translation are on the line, which is accepted. The others are named."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text)
+    line = said(capsys, "train.py", name)
+    typed = shlex.split(re.search(r" type (.+?), or write ", line)[1])
+    assert {option[2:].partition("=")[0] for option in typed} == advised.keys()
+    config = accepted("train.py", *typed)
+    assert {key: config[key] for key in advised} == advised
+    assert line.endswith(f"; not translated ({len(others.split())}): {others}")
 
 
 def test_the_warning_is_printed_once(monkeypatch, capsys):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 OFF = ("false", "0", "no", "none", "off")
+ON = ("true", "yes", "on")
+UNSET = ("", "auto", "none", "null", "-1")  # values with which other tools leave a setting open
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Advice:
         typed: the options; `{}` stands for the value of the foreign setting. "": there is nothing to type.
         example: the value for `{}` if no value was typed, or if the options do not accept it.
         why: what is different here, or why nothing needs to be typed.
-        values: values of the foreign setting, in lower case, for which different options are typed.
+        values: values of the foreign setting, in lower case, for which different options are typed. Each word
+            counts, as in transformers' --fsdp "full_shard offload".
     """
 
     typed: str = ""
@@ -33,10 +36,34 @@ class Advice:
     values: dict[str, str] = field(default_factory=dict)
 
     def options(self, value: str) -> str:
-        """The options to type for a value of the foreign setting; "" stands for the example."""
-        first, *_ = value.strip("'\"").lower().split() or [""]
-        chosen = self.values.get(first, self.typed)
-        return chosen.replace("{}", shlex.quote(value) if value else self.example)
+        """
+        The options to type for a value of the foreign setting; "" stands for the example. If two words choose
+        a different value of one setting, the first word counts.
+        """
+        first: dict[str, str] = {}
+        for option in " ".join(self.values.get(word, "") for word in words_of(value)).split():
+            first.setdefault(option.partition("=")[0], option)
+        typed = " ".join(first.values()) or self.typed
+        return typed.replace("{}", shlex.quote(value) if value else self.example)
+
+    def is_left_out(self, value: str) -> bool:
+        """Whether the value switches off what is off here anyway: --use_fsdp=False."""
+        (first, *_), has_value = words_of(value) or [""], "{}" in self.typed
+        return first in OFF and first not in ("0", *self.values) and not has_value
+
+    def translates(self, value: str) -> bool:
+        """Whether the options have the meaning of this value. Otherwise they are an example."""
+        (first, *_), is_example = words_of(value) or [""], re.search(r"=\d", self.typed)
+        if any(word in self.values for word in words_of(value)):
+            return True
+        if "{}" in self.typed:
+            return first not in UNSET
+        return first in ON and not is_example
+
+
+def words_of(value: str) -> list[str]:
+    """The words of a value, in lower case: full_shard and auto_wrap of 'full_shard auto_wrap'."""
+    return re.findall(r"[^\s,'\"]+", value.lower())
 
 
 def without(typed: str, off: str) -> dict[str, str]:
@@ -112,7 +139,12 @@ ROWS = (
     ("min_learning_rate lr_min eta_min min_lr_ratio min_lr_factor", Advice("--min_lr={}", "6e-5", "a rate")),
     (
         "optim optimizer_name optimizer_type opt",
-        Advice("--optimizer=adamw", values={"muon": "--optimizer=muon"}, why="adamw or muon"),
+        Advice(
+            "--optimizer=adamw",
+            values=dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused"), "--optimizer=adamw")
+            | {"muon": "--optimizer=muon"},
+            why="adamw or muon",
+        ),
     ),
     ("adam_beta1 adam_b1 b1", Advice("--beta1={}", "0.9")),
     ("adam_beta2 adam_b2 b2", Advice("--beta2={}", "0.95")),
@@ -136,6 +168,7 @@ ROWS = (
         Advice(
             "--lr_schedule=cosine",
             values={
+                "cosine": "--lr_schedule=cosine",
                 "linear": "--lr_schedule=linear",
                 "wsd": "--lr_schedule=wsd --cooldown_iters=1000",
                 "warmup_stable_decay": "--lr_schedule=wsd --cooldown_iters=1000",
@@ -298,12 +331,13 @@ ROWS = (
             "--zero=2", why="the file is not read; docs/migrating.md lists the names of the settings here"
         ),
     ),
-    (
-        "use_fsdp fsdp_enabled enable_fsdp full_shard fsdp2 zero3 fsdp_config fsdp_version",
-        Advice("--fsdp=True"),
-    ),
+    ("use_fsdp fsdp_enabled enable_fsdp full_shard fsdp2 zero3 fsdp_version", Advice("--fsdp=True")),
+    ("fsdp_config", Advice(why="not needed with --zero=2 or 3: each block is sharded, from the start")),
     # fsdp is True or False here, in transformers it is text such as 'full_shard auto_wrap'
-    ("fsdp sharding_strategy fsdp_sharding_strategy", Advice("--zero=3", values=STRATEGIES)),
+    (
+        "fsdp sharding_strategy fsdp_sharding_strategy",
+        Advice("--zero=3", values=STRATEGIES | {"offload": "--zero=3 --cpu_offload=True"}),
+    ),
     (
         "reshard_after_forward fsdp_reshard_after_forward",
         Advice("--zero=3", values=without("--zero=3", "--zero=2") | {"never": "--zero=2"} | STRATEGIES),
@@ -312,7 +346,11 @@ ROWS = (
         "offload offload_params fsdp_offload_params offload_param offload_optimizer offload_param_device "
         "offload_optimizer_device offload_param.device offload_optimizer.device enable_cpu_offload "
         "fsdp_cpu_offload zero_offload",
-        Advice("--zero=3 --cpu_offload=True", values=dict.fromkeys(OFF, "--cpu_offload=False")),
+        Advice(
+            "--zero=3 --cpu_offload=True",
+            values=dict.fromkeys(OFF, "--cpu_offload=False")
+            | dict.fromkeys(("cpu", "nvme", *ON), "--zero=3 --cpu_offload=True"),
+        ),
     ),
     (
         "auto_wrap_policy fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap "
@@ -455,7 +493,8 @@ ROWS = (
         "report_to log_with logger logger_name tracker with_tracking",
         Advice(
             "--wandb_log=True",
-            values={"tensorboard": "--tensorboard_log=True"} | dict.fromkeys(OFF, "--wandb_log=False"),
+            values={"tensorboard": "--tensorboard_log=True", "wandb": "--wandb_log=True"}
+            | dict.fromkeys(OFF, "--wandb_log=False"),
         ),
     ),
     (
