@@ -404,6 +404,13 @@ def test_links_in_the_docs_lead_somewhere():
                 assert not anchor or anchor in anchors(page), f"{path.name}: {target}#{anchor}"
 
 
+def test_questions_are_headings_to_which_links_can_lead():
+    for path in documents():
+        bold = re.findall(r"^\*\*[^*]+\?\*\*", path.read_text(), re.M)
+        assert not bold, f"{path.name}: write '### {bold[0].strip('*')}'"
+    assert "how-many-gpus" in anchors(REPO / "docs" / "questions.md")
+
+
 def test_each_of_the_32_complaints_about_nanogpt_is_answered():
     """Each row of the table names a test that exists, or says what to do."""
     tests = "".join(p.read_text() for p in (REPO / "tests").glob("test_*.py"))
