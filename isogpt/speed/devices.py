@@ -81,9 +81,11 @@ class Gpu:
 
 # data sheets by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices
 # and cards for PCIe are slower than the GPUs whose names they contain. Devices that are not listed are
-# measured. GeForce: the peak with accumulation in float32; that of an RTX 5090 is a quarter of the advertised
-# 838 TFLOP/s, which are with sparsity and accumulation in float16. Compared with copies of the data sheets in
-# November 2026: A100, B200, L40S, MI300X, V100, T4. Not compared: the peaks of L4, RTX 3090 and RTX 5090.
+# measured. GeForce: the peak with accumulation in float32, which is half of the peak with accumulation in
+# float16. That of an RTX 5090 is a quarter of the advertised 838 TFLOP/s, which are with sparsity and
+# accumulation in float16. Compared with copies of the data sheets in November 2026: A100, B200, L40S, MI300X,
+# V100, T4. Compared with quotations: RTX 3090 and 5090 (NVIDIA's RTX Blackwell whitepaper, table 3: 71.2 and
+# 209.5 TFLOP/s), L4 (NVIDIA's data sheet: 242 TFLOP/s with sparsity).
 GPUS = {
     "B200": Gpu(2250e12, 8.0e12),
     "H200": Gpu(989e12, 4.8e12, "h200"),
