@@ -9,6 +9,7 @@ other devices a small model of 10.65M parameters, which takes a minute.
     python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'       layouts of four processes; also cp, ep and zero
     python bench.py --comm --nproc=2                        the collectives, by message size
     python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
+    python bench.py config/train_gpt2.py --plan --devices=1 --hardware=l4,3090,4090    compare GPUs
     python bench.py config/train_gpt2.py --tune             measure the plan's best few layouts here
 """
 
@@ -70,7 +71,7 @@ plan = False  # predict time and memory of all layouts for the same global batch
 tune = False  # measure the best few plans for the launched processes, and print the fastest command
 devices = 0  # number of devices to plan for (0: the launched processes)
 per_node = 8  # devices of each machine
-hardware = "this"  # to plan for: a GPU such as h100, a100-40gb or 4090, cpu (a core), or this (measured now)
+hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090), cpu (a core), this (measured)
 device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: as hardware)
 device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on the data sheet of such a card (0: as hardware)
 network = 0.0  # Gbit/s between machines (0: usual for the hardware)
@@ -304,8 +305,11 @@ def run_sweep() -> list[dict]:
     return tried
 
 
-def make_plans(n: int) -> tuple[list[Prediction], str]:
-    """Rank the plans for n devices; prints a table and returns the plans and the best plan's command."""
+def predictions_for(n: int, card: str) -> tuple[Plan, Hardware, list[Prediction]]:
+    """
+    The plan that the settings describe for n devices of a kind, the kind's speeds, and all layouts, fastest
+    first.
+    """
     if is_launched:
         fail("a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N")
     machine = min(n, per_node)
@@ -319,19 +323,43 @@ def make_plans(n: int) -> tuple[list[Prediction], str]:
             "describe: choose the layout yourself"
         )
     check_training(work | {"out_dir": "out", "gradient_accumulation_steps": 1})
-    wanted = plan_for(n, work["islands"] or n // machine)
-    here = measured_machine(wanted, machine) if hardware == "this" else None
-    hw = named_hardware(hardware, network, here, device_memory_gb, device_tflops)
-    found = layouts.ranked(wanted, hw, machine)
+    wanted = plan_for(n, work["islands"] or n // machine, card)
+    here = measured_machine(wanted, machine) if card == "this" else None
+    hw = named_hardware(card, network, here, device_memory_gb, device_tflops)
+    return wanted, hw, layouts.ranked(wanted, hw, machine)
+
+
+def make_plans(n: int) -> tuple[list[Prediction], str]:
+    """Rank the plans for n devices; prints a table and returns the plans and the best plan's command."""
+    wanted, hw, found = predictions_for(n, hardware)
     print(
-        f"the global batch of {wanted.sequences} sequences on {n} x {hardware}, {machine} on each machine, "
-        "predicted:"
+        f"the global batch of {wanted.sequences} sequences on {n} x {hardware}, {min(n, per_node)} on each "
+        "machine, predicted:"
     )
     with torch.device("meta"):
         flops = GPT(GPTConfig(**wanted.model_args)).flops_per_token()
     print(layouts.table(found, wanted.sequences * work["block_size"], n, flops))
     layouts.check_fits(found, wanted, hw, per_node)
     return found, command_for(found[0].settings, n)
+
+
+def compare_cards(n: int) -> dict:
+    """
+    Print the fastest layout on n devices of each kind in `hardware`, the fastest kind first. A kind on which
+    no layout fits is last, with the smallest memory that a layout needs.
+    """
+    best, fewest = {}, {}
+    for card in cards:
+        wanted, hw, (best[card], *_) = predictions_for(n, card)
+        if best[card].problem:
+            fewest[card] = layouts.smallest_world(wanted, hw, per_node)
+    tokens = wanted.sequences * work["block_size"]
+    print(f"the global batch of {wanted.sequences} sequences on {n} x each device, predicted:")
+    print(layouts.table_of_cards(best, tokens, fewest))
+    if len(fewest) < len(cards):
+        fastest, _ = min(best.items(), key=layouts.card_order)
+        print(f"\nall layouts, and the command: name one device, such as --hardware={fastest}")
+    return {"cards": {card: described(found) for card, found in best.items()}}
 
 
 def measured_machine(wanted: Plan, n: int) -> Hardware:
@@ -368,7 +396,9 @@ def command_for(point: dict, n: int) -> str:
 
 
 def run_plan() -> dict:
-    """Print the plans for `devices` devices and the best command."""
+    """Print the plans for `devices` devices and the best command, or compare several kinds of devices."""
+    if len(cards) > 1:
+        return compare_cards(devices or processes)
     plans, command = make_plans(devices or processes)
     print(f"\nthe fastest, predicted:\n{command}")
     return {"plans": [described(found) for found in plans], "command": command}
@@ -402,15 +432,15 @@ def run_tune() -> dict:
     return {"tried": tried, "command": command}
 
 
-def plan_for(world_size: int, islands: int) -> Plan:
-    """The plan that the settings describe for this many processes."""
+def plan_for(world_size: int, islands: int, card: str) -> Plan:
+    """The plan that the settings describe for this many processes, on devices of a kind in `hardware`."""
     settings = work | {"gradient_accumulation_steps": global_micro_batches(world_size)}
-    if hardware in ("this", "cpu"):
+    if card in ("this", "cpu"):
         kind, dtype = where.type, precision.resolve_dtype(work["dtype"], where)
     elif work["dtype"] in ("auto", "bfloat16", "float16"):
         kind, dtype = "cuda", work["dtype"].replace("auto", "bfloat16")
     else:
-        raise ValueError(f"dtype is {work['dtype']!r}: for {hardware}, set --dtype=bfloat16 or float16")
+        raise ValueError(f"dtype is {work['dtype']!r}: for {card}, set --dtype=bfloat16 or float16")
     vocab_size = work["vocab_size"] or open_dataset(work["dataset"], work["block_size"]).vocab_size
     args = asdict(GPTConfig(**model_args_of(work, vocab_size)))
     found = plan_of(settings, islands, world_size=world_size, device_type=kind, dtype=dtype, model_args=args)
@@ -439,8 +469,12 @@ try:
     where = pick_device(device, 0, 1)
     if config.get("gradient_accumulation_steps") == 0:
         del config["gradient_accumulation_steps"]
-    problems = problems_of(config)
-    if (device_memory_gb or device_tflops) and hardware in ("this", "cpu"):
+    cards = hardware.replace(" ", "").split(",")
+    problems = [problem for card in cards for problem in problems_of({"hardware": card})]
+    problems += problems_of(config | {"hardware": "this"})
+    if len(cards) > 1 and not plan:
+        problems.append(f"hardware is {hardware!r}: several devices are compared by a plan: set --plan=True")
+    if (device_memory_gb or device_tflops) and (len(cards) > 1 or hardware in ("this", "cpu")):
         problems.append(
             "device_memory_gb and device_tflops describe a card that is otherwise like a listed card: set "
             "--hardware= to this card, such as --hardware=4090 for a card without NVLink"
@@ -464,7 +498,7 @@ try:
     # these settings of train.py, or a config file, choose a model
     chooses_model = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")
     is_default = not any(map(chooses_model.match, sys.argv[1:]))
-    is_small = is_default and where.type != "cuda" and hardware in ("this", "cpu")
+    is_small = is_default and where.type != "cuda" and {*cards} <= {"this", "cpu"}
     small = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
     work = {name: config.get(name, setting.default) for name, setting in accepted.items()}
     work |= small | {"nproc": processes} | ({"layout": "manual"} if plan or tune else {})
@@ -474,10 +508,10 @@ try:
         work["vocab_size"] = work["vocab_size"] or (65 if is_small else GPT2_VOCAB)
     if is_default and where.type == "cuda":  # GPT-2 124M, with the micro-batch that fills the GPU
         work["batch_size"] = memory.largest_micro_batch(
-            plan_for(processes, max(1, work["islands"])), torch.cuda.mem_get_info(where)[1] / 1e9
+            plan_for(processes, max(1, work["islands"]), cards[0]), torch.cuda.mem_get_info(where)[1] / 1e9
         )
     if estimate or estimate_world_size:
-        wanted = plan_for(estimate_world_size or processes, max(1, work["islands"]))
+        wanted = plan_for(estimate_world_size or processes, max(1, work["islands"]), cards[0])
         say(
             f"estimated GB per rank, with world size {wanted.world_size} and micro-batches of "
             f"{wanted.micro_batch}:"

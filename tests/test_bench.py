@@ -190,6 +190,20 @@ def test_a_plan_is_a_command_that_runs(zygote, work):
     assert "torchrun --nnodes=8 --node_rank=RANK --nproc_per_node=8 --master_addr=HOST train.py" in text
 
 
+def test_a_plan_compares_devices(zygote, work):
+    """A line for each device, fastest first; the figures are those of each device's own plan."""
+    large = ["--n_layer=32", "--n_embd=2048", "--n_head=16", "--dtype=bfloat16", "--plan=True", "--devices=1"]
+    text, found = bench(zygote, work, *TINY, *large, "--hardware=l4,a100,h100")
+    rows = re.findall(r"^ +(\S+) .* (yes|no) +(.*)$", text, re.M)
+    assert [row[:2] for row in rows] == [("h100", "yes"), ("a100", "yes"), ("l4", "no")], text
+    assert rows[0][2].startswith("--") and rows[2][2] == "2 devices are the fewest on which a layout fits"
+    assert text.rstrip().endswith("--hardware=h100")
+    alone, single = bench(zygote, work, *TINY, *large, "--hardware=a100")
+    assert found["plan"]["cards"]["a100"] == single["plan"]["plans"][0]
+    speed = re.search(r"^ +[\d.,]+ +([\d,]+) .*--batch_size", alone, re.M)[1]
+    assert f" {speed} " in next(line for line in text.splitlines() if " a100 " in line)
+
+
 @pytest.mark.slow
 def test_sweep_under_torchrun(work):
     """Several launches share one torchrun's store; all ranks continue after a launch that failed."""
@@ -208,6 +222,9 @@ def test_mistakes_exit_with_one_line(zygote, work):
         (["--tune=True", "--comm=True"], "set one of them"),
         (["--json_path=nowhere/x.json"], "no such folder"),
         (["--device=tpu"], "possible are auto"),
+        (["--hardware=l4,3090"], "set --plan=True"),
+        (["--plan=True", "--hardware=l4,9090"], "hardware is '9090'; possible are"),
+        (["--plan=True", "--hardware=l4,3090", "--device_memory_gb=9"], "set --hardware= to this card"),
     ):
         run = zygote.start(args, work, script="bench.py").wait(ok=False)
         assert run.codes == [1] and len(run.text().splitlines()) == 1 and message in run.text(), run.text()

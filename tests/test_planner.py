@@ -154,6 +154,9 @@ def test_the_fewest_devices_on_which_a_model_fits():
     assert fewest == 6, "three machines of two"
     assert not layouts.ranked(replace(wanted, world_size=6), HARDWARE["4090"], 2)[0].problem
     assert all(plan.problem for plan in layouts.ranked(replace(wanted, world_size=4), HARDWARE["4090"], 2))
+    part = layouts.smallest_world(wanted, HARDWARE["4090"], 8)
+    assert 4 < part < 8, "a part of a machine"
+    assert not layouts.ranked(replace(wanted, world_size=part), HARDWARE["4090"], 8)[0].problem
     huge = plan_with(LLAMA_7B | {"n_layer": 1, "n_embd": 2**20, "n_head": 1}, 1, 1, 1)
     assert layouts.smallest_world(huge, HARDWARE["4090"], 8) == 0
 

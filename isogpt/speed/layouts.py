@@ -170,20 +170,26 @@ def best_of_layouts(predictions: list[Prediction]) -> list[Prediction]:
 
 
 def smallest_world(plan: Plan, hw: Hardware, per_node: int) -> int:
-    """The smallest number of machines on which the model fits, times their devices; 0 if there is none."""
+    """
+    The smallest number of devices on which the model fits: a part of a machine, or whole machines. 0 if there
+    is none.
+    """
 
-    def fits(machines: int) -> bool:
-        larger = replace(plan, world_size=machines * per_node)
+    def fits(devices: int) -> bool:
+        larger = replace(plan, world_size=devices)
         return any(not found.problem for found in all_predictions(larger, hw, per_node))
 
+    for devices in range(1, per_node):
+        if fits(devices):
+            return devices
     too_few, enough = 0, 1
-    while not fits(enough):
+    while not fits(enough * per_node):
         too_few, enough = enough, 2 * enough
         if enough * per_node > MOST_DEVICES:
             return 0
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+        too_few, enough = (too_few, middle) if fits(middle * per_node) else (middle, enough)
     return enough * per_node
 
 
@@ -230,6 +236,32 @@ def table(plans: list[Prediction], tokens: int, devices: int, flops: float, rows
         why = reason(plan, plans[0])
         lines.append(f"  {figures} {plan.gb:6.1f}  {spelled(plan.settings)}{f'  ({why})' if why else ''}")
     return "\n".join(lines)
+
+
+def table_of_cards(best: dict[str, Prediction], tokens: int, fewest: dict[str, int]) -> str:
+    """
+    Format a line for each kind of device, fastest first.
+
+    Args:
+        best: the fastest layout on each kind, or the smallest if none fits.
+        tokens: tokens per step.
+        fewest: how many devices of a kind suffice, for the kinds on which no layout fits (0: unknown).
+    """
+    lines = [f"  {'device':>9} {'ms/step':>12} {'tokens/s':>12} {'GB':>6}  fits  settings"]
+    for card, found in sorted(best.items(), key=card_order):
+        if found.problem:
+            needs = f"{fewest[card]} devices are the fewest on which a layout fits" if fewest[card] else ""
+            lines.append(f"  {card:>9} {'':25} {found.gb:6.1f}  no    {needs}".rstrip())
+        else:
+            s = found.total_s
+            figures = f"{s * 1e3:12,.1f} {tokens / s:12,.0f} {found.gb:6.1f}"
+            lines.append(f"  {card:>9} {figures}  yes   {spelled(found.settings)}")
+    return "\n".join(lines)
+
+
+def card_order(row: tuple[str, Prediction]) -> tuple[float, float]:
+    """The key by which kinds of devices are sorted."""
+    return order(row[1])
 
 
 # ------------------------------------------------------------------------------------------------------------
