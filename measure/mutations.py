@@ -52,6 +52,12 @@ MUTATIONS = {
         "over_ranks[0].item() for",
         PARITY,
     ),
+    "the last checkpoint is waited for": (
+        "train.py",
+        "logger.saved(saver.wait_together()) if report.steps_taken:",
+        "if report.steps_taken:\n    logger.saved(saver.wait_together())",
+        "tests/test_bad_input.py::test_the_final_checkpoint_of_a_run_that_took_no_step_is_waited_for",
+    ),
     "share: its weight in the gradient": (
         "isogpt/parallel/float_sums.py",
         'self.loss_divisor = share.island_sequences * plan.model_args["block_size"] / copies',
@@ -215,6 +221,18 @@ MUTATIONS = {
         'AdamW, "embedding_lr", None)',
         'AdamW, "learning_rate", None)',
         "tests/test_arch.py::test_the_optimizer_rate_and_weight_decay_of_each_parameter",
+    ),
+    "muon: the bound of the singular values": (
+        "isogpt/training/muon.py",
+        ".clamp_(1e-4, 1)  # (matrices, 1, 1)",
+        ".clamp_(1, 1)",
+        "tests/test_arch.py::test_muon_also_enlarges_the_smallest_singular_values",
+    ),
+    "muon: a bound that is too small": (
+        "isogpt/training/muon.py",
+        "sum(2, keepdim=True).amax(1, keepdim=True)",
+        "sum(2, keepdim=True).mean(1, keepdim=True)",
+        "tests/test_arch.py::test_muon_brings_singular_values_close_to_1",
     ),
     "adamw: weight decay of vectors": (
         "isogpt/training/optim.py",

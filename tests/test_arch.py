@@ -189,6 +189,19 @@ def test_muon_brings_singular_values_close_to_1(dtype):
     assert not muon.orthogonalize(torch.zeros(1, 8, 8), dtype).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_muon_also_enlarges_the_smallest_singular_values(dtype):
+    """
+    Where the singular values are from 1 to 1/200. The norm of the matrix is several times the largest, so the
+    polynomials leave the smallest too small unless the bound of the largest is used.
+    """
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(64, 64, generator=generator))[0] for _ in range(2))
+    x = (u * torch.logspace(0, -2.3, 64)) @ v
+    values = torch.linalg.svdvals(muon.orthogonalize(x[None], dtype).float())
+    assert values.min() > 0.3 and values.max() < 1.66
+
+
 def test_settings_that_a_checkpoint_overrides():
     model_args, source = (
         GPT(GPTConfig(8, 65, 1, 2, 8, arch="llama")).describe(),

@@ -697,6 +697,21 @@ def test_a_run_whose_final_checkpoint_fails_has_failed(zygote, place):
     assert "iter 9: loss" in run.text() and run.codes == [1]
 
 
+def test_the_final_checkpoint_of_a_run_that_took_no_step_is_waited_for(zygote, place):
+    """All steps are skipped, and the checkpoint of the state after them fails: this run has failed too."""
+    script = (
+        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (15000, 15000));"
+        f"runpy.run_path({str(REPO / 'tests' / 'faulty_train.py')!r}, run_name='__main__')"
+    )
+    write(place, "limited.py", script)
+    env = {"FAULTS": json.dumps({"NAN": [[step, 0] for step in range(10)]})}
+    args = [*TINY, *TINIER, *RESUME, "--on_nan=skip"]
+    run = zygote.start(args, place, script="limited.py", repo=place, env=env).wait(ok=False)
+    assert "iter 6: loss" not in run.text() and "iter 9: loss" not in run.text()
+    assert run.text().count("a checkpoint failed") == 1 and "Traceback" not in run.text()
+    assert run.text().count("the final checkpoint could not be written") == 1 and run.codes == [1]
+
+
 @pytest.mark.parametrize("where, nproc", [("evaluation", 1), ("step", 2)])
 def test_ids_outside_the_vocabulary_that_are_found_while_reading(zygote, place, where, nproc):
     """

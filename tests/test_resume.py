@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -389,6 +390,21 @@ def test_scratch_means_scratch_in_a_folder_of_that_name(zygote, work):
         run = zygote.train(["--out_dir=scratch", "--max_iters=2"], work)
         assert "parameters, from scratch\n" in run.text()
     assert column(work / "scratch", "loss") == column(work / "scratch" / "previous_1", "loss")
+
+
+def test_the_last_multiple_and_the_state_after_the_last_step_are_both_evaluated_and_saved(zygote, work):
+    """
+    max_iters + 1 steps are trained, so step max_iters may be a multiple of eval_interval, as in nanoGPT's
+    configs. nanoGPT evaluates at multiples only. A state that is both is evaluated once.
+    """
+    for last, expected in ((4, [0, 2, 4, 5]), (5, [0, 2, 4, 6])):
+        out = work / f"out{last}"
+        args = [f"--max_iters={last}", "--eval_interval=2", "--keep_last=0", f"--out_dir={out.name}"]
+        text = zygote.train(args, work).text()
+        assert [r["iter"] for r in records(out) if "val_loss" in r and "event" not in r] == expected
+        assert len(re.findall(r"^step \d+: train loss", text, re.M)) == len(expected)
+        steps = [int(folder.name[5:]) for folder in out.glob("step_*")]
+        assert sorted(steps) == [step for step in expected if step > 0], "the initial state is not saved"
 
 
 def test_damaged_checkpoints_are_reported_and_skipped(zygote, work):
