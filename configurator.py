@@ -439,7 +439,8 @@ def _not_python(config: str, path: str | None, known: dict[str, Setting]) -> str
         typed = " ".join(f"--{name}={_typed(value)}" for name, value in found.items())
         text += f": type {typed}, or write {stem}.py with lines such as {lines[0]}"
     else:
-        text += f": write {stem}.py with lines such as batch_size = 32"
+        example = "batch_size = 32" if "batch_size" in known else "seed = 1"  # sample.py
+        text += f": write {stem}.py with lines such as {example}"
     if "gradient_accumulation_steps" in found:
         text += f"; gradient_accumulation_steps counts {PER_GPU}"
     if others:

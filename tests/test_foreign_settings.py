@@ -355,6 +355,15 @@ def test_files_of_other_tools_are_translated_whole(
     assert line.endswith(f"; not translated ({len(others.split())}): {others}")
 
 
+def test_a_file_without_a_translation_has_an_example_that_the_script_accepts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("x.json").write_text('{"a": 1}')
+    for script in SCRIPTS:
+        line = said(capsys, script, "x.json")
+        Path("x.py").write_text(re.search("lines such as (.*); not translated [(]1[)]: a$", line)[1])
+        assert accepted(script, "x.py") != accepted(script)
+
+
 def test_the_warning_is_printed_once(monkeypatch, capsys):
     for rank in ("0", "1"):
         for name, value in launched_by_accelerate(**FSDP, RANK=rank).items():
