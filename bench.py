@@ -13,7 +13,7 @@ other devices a small model of 10.65M parameters, which takes a minute.
     python bench.py config/train_gpt2.py --tune             measure the plan's best few layouts here
 """
 
-import isogpt.launch.threads  # noqa: F401  (before torch, which reads the variable that this may set)
+import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
 import itertools
 import json

@@ -13,7 +13,7 @@ depends on the seed and the sample's number. It depends on the numbers of proces
 rounding.
 """
 
-import isogpt.launch.threads  # noqa: F401  (before torch, which reads the variable that this may set)
+import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
 import sys
 import time

@@ -12,7 +12,7 @@ bits. Dropout masks follow the micro-batch: they are the same on any layout that
     srun, mpirun, accelerate launch, deepspeed: docs/launchers.md
 """
 
-import isogpt.launch.threads  # noqa: F401  (before torch: may set a variable that torch reads)
+import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
 import time
 from dataclasses import replace

@@ -35,7 +35,7 @@ import torch.nn.parallel  # noqa: F401
 
 HOME = Path(__file__).resolve().parent.parent
 # isoGPT's modules that each run must import: they note when and how the process has started
-OF_A_PROCESS = ("isogpt.launch.threads", "isogpt.monitor")
+OF_A_PROCESS = ("isogpt.launch.torch_import", "isogpt.monitor")
 
 
 def import_isogpt():

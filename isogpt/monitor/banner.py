@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
-from isogpt.launch import threads
+from isogpt.launch import torch_import
 from isogpt.launch.process_group import Ranks
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.plan import Plan
@@ -111,6 +111,6 @@ class Banner:
                 f"memory:  micro-batches of {micro_batch} instead of {batch_size}, "
                 "since a previous attempt ran out of memory"
             )
-        if threads.NOTE:
-            lines.append(f"threads: {threads.NOTE}")
+        if torch_import.NOTE:
+            lines.append(f"threads: {torch_import.NOTE}")
         return lines
