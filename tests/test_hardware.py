@@ -125,7 +125,7 @@ def test_a_card_of_ones_own():
 def test_measuring_a_peak_leaves_no_trace_in_the_memory_of_a_step(monkeypatch, has_room):
     gpu, allocated, peak = torch.device("cuda", 0), 5e9, [5e9]
 
-    def matmul(device, dtype):
+    def matmul(device, dtype, budget):
         peak[0] = allocated + 0.8e9
         if not has_room:
             raise torch.OutOfMemoryError("CUDA out of memory")

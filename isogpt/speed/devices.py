@@ -116,6 +116,7 @@ GPUS = {
 
 BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
 REACHED = 0.7  # fraction of a data sheet's peak that a large matmul reaches, for --device_tflops
+START_BUDGET_S = 0.05  # seconds in which a run measures the peak, before the first step: ten matmuls on two cores
 PCIE_4, SLOW_NETWORK = Link(1e-5, 20e9), Link(5e-5, 1.2e9)
 
 
@@ -290,7 +291,7 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     ):
         return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), "data sheet"
     try:
-        return measured_matmul(device, dtype), "measured matmul"
+        return measured_matmul(device, dtype, START_BUDGET_S), "measured matmul"
     except RuntimeError:
         return None, "unknown"
     finally:
@@ -307,11 +308,11 @@ def total_peak_flops(device: torch.device, dtype: str) -> tuple[float | None, st
     return (sum(peaks), source) if all(peaks) else (None, "unknown")
 
 
-def measured_matmul(device: torch.device, dtype: str) -> float:
-    """FLOP/s of a square matmul."""
+def measured_matmul(device: torch.device, dtype: str, budget: float = 0.15) -> float:
+    """FLOP/s of a square matmul, of which as many are computed as fit into `budget` seconds."""
     n = {"cpu": 1024, "cuda": 8192}.get(device.type, 2048)
     a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in "ab")
-    return 2 * n**3 / fastest(a.matmul, b)
+    return 2 * n**3 / fastest(a.matmul, b, budget)
 
 
 def measured_copy(device: torch.device) -> float:
