@@ -116,7 +116,7 @@ GPUS = {
 
 BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
 REACHED = 0.7  # fraction of a data sheet's peak that a large matmul reaches, for --device_tflops
-START_BUDGET_S = 0.05  # seconds in which a run measures the peak, before the first step: ten matmuls on two cores
+START_BUDGET_S = 0.05  # seconds in which a run measures the peak before the first step
 PCIE_4, SLOW_NETWORK = Link(1e-5, 20e9), Link(5e-5, 1.2e9)
 
 
