@@ -36,7 +36,7 @@ from isogpt.training.exact_steps import VECTOR, make_steps_exact
 from isogpt.training.optim import step_local_parts
 from model import GPT, GPTConfig
 
-# rates of config/train_shakespeare_char_fast.py, at which one process and two differ by 1e-2 after 15 steps
+# rates of a recipe for short runs, at which one process and two differ by 1e-2 after 15 steps
 MUON = [
     "--arch=nanochat",
     "--optimizer=muon",
