@@ -71,7 +71,7 @@ class Run(NamedTuple):
 def train(folder: Path, args: list[str]) -> Run:
     """Run train.py in a folder."""
     first_s, lines, began = 0.0, [], time.perf_counter()
-    command = [sys.executable, "-u", "train.py", *BOTH, *args]
+    command = [sys.executable, "-u", "train.py", *args, *BOTH]  # a config file comes first
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
