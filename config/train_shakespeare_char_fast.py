@@ -8,7 +8,7 @@ dataset = "shakespeare_char"
 dtype = "float32"  # in a model this small, casts to bfloat16 take longer than they save
 
 eval_interval = 165
-eval_iters = 73  # the whole validation split
+eval_iters = 72  # the whole validation split
 log_interval = 8
 
 gradient_accumulation_steps = 1
