@@ -90,6 +90,7 @@ def explain(
             explain_out_of_memory(watchdog, memory_use, error)
         else:  # rank 0 records and alerts, whichever rank explains
             watchdog.logger.failed(f"out of memory: {line_of(error)}")
+        watchdog.let_others_finish()  # they may be about to ask whether they are the first
     elif is_connection_lost(error):
         reason = str(error).splitlines()[0].split(". ")[0][:200]
         watchdog.report(f"lost the connection to a different rank ({reason})")

@@ -180,14 +180,18 @@ class Watchdog:
         console.print_to_stderr(f"error: {text}")
         # in a thread: if the file system of metrics.jsonl is the cause, writing does not return either
         self.ask(partial(self.logger.failed, text), 15)
-        if self.store:
-            self.ask(self.let_others_finish, 5)
+        self.let_others_finish()
 
-    def let_others_finish(self) -> str:
+    def let_others_finish(self) -> None:
         """
         Say that this rank has reported. On rank 0, which may serve the store that the other ranks are asking,
-        wait until they have reported too.
+        wait until they have reported too, for at most 4 seconds.
         """
+        if self.store:
+            self.ask(self.wait_for_reports, 5)
+
+    def wait_for_reports(self) -> str:
+        """`let_others_finish` with a store."""
         self.store.set(f"reported/{self.ranks.rank}", "")
         others = [f"reported/{r}" for r in range(self.ranks.world_size) if r not in self.silent]
         end = time.monotonic() + 4
