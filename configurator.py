@@ -484,12 +484,18 @@ def _settings_for(name: str, value: str, known: dict[str, Setting]) -> dict[str,
     if last in known and (name in known or not advice) and value.lower() not in UNSET:
         options = [f"--{last}={shlex.quote(value)}", *options]
     for typed in options:
-        settings, findings = {}, Findings()
-        for word in shlex.split(typed):
-            settings |= _from_option(word, known, findings)
-        if settings and not findings.problems:
+        settings, problems = _from_options(typed, known)
+        if settings and not problems:
             return settings
     return {}
+
+
+def _from_options(typed: str, known: dict[str, Setting]) -> tuple[dict[str, Value], list[str]]:
+    """The settings in options such as `--zero=3 --cpu_offload=True`, and what is wrong with the options."""
+    settings, findings = {}, Findings()
+    for word in shlex.split(typed):
+        settings |= _from_option(word, known, findings)
+    return settings, findings.problems
 
 
 def _is_utf8(path: str) -> bool:
@@ -518,9 +524,8 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
         value = shlex.quote(text) if equals else "VALUE"
         problem = f"command line: {config}: type --{name}={value}"
         if equals and text:
-            refused = Findings()
-            _from_option(f"--{name}={text}", known, refused)
-            problem = next(iter(refused.problems), problem)
+            _, refused = _from_options(f"--{name}={value}", known)
+            problem = next(iter(refused), problem)
     elif dashes and name == "help":
         problem = f"command line: {config}: type --help"
     elif dashes or (equals and not config.endswith(".py")):
@@ -604,10 +609,8 @@ def _foreign(name: str, text: str, settings: dict[str, Setting]) -> str:
             continue
         if advice.is_left_out(text):
             return "; leave this option out"
-        problems = Findings()
-        for word in shlex.split(options):
-            _from_option(word, settings, problems)
-        if problems.problems:  # a value that only the different tool knows
+        _, problems = _from_options(options, settings)
+        if problems:  # a value that only the different tool knows
             options = advice.options("")
         is_file = text.lower().endswith(ENDINGS) and os.path.isfile(text)
         if is_file and _translated(text, settings)[0]:  # --deepspeed_config=ds.json

@@ -1,7 +1,6 @@
 # A model of the size of config/train_stdlib_char.py, with the same bits on any number of processes
-# (docs/reproducibility.md): a step is 4 micro-batches of 3 sequences. The run ends with
-# the digest of the weights, which is the same with --nproc=2, 3 and 4 on the same kind of CPU. It takes a
-# minute on two CPU cores.
+# (docs/reproducibility.md): a step is 4 micro-batches of 3 sequences. The run ends with the digest of the
+# weights, which is the same with --nproc=2, 3 and 4 on the same kind of CPU. It takes a minute on two cores.
 # $ python data/stdlib_char/prepare.py && python train.py config/train_stdlib_char_exact.py
 
 exact = True

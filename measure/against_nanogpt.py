@@ -48,7 +48,7 @@ MEMORY = {  # name: arguments of both programs
     "GPT-2 124M, 4 x 1024 tokens": [*GPT2, "--batch_size=4"],
 }
 SAMPLE = """
-import sys, time, torch
+import time, torch
 from model import GPT, GPTConfig
 torch.manual_seed(1337)
 torch.set_num_threads(1)
