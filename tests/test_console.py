@@ -214,7 +214,7 @@ def test_a_terminal_that_was_closed_costs_lines_not_the_run(terminal):
 
 
 def test_a_run_on_a_terminal(zygote, work):
-    """The real train.py on a terminal of 80 columns: every step was shown in place, no row is too long."""
+    """The real train.py on a terminal of 80 columns: steps were shown in place, no row is too long."""
     terminal = Terminal()
     args = [*TINY, "--max_iters=29", "--eval_interval=10", "--out_dir=out"]
     env = {"TERM": "xterm", "CI": ""}
@@ -224,7 +224,8 @@ def test_a_run_on_a_terminal(zygote, work):
     assert run.codes == [0], output
     rows = screen(output)
     lines = [line for line in output.replace("\r\n", "\n").split("\n") if line]
-    drawn = [text for line in lines for text in re.findall(r"\x1b\[J(step \d+/29  [^\r]+)\r", line)]
+    # a fast machine takes all steps within REDRAW_S: then the status line is only drawn below other lines
+    drawn = [text for line in lines for text in re.findall(r"(?:\x1b\[J|^)(step \d+/29  [^\r]+)\r", line)]
     assert drawn and all(len(text) < 80 for text in drawn)
     assert re.fullmatch(r"step \d+/29  \d+%  loss \d\.\d{4}  val \d\.\d{4}  [\d,]+ tokens/s.*", drawn[-1])
     assert sum(row.startswith("step ") for row in rows) == 4, "the evaluations; the status line is removed"
