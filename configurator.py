@@ -7,9 +7,7 @@ A script's settings are the plain globals between its first section comment (`# 
 import ast
 import difflib
 import glob
-import json
 import math
-import numbers
 import os
 import pkgutil
 import re
@@ -26,40 +24,16 @@ from tokenize import COMMENT
 from typing import Any, NoReturn
 
 from isogpt.common import console
-from isogpt.launch.foreign_files import pairs_in
-from isogpt.launch.foreign_settings import OFF, ON, PER_GPU, UNSET, advice_for, settings_in
-
-Value = int | float | bool | str
+from isogpt.options.foreign_files import ENDINGS, contains_settings, refusal, settings_for
+from isogpt.options.foreign_settings import OFF, ON, advice_for, settings_in
+from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed, coerce, parse, parse_options
 
 SECTION = re.compile(r"# -- (.+?) -+")
-QUOTED = re.compile(r"""(['"])((?!\1)[^\\\n]|\\.)*\1""")
 CONSTANT = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
-BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-WANTED = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a finite number",
-    str: "text",
-    numbers.Real: "a finite number",
-}
 # text that is copied from a web page may contain any of these
 DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
-# numbers of steps that may be fractions, as in nanoGPT, which only compares and divides them
-STEPS = frozenset(
-    (
-        "max_iters",
-        "eval_interval",
-        "log_interval",
-        "save_interval",
-        "warmup_iters",
-        "lr_decay_iters",
-        "cooldown_iters",
-    )
-)
 # a leading ~ is the user's home folder, which a shell replaces in `--key ~/x`, but not in `--key=~/x`
 PATHS = frozenset(("out_dir", "dataset", "init_from", "json_path"))
-# formats of configs in which other tools keep settings
-ENDINGS = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
 CLOSE = 0.83  # how similar, at most 1, a name must be to be taken for a misspelled setting
 # modules and functions that nanoGPT's scripts have imported when they run a config
 VISIBLE = {
@@ -77,21 +51,6 @@ VISIBLE = {
     "init_process_group": "torch.distributed:init_process_group",
     "destroy_process_group": "torch.distributed:destroy_process_group",
 }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting of a script: its default, its description, and the section that lists it in --help."""
-
-    name: str
-    default: Value
-    meaning: str
-    section: str
-
-    @property
-    def kind(self) -> type:
-        """The type of the values. Real: a whole number or a fraction, which becomes an int or a float."""
-        return numbers.Real if self.name in STEPS else type(self.default)
 
 
 @dataclass
@@ -212,7 +171,7 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
     lines += textwrap.wrap(docstring.partition("\n\n")[0], 120)
     options = {}
     for name, setting in settings.items():
-        options[name] = f"  --{name}={_typed(setting.default)}  "
+        options[name] = f"  --{name}={as_typed(setting.default)}  "
     # a long default must not shift every description
     indent = min(50, max(map(len, options.values()), default=0))
     wrapper = textwrap.TextWrapper(
@@ -225,16 +184,6 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
             line for it in members for line in wrapper.wrap(options[it.name].ljust(indent) + it.meaning)
         ]
     return "\n".join(lines)
-
-
-def _typed(value: Value) -> str:
-    """
-    Return how `value` is typed in a shell: text with a line break is quoted twice, once for the shell and
-    once for this module.
-    """
-    text = str(value)
-    is_plain = text.isprintable() and not QUOTED.fullmatch(text)
-    return shlex.quote(text if is_plain else json.dumps(text, ensure_ascii=False))
 
 
 def _split(argument: str) -> tuple[str, str, str, str]:
@@ -321,8 +270,8 @@ def _from_option(argument: str, known: dict[str, Setting], findings: Findings) -
     elif name in known:
         kind = known[name].kind
         try:
-            return {name: _parse(text, kind)}
-        except (ValueError, OverflowError, SyntaxError):
+            return {name: parse(text, kind)}
+        except ValueError:
             meant = _foreign(name, text, known) if kind is bool and text else ""  # --fsdp=full_shard
             problem = f"--{name}={text!r}: not {WANTED[kind]}{meant}"
     elif name == "config":
@@ -365,10 +314,10 @@ def _from_config(
     taken = {}
     for name, before in current.items():
         try:
-            value = _coerce(namespace.get(name), known[name].kind)
+            value = coerce(namespace.get(name), known[name].kind)
             if name in assigned or value != before:  # set without an assignment: import *, globals()[name]
                 taken[name] = value
-        except (ValueError, OverflowError):
+        except ValueError:
             shown = " ".join(reprlib.repr(namespace.get(name)).split())
             findings.problems.append(f"{config}: {name} = {shown}: not {WANTED[known[name].kind]}")
     # A plain value that the file does not read is not a helper. It may be meant as a setting, or be a
@@ -376,7 +325,7 @@ def _from_config(
     plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not visible.get(name)}
     for name in sorted(plain - current.keys() - read):
         nearest = difflib.get_close_matches(name, current, 1, 0.85)
-        meanings = _settings_for(name, str(namespace[name]), known)
+        meanings = settings_for(name, str(namespace[name]), known)
         foreign = [f"{key} = {value!r}" for key, value in meanings.items()]
         if (nearest or foreign) and not name.startswith("_"):
             meant = f"did you mean {nearest[0]}?" if nearest else f"write {', '.join(foreign)}"
@@ -426,78 +375,6 @@ def _assigns_nothing(tree: ast.Module, known: dict[str, Setting]) -> list[str]:
     return found
 
 
-def _not_python(config: str, path: str | None, known: dict[str, Setting]) -> str:
-    """
-    A sentence about a config in the format of a different tool, with all of the settings that this script
-    contains too, and the names of the others.
-    """
-    found, others = _translated(path, known) if path else ({}, [])
-    stem = os.path.splitext(os.path.basename(config))[0]
-    lines = [f"{name} = {value!r}" for name, value in found.items()]
-    text = f"{config}: a config is a Python file"
-    if found:
-        typed = " ".join(f"--{name}={_typed(value)}" for name, value in found.items())
-        text += f": type {typed}, or write {stem}.py with lines such as {lines[0]}"
-    else:
-        example = "batch_size = 32" if "batch_size" in known else "seed = 1"  # sample.py
-        text += f": write {stem}.py with lines such as {example}"
-    if "gradient_accumulation_steps" in found:
-        text += f"; gradient_accumulation_steps counts {PER_GPU}"
-    if others:
-        text += f"; not translated ({len(others)}): {', '.join(others)}"
-    return text
-
-
-def _translated(path: str, known: dict[str, Setting]) -> tuple[dict[str, Value], list[str]]:
-    """
-    The settings that a YAML, JSON, TOML or INI file contains, as they are called here, and the names that
-    have no translation.
-    """
-    with open(path, encoding="utf-8", errors="replace") as file:
-        pairs = pairs_in(file.read())
-    off, implied, exact, order, others = {}, {}, {}, {}, []
-    for name, value in pairs:
-        settings = _settings_for(name, value, known)
-        order |= settings
-        if not settings:
-            others.append(name)
-        elif value.lower() in OFF:  # DeepSpeed's files may switch fp16 on and bf16 off, or the reverse
-            off = settings | off
-        elif len(settings) > 1:  # an offload implies a stage of ZeRO; the file may contain the stage too
-            implied |= settings
-        else:
-            exact |= settings
-    found = order | off | implied | exact
-    if "zero" in found:  # more exact than fsdp; both are refused together
-        found.pop("fsdp", None)
-    return found, list(dict.fromkeys(others))
-
-
-def _settings_for(name: str, value: str, known: dict[str, Setting]) -> dict[str, Value]:
-    """
-    The settings of this script that stand for a setting of this or of a different tool; empty if there are
-    none, or if they would only be an example.
-    """
-    last = name.rpartition(".")[2]  # litgpt's train.save_interval
-    advice = [it for it in advice_for(name) if known.keys() >= set(settings_in(it.options(value)))]
-    options = [it.options(value) for it in advice if it.translates(value)]
-    if last in known and (name in known or not advice) and value.lower() not in UNSET:
-        options = [f"--{last}={shlex.quote(value)}", *options]
-    for typed in options:
-        settings, problems = _from_options(typed, known)
-        if settings and not problems:
-            return settings
-    return {}
-
-
-def _from_options(typed: str, known: dict[str, Setting]) -> tuple[dict[str, Value], list[str]]:
-    """The settings in options such as `--zero=3 --cpu_offload=True`, and what is wrong with the options."""
-    settings, findings = {}, Findings()
-    for word in shlex.split(typed):
-        settings |= _from_option(word, known, findings)
-    return settings, findings.problems
-
-
 def _is_utf8(path: str) -> bool:
     """Whether a file is text in UTF-8, unlike what Windows' editors and shells may write."""
     with open(path, "rb") as file:
@@ -515,7 +392,7 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
     places = [os.path.abspath(config), os.path.join(os.path.dirname(os.path.abspath(script)), config)]
     places = list(dict.fromkeys(places))
     if config.lower().endswith(ENDINGS):
-        findings.problems.append(_not_python(config, next(filter(os.path.isfile, places), None), known))
+        findings.problems.append(refusal(config, next(filter(os.path.isfile, places), None), known))
         return None
     if found := next(filter(os.path.isfile, places), None):
         return found
@@ -524,8 +401,9 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
         value = shlex.quote(text) if equals else "VALUE"
         problem = f"command line: {config}: type --{name}={value}"
         if equals and text:
-            _, refused = _from_options(f"--{name}={value}", known)
-            problem = next(iter(refused), problem)
+            refused = Findings()
+            _from_option(f"--{name}={text}", known, refused)
+            problem = next(iter(refused.problems), problem)
     elif dashes and name == "help":
         problem = f"command line: {config}: type --help"
     elif dashes or (equals and not config.endswith(".py")):
@@ -547,38 +425,6 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
             problem += f"; {folder} contains {', '.join(near)}" if near else ""
     findings.problems.append(problem)
     return None
-
-
-def _parse(text: str, kind: type) -> Value:
-    """
-    Convert `text`, as typed on the command line, to a value of type `kind`; raise an error if this is not
-    possible.
-    """
-    if kind is str:
-        return ast.literal_eval(text) if QUOTED.fullmatch(text) else text
-    if kind is bool:
-        return _coerce(BOOLS.get(text.lower()), bool)
-    try:
-        return _coerce(int(text, 0), kind)
-    except ValueError:
-        return _coerce(float(text), kind)
-
-
-def _coerce(value: Any, kind: type) -> Value:
-    """
-    Convert `value`, for example a NumPy scalar, to the builtin type `kind`. Raise ValueError if the
-    conversion is not exact.
-    """
-    if kind is str and isinstance(value, str | os.PathLike):
-        return str(value)
-    if kind is bool and isinstance(value, numbers.Integral) and value in (0, 1):
-        return bool(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        if kind in (int, numbers.Real) and value == value // 1:  # false for nan and inf
-            return int(value)
-        if kind in (float, numbers.Real) and math.isfinite(value):
-            return float(value)
-    raise ValueError
 
 
 def _suggestion(name: str, text: str, settings: dict[str, Setting]) -> str:
@@ -609,12 +455,13 @@ def _foreign(name: str, text: str, settings: dict[str, Setting]) -> str:
             continue
         if advice.is_left_out(text):
             return "; leave this option out"
-        _, problems = _from_options(options, settings)
-        if problems:  # a value that only the different tool knows
+        try:
+            parse_options(options, settings)
+        except ValueError:  # a value that only the different tool knows
             options = advice.options("")
         is_file = text.lower().endswith(ENDINGS) and os.path.isfile(text)
-        if is_file and _translated(text, settings)[0]:  # --deepspeed_config=ds.json
-            return f"; {_not_python(text, text, settings)}"
+        if is_file and contains_settings(text, settings):  # --deepspeed_config=ds.json
+            return f"; {refusal(text, text, settings)}"
         if not options:
             return f"; {advice.why}"
         return f"; type {options}{f' ({advice.why})' if advice.why else ''}"

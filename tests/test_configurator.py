@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from configurator import Setting, configure, fail, help_text, settings_of
+from configurator import configure, fail, help_text, settings_of
+from isogpt.options.values import Setting
 
 HEAD = '''"""
 Train a model,

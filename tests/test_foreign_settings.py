@@ -1,4 +1,4 @@
-"""isogpt/launch/foreign_settings.py: the advice for settings of other tools is accepted when typed."""
+"""isogpt/options/foreign_settings.py: the advice for settings of other tools is accepted when typed."""
 
 import json
 import re
@@ -11,8 +11,8 @@ import pytest
 from runs import REPO, accepted
 
 from configurator import settings_of
-from isogpt.launch.foreign_settings import OFF, ROWS, TABLE, advice_for, settings_in, unapplied_settings
 from isogpt.launch.launchers import print_unapplied_settings
+from isogpt.options.foreign_settings import OFF, ROWS, TABLE, advice_for, settings_in, unapplied_settings
 from isogpt.training.settings import check_sampling
 
 SCRIPTS = {name: settings_of(REPO / name) for name in ("train.py", "sample.py", "bench.py")}
@@ -198,7 +198,7 @@ def test_values_of_other_tools():
 
 
 def test_help_does_not_import_torch():
-    code = "import sys, configurator, isogpt.launch.foreign_settings; sys.exit('torch' in sys.modules)"
+    code = "import sys, configurator, isogpt.options.foreign_settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
@@ -280,7 +280,7 @@ def test_a_number_for_each_gpu_in_a_config_is_not_copied_without_a_word(tmp_path
 DEEPSPEEDS_FILE = {
     "fp16": {"enabled": True, "loss_scale": 0},
     "bf16": {"enabled": False},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.2}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.8, 0.99], "weight_decay": 0.2}},
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": 4,
@@ -310,6 +310,31 @@ steps = [1, 2]
 """
 
 
+HYDRAS_FILE = """
+defaults:
+  - model: small
+  - _self_
+shared: &shared {lr: 3e-4, seed: 0x7}
+optim: !adam
+  <<: *shared
+  betas:
+  - 0.8  # of the first moment
+  - 0.99
+datasets:
+- {path: a.txt}
+report_to: [wandb, tensorboard]
+trainer:
+  max_steps: 1_000
+  callbacks: [a, b]
+  output_dir: "${root}/out"
+"""
+INIS_SETTINGS = {"learning_rate": 0.2, "save_interval": 7}
+HYDRAS_SETTINGS = {
+    **{"learning_rate": 3e-4, "seed": 7, "beta1": 0.8, "beta2": 0.99, "max_iters": 1000},
+    **{"lr_decay_iters": 1000, "out_dir": "${root}/out", "wandb_log": True, "tensorboard_log": True},
+}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "advised", "others"),
     [
@@ -317,8 +342,15 @@ steps = [1, 2]
             "ds.json",
             json.dumps(DEEPSPEEDS_FILE),
             {"dtype": "float16", "learning_rate": 1e-4, "weight_decay": 0.2, "zero": 2, "cpu_offload": True}
-            | {"batch_size": 4, "grad_clip": 0.5, "log_interval": 10, "profile": False},
-            "fp16.loss_scale, optimizer.type, optimizer.params.betas, train_batch_size",
+            | {"batch_size": 4, "grad_clip": 0.5, "log_interval": 10, "profile": False}
+            | {"optimizer": "adamw", "beta1": 0.8, "beta2": 0.99},
+            "fp16.loss_scale, train_batch_size",
+        ),
+        (
+            "scheduler.json",
+            '{"scheduler": {"type": "WarmupDecayLR",\t"params": {"warmup_max_lr": 3e-4}}}',
+            {"lr_schedule": "linear", "learning_rate": 3e-4},
+            "",
         ),
         (
             "accelerate.yaml",
@@ -339,6 +371,19 @@ steps = [1, 2]
             {"save_interval": 50, "eval_interval": 70, "eval_iters": 20},
             "train.epochs",
         ),
+        ("hydra.yaml", HYDRAS_FILE, HYDRAS_SETTINGS, "defaults, datasets, trainer.callbacks"),
+        (
+            "x.ini",
+            "lr = 0.1  # high\n[train]\nsave_steps: 7\nmixed",
+            {"learning_rate": 0.1, "save_interval": 7},
+            "train.mixed",
+        ),
+        (
+            "x.cfg",
+            "[a]\nlr=0.1\n[b]\nlr=0.2\n[train]\nSave_Steps=7",
+            {"learning_rate": 0.2, "save_interval": 7},
+            "",
+        ),
     ],
 )
 def test_files_of_other_tools_are_translated_whole(
@@ -352,7 +397,45 @@ def test_files_of_other_tools_are_translated_whole(
     assert {option[2:].partition("=")[0] for option in typed} == advised.keys()
     config = accepted("train.py", *typed)
     assert {key: config[key] for key in advised} == advised
-    assert line.endswith(f"; not translated ({len(others.split())}): {others}")
+    if others:
+        assert line.endswith(f"; not translated ({len(others.split())}): {others}")
+    else:
+        assert "not translated" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("x.yaml", b"a: b: c", "line 1: mapping values are not allowed here"),
+        ("x.yml", b"a:\n\t- 1", "line 2: found character '\\t' that cannot start any token"),
+        ("x.json", b'{"a": 1', "line 1: expected ',' or '}', but got '<stream end>'"),
+        ("x.json", b"{" + b'"a": {' * 5000, "it is nested too deeply"),
+        ("x.toml", b"[a", "Expected ']' at the end of a table declaration (at end of document)"),
+        ("x.ini", b"[a]\n  = 1\n", "Source contains parsing errors"),
+        ("x.yaml", b"a: \x07", "it contains a character that YAML does not allow"),
+        ("x.yaml", b"lr: 1\n# \xff", "it is not a text file in UTF-8"),
+        ("x.json", b"", None),
+        ("x.yaml", b"- 1\n- [2]", None),
+        ("x.json", b"[[1]]", None),
+        ("x.json", b"3", None),
+        ("x.ini", b"", None),
+    ],
+)
+def test_files_without_settings(tmp_path, monkeypatch, capsys, name, content, why):
+    """One line, which says why the settings could not be read, and how a config is written."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content)
+    reason = rf" \(its settings could not be read: {re.escape(why)}.*\)" if why else ""
+    line = said(capsys, "train.py", name)
+    start = rf"error: train.py: {name}: a config is a Python file{reason}: write x.py with lines such as "
+    assert re.fullmatch(f"{start}batch_size = 32", line), line
+
+
+def test_yaml_without_pyyaml(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "yaml", None)  # importing it raises ImportError
+    Path("x.yaml").write_text("lr: 1")
+    assert "could not be read: pip install pyyaml): write x.py" in said(capsys, "train.py", "x.yaml")
 
 
 def test_a_file_without_a_translation_has_an_example_that_the_script_accepts(tmp_path, monkeypatch, capsys):

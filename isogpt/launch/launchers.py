@@ -16,7 +16,7 @@ from pathlib import Path
 from isogpt.common import console
 from isogpt.common.files import REPOSITORY
 from isogpt.launch import network
-from isogpt.launch.foreign_settings import unapplied_settings
+from isogpt.options.foreign_settings import unapplied_settings
 
 # The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes
 # before Slurm, since mpirun inside a Slurm job starts its daemons with srun. DeepSpeed, accelerate and

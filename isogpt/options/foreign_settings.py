@@ -23,7 +23,8 @@ class Advice:
     What to type here for a setting of a different tool.
 
     Args:
-        typed: the options; `{}` stands for the value of the foreign setting. "": there is nothing to type.
+        typed: the options; `{}` stands for the value of the foreign setting, `{0}` and `{1}` for the elements
+            of a list. "": there is nothing to type.
         example: the value for `{}` if no value was typed, or if the options do not accept it.
         why: what is different here, or why nothing needs to be typed.
         values: values of the foreign setting, in lower case, for which different options are typed. Each word
@@ -44,6 +45,11 @@ class Advice:
         for option in " ".join(self.values.get(word, "") for word in words_of(value)).split():
             first.setdefault(option.partition("=")[0], option)
         typed = " ".join(first.values()) or self.typed
+        elements = words_of(value)
+        if typed.count("{") != len(elements):
+            elements = words_of(self.example)
+        for index, element in enumerate(elements):
+            typed = typed.replace(f"{{{index}}}", shlex.quote(element))
         return typed.replace("{}", shlex.quote(value) if value else self.example)
 
     def is_left_out(self, value: str) -> bool:
@@ -51,8 +57,11 @@ class Advice:
         (first, *_), has_value = words_of(value) or [""], "{}" in self.typed
         return first in OFF and first not in ("0", *self.values) and not has_value
 
-    def translates(self, value: str) -> bool:
+    def translates(self, value: str | list[str]) -> bool:
         """Whether the options have the meaning of this value. Otherwise they are an example."""
+        if isinstance(value, list):
+            is_known = any(word.lower() in self.values for word in value)
+            return is_known or ("{0}" in self.typed and self.typed.count("{") == len(value))
         (first, *_), is_example = words_of(value) or [""], re.search(r"=\d", self.typed)
         if any(word in self.values for word in words_of(value)):
             return True
@@ -63,7 +72,7 @@ class Advice:
 
 def words_of(value: str) -> list[str]:
     """The words of a value, in lower case: full_shard and auto_wrap of 'full_shard auto_wrap'."""
-    return re.findall(r"[^\s,'\"]+", value.lower())
+    return re.findall(r"[^\s,'\"()\[\]]+", value.lower())
 
 
 def without(typed: str, off: str) -> dict[str, str]:
@@ -135,10 +144,13 @@ ROWS = (
     ("max_tokens train_tokens total_tokens", Advice("--max_iters=5000 --lr_decay_iters=5000", why=IN_STEPS)),
     ("max_time max_run_time time_limit max_duration", Advice("--time_limit_s={}", "3600", "in seconds")),
     # -- optimizer and schedule
-    ("lr base_lr max_lr peak_lr initial_lr init_lr lr_max adam_lr", Advice("--learning_rate={}", "6e-4")),
+    (
+        "lr base_lr max_lr peak_lr initial_lr init_lr lr_max adam_lr warmup_max_lr",
+        Advice("--learning_rate={}", "6e-4"),
+    ),
     ("min_learning_rate lr_min eta_min min_lr_ratio min_lr_factor", Advice("--min_lr={}", "6e-5", "a rate")),
     (
-        "optim optimizer_name optimizer_type opt",
+        "optim optimizer_name optimizer_type optimizer.type opt",
         Advice(
             "--optimizer=adamw",
             values=dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused"), "--optimizer=adamw")
@@ -148,7 +160,7 @@ ROWS = (
     ),
     ("adam_beta1 adam_b1 b1", Advice("--beta1={}", "0.9")),
     ("adam_beta2 adam_b2 b2", Advice("--beta2={}", "0.95")),
-    ("betas adam_betas", Advice("--beta1=0.9 --beta2=0.95")),
+    ("betas adam_betas", Advice("--beta1={0} --beta2={1}", "0.9 0.95")),
     ("momentum", Advice("--beta1={}", "0.9", "AdamW's; of Muon: --muon_momentum=0.95")),
     ("adam_epsilon adam_eps eps epsilon", Advice(why="not a setting: AdamW uses PyTorch's default, 1e-8")),
     ("wd l2 adam_weight_decay", Advice("--weight_decay={}", "0.1")),
@@ -164,7 +176,8 @@ ROWS = (
     ("warmup_ratio warmup_fraction lr_warmup_fraction", Advice("--warmup_iters=100", why="in steps")),
     ("lr_decay_steps decay_steps", Advice("--lr_decay_iters={}", "5000")),
     (
-        "lr_scheduler lr_scheduler_type scheduler scheduler_type lr_decay_style decay_type lr_schedule_type",
+        "lr_scheduler lr_scheduler_type scheduler scheduler_type scheduler.type lr_decay_style decay_type "
+        "lr_schedule_type",
         Advice(
             "--lr_schedule=cosine",
             values={
@@ -173,7 +186,9 @@ ROWS = (
                 "wsd": "--lr_schedule=wsd --cooldown_iters=1000",
                 "warmup_stable_decay": "--lr_schedule=wsd --cooldown_iters=1000",
                 "constant": "--decay_lr=False",
-                "constant_with_warmup": "--lr_schedule=wsd --cooldown_iters=1",
+                **dict.fromkeys(("constant_with_warmup", "warmuplr"), "--lr_schedule=wsd --cooldown_iters=1"),
+                "warmupdecaylr": "--lr_schedule=linear",
+                "warmupcosinelr": "--lr_schedule=cosine",
             },
         ),
     ),
