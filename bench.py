@@ -9,7 +9,7 @@ other devices a small model of 10.65M parameters, which takes a minute.
     python bench.py --nproc=4 --sweep='tp:1,2;pp:1,2'       layouts of four processes; also cp, ep and zero
     python bench.py --comm --nproc=2                        the collectives, by message size
     python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
-    python bench.py config/train_gpt2.py --plan --devices=1 --hardware=l4,3090,4090    compare GPUs
+    python bench.py config/train_gpt2.py --plan --devices=1,8 --hardware=l4,4090    compare GPUs and numbers
     python bench.py config/train_gpt2.py --tune             measure the plan's best few layouts here
 """
 
@@ -69,7 +69,7 @@ weak = False  # with a sweep over nproc, or a plan: weak scaling, the global bat
 comm = False  # measure the collectives' bandwidth and latency by message size; no training
 plan = False  # predict time and memory of all layouts for the same global batch; no training
 tune = False  # measure the best few plans for the launched processes, and print the fastest command
-devices = 0  # number of devices to plan for (0: the launched processes)
+devices = ""  # to plan for: a number, or several (1,2,8), which are compared ("": the launched processes)
 per_node = 8  # devices of each machine
 hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090), cpu (a core), this (measured)
 device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: as hardware)
@@ -343,23 +343,26 @@ def make_plans(n: int) -> tuple[list[Prediction], str]:
     return found, command_for(found[0].settings, n)
 
 
-def compare_cards(n: int) -> dict:
+def compare_choices(counts: list[int]) -> dict:
     """
-    Print the fastest layout on n devices of each kind in `hardware`, the fastest kind first. A kind on which
-    no layout fits is last, with the smallest memory that a layout needs.
+    Print the fastest layout on each number of devices of each kind in `hardware`, the fastest first. Where no
+    layout fits, the line says how many devices suffice.
     """
-    best, fewest = {}, {}
-    for card in cards:
-        wanted, hw, (best[card], *_) = predictions_for(n, card)
-        if best[card].problem:
-            fewest[card] = layouts.smallest_world(wanted, hw, per_node)
-    tokens = wanted.sequences * work["block_size"]
-    print(f"the global batch of {wanted.sequences} sequences on {n} x each device, predicted:")
-    print(layouts.table_of_cards(best, tokens, fewest))
-    if len(fewest) < len(cards):
-        fastest, _ = min(best.items(), key=layouts.card_order)
-        print(f"\nall layouts, and the command: name one device, such as --hardware={fastest}")
-    return {"cards": {card: described(found) for card, found in best.items()}}
+    choices = []
+    for n, card in itertools.product(counts, cards):
+        wanted, hw, (found, *_) = predictions_for(n, card)
+        fewest = layouts.smallest_world(wanted, hw, per_node) if found.problem else 0
+        choices.append(layouts.Choice(n, card, wanted.sequences * work["block_size"], found, fewest))
+    choices = layouts.fastest_first(choices)
+    batch = f"the global batch of {wanted.sequences} sequences"
+    if weak:
+        batch = "a global batch that grows with the devices"
+    print(f"{batch}, predicted:")
+    print(layouts.table_of_choices(choices))
+    if choices[0].tokens_per_s:
+        fastest = f"--devices={choices[0].devices} --hardware={choices[0].hardware}"
+        print(f"\nall layouts, and the command: choose one line, such as {fastest}")
+    return {"compared": [choice._asdict() | {"found": described(choice.found)} for choice in choices]}
 
 
 def measured_machine(wanted: Plan, n: int) -> Hardware:
@@ -396,10 +399,11 @@ def command_for(point: dict, n: int) -> str:
 
 
 def run_plan() -> dict:
-    """Print the plans for `devices` devices and the best command, or compare several kinds of devices."""
-    if len(cards) > 1:
-        return compare_cards(devices or processes)
-    plans, command = make_plans(devices or processes)
+    """Print the plans for `devices` devices and the best command, or compare several numbers or kinds."""
+    counts = [int(number) or processes for number in numbers]
+    if len(counts) * len(cards) > 1:
+        return compare_choices(list(dict.fromkeys(counts)))
+    plans, command = make_plans(*counts)
     print(f"\nthe fastest, predicted:\n{command}")
     return {"plans": [described(found) for found in plans], "command": command}
 
@@ -470,8 +474,11 @@ try:
     if config.get("gradient_accumulation_steps") == 0:
         del config["gradient_accumulation_steps"]
     cards = hardware.replace(" ", "").split(",")
+    numbers = devices.replace(" ", "").split(",") if devices else ["0"]
     problems = [problem for card in cards for problem in problems_of({"hardware": card})]
     problems += problems_of(config | {"hardware": "this"})
+    if not all(number.isdecimal() for number in numbers):
+        problems.append(f"devices is {devices!r}: type a number, or several such as --devices=1,2,8")
     if len(cards) > 1 and not plan:
         problems.append(f"hardware is {hardware!r}: several devices are compared by a plan: set --plan=True")
     if (device_memory_gb or device_tflops) and (len(cards) > 1 or hardware in ("this", "cpu")):

@@ -194,14 +194,37 @@ def test_a_plan_compares_devices(zygote, work):
     """A line for each device, fastest first; the figures are those of each device's own plan."""
     large = ["--n_layer=32", "--n_embd=2048", "--n_head=16", "--dtype=bfloat16", "--plan=True", "--devices=1"]
     text, found = bench(zygote, work, *TINY, *large, "--hardware=l4,a100,h100")
-    rows = re.findall(r"^ +(\S+) .* (yes|no) +(.*)$", text, re.M)
-    assert [row[:2] for row in rows] == [("h100", "yes"), ("a100", "yes"), ("l4", "no")], text
+    rows = re.findall(r"^ +(1 x \S+) .* (yes|no) +(.*)$", text, re.M)
+    assert [row[:2] for row in rows] == [("1 x h100", "yes"), ("1 x a100", "yes"), ("1 x l4", "no")], text
     assert rows[0][2].startswith("--") and rows[2][2] == "2 devices are the fewest on which a layout fits"
-    assert text.rstrip().endswith("--hardware=h100")
+    assert text.rstrip().endswith("--devices=1 --hardware=h100")
     alone, single = bench(zygote, work, *TINY, *large, "--hardware=a100")
-    assert found["plan"]["cards"]["a100"] == single["plan"]["plans"][0]
+    assert found["plan"]["compared"][1]["found"] == single["plan"]["plans"][0]
     speed = re.search(r"^ +[\d.,]+ +([\d,]+) .*--batch_size", alone, re.M)[1]
     assert f" {speed} " in next(line for line in text.splitlines() if " a100 " in line)
+
+
+def test_a_plan_compares_numbers_of_devices(zygote, work):
+    """With one global batch, or with --weak one that grows; the figures are those of each number's own plan."""
+    large = [
+        "--n_layer=8",
+        "--n_embd=512",
+        "--n_head=8",
+        "--dtype=bfloat16",
+        "--plan=True",
+        "--hardware=a100",
+    ]
+    large += ["--block_size=512", "--gradient_accumulation_steps=2"]
+    for weak, growth in (("False", [1, 1, 1]), ("True", [8, 2, 1])):
+        args = [*TINY, *large, f"--weak={weak}"]
+        text, found = bench(zygote, work, *args, "--devices=1,2,8,2")
+        compared = found["plan"]["compared"]
+        tokens = {choice["devices"]: choice["tokens"] for choice in compared}
+        assert [tokens[n] // tokens[1] for n in (8, 2, 1)] == growth, text
+        speeds = [choice["tokens"] / choice["found"]["total_s"] for choice in compared]
+        assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3, text
+        _, single = bench(zygote, work, *args, "--devices=2")
+        assert single["plan"]["plans"][0] in [choice["found"] for choice in compared]
 
 
 @pytest.mark.slow
@@ -224,6 +247,8 @@ def test_mistakes_exit_with_one_line(zygote, work):
         (["--device=tpu"], "possible are auto"),
         (["--hardware=l4,3090"], "set --plan=True"),
         (["--plan=True", "--hardware=l4,9090"], "hardware is '9090'; possible are"),
+        (["--plan=True", "--devices=1,x"], "or several such as --devices=1,2,8"),
+        (["--plan=True", "--devices=-1"], "devices is '-1': type a number"),
         (["--plan=True", "--hardware=l4,3090", "--device_memory_gb=9"], "set --hardware= to this card"),
     ):
         run = zygote.start(args, work, script="bench.py").wait(ok=False)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from math import gcd
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -238,30 +239,40 @@ def table(plans: list[Prediction], tokens: int, devices: int, flops: float, rows
     return "\n".join(lines)
 
 
-def table_of_cards(best: dict[str, Prediction], tokens: int, fewest: dict[str, int]) -> str:
-    """
-    Format a line for each kind of device, fastest first.
+class Choice(NamedTuple):
+    """The fastest layout on a number of devices of a kind."""
 
-    Args:
-        best: the fastest layout on each kind, or the smallest if none fits.
-        tokens: tokens per step.
-        fewest: how many devices of a kind suffice, for the kinds on which no layout fits (0: unknown).
-    """
-    lines = [f"  {'device':>9} {'ms/step':>12} {'tokens/s':>12} {'GB':>6}  fits  settings"]
-    for card, found in sorted(best.items(), key=card_order):
+    devices: int
+    hardware: str
+    tokens: int  # per step
+    found: Prediction  # the smallest layout if none fits
+    fewest: int  # if none fits: how many devices suffice (0: unknown)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The speed; 0 if no layout fits."""
+        return 0.0 if self.found.problem else self.tokens / self.found.total_s
+
+
+def fastest_first(choices: list[Choice]) -> list[Choice]:
+    """Sort by tokens/s; choices on which no layout fits are last, smallest first."""
+    return sorted(choices, key=lambda choice: (-choice.tokens_per_s, choice.found.gb))
+
+
+def table_of_choices(choices: list[Choice]) -> str:
+    """Format a line for each number of devices of each kind, in order."""
+    columns = f"{'ms/step':>12} {'tokens/s':>12} {'per device':>12} {'GB':>6}  fits  settings"
+    lines = [f"  {'devices':>15} {columns}"]
+    for choice in choices:
+        found, name = choice.found, f"{choice.devices} x {choice.hardware}"
         if found.problem:
-            needs = f"{fewest[card]} devices are the fewest on which a layout fits" if fewest[card] else ""
-            lines.append(f"  {card:>9} {'':25} {found.gb:6.1f}  no    {needs}".rstrip())
+            needs = f"{choice.fewest} devices are the fewest on which a layout fits" if choice.fewest else ""
+            lines.append(f"  {name:>15} {'':38} {found.gb:6.1f}  no    {needs}".rstrip())
         else:
-            s = found.total_s
-            figures = f"{s * 1e3:12,.1f} {tokens / s:12,.0f} {found.gb:6.1f}"
-            lines.append(f"  {card:>9} {figures}  yes   {spelled(found.settings)}")
+            speed = choice.tokens_per_s
+            figures = f"{found.total_s * 1e3:12,.1f} {speed:12,.0f} {speed / choice.devices:12,.0f}"
+            lines.append(f"  {name:>15} {figures} {found.gb:6.1f}  yes   {spelled(found.settings)}")
     return "\n".join(lines)
-
-
-def card_order(row: tuple[str, Prediction]) -> tuple[float, float]:
-    """The key by which kinds of devices are sorted."""
-    return order(row[1])
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,6 @@ NOT_NEGATIVE = (
     "balance_loss",
     "router_z_loss",
     "base_batch",
-    "devices",
     "network",
     "device_memory_gb",
     "device_tflops",
