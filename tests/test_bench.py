@@ -205,7 +205,7 @@ def test_a_plan_compares_devices(zygote, work):
 
 
 def test_a_plan_compares_numbers_of_devices(zygote, work):
-    """With one global batch, or with --weak one that grows; the figures are those of each number's own plan."""
+    """One global batch, or with --weak one that grows. The figures are those of the number's own plan."""
     large = [
         "--n_layer=8",
         "--n_embd=512",
