@@ -260,6 +260,7 @@ def test_settings_that_change_what_a_resume_reads():
         "seed": 1,
         "data_order": "shuffle",
     }
+    settings |= {"max_iters": 9, "beta2": 0.9, "grad_clip": 1.0}
     drawn = "of this epoch, some sequences are read twice and some not at all"
     cases = {
         (
@@ -272,12 +273,17 @@ def test_settings_that_change_what_a_resume_reads():
             "random",
         ): f"the checkpoint was trained with data_order random, this run uses shuffle: {drawn}",
         ("block_size", 16): f"the checkpoint was trained with block_size 16, this run uses 8: {drawn}",
+        ("beta2", 0.95): "this run continues with beta2 0.9 (was 0.95): the loss curve changes",
+        ("max_iters", 5): None,  # a longer run
     }
     for (name, value), said in cases.items():
         source = SimpleNamespace(run=run | {"config": settings | {name: value}}, notes=())
-        assert differences(settings, run["model_args"], source, is_resume=True) == [said]
+        assert differences(settings, run["model_args"], source, is_resume=True) == ([said] if said else [])
         # a new run from the checkpoint's weights
         assert differences(settings, run["model_args"], source) == []
+    source = SimpleNamespace(run=run | {"config": settings | {"beta2": 0.8, "grad_clip": 0.5}}, notes=())
+    said = "this run continues with beta2 0.9 (was 0.8), grad_clip 1.0 (was 0.5): the loss curve changes"
+    assert differences(settings, run["model_args"], source, is_resume=True) == [said]
     settings["data_order"] = "random"
     source = SimpleNamespace(run=run | {"config": settings | {"seed": 2, "block_size": 16}}, notes=())
     said = "the checkpoint was trained with seed 2, this run uses 1: it draws different sequences"

@@ -3,6 +3,22 @@
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.training.settings import settings_of_model
 
+# settings that change the updates of the weights. max_iters alone does not: it continues a run
+OF_UPDATES = (
+    *(
+        "optimizer",
+        "learning_rate",
+        "muon_lr",
+        "embedding_lr",
+        "muon_momentum",
+        "weight_decay",
+        "beta1",
+        "beta2",
+    ),
+    *("grad_clip", "decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr"),
+    *("lr_scaling", "base_batch", "dropout"),
+)
+
 
 def differences(
     config: dict, model_args: dict, source: OpenCheckpoint | None, is_resume: bool = False
@@ -37,7 +53,7 @@ def differences(
     if before != config["dataset"]:
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
     if is_resume:
-        found += reading_differences(config, source)
+        found += reading_differences(config, source) + update_differences(config, source)
     return [*found, *source.notes] if source else found
 
 
@@ -60,3 +76,11 @@ def reading_differences(config: dict, source: OpenCheckpoint) -> list[str]:
                 f"{effect}"
             )
     return found
+
+
+def update_differences(config: dict, source: OpenCheckpoint) -> list[str]:
+    """Describe settings that change the updates of a resumed run's weights, all in one sentence."""
+    before = source.run["config"]
+    changed = [name for name in OF_UPDATES if name in before and before[name] != config[name]]
+    pairs = ", ".join(f"{name} {config[name]} (was {before[name]})" for name in changed)
+    return [f"this run continues with {pairs}: the loss curve changes"] if changed else []
