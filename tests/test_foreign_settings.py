@@ -76,6 +76,20 @@ TRIALS = {
     "--offload_optimizer_device none": "--cpu_offload=False",
     "--wandb_mode=offline": "--wandb_log=True",
     "--wandb_mode=disabled": "--wandb_log=False",
+    "--strategy=ddp": "--zero=0",
+    "--strategy=fsdp": "--fsdp=True",
+    "--strategy=deepspeed_stage_2_offload": "--zero=2 --cpu_offload=True",
+    "--trainer.strategy=deepspeed_stage_3": "--zero=3",
+    "--accelerator=gpu": "--device=cuda",
+    "--accelerator cpu": "--device=cpu",
+    "--trainer.accelerator=auto": "--device=auto",
+    "--precision=16-mixed": "--dtype=float16",
+    "--accumulate_grad_batches=4": "--gradient_accumulation_steps=4",
+    "--seed_everything=7": "--seed=7",
+    "--fast_dev_run": "--max_iters=1 --eval_iters=1",
+    "--enable_checkpointing=False": "--save_checkpoint=False",
+    "--auto_scale_batch_size": "--layout=auto",
+    "--detect_anomaly": "--on_nan=stop",
     "--lr_scheduler_type=constant_with_warmup": "--lr_schedule=wsd --cooldown_iters=1",
 }
 
@@ -275,6 +289,10 @@ def test_a_number_for_each_gpu_in_a_config_is_not_copied_without_a_word(tmp_path
     end = "multiply a number for each GPU by the number of GPUs"
     assert "such as gradient_accumulation_steps = 4; gradient_accumulation_steps counts" in line
     assert line.endswith(f" counts over all processes: {end}")
+    # DeepSpeed's train_batch_size counts over all processes too, so there is nothing to multiply
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}))
+    line = said(capsys, "train.py", "ds.json")
+    assert "type --batch_size=4 --gradient_accumulation_steps=16, or" in line and "multiply" not in line
 
 
 DEEPSPEEDS_FILE = {
@@ -345,6 +363,25 @@ HYDRAS_SETTINGS = {
             | {"batch_size": 4, "grad_clip": 0.5, "log_interval": 10, "profile": False}
             | {"optimizer": "adamw", "beta1": 0.8, "beta2": 0.99},
             "fp16.loss_scale, train_batch_size",
+        ),
+        (
+            "whole.json",
+            '{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}',
+            {"batch_size": 4, "gradient_accumulation_steps": 16},
+            "",
+        ),
+        (
+            "odd.json",  # no whole number of micro-batches
+            '{"train_batch_size": 62, "train_micro_batch_size_per_gpu": 4}',
+            {"batch_size": 4},
+            "train_batch_size",
+        ),
+        (
+            "lightning.yaml",
+            "trainer:\n  accelerator: gpu\n  devices: 2\n  strategy: ddp\n  precision: bf16-mixed\n"
+            "  max_epochs: 3\n",
+            {"device": "cuda", "nproc": 2, "zero": 0, "dtype": "bfloat16"},
+            "trainer.max_epochs",
         ),
         (
             "scheduler.json",

@@ -15,6 +15,7 @@ from isogpt.options.values import Setting, Value, as_typed, parse_options
 
 INI = (".ini", ".cfg", ".conf")
 ENDINGS = (".yaml", ".yml", ".json", ".toml", *INI)
+WHOLE_BATCH = ("train_batch_size", "global_batch_size")  # of DeepSpeed and Megatron-LM: sequences of a step
 # a value as it stands in the file; the elements of a list
 Foreign = str | list[str]
 
@@ -24,10 +25,12 @@ def refusal(config: str, path: str | None, known: Mapping[str, Setting]) -> str:
     A sentence about the file `config`, at `path` if it exists, with what to type for the settings in it, and
     the names of those without a translation. `known`: the script's settings.
     """
-    found, others, problem = {}, [], ""
+    found, others, problem, is_derived = {}, [], "", False
     if path:
         try:
-            found, others = translated(read_pairs(path), known)
+            pairs = read_pairs(path)
+            found, others = translated(pairs, known)
+            is_derived = micro_batches_in(pairs, found) > 0
         except ValueError as e:
             problem = f" (its settings could not be read: {e})"
     stem = os.path.splitext(os.path.basename(config))[0]
@@ -39,7 +42,7 @@ def refusal(config: str, path: str | None, known: Mapping[str, Setting]) -> str:
     else:
         example = "batch_size = 32" if "batch_size" in known else "seed = 1"  # sample.py
         text += f": write {stem}.py with lines such as {example}"
-    if "gradient_accumulation_steps" in found:
+    if "gradient_accumulation_steps" in found and not is_derived:
         text += f"; gradient_accumulation_steps counts {PER_GPU}"
     if others:
         text += f"; not translated ({len(others)}): {', '.join(others)}"
@@ -144,7 +147,22 @@ def translated(
     found = order | off | implied | exact
     if "zero" in found:  # more exact than fsdp; both are refused together
         found.pop("fsdp", None)
+    if "gradient_accumulation_steps" in known and (count := micro_batches_in(pairs, found)):
+        found["gradient_accumulation_steps"] = count
+        others = [it for it in others if not it.endswith((*WHOLE_BATCH, "gradient_accumulation_steps"))]
     return found, list(dict.fromkeys(others))
+
+
+def micro_batches_in(pairs: list[tuple[str, Foreign]], found: Mapping[str, Value]) -> int:
+    """
+    The micro-batches of a step over all processes, from a foreign file that contains both the sequences of a
+    step and, translated in `found`, those of a micro-batch. 0: the file contains no such numbers.
+    """
+    whole = [value for name, value in pairs if name.rpartition(".")[2] in WHOLE_BATCH]
+    rows = found.get("batch_size")
+    if not rows or len(whole) != 1 or not str(whole[0]).isdigit() or int(str(whole[0])) % rows:
+        return 0
+    return int(str(whole[0])) // rows
 
 
 def settings_for(name: str, value: Foreign, known: Mapping[str, Setting]) -> dict[str, Value]:

@@ -252,6 +252,14 @@ ROWS = (
     ("loss_scale initial_scale_power", Advice("--dtype=float16", why="the loss scale is dynamic")),
     ("use_cpu no_cuda cpu", Advice("--device=cpu", values=without("--device=cpu", "--device=auto"))),
     (
+        "accelerator",
+        Advice(
+            "--device=auto",
+            values=dict.fromkeys(("gpu", "cuda"), "--device=cuda")
+            | {"cpu": "--device=cpu", "mps": "--device=mps"},
+        ),
+    ),
+    (
         "use_cuda use_gpu cuda gpu",
         Advice("--device=auto", why="the default, which takes a GPU if there is one"),
     ),
@@ -261,7 +269,11 @@ ROWS = (
         Advice("--compile=True", values=dict.fromkeys(OFF, "--compile=False")),
     ),
     ("full_determinism use_deterministic_algorithms cudnn_deterministic", Advice("--deterministic=True")),
-    ("random_seed data_seed manual_seed", Advice("--seed={}", "1337")),
+    (
+        "benchmark cudnn_benchmark",
+        Advice(why="not needed: only convolutions use cudnn.benchmark, and a GPT contains none"),
+    ),
+    ("random_seed data_seed manual_seed seed_everything", Advice("--seed={}", "1337")),
     # -- processes
     (
         "world_size num_processes num_gpus n_gpus n_gpu ngpus gpus nproc_per_node nprocs n_procs devices "
@@ -282,13 +294,16 @@ ROWS = (
         "distributed_type strategy",
         Advice(
             "--zero=0",
-            why="DDP",
+            why="zero: 0 is DDP, 3 is FSDP",
             values={
+                **dict.fromkeys(("multi_gpu", "multi_cpu", "ddp", "ddp_spawn", "dp"), "--zero=0"),
                 "fsdp": "--fsdp=True",
                 "deepspeed": "--zero=2",
-                "deepspeed_stage_1": "--zero=1",
+                **dict.fromkeys(("deepspeed_stage_1", "deepspeed_stage_1_offload"), "--zero=1"),
                 "deepspeed_stage_2": "--zero=2",
+                "deepspeed_stage_2_offload": "--zero=2 --cpu_offload=True",
                 "deepspeed_stage_3": "--zero=3",
+                "deepspeed_stage_3_offload": "--zero=3 --cpu_offload=True",
             },
         ),
     ),
@@ -463,6 +478,10 @@ ROWS = (
         ),
     ),
     (
+        "enable_checkpointing",
+        Advice("--save_checkpoint=True", values=dict.fromkeys(OFF, "--save_checkpoint=False")),
+    ),
+    (
         "load_best_model_at_end save_best metric_for_best_model",
         Advice(why="not needed: the checkpoint of the best validation loss is kept, and sample.py reads it"),
     ),
@@ -488,6 +507,12 @@ ROWS = (
     (
         "eval.max_iters eval_batches val_steps validation_steps max_eval_steps limit_val_batches val_batches",
         Advice("--eval_iters={}", "200"),
+    ),
+    ("fast_dev_run", Advice("--max_iters=1 --eval_iters=1", why="two steps and two evaluations")),
+    ("overfit_batches", Advice(why="not here: prepare a small data set, see data/README.md")),
+    (
+        "auto_scale_batch_size auto_find_batch_size",
+        Advice("--layout=auto", why="the fastest batch_size that fits, with the same sequences per step"),
     ),
     (
         "do_eval",
@@ -554,6 +579,7 @@ ROWS = (
     ),
     ("shuffle use_distributed_sampler", Advice("--data_order=shuffle", why="each window once per epoch")),
     # -- faults
+    ("detect_anomaly terminate_on_nan detect_nan", Advice("--on_nan=stop", why="the default")),
     ("skip_nan nan_policy skip_nan_grad logging_nan_inf_filter", Advice("--on_nan=skip")),
     (
         "config_file config_path cfg config_name job.config_file",
