@@ -340,7 +340,7 @@ step_began = time.perf_counter()
 
 is_complete = progress.step > max_iters and not eval_only  # a complete run was resumed: nothing is left to do
 if is_complete:
-    advice = f"to continue, set --max_iters={2 * progress.step} or so"
+    advice = f"to continue, set {schedule.to_continue(progress.step)} or so"
     logger.print(f"{out_dir} is at step {progress.step}, which is beyond max_iters: {advice}")
 while not is_complete:
     step, val_loss = progress.step, None

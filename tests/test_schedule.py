@@ -99,6 +99,8 @@ NOTES = {
     "the warm-up of 5.5 steps does not end before lr_decay_iters, 4: the learning rate then drops to min_lr "
     "at once: "
     "set a smaller --warmup_iters": dict(warmup_iters=5.5, lr_decay_iters=4, max_iters=5.5),
+    "from step 3000, lr_decay_iters, the learning rate is 0 and nothing is learned: set "
+    "--lr_decay_iters=4000, or a smaller --max_iters": dict(max_iters=4000, lr_decay_iters=3000, min_lr=0.0),
 }
 
 
@@ -112,8 +114,21 @@ def test_unusual_rates_are_noted(note):
 
 
 def test_usual_rates_are_not_noted():
-    for changes in ({}, dict(max_iters=2000), dict(lr_decay_iters=2001), dict(min_lr=6e-4)):
-        assert make_schedule(DEFAULTS, 480).notes(DEFAULTS | changes) == []
+    for changes in ({}, dict(max_iters=2000), dict(lr_decay_iters=2001), dict(min_lr=6e-4), dict(min_lr=0)):
+        assert make_schedule(DEFAULTS | changes, 480).notes(DEFAULTS | changes) == []
+
+
+def test_a_complete_run_that_continues_as_advised_learns():
+    """The recipe of train_small.py ends at a learning rate of 0, which would stay with more steps alone."""
+    complete = dict(max_iters=1000, lr_decay_iters=1000, min_lr=0.0, warmup_iters=5, lr_schedule="linear")
+    advice = make_schedule(DEFAULTS | complete, 480).to_continue(1001)
+    assert advice == "--max_iters=2002 --lr_decay_iters=2002"
+    longer = DEFAULTS | complete | {name: int(n) for name, n in re.findall(r"--(\w+)=(\d+)", advice)}
+    assert make_schedule(longer, 480).notes(longer) == []
+    assert make_schedule(longer, 480).lr(1001) > 0.4 * DEFAULTS["learning_rate"]
+    # a decay that lasts as long, or none, stays as it is
+    for same in (dict(lr_decay_iters=2002), dict(decay_lr=False)):
+        assert make_schedule(DEFAULTS | complete | same, 480).to_continue(1001) == "--max_iters=2002"
 
 
 def test_the_rates_that_advice_gives_are_accepted(zygote, work):

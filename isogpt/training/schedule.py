@@ -59,7 +59,19 @@ class Schedule:
                 "smaller "
                 "--warmup_iters"
             )
+        if self.min_lr == 0 and self.warmup_iters < self.lr_decay_iters < max_iters:
+            found.append(
+                f"from step {self.lr_decay_iters}, lr_decay_iters, the learning rate is 0 and nothing is "
+                f"learned: set --lr_decay_iters={max_iters}, or a smaller --max_iters"
+            )
         return found
+
+    def to_continue(self, step: int) -> str:
+        """What to type to continue a complete run, which is at `step`, with twice as many steps."""
+        options = f"--max_iters={2 * step}"
+        if self.decay_lr and self.lr_decay_iters < 2 * step:  # otherwise, the rate would stay at min_lr
+            options += f" --lr_decay_iters={2 * step}"
+        return options
 
 
 def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
