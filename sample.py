@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import configure, fail
+from isogpt.checkpoint.manifest import advice_on_folder
 from isogpt.checkpoint.restore import load_weights, restore_checkpoint
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
@@ -91,9 +92,7 @@ with exit_together():
     if init_from == "resume" and ranks.is_main:
         found, damaged = best_checkpoint(out_dir) if best else newest_checkpoint(out_dir)
         if not found:
-            raise ValueError(
-                "; ".join([f"no checkpoint in {out_dir}: set --out_dir= to the run's folder", *damaged])
-            )
+            raise ValueError("; ".join([f"no checkpoint in {out_dir}: {advice_on_folder()}", *damaged]))
         for report in damaged:
             print(f"warning: {report}", file=sys.stderr)
 found = broadcast(found)

@@ -211,6 +211,7 @@ parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_p
 # notes: sentences for the banner, about what the user may not expect
 device_kinds = gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 notes = precision.differences_of_devices(device_kinds)
+notes += precision.notes_about_dtype(plan.dtype, ranks.device)
 # continues at the checkpoint's step; its best loss counts only if evaluations still measure the same
 notes += progress.begin(what_is_measured(config, data.digest), start.resumed, device_kinds[0])
 # differences: settings and data that are not the checkpoint's

@@ -299,10 +299,17 @@ CASES = {
     "init-no-weights": Case(
         ["--init_from=data/tiny"], ["cannot load 'data/tiny'", "model_type"], env=OFFLINE
     ),
-    "gpt2-offline": Case(["--init_from=gpt2"], ["cannot load 'gpt2'"], (2,), env=OFFLINE),
+    "gpt2-offline": Case(
+        ["--init_from=gpt2"],
+        ["cannot load 'gpt2'", "hf download gpt2 config.json", "--init_from=hf-gpt2"],
+        (2,),
+        env=OFFLINE,
+    ),
     # resume
     "nothing-there": Case(
-        [*RESUME, "--out_dir=nowhere"], ["no checkpoint to resume from in nowhere", "--out_dir="], BOTH
+        [*RESUME, "--out_dir=nowhere"],
+        ["no checkpoint to resume from in nowhere", "--out_dir=", "(here: out)"],
+        BOTH,
     ),
     "longer": Case(
         [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], BOTH
@@ -389,7 +396,9 @@ CASES = {
     ),
     # sample.py
     "s-unknown": Case(["--stat=x"], ["--stat", "--start"], script="sample.py"),
-    "s-nothing": Case(["--out_dir=nowhere"], ["no checkpoint in nowhere", "--out_dir="], script="sample.py"),
+    "s-nothing": Case(
+        ["--out_dir=nowhere"], ["no checkpoint in nowhere", "--out_dir=", "(here: out)"], script="sample.py"
+    ),
     "s-characters": Case(
         ["--start=\u00e9"], ["'\u00e9'", "--start", "vocabulary"], script="sample.py", lines=2
     ),

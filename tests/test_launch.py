@@ -15,6 +15,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.launch import network, process_group
 from isogpt.launch.device import gpu_identity, pick_backend, pick_device
 from isogpt.launch.process_group import check_gpus, connect_ranks
+from isogpt.monitor import banner
 from isogpt.monitor.records import step_line, step_record
 from isogpt.parallel import compilation
 from isogpt.speed import devices
@@ -88,6 +89,33 @@ def test_dtype_choice(monkeypatch):
     monkeypatch.setattr(precision, "cpu_has", lambda feature: False)
     assert precision.resolve_dtype("auto", CPU) == "float32"
     assert precision.common_dtype(["bfloat16", "float32"]) == "float32"
+
+
+def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
+    note = "this CPU does not multiply {} in hardware, so steps take several times as long: set --dtype={}"
+    monkeypatch.setattr(precision, "cpu_has", lambda feature: feature in ("sse2", "avx512_bf16"))
+    assert precision.notes_about_dtype("float16", CPU) == [note.format("float16", "bfloat16")]
+    assert precision.notes_about_dtype("bfloat16", CPU) == precision.notes_about_dtype("float32", CPU) == []
+    assert precision.notes_about_dtype("float16", torch.device("cuda")) == []
+    monkeypatch.setattr(precision, "cpu_has", lambda feature: feature == "sse2")
+    assert precision.notes_about_dtype("bfloat16", CPU) == [note.format("bfloat16", "float32")]
+    monkeypatch.setattr(precision, "cpu_has", lambda feature: False)  # not an x86 CPU: nothing is known
+    assert precision.notes_about_dtype("float16", CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("processes", "device", "is_said"), [(8, "cpu", True), (2, "cpu", False), (8, "cuda", False)]
+)
+def test_processes_that_share_cores_are_reported(monkeypatch, processes, device, is_said):
+    monkeypatch.setattr(banner, "own_cores", lambda: [0, 1])
+    run = SimpleNamespace(
+        ranks=SimpleNamespace(device=torch.device(device), local_sizes=(processes,)),
+        plan=SimpleNamespace(micro_batch=1, batch_size=1),
+        peak_flops=None,
+    )
+    lines = [line for line in banner.Banner.machine_lines(run) if line.startswith("cores:")]
+    said = "cores:   8 processes share 2 CPU cores: this tests a layout, and is slower than --nproc=2"
+    assert lines == ([said] if is_said else [])
 
 
 def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):

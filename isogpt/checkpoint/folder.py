@@ -24,6 +24,7 @@ from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints
 from isogpt.checkpoint.manifest import (
     STEP,
     UNFINISHED,
+    advice_on_folder,
     damage,
     is_run,
     make_manifest,
@@ -76,7 +77,7 @@ def look_for_start(
                 )
             return found, True, reports
         if reports or init_from == "resume":
-            problem = f"no checkpoint to resume from in {out_dir}: set --out_dir= to the run's folder"
+            problem = f"no checkpoint to resume from in {out_dir}: {advice_on_folder()}"
             if resume_step != -1:
                 steps = ", ".join(map(str, steps_in(out_dir)))
                 problem = (

@@ -46,6 +46,14 @@ def is_run(folder: str) -> bool:
     return bool(folder) and (bool(step_folders(Path(folder))) or (Path(folder) / "ckpt.pt").exists())
 
 
+def advice_on_folder() -> str:
+    """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
+    found = [*Path().glob("*/ckpt.pt"), *Path().glob("*/step_*/manifest.json")]
+    runs = sorted({path.parts[0] for path in found})
+    here = f" (here: {', '.join(runs[:4])}{', ...' if len(runs) > 4 else ''})" if runs else ""
+    return f"set --out_dir= to the run's folder{here}"
+
+
 def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None) -> dict:
     """
     What manifest.json contains besides the files' checksums.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
 from isogpt.launch import torch_import
+from isogpt.launch.network import own_cores
 from isogpt.launch.process_group import Ranks
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.plan import Plan
@@ -101,7 +102,7 @@ class Banner:
         return lines
 
     def machine_lines(self) -> list[str]:
-        """The peak of the devices, the micro-batches and the threads."""
+        """The peak of the devices, the micro-batches, the cores and the threads."""
         peak, micro_batch, batch_size = "unknown, no mfu", self.plan.micro_batch, self.plan.batch_size
         if self.peak_flops:
             peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})"
@@ -110,6 +111,12 @@ class Banner:
             lines.append(
                 f"memory:  micro-batches of {micro_batch} instead of {batch_size}, "
                 "since a previous attempt ran out of memory"
+            )
+        processes, cores = self.ranks.local_sizes[0], len(own_cores())
+        if self.ranks.device.type == "cpu" and processes > cores:
+            lines.append(
+                f"cores:   {processes} processes share {cores} CPU cores: this tests a layout, and is slower "
+                f"than --nproc={cores}"
             )
         if torch_import.NOTE:
             lines.append(f"threads: {torch_import.NOTE}")

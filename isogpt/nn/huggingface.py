@@ -114,6 +114,13 @@ def load(name: str) -> "PreTrainedModel":
         )
     except Exception as e:  # transformers, safetensors and the network raise many types
         reason = " ".join(str(e).split())[:250]
+        if name in GPT2 and isinstance(e, OSError) and "connect" in str(e):
+            files = "config.json model.safetensors tokenizer.json"
+            reason = (
+                f"it is not in the cache, and the Hugging Face hub cannot be reached. On a machine with "
+                f"Internet access, type: hf download {name} {files} --local-dir=hf-{name}. Copy that folder "
+                f"here, and set --init_from=hf-{name}"
+            )
         if needs_code(e):
             reason = f"it needs custom Python code, which is not run; possible are {', '.join(CLASSES)}"
         if pointer := next(filter(is_weights_pointer, Path(name).glob("*")), None):

@@ -120,15 +120,17 @@ def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
         return ""
     if working < ranks:
         found = f"{ranks - working} of {ranks} data-parallel ranks read only padding"
+        aim = "To use all ranks"
     elif rows < batch_size and share.micro_steps <= pp:
         found = f"each rank computes {rows} sequences at a time, fewer than batch_size, {batch_size}"
+        aim = f"To compute {batch_size} at a time, which is faster for each sequence"
     else:
         return ""
     steps = ranks * pp
     return (
-        f"{found}: a step reads {share.sequences} sequences on any number of processes. To use all ranks, "
-        f"set --gradient_accumulation_steps={steps}. A step then reads {steps * batch_size} sequences, which "
-        "changes the curve"
+        f"{found}: a step reads {share.sequences} sequences on any number of processes, for the same curve. "
+        f"{aim}, set --gradient_accumulation_steps={steps}. A step then reads {steps * batch_size} "
+        "sequences, which changes the curve"
     )
 
 

@@ -12,6 +12,8 @@ from isogpt.parallel.plan import DTYPES
 
 # if the ranks' dtypes differ, all ranks use the dtype that comes first here
 BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")
+# flags in /proc/cpuinfo, each of which says that the CPU multiplies the dtype in hardware
+CPU_FEATURES = {"bfloat16": ("avx512_bf16", "amx_bf16", "amx_tile"), "float16": ("avx512_fp16", "amx_fp16")}
 # AMD's architectures with matrix instructions for bfloat16: CDNA, and RDNA 3 and 4
 AMD_WITH_BFLOAT16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
@@ -20,7 +22,7 @@ def best_dtype(device: torch.device) -> str:
     """The fastest dtype that trains reliably: bfloat16 or float16 if the device multiplies it in hardware."""
     if device.type == "cuda":
         return "bfloat16" if multiplies_bfloat16(device) else "float16"
-    if device.type == "cpu" and any(cpu_has(feature) for feature in ("avx512_bf16", "amx_bf16", "amx_tile")):
+    if device.type == "cpu" and any(map(cpu_has, CPU_FEATURES["bfloat16"])):
         return "bfloat16"
     return "float32"
 
@@ -43,6 +45,17 @@ def cpu_has(feature: str) -> bool:
     with suppress(OSError), open("/proc/cpuinfo") as f:
         return any(feature in line.split() for line in f if line.startswith("flags"))
     return False
+
+
+def notes_about_dtype(dtype: str, device: torch.device) -> list[str]:
+    """A sentence if this x86 CPU computes in `dtype` without instructions for this dtype."""
+    features = CPU_FEATURES.get(dtype)
+    if device.type != "cpu" or not features or not cpu_has("sse2") or any(map(cpu_has, features)):
+        return []
+    return [
+        f"this CPU does not multiply {dtype} in hardware, so steps take several times as long: set "
+        f"--dtype={best_dtype(device)}"
+    ]
 
 
 def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None) -> str:
