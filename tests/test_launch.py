@@ -97,6 +97,9 @@ def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
     assert precision.notes_about_dtype("float16", CPU) == [note.format("float16", "bfloat16")]
     assert precision.notes_about_dtype("bfloat16", CPU) == precision.notes_about_dtype("float32", CPU) == []
     assert precision.notes_about_dtype("float16", torch.device("cuda")) == []
+    # with the speed of an emulated matmul, mfu would be above 100%: the model's kernels compute in float32
+    monkeypatch.setattr(devices, "measured_matmul", lambda device, dtype, budget: {"float32": 7.0}[dtype])
+    assert peak_flops(CPU, "float16") == (7.0, "measured matmul in float32")
     monkeypatch.setattr(precision, "cpu_has", lambda feature: feature == "sse2")
     assert precision.notes_about_dtype("bfloat16", CPU) == [note.format("bfloat16", "float32")]
     monkeypatch.setattr(precision, "cpu_has", lambda feature: False)  # not an x86 CPU: nothing is known

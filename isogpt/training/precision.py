@@ -47,10 +47,16 @@ def cpu_has(feature: str) -> bool:
     return False
 
 
+def is_emulated(dtype: str, device: torch.device) -> bool:
+    """Whether this x86 CPU computes in `dtype` without instructions for this dtype."""
+    features = CPU_FEATURES.get(dtype, ())
+    is_x86 = device.type == "cpu" and cpu_has("sse2")
+    return is_x86 and bool(features) and not any(map(cpu_has, features))
+
+
 def notes_about_dtype(dtype: str, device: torch.device) -> list[str]:
-    """A sentence if this x86 CPU computes in `dtype` without instructions for this dtype."""
-    features = CPU_FEATURES.get(dtype)
-    if device.type != "cpu" or not features or not cpu_has("sse2") or any(map(cpu_has, features)):
+    """A sentence if this CPU only emulates `dtype`."""
+    if not is_emulated(dtype, device):
         return []
     return [
         f"this CPU does not multiply {dtype} in hardware, so steps take several times as long: set "
