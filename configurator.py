@@ -418,7 +418,9 @@ def _find_config(config: str, script: str, known: dict[str, Setting], findings: 
             problem += f"; for the folder of a run, type --out_dir={shlex.quote(config)}"
     else:
         problem = f"{config}: no such config file; looked for {' and '.join(places)}"
-        for folder in dict.fromkeys(map(os.path.dirname, places)):
+        folders = [os.path.dirname(place) for place in places]
+        folders += [os.path.join(folder, "config") for folder in folders]
+        for folder in dict.fromkeys(folders):
             near = difflib.get_close_matches(
                 os.path.basename(config), sorted(glob.glob("*.py", root_dir=folder))
             )

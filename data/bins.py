@@ -78,6 +78,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """Raise ValueError. argparse calls this method for a wrong option."""
+        words = message.removeprefix("unrecognized arguments: ").split()
+        if message.startswith("unrecognized") and not any(word.startswith("-") for word in words):
+            message += f": for these files, type --data_files={','.join(words)}"
         raise ValueError(f"{message}; {self.format_usage()}")
 
 

@@ -236,7 +236,7 @@ CASES = {
     ),
     "unprepared": Case(
         ["--dataset=new"],
-        ["no train.bin in data/new", "run: python data/new/prepare.py"],
+        ["no train.bin in data/new", "run: python data/new/prepare.py, or set --dataset=", "tiny"],
         ONE,
         lambda f: ((f / "data/new").mkdir(), write(f, "data/new/prepare.py", "")),
     ),

@@ -513,6 +513,8 @@ def test_a_missing_config_lists_both_places_and_near_names(script, capsys):
     start = "error: train.py: config/train_gpt.py: no such config file; looked for "
     assert line.startswith(start + " and ".join(places))
     assert line.endswith(f"; {script.parent}/config contains train_gpt2.py")
+    line = problem(capsys, script, "train_gpt")  # without the folder and the ending
+    assert line.endswith(f"; {script.parent}/config contains train_gpt2.py")
     os.mkdir("config")
     Path("config/train_gpt3.py").touch()
     assert f"; {os.getcwd()}/config contains train_gpt3.py; " in problem(

@@ -657,6 +657,10 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
             ),
         ),
         ("--data_file=two.jsonl", "unrecognized arguments: --data_file=two.jsonl; usage: .* --data_files "),
+        (
+            "one.txt two.jsonl",
+            "one.txt two.jsonl: for these files, type --data_files=one.txt,two.jsonl; usage",
+        ),
         ("--val_fraction=much", "--val_fraction: invalid float value: 'much'"),
     ]
     text = [

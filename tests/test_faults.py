@@ -846,7 +846,7 @@ def test_prepare_is_killed_at_random_moments(tmp_path):
         try:
             data = open_dataset(str(folder), 64)
         except ValueError as e:
-            assert re.match(r"no train.bin in .*; run: python .*prepare\.py$", str(e))
+            assert re.match(r"no train.bin in .*; run: python .*prepare\.py($|, or set --dataset=)", str(e))
             continue
         itos = read_meta(folder)["itos"]
         text = "".join(itos[i] for i in [*data.train.tolist(), *data.val.tolist()])

@@ -50,8 +50,10 @@ def advice_on_folder() -> str:
     """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
     found = [*Path().glob("*/ckpt.pt"), *Path().glob("*/step_*/manifest.json")]
     runs = sorted({path.parts[0] for path in found})
-    here = f" (here: {', '.join(runs[:4])}{', ...' if len(runs) > 4 else ''})" if runs else ""
-    return f"set --out_dir= to the run's folder{here}"
+    if not runs:
+        return "set --out_dir= to the run's folder, or train first: python train.py"
+    more = ", ..." if len(runs) > 4 else ""
+    return f"set --out_dir= to the run's folder (here: {', '.join(runs[:4])}{more})"
 
 
 def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None) -> dict:

@@ -72,7 +72,9 @@ def how_to_prepare(places: list[Path]) -> str:
     """What a user can do if none of these folders contains a train.bin."""
     for place in places:
         if (place / "prepare.py").exists():
-            return f"run: python {place / 'prepare.py'}"
+            prepared = ", ".join(prepared_datasets())
+            others = f", or set --dataset= to a prepared data set: {prepared}" if prepared else ""
+            return f"run: python {place / 'prepare.py'}{others}"
         if found := sorted(path.name for path in place.glob("*.bin")):
             return f"{place} contains {', '.join(found)}: rename the file to train on to train.bin"
     return f"prepared data sets: {', '.join(prepared_datasets()) or 'none'}"

@@ -84,9 +84,10 @@ class Banner:
         length, tokens = self.reader.block_size, share.sequences * self.reader.block_size
         rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else share.rows_of[:1]))
         padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
+        unit = "micro-step" if share.micro_steps == 1 else "micro-steps"
         lines = [
             f"step:    {share.sequences} sequences x {length} = {tokens:,} tokens, on each "
-            f"rank {share.micro_steps} micro-steps x {rows} rows{padding}"
+            f"rank {share.micro_steps} {unit} x {rows} rows{padding}"
         ]
         if config["shares"] == "auto":
             lines.append(
