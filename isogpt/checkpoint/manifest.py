@@ -51,7 +51,7 @@ def advice_on_folder() -> str:
     found = [*Path().glob("*/ckpt.pt"), *Path().glob("*/step_*/manifest.json")]
     runs = sorted({path.parts[0] for path in found})
     if not runs:
-        return "set --out_dir= to the run's folder, or train first: python train.py"
+        return "set --out_dir= to the run's folder, or train first, see README.md"
     more = ", ..." if len(runs) > 4 else ""
     return f"set --out_dir= to the run's folder (here: {', '.join(runs[:4])}{more})"
 
