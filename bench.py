@@ -40,6 +40,7 @@ from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import own_cores
 from isogpt.launch.process_group import connect_store
+from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
 from isogpt.speed import layouts, memory
@@ -317,12 +318,7 @@ def predictions_for(n: int, card: str) -> tuple[Plan, Hardware, list[Prediction]
         fail(
             f"devices is {n}: it must be a multiple of per_node, {per_node}: set --devices={n - n % machine}"
         )
-    if work["init_from"] not in ("scratch", "auto", "resume"):
-        raise ValueError(
-            f"init_from is {work['init_from']!r}: a plan is for the model that n_layer, n_head and n_embd "
-            "describe: choose the layout yourself"
-        )
-    check_training(work | {"out_dir": "out", "gradient_accumulation_steps": 1})
+    check_training(work | shape_of_pretrained() | {"out_dir": "out", "gradient_accumulation_steps": 1})
     wanted = plan_for(n, work["islands"] or n // machine, card)
     here = measured_machine(wanted, machine) if card == "this" else None
     hw = named_hardware(card, network, here, device_memory_gb, device_tflops)
@@ -375,7 +371,7 @@ def measured_machine(wanted: Plan, n: int) -> Hardware:
     found = hardware_here(where, wanted.dtype, n, links)
     if where.type == "cuda":
         return found
-    run = run_train(work | two_blocks(wanted, n) | {"nproc": n}, 5)
+    run = run_train(work | shape_of_pretrained() | two_blocks(wanted, n) | {"nproc": n}, 5)
     return found if "problem" in run else calibrated(found, wanted, n, run["step_ms"]["mean"] / 1e3)
 
 
@@ -404,8 +400,18 @@ def run_plan() -> dict:
     if len(counts) * len(cards) > 1:
         return compare_choices(list(dict.fromkeys(counts)))
     plans, command = make_plans(*counts)
-    print(f"\nthe fastest, predicted:\n{command}")
+    print(f"\nthe fastest, predicted{time_of_run(plans[0].total_s)}:\n{command}")
     return {"plans": [described(found) for found in plans], "command": command}
+
+
+def time_of_run(step_s: float) -> str:
+    """How long the run takes with steps of `step_s` seconds; empty if nothing sets max_iters."""
+    if not work["max_iters"]:
+        return ""
+    count = work["max_iters"] + 1  # as in nanoGPT
+    minutes = count * step_s / 60
+    took = f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:,.1f} hours"
+    return f", {count:,} steps in {took} without evaluations and checkpoints"
 
 
 def described(found: Prediction) -> dict:
@@ -436,22 +442,52 @@ def run_tune() -> dict:
     return {"tried": tried, "command": command}
 
 
+def shape_of_pretrained() -> dict:
+    """
+    The settings of the model from which training starts, with init_from=gpt2-xl and the like; empty if
+    n_layer, n_head and n_embd describe the model.
+
+    Raises:
+        ValueError: init_from is a folder or a file.
+    """
+    start = work["init_from"].removeprefix("auto:")
+    if start in ("scratch", "auto", "resume"):
+        return {}
+    if start not in GPT2:
+        raise ValueError(
+            f"init_from is {work['init_from']!r}: a plan and an estimate know the shapes of "
+            f"{', '.join(GPT2)} only. For a different model, set --init_from=scratch, --n_layer, --n_head "
+            "and --n_embd"
+        )
+    return GPT2[start] | {"init_from": "scratch", "arch": "gpt2", "bias": True, "vocab_size": 50257}
+
+
 def plan_for(world_size: int, islands: int, card: str) -> Plan:
     """The plan that the settings describe for this many processes, on devices of a kind in `hardware`."""
-    settings = work | {"gradient_accumulation_steps": global_micro_batches(world_size)}
+    settings = work | shape_of_pretrained()
+    settings |= {"gradient_accumulation_steps": global_micro_batches(world_size)}
     if card in ("this", "cpu"):
         kind, dtype = where.type, precision.resolve_dtype(work["dtype"], where)
     elif work["dtype"] in ("auto", "bfloat16", "float16"):
         kind, dtype = "cuda", work["dtype"].replace("auto", "bfloat16")
     else:
         raise ValueError(f"dtype is {work['dtype']!r}: for {card}, set --dtype=bfloat16 or float16")
-    vocab_size = work["vocab_size"] or open_dataset(work["dataset"], work["block_size"]).vocab_size
-    args = asdict(GPTConfig(**model_args_of(work, vocab_size)))
+    vocab_size = settings["vocab_size"] or vocabulary_of_dataset()
+    args = asdict(GPTConfig(**model_args_of(settings, vocab_size)))
     found = plan_of(settings, islands, world_size=world_size, device_type=kind, dtype=dtype, model_args=args)
     data_size = max(1, world_size // (found.pp * found.cp * found.tp))
     speeds = parse_shares(found.shares, data_size)
     share = share_of(found.sequences, 0, data_size, found.batch_size, found.pp, speeds)
     return replace(found, micro_batch=max(share.rows_of))
+
+
+def vocabulary_of_dataset() -> int:
+    """The vocabulary size of the data set. Raises ValueError if the data set is not prepared."""
+    try:
+        return open_dataset(work["dataset"], work["block_size"]).vocab_size
+    except ValueError as e:
+        hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
+        raise ValueError(f"{e}{hint}") from e
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -486,6 +522,15 @@ try:
             "device_memory_gb and device_tflops describe a card that is otherwise like a listed card: set "
             "--hardware= to this card, such as --hardware=4090 for a card without NVLink"
         )
+    if not (plan or tune or estimate or estimate_world_size):
+        if hardware != "this" and len(cards) == 1:
+            problems.append(
+                f"hardware is {hardware!r}, but bench.py measures this machine: to predict, set --plan=True"
+            )
+        if devices:
+            problems.append(
+                f"devices is {devices!r}: to predict, set --plan=True; to measure N processes, set --nproc=N"
+            )
     if (device_memory_gb or device_tflops) and not plan:
         problems.append("device_memory_gb and device_tflops are for a plan: set --plan=True")
     if [comm, bool(sweep), plan, tune].count(True) > 1:

@@ -276,6 +276,8 @@ def _from_option(argument: str, known: dict[str, Setting], findings: Findings) -
             problem = f"--{name}={text!r}: not {WANTED[kind]}{meant}"
     elif name == "config":
         problem = "--config: missing value; type --config=FILE.py, or only FILE.py"
+    elif name == "help":  # --help=zero
+        problem = f"{argument}: type --help, which describes all settings"
     elif name not in ("local_rank", "local-rank"):  # added by older launchers
         problem = f"--{name}: no such setting{_suggestion(name, text, known)}"
     if problem:

@@ -227,6 +227,37 @@ def test_a_plan_compares_numbers_of_devices(zygote, work):
         assert single["plan"]["plans"][0] in [choice["found"] for choice in compared]
 
 
+def test_a_plan_for_pretrained_weights_says_how_long_the_run_takes(zygote, work):
+    """OpenAI's models are planned by name, without data or weights; the command keeps the name."""
+    finetune = ["config/finetune_shakespeare.py", "--plan=True", "--devices=1"]
+    text, found = bench(zygote, work, *finetune, "--init_from=auto:gpt2-large", "--hardware=h100")
+    words = shlex.split(found["plan"]["command"])
+    assert "--init_from=auto:gpt2-large" in words and not any("n_layer" in word for word in words), text
+    minutes = 21 * found["plan"]["plans"][0]["total_s"] / 60
+    assert f"the fastest, predicted, 21 steps in {minutes:.1f} minutes without evaluations" in text
+    shape = ["--n_layer=36", "--n_head=20", "--n_embd=1280", "--bias=True", "--vocab_size=50257"]
+    _, by_shape = bench(zygote, work, *finetune, "--init_from=scratch", *shape, "--hardware=h100")
+    assert by_shape["plan"]["plans"] == found["plan"]["plans"]
+
+    text, _ = bench(zygote, work, "config/finetune_shakespeare.py", "--estimate_world_size=1")
+    assert float(re.search(r"weights +([\d.]+)", text)[1]) == pytest.approx(1.5576 * 4, abs=0.01)  # gpt2-xl
+
+
+def test_a_plan_that_does_not_fit_says_what_does(zygote, work):
+    finetune = ["config/finetune_shakespeare.py", "--plan=True", "--devices=1", "--hardware=4090"]
+    text, _ = bench(zygote, work, *finetune, ok=False)
+    assert "start with 2, the fewest that do, or set --zero=3 --cpu_offload=True" in text
+    text, found = bench(zygote, work, *finetune, "--zero=3", "--cpu_offload=True")
+    assert not found["plan"]["plans"][0]["problem"], text
+    for args, message in (
+        (["--init_from=."], "init_from is '.': a plan and an estimate know the shapes of gpt2, "),
+        (["--init_from=scratch", "--dataset=none"], "to predict without the data, set --vocab_size=50304"),
+    ):
+        text, _ = bench(zygote, work, *finetune, *args, ok=False)
+        assert message in text
+    bench(zygote, work, *finetune, "--init_from=scratch", "--dataset=none", "--vocab_size=50304")
+
+
 @pytest.mark.slow
 def test_sweep_under_torchrun(work):
     """Several launches share one torchrun's store; all ranks continue after a launch that failed."""
@@ -246,6 +277,9 @@ def test_mistakes_exit_with_one_line(zygote, work):
         (["--json_path=nowhere/x.json"], "no such folder"),
         (["--device=tpu"], "possible are auto"),
         (["--hardware=l4,3090"], "set --plan=True"),
+        (["--hardware=4090"], "but bench.py measures this machine: to predict, set --plan=True"),
+        (["--devices=8"], "to predict, set --plan=True; to measure N processes, set --nproc=N"),
+        (["--help=zero"], "command line: --help=zero: type --help"),
         (["--plan=True", "--hardware=l4,9090"], "hardware is '9090'; possible are"),
         (["--plan=True", "--devices=1,x"], "or several such as --devices=1,2,8"),
         (["--plan=True", "--devices=-1"], "devices is '-1': type a number"),

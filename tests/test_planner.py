@@ -11,6 +11,7 @@ import torch
 from runs import REPO, column, records
 
 from configurator import settings_of
+from isogpt.nn import huggingface
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly
 from isogpt.parallel.plan import LAYOUT, Plan, plan_of
@@ -18,7 +19,7 @@ from isogpt.parallel.shares import share_of
 from isogpt.speed import layouts, prediction
 from isogpt.speed.devices import HARDWARE, Link, hardware_of, links_of, named_hardware
 from isogpt.training.settings import check_training
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
 GPT2 = {"bias": False}
@@ -159,6 +160,22 @@ def test_the_fewest_devices_on_which_a_model_fits():
     assert not layouts.ranked(replace(wanted, world_size=part), HARDWARE["4090"], 8)[0].problem
     huge = plan_with(LLAMA_7B | {"n_layer": 1, "n_embd": 2**20, "n_head": 1}, 1, 1, 1)
     assert layouts.smallest_world(huge, HARDWARE["4090"], 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_shapes_of_openai_models(name, parameters):
+    """The numbers of parameters that transformers counts in the published weights."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**huggingface.GPT2[name], vocab_size=50257))
+    assert sum(p.numel() for p in model.parameters()) == parameters
 
 
 def test_names_of_hardware():

@@ -16,7 +16,14 @@ from isogpt.nn.architecture import GPTConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-GPT2 = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # values of init_from that are not folders
+# values of init_from that are not folders, and the shapes of these models (Radford et al. 2019, table 2; the
+# numbers of heads are from the models' config.json)
+GPT2 = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+}
 # class in transformers, by model_type
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",

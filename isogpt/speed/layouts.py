@@ -149,12 +149,23 @@ def ranked(plan: Plan, hw: Hardware, per_node: int) -> list[Prediction]:
 
 def check_fits(found: list[Prediction], plan: Plan, hw: Hardware, per_node: int) -> None:
     """
-    Raise ValueError if none of the ranked predictions fits, with the number of devices that would suffice.
+    Raise ValueError if none of the ranked predictions fits, with the number of devices that would suffice,
+    and on GPUs whether the memory of the CPU would.
     """
     if found[0].problem:
         fewest = smallest_world(plan, hw, per_node)
         hint = f": start with {fewest}, the fewest that do" if fewest else ""
+        if fits_with_offload(plan, hw, per_node):
+            hint += f"{', or' if hint else ':'} set --zero=3 --cpu_offload=True, with which a layout fits"
         raise ValueError(f"no layout fits on {plan.world_size} devices{hint}")
+
+
+def fits_with_offload(plan: Plan, hw: Hardware, per_node: int) -> bool:
+    """Whether a layout fits on GPUs if the CPU keeps parameters and optimizer state."""
+    if plan.device_type != "cuda" or plan.cpu_offload or plan.zero not in (DEFAULTS.zero, 3):
+        return False
+    offloaded = replace(plan, zero=3, cpu_offload=True)
+    return any(not found.problem for found in all_predictions(offloaded, hw, per_node))
 
 
 def degrees(found: Prediction) -> tuple[int, ...]:
