@@ -523,7 +523,7 @@ try:
             "--hardware= to this card, such as --hardware=4090 for a card without NVLink"
         )
     if not (plan or tune or estimate or estimate_world_size):
-        if hardware != "this" and len(cards) == 1:
+        if hardware != "this" and len(cards) == 1 and not (device_memory_gb or device_tflops):
             problems.append(
                 f"hardware is {hardware!r}, but bench.py measures this machine: to predict, set --plan=True"
             )
