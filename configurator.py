@@ -447,7 +447,8 @@ def _suggestion(name: str, text: str, settings: dict[str, Setting]) -> str:
         return f"; type --{last}={shlex.quote(text) or 'VALUE'}"
     # abbreviations such as bs
     short = [other for other in settings if "".join(word[0] for word in other.split("_") if word) == name]
-    near = short or difflib.get_close_matches(name, settings, 1, CLOSE)
+    swapped = [other for other in settings if sorted(other) == sorted(name)]  # fdsp
+    near = short or swapped or difflib.get_close_matches(name, settings, 1, CLOSE)
     return f"; did you mean --{near[0]}?" if near else ""
 
 

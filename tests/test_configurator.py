@@ -353,6 +353,7 @@ def test_an_unknown_key_names_the_nearest(script, capsys, argument, key):
         ("sed=1", "sed=1: no such setting; did you mean --seed?"),
         ("-zzz", "-zzz: no such setting"),
         ("--max-iters=5", "--max-iters: no such setting; did you mean --max_iters?"),
+        ("--sede=5", "--sede: no such setting; did you mean --seed?"),  # two letters swapped
         ("--no-eval-only", "--no-eval-only: no such setting; type --eval_only=False"),
         ("--no_eval_only", "--no_eval_only: no such setting; type --eval_only=False"),
         ("--eval-only False", "--eval-only: no such setting; did you mean --eval_only?"),
