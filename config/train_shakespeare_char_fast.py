@@ -1,5 +1,5 @@
 # Shakespeare by characters on a CPU. The validation loss of nanoGPT's recipe for a CPU after 2,000 steps
-# (1.89) is reached in a fifteenth of the time. The recipe uses nanochat's architecture, Muon and a linear
+# (1.89) is reached in a sixteenth of the time. The recipe uses nanochat's architecture, Muon and a linear
 # decay: see docs/recipes.md.
 # $ python data/shakespeare_char/prepare.py && python train.py config/train_shakespeare_char_fast.py
 
