@@ -157,7 +157,8 @@ def check_fits(found: list[Prediction], plan: Plan, hw: Hardware, per_node: int)
         hint = f": start with {fewest}, the fewest that do" if fewest else ""
         if fits_with_offload(plan, hw, per_node):
             hint += f"{', or' if hint else ':'} set --zero=3 --cpu_offload=True, with which a layout fits"
-        raise ValueError(f"no layout fits on {plan.world_size} devices{hint}")
+        count = f"{plan.world_size} device{'s' if plan.world_size > 1 else ''}"
+        raise ValueError(f"no layout fits on {count}{hint}")
 
 
 def fits_with_offload(plan: Plan, hw: Hardware, per_node: int) -> bool:
