@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from isogpt.common import console
 from isogpt.options.foreign_files import ENDINGS, contains_settings, refusal, settings_for
-from isogpt.options.foreign_settings import OFF, ON, advice_for, settings_in
+from isogpt.options.foreign_settings import OFF, ON, UNSET, advice_for, section_of_evaluation, settings_in
 from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed, coerce, parse, parse_options
 
 SECTION = re.compile(r"# -- (.+?) -+")
@@ -443,19 +443,19 @@ def _suggestion(name: str, text: str, settings: dict[str, Setting]) -> str:
     if foreign := _foreign(name, text, settings):
         return foreign
     last = name.rpartition(".")[2]  # litgpt's train.save_interval
-    if last != name and last in settings:
+    if last != name and last in settings and section_of_evaluation(name) is None:
         return f"; type --{last}={shlex.quote(text) or 'VALUE'}"
     # abbreviations such as bs
     short = [other for other in settings if "".join(word[0] for word in other.split("_") if word) == name]
     swapped = [other for other in settings if sorted(other) == sorted(name)]  # fdsp
-    near = short or swapped or difflib.get_close_matches(name, settings, 1, CLOSE)
+    near = short or swapped or difflib.get_close_matches(name.lower(), settings, 1, CLOSE)
     return f"; did you mean --{near[0]}?" if near else ""
 
 
 def _foreign(name: str, text: str, settings: dict[str, Setting]) -> str:
     """What to type for a setting of a different tool, as the end of a sentence; empty if it is not known."""
     for advice in advice_for(name):
-        options = advice.options(text)
+        options = advice.options("" if text in UNSET and not advice.translates(text) else text)
         if not settings.keys() >= set(settings_in(options)):
             continue
         if advice.is_left_out(text):

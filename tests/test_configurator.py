@@ -398,7 +398,10 @@ def test_configs_of_other_tools_are_refused(script, capsys, name, text, said, ot
     said += " --lr_decay_iters=5" if extra else ""
     stem = name.partition(".")[0]
     line = problem(capsys, script, name, extra=extra)
-    start = f"error: train.py: {name}: a config is a Python file: {f'type {said}, or ' if said else ''}"
+    missing = "no such file; " if text is None else ""
+    start = (
+        f"error: train.py: {name}: {missing}a config is a Python file: {f'type {said}, or ' if said else ''}"
+    )
     assert line.startswith(f"{start}write {stem}.py with lines such as ")
     line, _, named = line.partition("; not translated ")
     assert named == (f"({len(others.split())}): {others}" if others else "")

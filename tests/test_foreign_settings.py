@@ -91,6 +91,18 @@ TRIALS = {
     "--auto_scale_batch_size": "--layout=auto",
     "--detect_anomaly": "--on_nan=stop",
     "--lr_scheduler_type=constant_with_warmup": "--lr_schedule=wsd --cooldown_iters=1",
+    "--tie_word_embeddings False": "--arch=llama --head=untied",
+    "--untie_embeddings_and_output_weights": "--arch=llama --head=untied",
+    "--use_cuda False": "--device=cpu",
+    "--gpu_id 1": "--device=cuda:1",
+    "--strategy deepspeed_stage_3_offload": "--zero=3 --cpu_offload=True",
+    "--max_steps -1": "--max_iters=5000 --lr_decay_iters=5000",
+    "--num_processes -1": "--nproc=2",
+    "--save_steps 0.1": "--save_interval=500",
+    "--min_lr_ratio 0.1": "--min_lr=6e-5",
+    "--reduce_bucket_size 5e8": "--ddp_bucket_mb=25",
+    "--validation.steps 10": "--eval_iters=10",
+    "--validation.freq 20": "--eval_interval=20",
 }
 
 
@@ -158,6 +170,10 @@ def test_the_table_contains_no_name_twice_and_no_setting_of_train():
             "not needed: a run evaluates at each eval_interval; without training: --eval_only=True",
         ),
         ("--use_fsdp=False", "leave this option out"),
+        ("--use_fsdp=0", "leave this option out"),
+        ("--num_workers=0", "not needed: a thread reads the next batches from the mapped files"),
+        ("--validation.seq_len=8", ""),
+        ("--eval.batch_size=8", ""),
         ("--fsdp_config=none.json", "not needed with --zero=2 or 3: each block is sharded, from the start"),
         ("--momentu=1", ""),
         ("--deepseed", ""),
@@ -325,6 +341,12 @@ mode = "selective"
 tensor_parallel_degree = 2
 [validation]
 steps = [1, 2]
+dataset = "c4_validation"
+local_batch_size = 8
+batch_size = 8
+seq_len = 2048
+freq = 5
+eval_iters = 3
 """
 
 
@@ -346,6 +368,7 @@ trainer:
   callbacks: [a, b]
   output_dir: "${root}/out"
 """
+ALIASES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40))
 INIS_SETTINGS = {"learning_rate": 0.2, "save_interval": 7}
 HYDRAS_SETTINGS = {
     **{"learning_rate": 3e-4, "seed": 7, "beta1": 0.8, "beta2": 0.99, "max_iters": 1000},
@@ -399,8 +422,9 @@ HYDRAS_SETTINGS = {
             "titan.toml",
             TORCHTITANS_FILE,
             {"max_iters": 100, "lr_decay_iters": 100, "block_size": 64, "tp": 2}
-            | {"activation_checkpointing": "selective"},
-            "validation.steps",
+            | {"activation_checkpointing": "selective", "eval_interval": 5, "eval_iters": 3},
+            "validation.steps, validation.dataset, validation.local_batch_size, validation.batch_size, "
+            "validation.seq_len",
         ),
         (
             "lit.yml",
@@ -414,6 +438,15 @@ HYDRAS_SETTINGS = {
             "lr = 0.1  # high\n[train]\nsave_steps: 7\nmixed",
             {"learning_rate": 0.1, "save_interval": 7},
             "train.mixed",
+        ),
+        ("x.ini", "lr = 0.1\nseed = 7\n[train]\nlr = 0.2\nseed = 7", {"learning_rate": 0.2, "seed": 7}, ""),
+        ("bom.toml", "\ufefflr = 0.1", {"learning_rate": 0.1}, ""),
+        ("bom.ini", "\ufefflr = 0.1", {"learning_rate": 0.1}, ""),
+        (
+            "units.json",
+            '{"min_lr_ratio": 0.1, "reduce_bucket_size": 5e8, "save_steps": 0.1, "lr": 0.1}',
+            {"learning_rate": 0.1},
+            "min_lr_ratio, reduce_bucket_size, save_steps",
         ),
         (
             "x.cfg",
@@ -456,6 +489,7 @@ def test_files_of_other_tools_are_translated_whole(
         ("x.json", b"[[1]]", None),
         ("x.json", b"3", None),
         ("x.ini", b"", None),
+        ("x.yaml", ALIASES.encode(), "it contains more than 10,000 names"),
     ],
 )
 def test_files_without_settings(tmp_path, monkeypatch, capsys, name, content, why):
@@ -466,6 +500,21 @@ def test_files_without_settings(tmp_path, monkeypatch, capsys, name, content, wh
     line = said(capsys, "train.py", name)
     start = rf"error: train.py: {name}: a config is a Python file{reason}: write x.py with lines such as "
     assert re.fullmatch(f"{start}batch_size = 32", line), line
+
+
+def test_the_names_without_a_translation_stay_on_one_short_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("x.json").write_text(json.dumps({"a\nb\x1b[31m": 1} | {f"token{i}": i for i in range(9000)}))
+    line = said(capsys, "train.py", "x.json")
+    assert "; not translated (9001): 'a\\nb\\x1b[31m', token0, token1, " in line and line.endswith(", ...")
+    assert line.isprintable() and len(line) < 500
+
+
+def test_the_advice_does_not_overwrite_a_script(tmp_path, monkeypatch, capsys):
+    """Where train.py is, train.yaml is not advised to become train.py. A missing file is named."""
+    monkeypatch.chdir(REPO)
+    line = said(capsys, "train.py", "train.yaml")
+    assert "train.yaml: no such file; a config is a Python file: write train_config.py with lines" in line
 
 
 def test_yaml_without_pyyaml(tmp_path, monkeypatch, capsys):

@@ -8,14 +8,24 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-from isogpt.options.foreign_settings import OFF, PER_GPU, UNSET, advice_for, settings_in
+from isogpt.options.foreign_settings import (
+    OFF,
+    PER_GPU,
+    UNSET,
+    advice_for,
+    section_of_evaluation,
+    settings_in,
+)
 from isogpt.options.values import Setting, Value, as_typed, parse_options
 
 INI = (".ini", ".cfg", ".conf")
 ENDINGS = (".yaml", ".yml", ".json", ".toml", *INI)
 WHOLE_BATCH = ("train_batch_size", "global_batch_size")  # of DeepSpeed and Megatron-LM: sequences of a step
+MOST_NAMES = 10_000  # a file with more is not a config: a tokenizer.json contains each token
+MOST_SHOWN = 20
 # a value as it stands in the file; the elements of a list
 Foreign = str | list[str]
 
@@ -34,8 +44,10 @@ def refusal(config: str, path: str | None, known: Mapping[str, Setting]) -> str:
         except ValueError as e:
             problem = f" (its settings could not be read: {e})"
     stem = os.path.splitext(os.path.basename(config))[0]
+    if os.path.exists(f"{stem}.py"):  # train.yaml must not overwrite train.py
+        stem += "_config"
     lines = [f"{name} = {value!r}" for name, value in found.items()]
-    text = f"{config}: a config is a Python file{problem}"
+    text = f"{config}: {'' if path else 'no such file; '}a config is a Python file{problem}"
     if found:
         options = " ".join(f"--{name}={as_typed(value)}" for name, value in found.items())
         text += f": type {options}, or write {stem}.py with lines such as {lines[0]}"
@@ -45,7 +57,9 @@ def refusal(config: str, path: str | None, known: Mapping[str, Setting]) -> str:
     if "gradient_accumulation_steps" in found and not is_derived:
         text += f"; gradient_accumulation_steps counts {PER_GPU}"
     if others:
-        text += f"; not translated ({len(others)}): {', '.join(others)}"
+        shown = [name if name.isprintable() else ascii(name) for name in others[:MOST_SHOWN]]
+        rest = ["..."] if len(others) > MOST_SHOWN else []
+        text += f"; not translated ({len(others)}): {', '.join(shown + rest)}"
     return text
 
 
@@ -65,7 +79,7 @@ def read_pairs(path: str) -> list[tuple[str, Foreign]]:
         ValueError: the file is not in the format that its ending names; one line says why.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             text = file.read()
         if path.lower().endswith(INI):
             content = _read_ini(text)
@@ -73,13 +87,16 @@ def read_pairs(path: str) -> list[tuple[str, Foreign]]:
             content = tomllib.loads(text)
         else:
             content = _read_json_or_yaml(text)
-        return list(_flat(content))
+        pairs = list(islice(_flat(content), MOST_NAMES + 1))
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
     except UnicodeDecodeError as e:
         raise ValueError("it is not a text file in UTF-8") from e
     except (OSError, ValueError, configparser.Error) as e:
         raise ValueError(" ".join(str(e).split())) from e
+    if len(pairs) > MOST_NAMES:
+        raise ValueError(f"it contains more than {MOST_NAMES:,} names")
+    return pairs
 
 
 def _read_json_or_yaml(text: str) -> Any:
@@ -111,7 +128,9 @@ def _read_ini(text: str) -> dict[str, Any]:
     top = dict(parser.defaults())
     sections = {name: parser.items(name) for name in parser.sections()}
     # configparser lists the names at the top of the file in each section too
-    return top | {name: {key: it for key, it in items if key not in top} for name, items in sections.items()}
+    return top | {
+        name: dict(item for item in items if item not in top.items()) for name, items in sections.items()
+    }
 
 
 def _flat(content: Any, name: str = "") -> Iterator[tuple[str, Foreign]]:
@@ -175,7 +194,8 @@ def settings_for(name: str, value: Foreign, known: Mapping[str, Setting]) -> dic
     advice = [it for it in advice_for(name) if known.keys() >= set(settings_in(it.options(text)))]
     options = [it.options(text) for it in advice if it.translates(value)]
     is_set = isinstance(value, str) and value.lower() not in UNSET
-    if last in known and (name in known or not advice) and is_set:
+    is_of_training = section_of_evaluation(name) is None
+    if last in known and (name in known or (not advice and is_of_training)) and is_set:
         options = [f"--{last}={as_typed(value)}", *options]
     for found in options:
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 OFF = ("false", "0", "no", "none", "off")
 ON = ("true", "yes", "on")
+EVALUATION = ("eval", "evaluation", "val", "valid", "validation", "test")  # in the names of sections
 UNSET = ("", "auto", "none", "null", "-1")  # values with which other tools leave a setting open
 
 
@@ -55,7 +56,9 @@ class Advice:
     def is_left_out(self, value: str) -> bool:
         """Whether the value switches off what is off here anyway: --use_fsdp=False."""
         (first, *_), has_value = words_of(value) or [""], "{}" in self.typed
-        return first in OFF and first not in ("0", *self.values) and not has_value
+        if first == "0" and (not self.typed or re.search(r"[=:]\d", self.typed)):
+            return False  # a number, not a switch: --num_workers=0
+        return first in OFF and first not in self.values and not has_value
 
     def translates(self, value: str | list[str]) -> bool:
         """Whether the options have the meaning of this value. Otherwise they are an example."""
@@ -94,6 +97,7 @@ STRATEGIES = {  # of FSDP, by name and by PyTorch's number
     **dict.fromkeys(("hybrid_shard_zero2", "_hybrid_shard_zero2", "5"), "--zero=2 --dp_replicate=2"),
 }
 LAUNCHER = "an option of the launcher stands before the script: torchrun --nnodes=2 ... train.py"
+UNTIED = "--arch=llama --head=untied"
 PER_GPU = "over all processes: multiply a number for each GPU by the number of GPUs"
 IN_STEPS = (
     "a run is counted in steps, here epochs x training tokens / (gradient_accumulation_steps x batch_size x "
@@ -148,7 +152,8 @@ ROWS = (
         "lr base_lr max_lr peak_lr initial_lr init_lr lr_max adam_lr warmup_max_lr",
         Advice("--learning_rate={}", "6e-4"),
     ),
-    ("min_learning_rate lr_min eta_min min_lr_ratio min_lr_factor", Advice("--min_lr={}", "6e-5", "a rate")),
+    ("min_learning_rate lr_min eta_min", Advice("--min_lr={}", "6e-5")),
+    ("min_lr_ratio min_lr_factor", Advice("--min_lr=6e-5", why="a rate: the ratio times learning_rate")),
     (
         "optim optimizer_name optimizer_type optimizer.type opt",
         Advice(
@@ -218,8 +223,12 @@ ROWS = (
         Advice("--dropout={}", "0.1"),
     ),
     (
-        "tie_word_embeddings tie_embeddings weight_tying untie_embeddings_and_output_weights",
-        Advice("--head=auto", why="gpt2: tied, other architectures: untied"),
+        "tie_word_embeddings tie_embeddings weight_tying",
+        Advice("--head=tied", values=without("--head=tied", UNTIED), why="gpt2's head is always tied"),
+    ),
+    (
+        "untie_embeddings_and_output_weights",
+        Advice(UNTIED, values=without(UNTIED, "--head=tied"), why="gpt2's head is always tied"),
     ),
     (
         "use_flash_attention use_flash_attention_2 use_flash_attn flash_attention flash_attn "
@@ -260,10 +269,14 @@ ROWS = (
         ),
     ),
     (
-        "use_cuda use_gpu cuda gpu",
-        Advice("--device=auto", why="the default, which takes a GPU if there is one"),
+        "use_cuda use_gpu",
+        Advice(
+            "--device=auto", why="auto takes a GPU if there is one", values=dict.fromkeys(OFF, "--device=cpu")
+        ),
     ),
-    ("gpu_id gpu_ids device_id", Advice("--device=cuda:0", why="for several, set CUDA_VISIBLE_DEVICES=0,1")),
+    ("cuda gpu", Advice("--device=auto", why="the default, which takes a GPU if there is one")),
+    ("gpu_id device_id", Advice("--device=cuda:{}", "0")),
+    ("gpu_ids", Advice("--device=cuda:0", why="for several, set CUDA_VISIBLE_DEVICES=0,1")),
     (
         "torch_compile use_compile use_torch_compile compile.enable compile_model dynamo_backend",
         Advice("--compile=True", values=dict.fromkeys(OFF, "--compile=False")),
@@ -315,7 +328,8 @@ ROWS = (
         "ddp_timeout dist_timeout nccl_timeout init_timeout_seconds train_timeout_seconds",
         Advice("--dist_timeout_s={}", "600"),
     ),
-    ("ddp_bucket_cap_mb bucket_cap_mb reduce_bucket_size", Advice("--ddp_bucket_mb={}", "25")),
+    ("ddp_bucket_cap_mb bucket_cap_mb", Advice("--ddp_bucket_mb={}", "25")),
+    ("reduce_bucket_size", Advice("--ddp_bucket_mb=25", why="in MB, with zero 0 and 1; not in elements")),
     (
         "find_unused_parameters ddp_find_unused_parameters ddp_static_graph static_graph broadcast_buffers "
         "ddp_broadcast_buffers gradient_as_bucket_view",
@@ -500,12 +514,13 @@ ROWS = (
     ),
     (
         "eval_steps eval_step eval_every eval_freq eval.interval evaluation_interval evaluate_every "
-        "val_every val_interval val_check_interval val_freq",
+        "val_every val_interval val_check_interval val_freq validation.freq",
         Advice("--eval_interval={}", "500"),
     ),
     ("eval_strategy evaluation_strategy", Advice("--eval_interval=500")),
     (
-        "eval.max_iters eval_batches val_steps validation_steps max_eval_steps limit_val_batches val_batches",
+        "eval.max_iters eval_batches val_steps validation_steps validation.steps max_eval_steps "
+        "limit_val_batches val_batches",
         Advice("--eval_iters={}", "200"),
     ),
     ("fast_dev_run", Advice("--max_iters=1 --eval_iters=1", why="two steps and two evaluations")),
@@ -603,11 +618,24 @@ for _names, _advice in ROWS:
 def advice_for(name: str) -> list[Advice]:
     """
     The advice for a foreign setting, in order of preference. Parts before a dot, as in torchtitan's and
-    litgpt's `training.steps`, are left out if the table does not contain the whole name.
+    litgpt's `training.steps`, are left out if the table does not contain the whole name. A section for the
+    evaluation is not left out: `validation.seq_len` is not that of the training.
     """
     words = name.replace("-", "_").lower().split(".")
-    endings = (".".join(words[start:]) for start in range(len(words)))
+    latest = section_of_evaluation(name)
+    starts = range(len(words) if latest is None else latest + 1)
+    endings = (".".join(words[start:]) for start in starts)
     return next((TABLE[ending] for ending in endings if ending in TABLE), [])
+
+
+def section_of_evaluation(name: str) -> int | None:
+    """
+    Which part of a dotted name is a section for the evaluation, as in `validation.seq_len`: the last such
+    part, counted from 0. None: no part is, or the setting itself says so, as in `eval.eval_iters`.
+    """
+    *sections, last = name.replace("-", "_").lower().split(".")
+    found = [place for place, part in enumerate(sections) if not {*part.split("_")}.isdisjoint(EVALUATION)]
+    return None if not found or last.startswith("eval_") else found[-1]
 
 
 def settings_in(options: str) -> list[str]:

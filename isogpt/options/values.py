@@ -101,12 +101,15 @@ def as_typed(value: Value) -> str:
 def parse_options(options: str, known: Mapping[str, Setting]) -> dict[str, Value]:
     """
     Return the settings in options such as `--zero=3 --cpu_offload=True`. Raise ValueError if a script with
-    the settings `known` would refuse them.
+    the settings `known` would refuse them, or if a number of steps is below 1: other tools count in fractions
+    of a run, as in `--save_steps 0.1`.
     """
     settings = {}
     for word in shlex.split(options):
         name, equals, text = word.removeprefix("--").partition("=")
         if name not in known or not equals:
             raise ValueError(f"{word} is not an option")
-        settings[name] = parse(text, known[name].kind)
+        settings[name] = value = parse(text, known[name].kind)
+        if name in STEPS and 0 < value < 1:
+            raise ValueError(f"{word} is a fraction")
     return settings

@@ -24,7 +24,7 @@ from isogpt.speed.prediction import SCHEDULES, Prediction, predict
 from isogpt.training.settings import check_degrees, check_layout
 
 FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
-MOST_DEVICES = 2**17  # how far to look for a number of devices on which the model fits
+MOST_DEVICES = 2**17  # to plan for, and to look for a number of devices on which the model fits
 BATCH = ("batch_size", "gradient_accumulation_steps")  # always typed
 DEGREES = ("zero", "dp_replicate", "tp", "pp", "cp", "ep")
 RECOMPUTE = ("none", "selective", "full")
