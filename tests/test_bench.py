@@ -193,7 +193,7 @@ def test_a_plan_is_a_command_that_runs(zygote, work):
 def test_a_plan_compares_devices(zygote, work):
     """A line for each device, fastest first; the figures are those of each device's own plan."""
     large = ["--n_layer=32", "--n_embd=2048", "--n_head=16", "--dtype=bfloat16", "--plan=True", "--devices=1"]
-    text, found = bench(zygote, work, *TINY, *large, "--hardware=l4,a100,h100")
+    text, found = bench(zygote, work, *TINY, *large, "--hardware=l4,a100,h100 l4")
     rows = re.findall(r"^ +(1 x \S+) .* (yes|no) +(.*)$", text, re.M)
     assert [row[:2] for row in rows] == [("1 x h100", "yes"), ("1 x a100", "yes"), ("1 x l4", "no")], text
     assert rows[0][2].startswith("--") and rows[2][2] == "2 devices are the fewest on which a layout fits"
@@ -217,7 +217,7 @@ def test_a_plan_compares_numbers_of_devices(zygote, work):
     large += ["--block_size=512", "--gradient_accumulation_steps=2"]
     for weak, growth in (("False", [1, 1, 1]), ("True", [8, 2, 1])):
         args = [*TINY, *large, f"--weak={weak}"]
-        text, found = bench(zygote, work, *args, "--devices=1,2,8,2")
+        text, found = bench(zygote, work, *args, "--devices=1 2, 8,2")
         compared = found["plan"]["compared"]
         tokens = {choice["devices"]: choice["tokens"] for choice in compared}
         assert [tokens[n] // tokens[1] for n in (8, 2, 1)] == growth, text
@@ -283,6 +283,9 @@ def test_mistakes_exit_with_one_line(zygote, work):
         (["--plan=True", "--hardware=l4,9090"], "hardware is '9090'; possible are"),
         (["--plan=True", "--devices=1,x"], "or several such as --devices=1,2,8"),
         (["--plan=True", "--devices=-1"], "devices is '-1': type a number"),
+        (["--devices=2,4"], "devices is '2,4', to plan for: set --plan=True, or --nproc="),
+        (["--plan=True", "--devices=1000000000000"], "set each number to at most 131072"),
+        (["--plan=True", "--devices=1 2 x"], "type a number, or several such as --devices=1,2,8"),
         (["--plan=True", "--hardware=l4,3090", "--device_memory_gb=9"], "set --hardware= to this card"),
     ):
         run = zygote.start(args, work, script="bench.py").wait(ok=False)
