@@ -31,6 +31,7 @@ BOTH = ["--device=cpu", "--log_interval=1", "--eval_interval=100000", "--eval_it
 BOTH += ["--gradient_accumulation_steps=1", "--wandb_log=False"]
 EAGER = "--compile=False"
 CHARACTERS = "config/train_shakespeare_char.py"
+CHARACTERS_DATA = REPO / "data" / "shakespeare_char"
 RANDOM_TOKENS = "--dataset=random"  # replaced by the path of a data set of random tokens
 GPT2 = [RANDOM_TOKENS, "--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024"]
 SPEED = {  # name: (arguments of both programs, steps, of which the first are not counted)
@@ -146,15 +147,22 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
+    if options.pairs < 1:
+        parser.error(f"--pairs is {options.pairs}: set it to at least 1")
+    if not (options.nanogpt / "train.py").is_file() or not (options.nanogpt / "data").is_dir():
+        parser.error(f"{options.nanogpt} is not a clone of nanoGPT: it lacks train.py or data/")
+    if not (CHARACTERS_DATA / "train.bin").is_file():
+        parser.error(f"run python {CHARACTERS_DATA}/prepare.py first")
     with tempfile.TemporaryDirectory(prefix="against_nanogpt_") as work:
         nanogpt = Path(work) / "nanoGPT"
         shutil.copytree(options.nanogpt, nanogpt)
         data, characters = nanogpt / "data" / "random", nanogpt / "data" / "shakespeare_char"
-        data.mkdir()
+        for folder in (data, characters):
+            folder.mkdir(exist_ok=True)
         tokens = np.random.default_rng(1337).integers(0, 50257, 10**6, dtype=np.uint16)
         for split in ("train", "val"):
             tokens.tofile(data / f"{split}.bin")
-        for path in (REPO / "data" / "shakespeare_char").glob("*.[bp]*"):  # train.bin, val.bin, meta.pkl
+        for path in CHARACTERS_DATA.glob("*.[bp]*"):  # train.bin, val.bin, meta.pkl
             shutil.copy(path, characters)
         isogpt = [f"--out_dir={Path(work) / 'out'}", "--save_checkpoint=False"]
         kinds[options.what](nanogpt, isogpt, options.pairs)

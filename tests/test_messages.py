@@ -757,6 +757,10 @@ WRONG = {
     "--beta1=1": "beta1 is 1.0: it must be in [0, 1)",
     "--dist_timeout_s=0": "dist_timeout_s is 0.0: it must be above 0",
     f"--seed={2**63}": f"seed is {2**63}: it must be below 2**63",
+    f"--gradient_accumulation_steps={10**26}": (
+        f"gradient_accumulation_steps is {10**26}: it must be below 2**31"
+    ),
+    f"--eval_iters={2**31}": f"eval_iters is {2**31}: it must be below 2**31",
     "--n_embd=33": (
         "n_embd is 33: it must be a multiple of n_head, 12: set --n_head=11 or 33, or --n_embd=24 or 36"
     ),

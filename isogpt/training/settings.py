@@ -66,6 +66,21 @@ NOT_NEGATIVE = (
     "device_memory_gb",
     "device_tflops",
 )
+# with a size beyond this, arithmetic overflows before the memory is exhausted
+SIZES = (
+    "gradient_accumulation_steps",
+    "batch_size",
+    "block_size",
+    "eval_iters",
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "n_hidden",
+    "n_expert",
+    "vocab_size",
+    "nproc",
+)
 # names, condition on the value, and how the message states it
 RANGES = (
     (AT_LEAST_1, lambda v: v >= 1, "be at least 1"),
@@ -74,6 +89,7 @@ RANGES = (
     (("beta1", "beta2", "muon_momentum", "outer_momentum"), lambda v: 0 <= v < 1, "be in [0, 1)"),
     (("top_p",), lambda v: 0 < v <= 1, "be in (0, 1]; 1 samples among all tokens"),
     (("seed",), lambda v: v < 2**63, "be below 2**63"),
+    (SIZES, lambda v: v < 2**31, "be below 2**31"),
 )
 CHOICES = {
     "data_order": ("random", "shuffle"),
