@@ -321,18 +321,26 @@ def _from_config(
                 taken[name] = value
         except ValueError:
             shown = " ".join(reprlib.repr(namespace.get(name)).split())
-            findings.problems.append(f"{config}: {name} = {shown}: not {WANTED[known[name].kind]}")
+            meant = ""
+            if advice_for(name):  # fsdp = 'full_shard'
+                meant = _lines(settings_for(name, str(namespace.get(name)), known))
+            problem = f"{config}: {name} = {shown}: not {WANTED[known[name].kind]}"
+            findings.problems.append(f"{problem}; write {meant}" if meant else problem)
     # A plain value that the file does not read is not a helper. It may be meant as a setting, or be a
     # variable that a different program reads: nanoGPT accepts both.
     plain = {name for name, it in namespace.items() if isinstance(it, Value) and it is not visible.get(name)}
     for name in sorted(plain - current.keys() - read):
         nearest = difflib.get_close_matches(name, current, 1, 0.85)
-        meanings = settings_for(name, str(namespace[name]), known)
-        foreign = [f"{key} = {value!r}" for key, value in meanings.items()]
+        foreign = _lines(settings_for(name, str(namespace[name]), known))
         if (nearest or foreign) and not name.startswith("_"):
-            meant = f"did you mean {nearest[0]}?" if nearest else f"write {', '.join(foreign)}"
+            meant = f"did you mean {nearest[0]}?" if nearest else f"write {foreign}"
             findings.notes.append(f"{config}: {name} is not used: no such setting; {meant}")
     return taken
+
+
+def _lines(settings: dict[str, Value]) -> str:
+    """How a config assigns `settings`."""
+    return ", ".join(f"{name} = {value!r}" for name, value in settings.items())
 
 
 def _imported(names: set[str]) -> dict[str, Any]:

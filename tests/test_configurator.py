@@ -675,6 +675,19 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
     ]
 
 
+def test_a_value_of_a_different_tool_in_a_config(capsys):
+    """transformers' fsdp is text. The line that is advised is accepted."""
+    config_file("fsdp = 'full_shard offload'")
+    train = {"__file__": str(Path(__file__).parent.parent / "train.py")}
+    with pytest.raises(SystemExit):
+        configure(dict(train), ["c.py"])
+    problem, _, advised = capsys.readouterr().err.partition("; write ")
+    assert problem == "error: train.py: c.py: fsdp = 'full_shard offload': not True or False"
+    config_file(advised.replace(", ", "\n"))
+    config = configure(dict(train), ["c.py"])
+    assert config["zero"] == 3 and config["cpu_offload"]
+
+
 def test_no_note_about_helpers_that_resemble_settings(script, capsys):
     """What the config reads, functions, and the variables of the script are no forgotten settings."""
     config_file(
