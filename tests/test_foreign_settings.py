@@ -264,6 +264,10 @@ PARALLEL = {"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_CP_SIZE": "1"
             DEEPSPEED | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
             "--gradient_accumulation_steps=8 --zero=1",
         ),
+        (
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "WORLD_SIZE": ""},
+            "--gradient_accumulation_steps=4",
+        ),
         (DEEPSPEED | {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "--zero=1"),
         (PARALLEL, ""),
         (PARALLEL | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "--tp=2"),

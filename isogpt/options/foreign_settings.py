@@ -692,7 +692,7 @@ def unapplied_settings(config: Mapping[str, object], env: Mapping[str, str]) -> 
         if name == "deepspeed_config_file":
             options = f"--zero={stage_in(value)}"
         elif name == "gradient_accumulation" and value.isdigit():  # accelerate counts for each process
-            options = advice_for(name)[0].options(str(int(value) * int(env.get("WORLD_SIZE", "1"))))
+            options = advice_for(name)[0].options(str(int(value) * int(env.get("WORLD_SIZE") or 1)))
         else:
             options = advice_for(name)[0].options(value)
         typed = dict(re.findall(r"--(\w+)=(\S+)", options))
