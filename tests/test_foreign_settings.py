@@ -447,6 +447,13 @@ HYDRAS_SETTINGS = {
         ("bom.toml", "\ufefflr = 0.1", {"learning_rate": 0.1}, ""),
         ("bom.ini", "\ufefflr = 0.1", {"learning_rate": 0.1}, ""),
         (
+            "arguments.json",
+            '{"output_dir": "run", "logging_dir": "run/logs", "seed": 1, "data_seed": 2}',
+            {"out_dir": "run", "seed": 1},
+            "",
+        ),
+        ("titan.toml", '[checkpoint]\nfolder = "states"', {"out_dir": "states"}, ""),
+        (
             "units.json",
             '{"min_lr_ratio": 0.1, "reduce_bucket_size": 5e8, "save_steps": 0.1, "lr": 0.1}',
             {"learning_rate": 0.1},

@@ -24,6 +24,8 @@ from isogpt.options.values import Setting, Value, as_typed, parse_options
 INI = (".ini", ".cfg", ".conf")
 ENDINGS = (".yaml", ".yml", ".json", ".toml", *INI)
 WHOLE_BATCH = ("train_batch_size", "global_batch_size")  # of DeepSpeed and Megatron-LM: sequences of a step
+# a part of what a different name in the file chooses: {"output_dir": "run", "logging_dir": "run/logs"}
+PARTS = ("log_dir", "logdir", "logging_dir", "checkpoint_dir", "folder", "data_seed")
 MOST_NAMES = 10_000  # a file with more is not a config: a tokenizer.json contains each token
 MOST_SHOWN = 20
 # a value as it stands in the file; the elements of a list
@@ -151,7 +153,7 @@ def translated(
     Return the settings that a foreign file contains, as they are called here, and the names that have no
     translation.
     """
-    off, implied, exact, order, others = {}, {}, {}, {}, []
+    off, parts, implied, exact, order, others = {}, {}, {}, {}, {}, []
     for name, value in pairs:
         settings = settings_for(name, value, known)
         order |= settings
@@ -159,11 +161,13 @@ def translated(
             others.append(name)
         elif isinstance(value, str) and value.lower() in OFF:
             off = settings | off  # DeepSpeed's files may switch fp16 on and bf16 off, or the reverse
+        elif name.rpartition(".")[2] in PARTS:
+            parts |= settings
         elif len(settings) > 1:  # an offload implies a stage of ZeRO; the file may contain the stage too
             implied |= settings
         else:
             exact |= settings
-    found = order | off | implied | exact
+    found = order | off | parts | implied | exact
     if "zero" in found:  # more exact than fsdp; both are refused together
         found.pop("fsdp", None)
     if "gradient_accumulation_steps" in known and (count := micro_batches_in(pairs, found)):
