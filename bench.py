@@ -351,8 +351,10 @@ def compare_choices(counts: list[int]) -> dict:
         choices.append(layouts.Choice(n, card, wanted.sequences * work["block_size"], found, fewest))
     choices = layouts.fastest_first(choices)
     batch = f"the global batch of {wanted.sequences} sequences"
-    if weak:
+    if len({choice.tokens for choice in choices}) > 1:
         batch = "a global batch that grows with the devices"
+        if not weak:  # nothing was set, and each process reads a micro-batch
+            batch += f" (--gradient_accumulation_steps={max(counts)}: the same on any number)"
     print(f"{batch}, predicted:")
     print(layouts.table_of_choices(choices))
     if choices[0].tokens_per_s:

@@ -225,6 +225,12 @@ def test_a_plan_compares_numbers_of_devices(zygote, work):
         assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3, text
         _, single = bench(zygote, work, *args, "--devices=2")
         assert single["plan"]["plans"][0] in [choice["found"] for choice in compared]
+    args = [*TINY, *large[:-1], "--gradient_accumulation_steps=0", "--devices=1,2"]
+    text, found = bench(zygote, work, *args)
+    assert "a global batch that grows with the devices (--gradient_accumulation_steps=2: the same" in text
+    text, found = bench(zygote, work, *args, "--gradient_accumulation_steps=2")
+    assert "the global batch of 4 sequences, predicted" in text
+    assert len({choice["tokens"] for choice in found["plan"]["compared"]}) == 1
 
 
 def test_a_plan_for_pretrained_weights_says_how_long_the_run_takes(zygote, work):
