@@ -675,8 +675,9 @@ def test_a_variable_of_a_config_that_resembles_a_setting_is_noted(script, capsys
     ]
 
 
-def test_a_value_of_a_different_tool_in_a_config(capsys):
+def test_a_value_of_a_different_tool_in_a_config(tmp_path, monkeypatch, capsys):
     """transformers' fsdp is text. The line that is advised is accepted."""
+    monkeypatch.chdir(tmp_path)
     config_file("fsdp = 'full_shard offload'")
     train = {"__file__": str(Path(__file__).parent.parent / "train.py")}
     with pytest.raises(SystemExit):
