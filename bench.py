@@ -519,8 +519,6 @@ try:
         problems.append(f"devices is {devices!r}: type a number, or several such as --devices=1,2,8")
     elif any(len(number) > 9 or int(number) > layouts.MOST_DEVICES for number in numbers):
         problems.append(f"devices is {devices!r}: set each number to at most {layouts.MOST_DEVICES}")
-    if devices and not plan:
-        problems.append(f"devices is {devices!r}, to plan for: set --plan=True, or --nproc= to measure here")
     if len(cards) > 1 and not plan:
         problems.append(f"hardware is {hardware!r}: several devices are compared by a plan: set --plan=True")
     if (device_memory_gb or device_tflops) and (len(cards) > 1 or hardware in ("this", "cpu")):

@@ -289,7 +289,7 @@ def test_mistakes_exit_with_one_line(zygote, work):
         (["--plan=True", "--hardware=l4,9090"], "hardware is '9090'; possible are"),
         (["--plan=True", "--devices=1,x"], "or several such as --devices=1,2,8"),
         (["--plan=True", "--devices=-1"], "devices is '-1': type a number"),
-        (["--devices=2,4"], "devices is '2,4', to plan for: set --plan=True, or --nproc="),
+        (["--devices=2,4"], "devices is '2,4': to predict, set --plan=True"),
         (["--plan=True", "--devices=1000000000000"], "set each number to at most 131072"),
         (["--plan=True", "--devices=1 2 x"], "type a number, or several such as --devices=1,2,8"),
         (["--plan=True", "--hardware=l4,3090", "--device_memory_gb=9"], "set --hardware= to this card"),
