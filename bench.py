@@ -327,9 +327,9 @@ def predictions_for(n: int, card: str) -> tuple[Plan, Hardware, list[Prediction]
 
 def make_plans(n: int) -> tuple[list[Prediction], str]:
     """Rank the plans for n devices; prints a table and returns the plans and the best plan's command."""
-    wanted, hw, found = predictions_for(n, hardware)
+    wanted, hw, found = predictions_for(n, cards[0])
     print(
-        f"the global batch of {wanted.sequences} sequences on {n} x {hardware}, {min(n, per_node)} on each "
+        f"the global batch of {wanted.sequences} sequences on {n} x {cards[0]}, {min(n, per_node)} on each "
         "machine, predicted:"
     )
     with torch.device("meta"):
@@ -511,7 +511,9 @@ try:
     where = pick_device(device, 0, 1)
     if config.get("gradient_accumulation_steps") == 0:
         del config["gradient_accumulation_steps"]
-    cards = list(dict.fromkeys(re.split(r"[\s,]+", hardware.strip())))
+    names = re.split(r"[\s,]+", hardware.strip().lower())
+    # RTX4090 and nvidia-l4 are the cards 4090 and l4
+    cards = list(dict.fromkeys(re.sub(r"^((nvidia|geforce|tesla|rtx)[-_]?)+", "", name) for name in names))
     numbers = re.split(r"[\s,]+", devices.strip()) if devices else ["0"]
     problems = [problem for card in cards for problem in problems_of({"hardware": card})]
     problems += problems_of(config | {"hardware": "this"})
@@ -521,13 +523,13 @@ try:
         problems.append(f"devices is {devices!r}: set each number to at most {layouts.MOST_DEVICES}")
     if len(cards) > 1 and not plan:
         problems.append(f"hardware is {hardware!r}: several devices are compared by a plan: set --plan=True")
-    if (device_memory_gb or device_tflops) and (len(cards) > 1 or hardware in ("this", "cpu")):
+    if (device_memory_gb or device_tflops) and (len(cards) > 1 or cards[0] in ("this", "cpu")):
         problems.append(
             "device_memory_gb and device_tflops describe a card that is otherwise like a listed card: set "
             "--hardware= to this card, such as --hardware=4090 for a card without NVLink"
         )
     if not (plan or tune or estimate or estimate_world_size):
-        if hardware != "this" and len(cards) == 1 and not (device_memory_gb or device_tflops):
+        if cards != ["this"] and len(cards) == 1 and not (device_memory_gb or device_tflops):
             problems.append(
                 f"hardware is {hardware!r}, but bench.py measures this machine: to predict, set --plan=True"
             )

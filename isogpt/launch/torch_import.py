@@ -43,8 +43,10 @@ def use_passive_waiting() -> str:
 
 
 NOTE = use_passive_waiting()
+was_enabled = gc.isenabled()
 gc.disable()
 import torch  # noqa: E402, F401
 
 gc.freeze()  # what exists now is never searched
-gc.enable()
+if was_enabled:
+    gc.enable()
