@@ -6,6 +6,7 @@ Measurements for the documentation that depend too much on the machine for a tes
     python measure/costs.py grad_sync    memory with grad_sync last and every, for each stage of ZeRO
     python measure/costs.py activations  memory of activations with and without recomputation, 12 layers
     python measure/costs.py tax          train.py's step, and a bare loop of forward, backward and optimizer
+    python measure/costs.py two          the speed of two processes with a thread each, and of one with two
     python measure/costs.py bare         that bare loop, for the 10.65M config (batch 8 x 256)
     python measure/costs.py first        seconds from the command to the first step
     python measure/costs.py serve        8 clients of transformers serve, with and without batching
@@ -165,6 +166,26 @@ def tax(work):
     print(f"median {statistics.median(ratios) - 1:+.1%}")
 
 
+def two(work):
+    works = {
+        "64 sequences": ["--batch_size=64", "--max_iters=13"],
+        "8 sequences": ["--max_iters=33"],
+        "8 sequences, without communication": ["--max_iters=33", "--grad_sync=never"],
+    }
+
+    def step_ms(args, nproc):
+        train(work, [*args, "--out_dir=out", "--save_checkpoint=False"], nproc)
+        return statistics.median([ms for step, ms in column(work / "out", "step_ms").items() if step > 3])
+
+    for name, args in works.items():
+        ratios = [step_ms(args, 1) / step_ms(args, 2) for _ in range(3)]
+        print(
+            f"{name} per step: speed of two processes / speed of one "
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
+
+
 def first(work):
     for _ in range(3):
         start = time.perf_counter()
@@ -243,7 +264,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = {
-        f.__name__: f for f in (stall, saves, grad_sync, activations, tax, first, serve, sampling, tokens)
+        f.__name__: f
+        for f in (stall, saves, grad_sync, activations, tax, two, first, serve, sampling, tokens)
     }
     parser.add_argument("what", choices=[*kinds, "bare"])
     what = parser.parse_args().what
