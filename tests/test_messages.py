@@ -1050,7 +1050,7 @@ def test_the_tables_of_a_sweep_and_of_a_search(at, capsys):
     assert re.search(r"\n +nproc .* speed-up  efficiency\n +1 .* 1\.00x +100%\n", out), out
     assert "failed: nproc is '0': it must be a whole number of at least 1" in out
     space["work"] |= {"batch_size": 2, "nproc": 1, "block_size": 256}
-    space |= {"processes": 1, "hardware": "cpu"}
+    space |= {"processes": 1, "cards": ["cpu"]}
     space["run_tune"]()
     out = capsys.readouterr().out
     assert out.startswith("the global batch of 2 sequences on 1 x cpu, 1 on each machine, predicted:\n")
