@@ -12,6 +12,7 @@ import struct
 import sys
 import termios
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,14 @@ class Terminal:
             except OSError:  # every process has closed the terminal
                 return
             self.received += data
+
+    def hang_up(self):
+        """Close the terminal, as its window does, while programs still use it."""
+        os.close(self.master)
+        with suppress(OSError):  # the reader was not reading
+            os.write(self.slave, b"\n")  # ends the reader's read, which kept the terminal open
+        self.reader.join(30)
+        assert not self.reader.is_alive()
 
     def close(self):
         """Wait until everything was read."""
@@ -201,8 +210,7 @@ def test_where_lines_cannot_be_drawn_again_they_are_plain(terminal, monkeypatch,
 def test_a_terminal_that_was_closed_costs_lines_not_the_run(terminal):
     sink = terminal.sink()
     sink.status(HALFWAY)
-    os.close(terminal.master)  # the window
-    terminal.reader.join(30)
+    terminal.hang_up()
     sys.stderr = open(os.devnull, "w")
     try:
         for step in range(3):
