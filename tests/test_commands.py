@@ -124,6 +124,9 @@ PLANS = [command for command in commands_of("bench.py") if re.search("--hardware
 @pytest.mark.slow
 @pytest.mark.parametrize("command", PLANS)
 def test_a_command_of_the_docs_plans(at, capsys, command):
+    assert re.search("--plan|--estimate_world_size", command), (
+        "this command would measure a step of its model"
+    )
     tiny_data(at.path)
     try:
         script(at, "bench.py", [*arguments(command, "bench.py"), "--dataset=tiny", "--vocab_size=50304"])
