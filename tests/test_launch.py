@@ -107,12 +107,13 @@ def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("processes", "device", "is_said"), [(8, "cpu", True), (2, "cpu", False), (8, "cuda", False)]
+    ("processes", "device", "is_said"),
+    [(8, "cpu", True), (2, "cpu", False), (1, "cpu", False), (8, "cuda", False)],
 )
 def test_processes_that_share_cores_are_reported(monkeypatch, processes, device, is_said):
     monkeypatch.setattr(banner, "own_cores", lambda: [0, 1])
     run = SimpleNamespace(
-        ranks=SimpleNamespace(device=torch.device(device), local_sizes=(processes,)),
+        ranks=SimpleNamespace(device=torch.device(device), core_sharers=processes),
         plan=SimpleNamespace(micro_batch=1, batch_size=1),
         peak_flops=None,
     )

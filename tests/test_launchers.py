@@ -231,12 +231,11 @@ def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     shared = [["a", "1", [0, 1, 2, 3]]] * 2 + [["b", "2", [0, 1, 2, 3]]]
-    for rank in range(3):
-        network.divide_cores(shared, rank, 1)
+    assert [network.divide_cores(shared, rank, 1) for rank in range(3)] == [2, 2, 1]
     bound = [["a", "1", [0, 1]], ["a", "1", [2, 3]]]
-    network.divide_cores(bound, 1, 2)  # the scheduler has bound each rank to its own cores
+    assert network.divide_cores(bound, 1, 2) == 1  # the scheduler has bound each rank to its own cores
     assert threads == [2, 2, 2]
-    network.divide_cores([["a", "1", [0]]] * 3, 0, 3)
+    assert network.divide_cores([["a", "1", [0]]] * 3, 0, 3) == 3
     assert threads[3:] == [1]
 
 

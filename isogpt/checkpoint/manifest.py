@@ -48,8 +48,7 @@ def is_run(folder: str) -> bool:
 
 def advice_on_folder() -> str:
     """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    found = [*Path().glob("*/ckpt.pt"), *Path().glob("*/step_*/manifest.json")]
-    runs = sorted({path.parts[0] for path in found})
+    runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))
     if not runs:
         return "set --out_dir= to the run's folder, or train first, see README.md"
     more = ", ..." if len(runs) > 4 else ""

@@ -159,15 +159,17 @@ def own_cores() -> list[int]:
     )
 
 
-def divide_cores(machines: list[list], rank: int, local_world_size: int) -> None:
+def divide_cores(machines: list[list], rank: int, local_world_size: int) -> int:
     """
     Limit torch's threads to this rank's share of the cores that the machine's ranks share. Thread pools on
-    the same cores slow each other down, and torchrun's default is one thread.
+    the same cores slow each other down, and torchrun's default is one thread. Returns how many ranks share
+    this rank's cores: 1 if a scheduler has bound each rank to separate cores.
     """
     *here, cores = machines[rank]
     sharing = sum(there == here and bool(set(other) & set(cores)) for *there, other in machines)
     if max(sharing, local_world_size) > 1:
         torch.set_num_threads(max(1, len(cores) // sharing))
+    return sharing
 
 
 def bind_to_gpu(gpu: object) -> None:

@@ -42,6 +42,7 @@ class Ranks:
     launch: Launch = Launch()
     # number of processes on each rank's machine, as the launcher says
     local_sizes: tuple[int, ...] = (1,)
+    core_sharers: int = 1  # ranks that may run on this rank's CPU cores, with this rank
 
     @property
     def is_main(self) -> bool:
@@ -190,12 +191,15 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
         ) from e
     except TimeoutError as e:
         raise ValueError(no_answer(limit_s)) from e
+    core_sharers = 1
     if chosen.type != "mps":  # also with GPUs: with cpu_offload the optimizer runs on the CPU
-        network.divide_cores(machines, rank, local_world_size)
+        core_sharers = network.divide_cores(machines, rank, local_world_size)
     hosts = tuple(name for name, _, _ in machines)
     used = "nccl" if "nccl" in group_backend else f"gloo over {interface}" if interface else "gloo"
     launch = make_launch(agents)
-    return Ranks(rank, world_size, chosen, group_backend, store, start, hosts, used, launch, local_sizes)
+    return Ranks(
+        rank, world_size, chosen, group_backend, store, start, hosts, used, launch, local_sizes, core_sharers
+    )
 
 
 def join_process_group(ranks: Ranks, timeout_s: float, even_alone: bool) -> None:

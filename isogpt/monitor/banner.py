@@ -113,7 +113,7 @@ class Banner:
                 f"memory:  micro-batches of {micro_batch} instead of {batch_size}, "
                 "since a previous attempt ran out of memory"
             )
-        processes, cores = self.ranks.local_sizes[0], len(own_cores())
+        processes, cores = self.ranks.core_sharers, len(own_cores())
         if self.ranks.device.type == "cpu" and processes > cores:
             lines.append(
                 f"cores:   {processes} processes share {cores} CPU cores: this tests a layout, and is slower "

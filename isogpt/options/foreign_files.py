@@ -37,12 +37,10 @@ def refusal(config: str, path: str | None, known: Mapping[str, Setting]) -> str:
     A sentence about the file `config`, at `path` if it exists, with what to type for the settings in it, and
     the names of those without a translation. `known`: the script's settings.
     """
-    found, others, problem, is_derived = {}, [], "", False
+    found, others, problem, is_per_gpu = {}, [], "", False
     if path:
         try:
-            pairs = read_pairs(path)
-            found, others = translated(pairs, known)
-            is_derived = micro_batches_in(pairs, found) > 0
+            found, others, is_per_gpu = translated(read_pairs(path), known)
         except ValueError as e:
             problem = f" (its settings could not be read: {e})"
     stem = os.path.splitext(os.path.basename(config))[0]
@@ -56,7 +54,7 @@ def refusal(config: str, path: str | None, known: Mapping[str, Setting]) -> str:
     else:
         example = "batch_size = 32" if "batch_size" in known else "seed = 1"  # sample.py
         text += f": write {stem}.py with lines such as {example}"
-    if "gradient_accumulation_steps" in found and not is_derived:
+    if is_per_gpu:
         text += f"; gradient_accumulation_steps counts {PER_GPU}"
     if others:
         shown = [name if name.isprintable() else ascii(name) for name in others[:MOST_SHOWN]]
@@ -148,10 +146,10 @@ def _flat(content: Any, name: str = "") -> Iterator[tuple[str, Foreign]]:
 
 def translated(
     pairs: list[tuple[str, Foreign]], known: Mapping[str, Setting]
-) -> tuple[dict[str, Value], list[str]]:
+) -> tuple[dict[str, Value], list[str], bool]:
     """
-    Return the settings that a foreign file contains, as they are called here, and the names that have no
-    translation.
+    Return the settings that a foreign file contains, as they are called here, the names that have no
+    translation, and whether the number of micro-batches may be that of each GPU.
     """
     off, parts, implied, exact, order, others = {}, {}, {}, {}, {}, []
     for name, value in pairs:
@@ -170,10 +168,11 @@ def translated(
     found = order | off | parts | implied | exact
     if "zero" in found:  # more exact than fsdp; both are refused together
         found.pop("fsdp", None)
+    is_per_gpu = "gradient_accumulation_steps" in found
     if "gradient_accumulation_steps" in known and (count := micro_batches_in(pairs, found)):
-        found["gradient_accumulation_steps"] = count
+        found["gradient_accumulation_steps"], is_per_gpu = count, False
         others = [it for it in others if not it.endswith((*WHOLE_BATCH, "gradient_accumulation_steps"))]
-    return found, list(dict.fromkeys(others))
+    return found, list(dict.fromkeys(others)), is_per_gpu
 
 
 def micro_batches_in(pairs: list[tuple[str, Foreign]], found: Mapping[str, Value]) -> int:
