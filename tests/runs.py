@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import socket
+import string
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
 # Tiny Shakespeare: a copy outside the repository, or what data/shakespeare_char/prepare.py has downloaded
 TEXTS = (SHARED / "data" / "tinyshakespeare.txt", REPO / "data" / "shakespeare_char" / "input.txt")
 SHAKESPEARE = next(filter(Path.exists, TEXTS), TEXTS[-1])
+CHARACTERS = sorted("\n !$&',-.3:;?" + string.ascii_letters)  # Shakespeare's, as many as a vocabulary of 65
 # a model small enough that a run of 40 steps takes a second or two; the settings of a test come after these
 TINY = [
     "--dataset=tiny",
@@ -234,7 +236,8 @@ def script_that_fails(at, capsys, *args, **kw):
 
 def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):
     """
-    A data set in cwd/data: Shakespeare's characters if the file is available, else a repetitive random text.
+    A data set in cwd/data: Shakespeare's characters if the file is available, else a repetitive random text
+    of the same characters.
     """
     folder = Path(cwd) / "data" / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -246,7 +249,7 @@ def tiny_data(cwd, vocab=65, tokens=20000, name="tiny"):
     else:
         rng = np.random.default_rng(0)
         ids = np.cumsum(rng.integers(0, 3, tokens + 4000)) % vocab
-        chars = [chr(33 + i) for i in range(min(vocab, 90))]
+        chars = CHARACTERS if vocab == 65 else [chr(33 + i) for i in range(min(vocab, 90))]
     ids[:tokens].astype(np.uint16).tofile(folder / "train.bin")
     ids[tokens:].astype(np.uint16).tofile(folder / "val.bin")
     import pickle
