@@ -1,12 +1,12 @@
 """
-Check and measure isoGPT on this machine's GPUs, in about ten minutes on one. No network and no data are
-needed.
+Check and measure isoGPT on this machine's GPUs. No network and no data are needed.
 
-    python measure/gpu_check.py                   everything, with the GPUs that there are
+    python measure/gpu_check.py                   everything, with the GPUs that there are: about 25 minutes
     python measure/gpu_check.py --nanogpt=FOLDER  also nanoGPT's train.py, alternating with ours
-    python measure/gpu_check.py --json=FILE       also write the table to a file
+    python measure/gpu_check.py --seconds=540     start no check after this time, and end what still runs then
+    python measure/gpu_check.py --out=FOLDER      write table.md and table.json there after each line
     python measure/gpu_check.py --device=cpu      the same checks with small sizes, as in the tests
-    python measure/gpu_check.py curve resume      only these
+    python measure/gpu_check.py curve resume      only these, in this order
 
 It ends in a table: what was checked, what is expected, what was found, and pass or FAIL. A line without an
 expectation is a measurement. The exit status is 1 if a line failed.
@@ -23,10 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -42,6 +45,7 @@ from isogpt.nn import generation, kernels
 from isogpt.parallel import compilation
 from isogpt.parallel.plan import plan_of
 from isogpt.speed import memory
+from isogpt.speed.profiler import PROFILE_STEPS
 from isogpt.training import optim
 from isogpt.training.settings import model_args_of
 from isogpt.training.step_numbers import StepNumbers
@@ -66,11 +70,17 @@ class Place:
     device: str  # cuda or cpu
     processes: int  # for the checks of several processes
     nanogpt: Path | None
+    deadline: float = math.inf  # on the clock of time.monotonic; no run continues after it
+    out: Path | None = None  # where files of measurements are kept
 
     @property
     def on_gpu(self) -> bool:
         """Whether sizes are real."""
         return self.device == "cuda"
+
+    def on_cpu(self) -> "Place":
+        """The same folder, with a CPU."""
+        return replace(self, device="cpu", processes=1)
 
     def gpt2(self) -> list[str]:
         """GPT-2 124M on random tokens, or a model that a CPU trains in a second."""
@@ -96,12 +106,29 @@ def command(place: Place, script: str, args: list[str], nproc: int = 1) -> list[
 
 def run(place: Place, script: str, args: list[str], nproc: int = 1) -> str:
     """Run one of our scripts to its end; returns its output."""
-    done = subprocess.run(
-        command(place, script, args, nproc), cwd=place.folder, capture_output=True, text=True
-    )
+    return output_of(place, command(place, script, args, nproc), place.folder)
+
+
+def output_of(place: Place, line: list[str], folder: Path) -> str:
+    """Run a command in a folder to its end, and return its output. RuntimeError: it fails, or is late."""
+    limit = None if place.deadline == math.inf else max(1.0, place.deadline - time.monotonic())
+    try:
+        done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as e:
+        raise RuntimeError(f"not done at the deadline: {' '.join(line)[-300:]}") from e
     if done.returncode:
-        raise RuntimeError(f"{(done.stderr or done.stdout)[-400:]}: {script} {' '.join(args)}")
+        raise RuntimeError(f"{(done.stderr or done.stdout)[-600:]}: {' '.join(line)[-300:]}")
     return done.stdout
+
+
+def losses_of(place: Place, runs: dict[str, list[str]]) -> dict[str, dict[int, float]]:
+    """`losses` of several runs, by name, at the same time: starts take longer than their steps on a GPU."""
+    with ThreadPoolExecutor(6 if place.on_gpu else 1) as pool:
+        futures = {
+            name: pool.submit(losses, place.on_cpu() if name.startswith("cpu") else place, name, args)
+            for name, args in runs.items()
+        }
+        return {name: future.result() for name, future in futures.items()}
 
 
 def losses(place: Place, name: str, args: list[str], nproc: int = 1) -> dict[int, float]:
@@ -138,25 +165,32 @@ MODERN = (["--arch=nanochat", "--optimizer=muon", "--muon_lr=0.005"], ["--arch=l
 
 def curve(place: Place) -> Iterator[Line]:
     """The curve of a CPU in float32, in each dtype, layout and way to recompute that one device has."""
-    reference = losses(Place(place.folder, "cpu", 1, None), "cpu", ["--dtype=float32", "--compile=False"])
     exact = ["--dtype=float32", "--compile=False"]
-    found = distance(reference, losses(place, "f32", exact))
-    yield at_most("float32: losses of 20 steps against the CPU's", found, 1e-4)
-    for flags in (["--zero=3"], ["--activation_checkpointing=full"], ["--zero=2", "--cpu_offload=True"]):
-        found = distance(reference, losses(place, "layout", [*exact, *flags]))
-        yield at_most(f"float32 {' '.join(flags)}", found, 1e-4)
-    for model in MODERN if place.on_gpu else MODERN[:1]:
-        reference_model = losses(Place(place.folder, "cpu", 1, None), "modern", [*model, *exact])
-        for flags in ([], ["--zero=3"]):
-            found = distance(reference_model, losses(place, "modern", [*model, *exact, *flags]))
-            yield at_most(f"float32 {' '.join([*model[:2], *flags])}", found, 1e-4)
-    for dtype in ("tf32", "bfloat16", "float16") if place.on_gpu else ("bfloat16", "float16"):
-        found = distance(reference, losses(place, dtype, [f"--dtype={dtype}", "--compile=False"]))
-        yield at_most(f"{dtype}: losses against float32's", found, 0.03)
+    layouts = [["--zero=3"], ["--activation_checkpointing=full"], ["--zero=2", "--cpu_offload=True"]]
+    models = MODERN if place.on_gpu else MODERN[:1]
+    dtypes = ("tf32", "bfloat16", "float16") if place.on_gpu else ("bfloat16", "float16")
     # the scale of the loss, the gradients and the number that divides them are on different devices
     offloaded = ["--zero=2", "--cpu_offload=True", "--dtype=float16"]
-    found = distance(reference, losses(place, "offloaded", [*offloaded, "--compile=False"]))
-    yield at_most(f"{' '.join(offloaded)}: losses against float32's", found, 0.03)
+    runs = {"cpu": exact, "f32": exact, "offloaded": [*offloaded, "--compile=False"]}
+    runs |= {" ".join(flags): [*exact, *flags] for flags in layouts}
+    runs |= {dtype: [f"--dtype={dtype}", "--compile=False"] for dtype in dtypes}
+    for i, model in enumerate(models):
+        runs |= {f"cpu model {i}": [*model, *exact], f"model {i}": [*model, *exact]}
+        runs[f"model {i} --zero=3"] = [*model, *exact, "--zero=3"]
+    curves = losses_of(place, runs)
+    reference = curves["cpu"]
+    what = "float32: losses of 20 steps against the CPU's"
+    yield at_most(what, distance(reference, curves["f32"]), 1e-4)
+    for flags in layouts:
+        yield at_most(f"float32 {' '.join(flags)}", distance(reference, curves[" ".join(flags)]), 1e-4)
+    for i, model in enumerate(models):
+        for suffix in ("", " --zero=3"):
+            difference = distance(curves[f"cpu model {i}"], curves[f"model {i}{suffix}"])
+            yield at_most(f"float32 {' '.join(model[:2])}{suffix}", difference, 1e-4)
+    for dtype in dtypes:
+        yield at_most(f"{dtype}: losses against float32's", distance(reference, curves[dtype]), 0.03)
+    what = f"{' '.join(offloaded)}: losses against float32's"
+    yield at_most(what, distance(reference, curves["offloaded"]), 0.03)
     memory_gb = max(column(place.folder / "f32", "memory_gb").values())
     yield Line(
         "memory of a tiny model, without the matmul that measures the peak",
@@ -218,19 +252,23 @@ def cuda_graphs(place: Place) -> Iterator[Line]:
 
 def resume(place: Place) -> Iterator[Line]:
     """A run that is stopped and resumed ends with the bits of a run that is not stopped."""
-    for flags in (["--dtype=float32"], ["--dtype=bfloat16"], ["--dtype=float32", "--zero=3"]):
-        args = [*TINY, *flags, "--deterministic=True", "--dropout=0.1", "--save_interval=10"]
-        run(place, "train.py", [*args, "--max_iters=19", "--out_dir=whole"])
-        run(place, "train.py", [*args, "--max_iters=9", "--out_dir=parts"])
-        run(place, "train.py", [*args, "--max_iters=19", "--out_dir=parts", "--init_from=resume"])
-        whole, parts = (column(place.folder / name, "loss") for name in ("whole", "parts"))
-        different = sum(whole[step] != parts[step] for step in whole)
-        yield Line(
-            f"resume {' '.join(flags)} --dropout=0.1",
-            "the same bits",
-            f"{different} of 20 losses differ",
-            different == 0,
-        )
+    ways = (["--dtype=float32"], ["--dtype=bfloat16"], ["--dtype=float32", "--zero=3"])
+    with ThreadPoolExecutor(len(ways) if place.on_gpu else 1) as pool:
+        counts = pool.map(partial(differences_after_a_stop, place), ways)
+        for flags, different in zip(ways, counts, strict=True):
+            what, text = f"resume {' '.join(flags)} --dropout=0.1", f"{different} of 20 losses differ"
+            yield Line(what, "the same bits", text, different == 0)
+
+
+def differences_after_a_stop(place: Place, flags: list[str]) -> int:
+    """The number of losses that differ between a run that is stopped and resumed and one that is not."""
+    args = [*TINY, *flags, "--deterministic=True", "--dropout=0.1", "--save_interval=10"]
+    whole, parts = ("-".join((name, *flags)) for name in ("whole", "parts"))
+    run(place, "train.py", [*args, "--max_iters=19", f"--out_dir={whole}"])
+    run(place, "train.py", [*args, "--max_iters=9", f"--out_dir={parts}"])
+    run(place, "train.py", [*args, "--max_iters=19", f"--out_dir={parts}", "--init_from=resume"])
+    one, other = (column(place.folder / name, "loss") for name in (whole, parts))
+    return sum(one[step] != other[step] for step in one)
 
 
 def exact(place: Place) -> Iterator[Line]:
@@ -248,8 +286,8 @@ def exact(place: Place) -> Iterator[Line]:
         ]
         reference = losses(place, "exact", args)
         for n, flags in layouts:
-            found = losses(place, "exact-other", [*args, flags], n)
-            different = sum(reference[step] != found[step] for step in reference)
+            other = losses(place, "exact-other", [*args, flags], n)
+            different = sum(reference[step] != other[step] for step in reference)
             yield Line(
                 f"exact in {dtype}, {n} processes {flags}",
                 "the same bits",
@@ -258,8 +296,61 @@ def exact(place: Place) -> Iterator[Line]:
             )
 
 
+def gradients(place: Place) -> Iterator[Line]:
+    """Compiled gradients against eager ones, with a loss in chunks, for each architecture."""
+    device, vocab = torch.device(place.device), 50304 if place.on_gpu else 512
+    shape = dict(block_size=256, vocab_size=vocab, n_layer=2, n_head=4, n_embd=256)
+    torch.set_float32_matmul_precision("highest")
+    chunks = (1, 128 * vocab, 128 * vocab)
+    ids = torch.randint(vocab, (4, 256), generator=torch.Generator().manual_seed(0)).to(device)
+    for args in ({}, {"arch": "nanochat"}, {"arch": "llama", "n_kv_head": 2, "n_expert": 4}):
+        found = []
+        for is_compiled in (False, True):
+            model = GPT(GPTConfig(**shape, **args), seed=1).to(device)
+            model.reset_routing(device)
+            if is_compiled:
+                torch._dynamo.reset()
+                options = {} if place.on_gpu else {"backend": "aot_eager"}
+                compilation.compile_parts(model, by_block=False, **options)
+            with patch.object(kernels, "logits_at_once", lambda *_: chunks):
+                model(ids, ids, 1024.0)[1].backward()
+            found.append({name: p.grad for name, p in model.named_parameters()})
+        eager, compiled = found
+        errors = {
+            name: ((compiled[name] - g).norm() / g.norm()).item() if compiled[name] is not None else math.inf
+            for name, g in eager.items()
+        }
+        worst = max(errors, key=errors.get)
+        text = f"{errors[worst]:.1e} ({worst})"
+        yield Line(f"compiled gradients, {args or 'gpt2'}", "<= 1e-5", text, errors[worst] <= 1e-5)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # speed and memory
+
+
+def ceilings(place: Place) -> Iterator[Line]:
+    """What the device reaches: a copy, and large matmuls by dtype."""
+    device, n, length = (
+        torch.device(place.device),
+        8192 if place.on_gpu else 256,
+        2**30 if place.on_gpu else 2**20,
+    )
+    a = torch.empty(length, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    ms = milliseconds(place, "b.copy_(a)", a=a, b=b)
+    yield Line("copy, bytes read and written", "", f"{2 * length / ms / 1e6:,.0f} GB/s")
+    for name, dtype, precision in (
+        ("bfloat16", torch.bfloat16, "high"),
+        ("float16", torch.float16, "high"),
+        ("tf32", torch.float32, "high"),
+        ("float32", torch.float32, "highest"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        x, y = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        ms = milliseconds(place, "x @ y", x=x, y=y)
+        yield Line(f"matmul {n} x {n} x {n} in {name}", "", f"{2 * n**3 / ms / 1e9:,.0f} TFLOP/s")
+    torch.set_float32_matmul_precision("highest")
 
 
 def speed(place: Place) -> Iterator[Line]:
@@ -267,7 +358,7 @@ def speed(place: Place) -> Iterator[Line]:
     Tokens/s and MFU of GPT-2 124M by micro-batch, the split of the best one's step, and memory against
     estimates.
     """
-    sizes = "8,16,32,64" if place.on_gpu else "2,4"
+    sizes = "16,64" if place.on_gpu else "2,4"
     base = [*place.gpt2(), "--gradient_accumulation_steps=1", "--steps=10"]
     base += ["--dtype=bfloat16"] if place.on_gpu else []
     run(place, "bench.py", [*base, f"--sweep=batch_size:{sizes}", "--json_path=sweep.json"])
@@ -355,23 +446,56 @@ def nanogpt(place: Place) -> Iterator[Line]:
         "--save_checkpoint=False",
         f"--out_dir={place.folder}/ours",
     ]
-    times, ratios = {}, []
-    for _ in range(3):
-        for name, line, folder in (("theirs", theirs, place.nanogpt), ("ours", ours, place.folder)):
-            done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
-            found = [float(t) for t in re.findall(r"time ([0-9.]+)ms", done.stdout)][steps // 3 :]
-            if not found:
-                raise RuntimeError(f"{' '.join(line)}: {done.stderr[-500:]}")
-            times[name] = statistics.median(found)
+    times, ratios, starts = {}, [], {}
+    for pair in range(3):  # the first pair also compiles
+        for name, line, folder in (("ours", ours, place.folder), ("theirs", theirs, place.nanogpt)):
+            began = time.monotonic()
+            ms = [float(t) for t in re.findall(r"time ([0-9.]+)ms", output_of(place, line, folder))]
+            starts.setdefault(name, time.monotonic() - began)
+            times[name] = statistics.median(ms[steps // 3 :])
         ratios.append(times["theirs"] / times["ours"])
-    goal = 1.3 if place.on_gpu else 0.0
-    yield Line(
-        f"nanoGPT's step / ours, micro-batch {batch}, 3 pairs",
-        f">= {goal:g}",
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}); ours "
-        f"{times['ours']:.1f} ms",
-        statistics.median(ratios) >= goal,
-    )
+        if pair == 0:
+            text = f"ours {starts['ours']:.0f} s, nanoGPT's {starts['theirs']:.0f} s"
+            yield Line(f"a run of {steps + 1} steps with nothing compiled before", "", text)
+        # kernels and matmuls are the same: the step is predicted to be as fast
+        yield Line(
+            f"nanoGPT's step / ours, micro-batch {batch}, pair {pair + 1}",
+            ">= 1",
+            f"{ratios[-1]:.3f}; nanoGPT {times['theirs']:.2f}, ours {times['ours']:.2f} ms",
+            ratios[-1] >= 1 if place.on_gpu and pair else None,
+        )
+    yield from profiled(place, ours)
+
+
+# parts of a step by the names of their kernels
+PARTS = {
+    "attention": r"flash|fmha|sdpa|attention",
+    "matmul": r"gemm|nvjet|cutlass|cublas|wgmma|xmma",
+    "triton": r"^triton_",
+    "optimizer": r"multi_tensor|adam",
+    "copies": r"memcpy|memset",
+}
+
+
+def profiled(place: Place, line: list[str]) -> Iterator[Line]:
+    """The kernels of a step of this command of train.py, by part, from a trace."""
+    out = place.folder / "profiled"
+    kept = [a for a in line if not a.startswith(("--out_dir", "--max_iters"))]
+    output_of(place, [*kept, f"--out_dir={out}", "--max_iters=12", "--profile=True"], place.folder)
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    sums, by_name = dict.fromkeys((*PARTS, "other"), 0.0), {}
+    for e in kernels:
+        names = (part for part, names in PARTS.items() if re.search(names, e["name"], re.IGNORECASE))
+        sums[next(names, "other")] += e["dur"] / 1e3 / PROFILE_STEPS
+        count, ms = by_name.get(e["name"], (0, 0.0))
+        by_name[e["name"]] = count + 1, ms + e["dur"] / 1e3 / PROFILE_STEPS
+    text = ", ".join(f"{part} {ms:.2f}" for part, ms in sums.items())
+    yield Line("kernels of a step, ms", "", f"{sum(sums.values()):.2f}: {text}")
+    if place.out:
+        largest = sorted(by_name.items(), key=lambda item: -item[1][1])[:60]
+        rows = [f"{ms:9.4f} ms {count / PROFILE_STEPS:7.1f} {name[:150]}" for name, (count, ms) in largest]
+        (place.out / "kernels.txt").write_text("\n".join(rows) + "\n")
 
 
 def chunked_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -501,7 +625,7 @@ def large(place: Place) -> Iterator[Line]:
 def experts(place: Place) -> Iterator[Line]:
     """Mixture of experts: the curve, and the step of a dense model with equal active parameters."""
     n, model, exact = place.processes, ["--n_expert=4"], ["--dtype=float32", "--compile=False"]
-    reference = losses(Place(place.folder, "cpu", 1, None), "experts", [*model, *exact])
+    reference = losses(place.on_cpu(), "experts", [*model, *exact])
     found = distance(reference, losses(place, "experts", [*model, *exact]))
     yield at_most("4 experts, float32: losses of 20 steps against the CPU's", found, 1e-4)
     for flags in (["--ep=2"], ["--ep=2", "--zero=3"]) if n % 2 == 0 else ():
@@ -541,7 +665,7 @@ def experts(place: Place) -> Iterator[Line]:
 def planned(place: Place) -> Iterator[Line]:
     """--layout=auto: the curve, and the predicted and the measured step."""
     n, exact = place.processes, ["--dtype=float32", "--compile=False"]
-    reference = losses(Place(place.folder, "cpu", 1, None), "planned", exact)
+    reference = losses(place.on_cpu(), "planned", exact)
     found = distance(reference, losses(place, "planned", [*exact, "--layout=auto"], n))
     yield at_most(
         f"float32 on {n} processes --layout=auto: losses of 20 steps against the CPU's", found, 1e-4
@@ -577,7 +701,7 @@ def slow_networks(place: Place) -> Iterator[Line]:
     if n % 2:
         yield Line("slow networks", "", "an odd number of devices: not tried")
         return
-    reference = losses(Place(place.folder, "cpu", 1, None), "networks", exact)
+    reference = losses(place.on_cpu(), "networks", exact)
     modes = {
         f"--grad_compression={kind}": limit
         for kind, limit in (
@@ -649,15 +773,18 @@ def killed(place: Place, n: int) -> Iterator[Line]:
 
 # ------------------------------------------------------------------------------------------------------------
 
+# in the order of their worth: --seconds cuts off the last
 CHECKS = (
+    ceilings,
+    gradients,
+    nanogpt,
     curve,
-    compiled,
-    cuda_graphs,
     resume,
     exact,
     speed,
-    nanogpt,
     parts,
+    compiled,
+    cuda_graphs,
     large,
     experts,
     planned,
@@ -672,46 +799,74 @@ def main() -> None:
     )
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(c.__name__ for c in CHECKS))
     parser.add_argument("--nanogpt", type=Path, help="a clone of karpathy/nanoGPT")
-    parser.add_argument("--json", type=Path, help="write the table to this file")
+    parser.add_argument("--out", type=Path, help="write the table to this folder after each line")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end after this time")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options = parser.parse_args()
-    if unknown := set(options.checks) - {c.__name__ for c in CHECKS}:
+    by_name = {check.__name__: check for check in CHECKS}
+    if unknown := set(options.checks) - by_name.keys():
         parser.error(f"no such check: {', '.join(sorted(unknown))}")
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no GPU: --device=cpu runs the checks with small sizes")
+    deadline = time.monotonic() + options.seconds
     lines = []
     with tempfile.TemporaryDirectory(prefix="isogpt-gpu-check-") as folder:
-        processes = min(8, torch.cuda.device_count()) if options.device == "cuda" else 2
-        place = Place(Path(folder), options.device, processes, options.nanogpt and options.nanogpt.resolve())
-        tiny_data(folder)
-        (place.folder / "data/random").mkdir()
-        for split in ("train", "val"):
-            ids = np.random.default_rng(0).integers(0, 512, 2**20 if place.on_gpu else 2**14, dtype=np.uint16)
-            ids.tofile(place.folder / f"data/random/{split}.bin")
-        for check in CHECKS:
-            if options.checks and check.__name__ not in options.checks:
-                continue
+        place = Place(
+            folder=Path(folder),
+            device=options.device,
+            processes=min(8, torch.cuda.device_count()) if options.device == "cuda" else 2,
+            nanogpt=options.nanogpt and options.nanogpt.resolve(),
+            deadline=deadline,
+            out=options.out and options.out.resolve(),
+        )
+        make_data(place)
+        for name in options.checks or by_name:
             began = time.monotonic()
-            try:
-                for line in check(place):
-                    lines.append(line)
-                    print(f"{check.__name__}: {line.what}: {line.found}", flush=True)
-            except Exception as e:  # the other checks still run
-                lines.append(
-                    Line(
-                        check.__name__, "no error", " ".join(f"{type(e).__name__}: {e}".split())[:400], False
-                    )
-                )
-                print(f"{check.__name__}: {lines[-1].found}", flush=True)
-            print(f"({check.__name__} took {time.monotonic() - began:.0f} s)", flush=True)
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    print(f"\n{name}, torch {torch.__version__}\n\n| what | expected | found | |\n|---|---|---|---|")
+            if began > deadline:
+                print(f"{name}: not tried, {options.seconds:.0f} s have passed", flush=True)
+                continue
+            for line in lines_of(by_name[name], place):
+                lines.append(line)
+                print(f"{name}: {line.what}: {line.found}", flush=True)
+                write_table(lines, place)
+            print(f"({name} took {time.monotonic() - began:.0f} s)", flush=True)
+        print(f"\n{table_of(lines, place)}")
+    sys.exit(any(line.passed is False for line in lines))
+
+
+def make_data(place: Place) -> None:
+    """The data sets of the checks: tiny and random."""
+    tiny_data(str(place.folder))
+    (place.folder / "data/random").mkdir()
+    for split in ("train", "val"):
+        ids = np.random.default_rng(0).integers(0, 512, 2**20 if place.on_gpu else 2**14, dtype=np.uint16)
+        ids.tofile(place.folder / f"data/random/{split}.bin")
+
+
+def lines_of(check: Callable[[Place], Iterator[Line]], place: Place) -> Iterator[Line]:
+    """The lines of a check; an exception is a line that failed, and the other checks still run."""
+    try:
+        yield from check(place)
+    except Exception as e:
+        text = " ".join(f"{type(e).__name__}: {e}".split())[:600]
+        yield Line(check.__name__, "no error", text, False)
+
+
+def table_of(lines: list[Line], place: Place) -> str:
+    """The table in Markdown, with the device and the version of torch."""
+    name = torch.cuda.get_device_name() if place.on_gpu else "CPU"
+    rows = [f"{name}, torch {torch.__version__}\n", "| what | expected | found | |", "|---|---|---|---|"]
     for line in lines:
         verdict = "" if line.passed is None else "pass" if line.passed else "FAIL"
-        print(f"| {line.what} | {line.expected} | {line.found} | {verdict} |")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
-    sys.exit(any(line.passed is False for line in lines))
+        rows.append(f"| {line.what} | {line.expected} | {line.found} | {verdict} |")
+    return "\n".join(rows)
+
+
+def write_table(lines: list[Line], place: Place) -> None:
+    """Write all lines so far to place.out: a run that is killed leaves what it has."""
+    if place.out:
+        (place.out / "table.md").write_text(table_of(lines, place) + "\n")
+        (place.out / "table.json").write_text(json.dumps([asdict(line) for line in lines], indent=1))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from isogpt.nn.architecture import GPTConfig
-from isogpt.nn.kernels import Dropout, compute_dtype
+from isogpt.nn.kernels import Dropout, compute_dtype, uses_cpu_kernels
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     host does not wait for a GPU to know the `counts`.
     """
     # torch 2.13: the GPU's kernel is for bfloat16 only, the only dtype that torch.compile accepts
-    on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    on_cpu = uses_cpu_kernels(x)
     is_aligned = all(n * x.itemsize % 16 == 0 for n in weight.shape[1:])
     has_kernel = x.dtype == torch.bfloat16 and has_grouped_kernel(x.device.type)
     if is_aligned and (on_cpu or has_kernel):

@@ -108,6 +108,10 @@ def generate(
     tokens = torch.cat((used, idx.new_empty(B, max_new_tokens)), dim=1)  # (B, T + max_new_tokens)
     samples = Samples(tokens, numbers, caches, torch.tensor([T], device=device))
     known = T
+    if model.advance is None and device.type == "cuda":
+        # caches of one shape, also without a compiled step: on Hopper and Blackwell, attention is planned again
+        # for each new length of the keys, which takes cuDNN 0.4 s
+        model.advance = advance
     if model.advance and use_cache and max_new_tokens > 1:
         append_tokens(model, samples, range(T, T + 1), choice, use_cache)
         # the position embeddings of GPT-2 end at block_size

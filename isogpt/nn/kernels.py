@@ -19,6 +19,14 @@ from torch.autograd.function import FunctionCtx
 IGNORE = -1  # targets with this value do not contribute to the loss
 
 
+def uses_cpu_kernels(x: Tensor) -> bool:
+    """
+    Whether operators run the kernels of this module for a CPU. torch.compile fuses PyTorch's operators itself,
+    on any device.
+    """
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 # ------------------------------------------------------------------------------------------------------------
 # dropout
 
@@ -45,7 +53,7 @@ class Dropout(nn.Dropout):
     """nn.Dropout with faster mask generation on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or not 0 < self.p < 1 or x.device.type != "cpu":
+        if not self.training or not 0 < self.p < 1 or not uses_cpu_kernels(x):
             return super().forward(x)
         return x * dropout_factors(x.shape, self.p, x.dtype)
 
@@ -59,7 +67,7 @@ class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm; under autocast on a CPU, the result is already in the dtype to compute in."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
+        if not uses_cpu_kernels(x):
             return super().forward(x)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         y = CPUNormalize.apply(x, self.eps, dtype)
@@ -99,7 +107,7 @@ def rotate(x: Tensor, rope: Tensor, eps: float | None = None) -> Tensor:
         rope: cosine and signed sine of the angle of each feature (2, T, 1, D).
         eps: if not None, also normalize each head: RMSNorm without weights.
     """
-    if x.device.type == "cpu":
+    if uses_cpu_kernels(x):
         return CPURotate.apply(x, rope, eps)
     cos, sin = rope.to(x.dtype)  # (T, 1, D) each
     y = x * cos + x.roll(x.size(-1) // 2, -1) * sin
@@ -134,7 +142,7 @@ class CPURotate(torch.autograd.Function):
 
 def relu2(x: Tensor) -> Tensor:
     """relu(x) squared."""
-    return CPURelu2.apply(x) if x.device.type == "cpu" else F.relu(x).square()
+    return CPURelu2.apply(x) if uses_cpu_kernels(x) else F.relu(x).square()
 
 
 class CPURelu2(torch.autograd.Function):
@@ -256,7 +264,7 @@ def causal_attention(
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
     # dropout's factors are also kept in memory
     longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO
-    if not has_previous and q.device.type == "cpu" and q.itemsize == 2 and longest >= T:
+    if not has_previous and uses_cpu_kernels(q) and q.itemsize == 2 and longest >= T:
         return CPUHalfAttention.apply(q, k, v, dropout)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D) each
     if has_previous:
@@ -511,7 +519,9 @@ class ChunkedLoss(torch.autograd.Function):
                     both = torch.stack((total, target_logit * is_here))
                     vocabulary.reduce(both, "sum")
                     total, target_logit = both
-                loss += ((total.log() - target_logit) * valid).sum()
+                # not in place: under torch.compile, torch 2.11 gives a Function no gradient, silently, if its
+                # output is changed in place (pytorch #180642)
+                loss = loss + ((total.log() - target_logit) * valid).sum()
                 # d loss / d logits = softmax - one_hot, 0 if the target is ignored
                 p *= valid * ctx.scale / total
                 # not scatter_add_, which is slow on a GPU with deterministic algorithms

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.nn.architecture import GPTConfig
-from isogpt.parallel.local_parts import LocalPart, local_part_of, splits_of, whole_tensors
+from isogpt.parallel.local_parts import LocalPart, local, local_part_of, splits_of, whole_tensors
 
 
 class Stack(NamedTuple):
@@ -32,6 +32,11 @@ def stack_of(name: str, p: nn.Parameter, config: GPTConfig) -> Stack:
 def matrix_part(tensor: Tensor, p: nn.Parameter) -> LocalPart:
     """Return what this rank holds of matrices, each of which expert parallelism leaves whole."""
     return local_part_of(tensor, tuple(split for split in splits_of(p) if split.axis != "ep"))
+
+
+def local_tensors(tensors: list[Tensor]) -> list[Tensor]:
+    """The parts of tensors that this rank holds."""
+    return [local(tensor) for tensor in tensors]
 
 
 class Muon(torch.optim.Muon):
@@ -62,8 +67,11 @@ class Muon(torch.optim.Muon):
             self._init_group(group, params, grads, buffers)
             if not params:
                 continue
-            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-            updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov momentum
+            updates = [grad.clone() for grad in grads]
+            # parts, since torch 2.11 has no rule for this operator on DTensors
+            local_updates, local_grads, local_buffers = map(local_tensors, (updates, grads, buffers))
+            torch._foreach_lerp_(local_buffers, local_grads, 1 - group["momentum"])
+            torch._foreach_lerp_(local_updates, local_buffers, group["momentum"])  # Nesterov momentum
             parts = [matrix_part(u, p) for u, p in zip(updates, params, strict=True)]
             device = params[0].device
             orthogonalize_parts(parts, group["rows"], self.dtype, self.group, device, self.separately)
