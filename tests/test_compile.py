@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from isogpt.nn import generation
+from isogpt.nn import experts, generation, kernels
 from isogpt.parallel import context
 from isogpt.parallel.compilation import compile_generation, compile_parts, compile_report
 from isogpt.parallel.data import allocate_gradients, replicate
@@ -104,6 +104,44 @@ MODES = [
 @pytest.mark.parametrize("mode, by_block", MODES)
 def test_a_graph_for_training_and_one_for_evaluation(mode, by_block):
     assert_compiles_once(mode, by_block, 65, "aot_eager")
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"arch": "nanochat"}, {"arch": "llama", "n_kv_head": 1}, {"arch": "nanochat", "n_expert": 4}],
+)
+def test_compiled_gradients_are_those_of_eager_mode(monkeypatch, changes, by_block):
+    """Of each architecture, with a loss in chunks: every autograd.Function of a GPU's step is compiled."""
+    monkeypatch.setattr(kernels, "logits_at_once", lambda *_: (64 * 100, 64 * 128, 64 * 64))
+    x = torch.randint(512, (4, 64), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for is_compiled in (False, True):
+        shape = dict(block_size=64, vocab_size=512, n_layer=2, n_head=2, n_embd=32, bias=False)
+        model = GPT(GPTConfig(**shape, **changes), seed=1)
+        model.reset_routing(torch.device("cpu"))
+        if is_compiled:
+            compile_parts(model, by_block, backend="aot_eager", fullgraph=True)
+        model(x, x, 256.0)[1].backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    eager, compiled = gradients
+    for name, grad in eager.items():
+        assert (compiled[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_function_changes_its_output_in_place(dtype):
+    """With torch 2.11, torch.compile gives such a Function no gradient, without a message (pytorch #180642)."""
+    x = torch.randn(6, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(16, 8, dtype=dtype, requires_grad=True)
+    order = torch.randperm(6)
+    stacked, counts = weight.view(2, 8, 8), torch.tensor([2, 4])
+    outputs = [
+        kernels.ChunkedLoss.apply(x, weight, torch.arange(6), 0.0, 32, 16),
+        experts.Reorder.apply(x, order, order.argsort()),
+        experts.BlockMatmul.apply(x, stacked, *experts.blocks_of_rows(6, counts)),
+    ]
+    assert [output._version for output in outputs] == [0, 0, 0]
 
 
 MODELS = [dict(), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1), dict(arch="llama", n_expert=4)]
