@@ -151,8 +151,8 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.loss = summed_loss  # compiled separately if blocks are; tensor parallelism replaces it
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
-        # generation.advance, usually compiled: generates in steps of one shape, as a GPU always does; None: with
-        # growing caches
+        # generation.advance, usually compiled: generates in steps of one shape, as a GPU always does; None:
+        # with growing caches
         self.advance: Callable[..., None] | None = None
         self.positions = torch.arange  # positions from start to end; context parallelism replaces it
         self.tie_weights()

@@ -131,7 +131,7 @@ def test_compiled_gradients_are_those_of_eager_mode(monkeypatch, changes, by_blo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_function_changes_its_output_in_place(dtype):
-    """With torch 2.11, torch.compile gives such a Function no gradient, without a message (pytorch #180642)."""
+    """torch.compile of torch 2.11 gives such a Function no gradient, without a message (pytorch #180642)."""
     x = torch.randn(6, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(16, 8, dtype=dtype, requires_grad=True)
     order = torch.randperm(6)

@@ -109,8 +109,8 @@ def generate(
     samples = Samples(tokens, numbers, caches, torch.tensor([T], device=device))
     known = T
     if model.advance is None and device.type == "cuda":
-        # caches of one shape, also without a compiled step: on Hopper and Blackwell, attention is planned again
-        # for each new length of the keys, which takes cuDNN 0.4 s
+        # caches of one shape, also without a compiled step: on Hopper and Blackwell, cuDNN plans attention
+        # again for each new length of the keys, which takes 0.4 s
         model.advance = advance
     if model.advance and use_cache and max_new_tokens > 1:
         append_tokens(model, samples, range(T, T + 1), choice, use_cache)
