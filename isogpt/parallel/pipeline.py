@@ -124,7 +124,7 @@ class Stage(nn.Module):
         """
         model = self.methods[0]
         if positions is None:  # a training batch
-            positions = model.positions(0, model.config.block_size, device=x.device)
+            positions = model.seams.positions(0, model.config.block_size, device=x.device)
         if self.is_first:
             x = model.embed(x, positions)
         x, own = model.run_blocks(self.blocks.items(), x, positions, caches)
