@@ -138,7 +138,7 @@ model.eval().to(ranks.device)
 context = nullcontext()
 if mesh.splits_model:
     context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
-    make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False)
+    model = make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False) or model
 else:
     generation.prepare(model, plan.torch_dtype)
 if compile:
@@ -169,13 +169,12 @@ if first < end:
     idx = torch.tensor([prompt] * (end - first), device=ranks.device)  # (samples, T)
     # ids that only pad the vocabulary cannot be decoded: do not sample them
     with context:
-        samples = model.generate(
+        samples = generation.generate(
+            model,
             idx,
             max_new_tokens,
-            temperature,
-            top_k,
-            top_p=top_p,
-            vocab_size=words.n_ids,
+            generation.Choice(temperature, top_k, top_p, words.n_ids),
+            use_cache=True,
             seed=seed,
             first_sample=first,
         )

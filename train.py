@@ -357,7 +357,9 @@ while not is_complete:
     if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a separate graph
         with exit_together(evaluation_failed), slow_network.evaluated_weights(), report.traffic.paused():
-            losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
+            losses = evaluate(
+                pipeline or raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds
+            )
         if stop.agreed:  # during the evaluation, which returned None
             break
         train_loss, val_loss = losses

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from functools import partial
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, share_of_whole
 from isogpt.training import muon, precision
 from isogpt.training.exact_steps import VECTOR, make_steps_exact
-from isogpt.training.optim import step_local_parts
+from isogpt.training.optim import AdamW
 from model import GPT, GPTConfig
 
 # rates of a recipe for short runs, at which one process and two differ by 1e-2 after 15 steps
@@ -401,22 +400,22 @@ def test_a_fused_step_on_a_shard_has_the_bits_of_the_whole():
 
     values = [gradients(4003, seed) for seed in range(3)]
 
-    def stepped(start, end, step):
+    def stepped(start, end, multiple):
         p = torch.nn.Parameter(values[0][start:end].clone())
         p.grad = values[1][start:end].clone()
-        adamw = torch.optim.AdamW([p], lr=0.1, fused=True)
+        adamw = AdamW([p], lr=0.1, fused=True)
+        adamw.multiple = multiple
         moments = {"exp_avg": values[2][start:end].clone(), "exp_avg_sq": p.grad.square()}
         adamw.state[p] = {"step": torch.tensor(3.0)} | moments
-        step(adamw)
+        adamw.step()
         return torch.stack((p.detach(), *(adamw.state[p][name] for name in moments)))
 
-    in_whole_vectors = partial(step_local_parts, multiple=VECTOR)
-    whole = stepped(0, 4003, in_whole_vectors)
+    whole = stepped(0, 4003, VECTOR)
     for start in range(0, 4003, 13):
         end = min(start + 13, 4003)
-        assert torch.equal(stepped(start, end, in_whole_vectors), whole[:, start:end])
-    assert stepped(5, 5, in_whole_vectors).numel() == 0
-    usual = stepped(0, 4003, torch.optim.AdamW.step)
+        assert torch.equal(stepped(start, end, VECTOR), whole[:, start:end])
+    assert stepped(5, 5, VECTOR).numel() == 0
+    usual = stepped(0, 4003, 1)
     assert (whole - usual).abs().max() < 1e-6
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isogpt.nn import generation
 from isogpt.nn.generation import next_token, uniform_numbers
 from isogpt.nn.kernels import ChunkedLoss, CPUHalfAttention, Dropout, KVCache, dropout_factors, summed_loss
+from isogpt.parallel.attach import replace_seams
 from isogpt.training import optim
 from model import GPT, GPTConfig
 
@@ -375,8 +376,7 @@ def test_attention_can_be_replaced():
         shapes.append((q.shape, k.shape, v.shape))
         return v.flatten(2)
 
-    for block in gpt.transformer.h:
-        block.attn.attention = only_itself
+    replace_seams(gpt, attention=only_itself)
     whole = gpt(x, x)[0]
     assert shapes == [((2, 16, 2, 16),) * 3] * 2
     alone = gpt(x[:, 5:6], x[:, 5:6], positions=torch.tensor([5]))[0]
@@ -730,9 +730,9 @@ def test_a_cached_token_is_computed_once():
 def test_steps_of_one_shape_have_the_tokens_of_growing_caches(model, length):
     gpt, idx = rough(std=0.15, **model), ids(3, length)
     for how in (dict(temperature=0), dict(temperature=0.7, top_k=5), dict(top_p=0.8, vocab_size=60)):
-        gpt.advance = None
+        replace_seams(gpt, advance=None)
         expected = gpt.generate(idx, 24, seed=3, **how)
-        gpt.advance = generation.advance
+        replace_seams(gpt, advance=generation.advance)
         assert torch.equal(gpt.generate(idx, 24, seed=3, **how), expected), how
 
 
@@ -744,7 +744,7 @@ def test_a_step_of_one_shape_is_used_while_positions_fit():
         generation.advance(*args)
 
     gpt.transformer.wte.register_forward_hook(lambda module, args, out: lengths.append(args[0].size(1)))
-    gpt.advance = advance
+    replace_seams(gpt, advance=advance)
     gpt.generate(ids(2, 5), 14)
     assert len(steps) == 11 and lengths == [5] + [1] * 11 + [16] * 2
 
@@ -931,8 +931,7 @@ def test_rotary_models_attend_to_the_last_block_size_positions(arch, length, use
     gpt, idx = rough(**ROTARY[arch]), ids(3, length)
     out = gpt.generate(idx, 45 - length, temperature=0, use_cache=use_cache)
     longer = rough(**ROTARY[arch], block_size=64)
-    for block in longer.transformer.h:
-        block.attn.attention = windowed_attention(16)
+    replace_seams(longer, attention=windowed_attention(16))
     used = min(length, 16)  # the last block_size tokens of the prompt
     expected = by_hand(longer, idx[:, -used:], 45 - length)
     assert torch.equal(out[:, length:], expected[:, used:])

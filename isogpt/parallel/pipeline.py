@@ -6,8 +6,7 @@ micro-batches pass through the stages. The schedules are those of torch.distribu
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
@@ -124,7 +123,7 @@ class Stage(nn.Module):
         """
         model = self.methods[0]
         if positions is None:  # a training batch
-            positions = model.positions(0, model.config.block_size, device=x.device)
+            positions = model.seams.positions(0, model.config.block_size, device=x.device)
         if self.is_first:
             x = model.embed(x, positions)
         x, own = model.run_blocks(self.blocks.items(), x, positions, caches)
@@ -164,57 +163,40 @@ def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     return stages
 
 
-def timed(function: Callable, clock: Timer, context: AbstractContextManager | None = None) -> Callable:
-    """Wrap a stage's forward or backward pass, so that it is timed: the rest of a step is the bubble."""
-
-    def timed_function(*args: object, **kwargs: object) -> object:
-        with clock("stages"), context or nullcontext():
-            return function(*args, **kwargs)
-
-    return timed_function
-
-
-def summing(backward: Callable, sums: FloatSums | ExactSums, module: nn.Module) -> Callable:
-    """Wrap a stage's backward pass, so that the gradients of a micro-batch are added to the sums."""
-
-    def backward_and_sum(micro_step: int, *args: object, **kwargs: object) -> object:
-        result = backward(micro_step, *args, **kwargs)
-        sums.start_micro_batch(micro_step)
-        sums.add_gradients(module)
-        return result
-
-    return backward_and_sum
-
-
-@dataclass
-class Pipeline:
+class Pipeline(nn.Module):
     """
-    This rank's stages and how micro-batches pass through them. The model's forward also goes through all
-    stages.
+    A model whose layers are divided over the ranks of a group, as it is called: this rank's stages and how
+    micro-batches pass through them.
 
     Args:
+        model: the model that `split_layers` has divided.
         dtype: the dtype of what stages send to each other.
         tp_parts: how many parts a sequence is divided into.
     """
 
-    model: nn.Module
-    mesh: Mesh
-    pp_schedule: str
-    dtype: torch.dtype
-    device: torch.device
-    tp_parts: int
-
-    def __post_init__(self) -> None:
-        self.group, self.stages, pp = self.mesh.group("pp"), self.model.stages, self.mesh.pp
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        pp_schedule: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp_parts: int,
+    ) -> None:
+        super().__init__()
+        self.model, self.mesh, self.pp_schedule = model, mesh, pp_schedule
+        self.dtype, self.device, self.tp_parts = dtype, device, tp_parts
+        self.config, self.arch, self.seams = model.config, model.arch, model.seams  # for generation.generate
+        self.group = mesh.group("pp")
+        self.stages = list(model.stages)
         owners = {
             s: dist.get_global_rank(self.group, r)
-            for r in range(pp)
-            for s in stages_of(r, pp, self.pp_schedule)
+            for r in range(mesh.pp)
+            for s in stages_of(r, mesh.pp, pp_schedule)
         }
         self.owners = [owners[s] for s in sorted(owners)]  # the rank that holds each stage
-        self.numbers = stages_of(self.mesh.index("pp"), pp, self.pp_schedule)
+        self.numbers = stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
         self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
-        self.model.forward = self.forward
 
     def prepare(
         self,
@@ -226,6 +208,8 @@ class Pipeline:
     ) -> None:
         """Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives."""
         from torch.distributed import pipelining
+
+        from isogpt.parallel.pipeline_stage import TimedStage
 
         # if a stage fails, the library would log the whole schedule before the error is raised
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
@@ -242,14 +226,19 @@ class Pipeline:
             )
             leaves = (hidden, *routing_shapes(blocks[-1] + 1, share.rows, self.model.config))
             stages.append(
-                pipelining.PipelineStage(
-                    module, number, len(self.owners), self.device, arrives, leaves, group=self.group
+                TimedStage(
+                    module,
+                    number,
+                    len(self.owners),
+                    self.device,
+                    arrives,
+                    leaves,
+                    group=self.group,
+                    clock=clock,
+                    autocast=autocast,
+                    sums=sums,
                 )
             )
-            stages[-1].forward_one_chunk = timed(stages[-1].forward_one_chunk, clock, autocast)
-            backward = timed(stages[-1].backward_one_chunk, clock)
-            stages[-1].backward_one_chunk = summing(backward, sums, module)
-            stages[-1].backward_weight_one_chunk = timed(stages[-1].backward_weight_one_chunk, clock)
 
         def scaled_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
             x, routing = output if isinstance(output, tuple) else (output, None)
