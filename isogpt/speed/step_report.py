@@ -101,7 +101,7 @@ def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | No
             ms["backward"] = min(ms.get("backward", 0.0), other.get("backward", 0.0))
         names, part = ("stages",) if "pipeline" in ms else ("forward", "backward"), {"data wait": ms["data"]}
         part |= {name: max(0.0, ms[name] - waits.get(name, 0.0)) for name in names}
-        part |= {"bubble": max(0.0, ms["pipeline"] - ms["stages"] - ms["data"])} if "pipeline" in ms else {}
+        part |= {"bubble": max(0.0, ms["pipeline"] - ms["stages"])} if "pipeline" in ms else {}
         part |= {"exposed comm": exposed, "optimizer": ms["clip"] + ms["optimizer"]}
         part["other"] = max(0.0, step_ms - sum(value or 0.0 for value in part.values()))
         for name, value in part.items():
