@@ -17,7 +17,7 @@ from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.speed.devices import Hardware
-from isogpt.speed.memory import block_activations, memory_estimate, parameter_counts, part_of
+from isogpt.speed.memory import RankPart, block_activations, memory_estimate, parameter_counts, part_of
 
 SHARD_AXES = ("dp_shard", "ep", "cp")  # axes over which ZeRO stages 2 and 3 shard
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
@@ -174,6 +174,23 @@ class Rings:
         latency = ceil(log2(machines)) * network.latency_s + ceil(log2(on_machine)) * local.latency_s
         return count * latency + slowness * size * (n - 1) / n / bandwidth
 
+    def all_parameters(
+        self, part: RankPart, axes: tuple[str, ...], size: float, piece: float, slowness: float = 1.0
+    ) -> float:
+        """
+        Return the seconds of a collective of all parameters, or of their gradients, over the ranks along some
+        axes. Experts, which ep has divided already, are the same on fewer ranks.
+
+        Args:
+            size: bytes for a parameter.
+            piece: parameters that are sent at once.
+        """
+        expert_axes = tuple(axis for axis in axes if axis != "ep")
+        return sum(
+            self.seconds(along, size * n, ceil(n / piece), slowness)
+            for along, n in ((axes, part.dense), (expert_axes, part.experts))
+        )
+
 
 def activations_s(rings: Rings, plan: Plan) -> float:
     """
@@ -201,32 +218,6 @@ def activations_s(rings: Rings, plan: Plan) -> float:
     return seconds
 
 
-@dataclass(frozen=True)
-class WeightRings:
-    """
-    The collectives of all weights or gradients of the first rank of a pipeline.
-
-    Args:
-        piece: parameters that are sent at once.
-    """
-
-    rings: Rings
-    dense: float
-    experts: float
-    piece: float
-
-    def seconds(self, axes: tuple[str, ...], size: float, slowness: float = 1.0) -> float:
-        """
-        Return the seconds over the ranks along some axes, with `size` bytes for a parameter. Experts, which
-        ep has divided already, are the same on fewer ranks.
-        """
-        expert_axes = tuple(axis for axis in axes if axis != "ep")
-        return sum(
-            self.rings.seconds(along, size * n, ceil(n / self.piece), slowness)
-            for along, n in ((axes, self.dense), (expert_axes, self.experts))
-        )
-
-
 def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> float:
     """
     Return the seconds of a step's collectives of weights and gradients that no computation hides.
@@ -235,53 +226,56 @@ def weights_s(rings: Rings, plan: Plan, micro_steps: int, computed: Passes) -> f
         computed: the computation of a micro-step, which may hide collectives.
     """
     part = part_of(plan, 0)
-    bucket = plan.ddp_bucket_mb * 2**20 / 4
     hidden_by = computed if rings.hw.overlaps else Passes(0.0, 0.0)
     if plan.zero < 2:
-        weights = WeightRings(rings, part.dense, part.experts, bucket)
-        exposed = replicated_weights_s(weights, plan, micro_steps, hidden_by)
+        exposed = replicated_weights_s(rings, plan, part, micro_steps, hidden_by)
     else:
-        unit = 1 / (part.layers + 1)  # of the parameters: a block, or the rest
-        weights = WeightRings(rings, part.dense, part.experts, unit * (part.dense + part.experts))
-        exposed = sharded_weights_s(weights, plan, micro_steps, hidden_by, unit)
-    parameters = part.dense + part.experts
-    average = 2 * rings.seconds(("islands",), 4 * parameters, ceil(part.dense / bucket))
+        exposed = sharded_weights_s(rings, plan, part, micro_steps, hidden_by)
+    count = ceil(part.dense / bucket_size(plan))
+    average = 2 * rings.seconds(("islands",), 4 * (part.dense + part.experts), count)
     return exposed + average / plan.local_steps
 
 
-def replicated_weights_s(weights: WeightRings, plan: Plan, micro_steps: int, hidden_by: Passes) -> float:
+def bucket_size(plan: Plan) -> float:
+    """Parameters in a bucket of DDP."""
+    return plan.ddp_bucket_mb * 2**20 / 4
+
+
+def replicated_weights_s(
+    rings: Rings, plan: Plan, part: RankPart, micro_steps: int, hidden_by: Passes
+) -> float:
     """
     `weights_s` of ZeRO-0 and 1. They reduce gradients in float32, in buckets, the last of which is always
     exposed; ZeRO-1 then sends the weights.
     """
-    axes = ("dp_replicate", "ep", "cp")
+    axes, bucket = ("dp_replicate", "ep", "cp"), bucket_size(plan)
     reductions = micro_steps if plan.grad_sync == "every" else 1
-    reduction = 2 * weights.seconds(axes, 4)
-    last_bucket = min(1.0, weights.piece / weights.dense) * reduction
+    reduction = 2 * rings.all_parameters(part, axes, 4, bucket)
+    last_bucket = min(1.0, bucket / part.dense) * reduction
     exposed = reductions * max(reduction - hidden_by.backward, last_bucket)
     if plan.zero == 1:
-        exposed += weights.seconds(axes, 4, weights.rings.hw.gather)
+        exposed += rings.all_parameters(part, axes, 4, bucket, rings.hw.gather)
     return exposed
 
 
-def sharded_weights_s(
-    weights: WeightRings, plan: Plan, micro_steps: int, hidden_by: Passes, unit: float
-) -> float:
+def sharded_weights_s(rings: Rings, plan: Plan, part: RankPart, micro_steps: int, hidden_by: Passes) -> float:
     """
     `weights_s` of ZeRO-2 and 3. They gather each unit's weights in the computing dtype, ZeRO-3 again in the
     backward pass, and scatter the unit's gradients. One unit is always exposed. With HSDP, the replicas then
     reduce the shards.
     """
-    hw = weights.rings.hw
+    hw, size = rings.hw, plan.torch_dtype.itemsize
+    unit = 1 / (part.layers + 1)  # a block, or the rest, as a fraction of the parameters
+    piece = unit * (part.dense + part.experts)
     reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
-    gather = weights.seconds(SHARD_AXES, plan.torch_dtype.itemsize, hw.gather)
+    gather = rings.all_parameters(part, SHARD_AXES, size, piece, hw.gather)
     gather_again = gather if plan.zero == 3 else 0.0
-    scatter = weights.seconds(SHARD_AXES, 4, hw.scatter)
+    scatter = rings.all_parameters(part, SHARD_AXES, 4, piece, hw.scatter)
     exposed = micro_steps * max(gather - hidden_by.forward, unit * gather)
     exposed += reductions * max(gather_again + scatter - hidden_by.backward, unit * scatter)
     exposed += (micro_steps - reductions) * max(gather_again - hidden_by.backward, unit * gather_again)
-    shard = 4 / weights.rings.mesh.size(*SHARD_AXES)
-    return exposed + reductions * 2 * weights.seconds(("dp_replicate",), shard)
+    shard = 4 / rings.mesh.size(*SHARD_AXES)
+    return exposed + reductions * 2 * rings.all_parameters(part, ("dp_replicate",), shard, piece)
 
 
 # ------------------------------------------------------------------------------------------------------------
