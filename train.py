@@ -295,7 +295,7 @@ def save(val_loss: float | None = None) -> None:
     """Start writing a checkpoint of the state before step progress.step, in the background (all ranks)."""
     watchdog.armed = False  # waiting for a slow disk is not a hang
     logger.saved(saver.wait_together())
-    with clock("save"):
+    with clock.part("save"):
         copied = saver.copy(raw_model, optimizers)
         with exit_together(logger.failed):
             # raises if weights are not finite or the folder is a different run's; waits for the copies too
@@ -330,7 +330,7 @@ if start.resumed:
     restore_slow_network(start.resumed, slow_network, progress.step)
 start = None  # frees the memory of the loaded tensors
 if pipeline:
-    pipeline.prepare(share, scaler, sums, clock, autocast)
+    pipeline.prepare(share, scaler, sums, clock.part, autocast)
 batches = reader.train(progress.step, progress.position, progress.skipped)
 profiler = None
 if profile and ranks.is_main:
@@ -386,53 +386,60 @@ while not is_complete:
     # forward and backward passes of this rank's micro-batches; by default only the last backward pass reduces
     loss_sum = torch.zeros((), device=ranks.device)
     sums.start_step()
+    clock.start()
     if pipeline:  # forward and backward passes of all micro-batches, each through all stages
-        loss_sum = loss_sum + pipeline.step(batches)  # 0 on ranks without the last stage
+        micro_batches = [next(batches) for _ in range(share.micro_steps)]
+        clock.lap("data")
+        loss_sum = loss_sum + pipeline.step(micro_batches)  # 0 on ranks without the last stage
+        clock.lap("pipeline")
     for micro_step in range(0 if pipeline else share.micro_steps):
-        with clock.on_cpu("data"):
-            x, y = next(batches)  # (rows, block_size / cp) each
+        x, y = next(batches)  # (rows, block_size / cp) each
+        clock.lap("data")
         if plan.model_args["dropout"]:  # masks of whole micro-batches are the same on any number of processes
             precision.seed_generators(seed, step, share.first(micro_step), *mesh.rank_and_size("cp", "tp"))
         with sums.micro_batch(micro_step):  # DDP's no_sync but for the last micro-batch
-            with clock("forward"), autocast:
+            with autocast:
                 _, loss = model(x, y, sums.loss_divisor)
-            with clock("backward"):
-                scaler.scale(loss).backward()
+            clock.lap("forward")
+            scaler.scale(loss).backward()
+            clock.lap("backward")
         loss_sum = loss_sum + sums.loss_term(loss)
+        clock.lap("sum")  # of the micro-batches' gradients and losses
 
-    with clock("reduce"):  # what the backward pass leaves to do with tp, ep and pp
-        sums.finish()
-    with clock("clip"):
-        for opt in optimizers:
-            scaler.unscale_(opt)
-        # with exact, two parts, each a sum without rounding; otherwise the second is 0
-        grad_square, grad_square_fine = sums.norm_share()
+    sums.finish()  # what the backward pass leaves to do with tp, ep and pp
+    clock.lap("reduce")
+    for opt in optimizers:
+        scaler.unscale_(opt)
+    # with exact, two parts, each a sum without rounding; otherwise the second is 0
+    grad_square, grad_square_fine = sums.norm_share()
+    clock.lap("clip")
 
     # all ranks decide from the same numbers: the one small collective of a step (with experts, two if logged)
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
-    with clock("agree"):
-        routing = take_routing(raw_model, is_logged, ranks.device)  # arrives with the numbers
-        gathered = gather_numbers(
-            StepNumbers(
-                loss=loss_sum * sums.loss_weight,
-                grad_square=grad_square,
-                grad_square_fine=grad_square_fine,
-                step_ms=step_s * 1e3,
-                data_ms=clock.cpu_ms("data"),
-                memory_gb=memory_gb(ranks.device),
-                forward_ms=clock.last("forward"),
-                stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
-                bytes_sent=report.traffic.per_step(is_logged),
-                # get_scale would wait for the GPU
-                loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
-                waiting=clock.waiting_share(),
-            ),
-            ranks.device,
-        )
-    with clock("optimizer"):  # changes nothing if a loss or gradient is not finite on any rank
-        optim.step(optimizers, scaler, gathered, grad_clip)
-    with clock("agree"):
-        numbers = gathered.read()  # waits until the GPU has finished the backward pass
+    routing = take_routing(raw_model, is_logged, ranks.device)  # arrives with the numbers
+    gathered = gather_numbers(
+        StepNumbers(
+            loss=loss_sum * sums.loss_weight,
+            grad_square=grad_square,
+            grad_square_fine=grad_square_fine,
+            step_ms=step_s * 1e3,
+            data_ms=clock.cpu_ms("data"),
+            memory_gb=memory_gb(ranks.device),
+            forward_ms=clock.last("forward"),
+            stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
+            bytes_sent=report.traffic.per_step(is_logged),
+            # get_scale would wait for the GPU
+            loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
+            waiting=clock.waiting_share(),
+        ),
+        ranks.device,
+    )
+    clock.lap("agree")
+    # changes nothing if a loss or gradient is not finite on any rank
+    optim.step(optimizers, scaler, gathered, grad_clip)
+    clock.lap("optimizer")
+    numbers = gathered.read()  # waits until the GPU has finished the backward pass
+    clock.lap("agree")
 
     verdict = nan_policy.judge(numbers, step)  # the same on all ranks
     if verdict.action is not Action.TAKE:

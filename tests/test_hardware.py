@@ -327,12 +327,7 @@ def test_the_optimizers_and_the_loop_wait_once_for_a_steps_numbers(loss):
 
 def test_a_pipeline_does_not_read_float16s_loss_scale():
     pipeline = Pipeline.__new__(Pipeline)
-    pipeline.mesh, pipeline.clock, pipeline.device, pipeline.micro_steps = (
-        SimpleNamespace(pp=2),
-        Clock(CPU),
-        CPU,
-        2,
-    )
+    pipeline.mesh, pipeline.device = SimpleNamespace(pp=2), CPU
     pipeline.has_first = pipeline.has_last = True
     pipeline.sums = SimpleNamespace(start_micro_batch=Mock(), loss_term=torch.Tensor.detach)
     pipeline.scaler = torch.amp.GradScaler("cpu")
@@ -341,9 +336,9 @@ def test_a_pipeline_does_not_read_float16s_loss_scale():
         losses += [pipeline.scaler.scale(torch.tensor(loss)) for loss in (1.0, 2.5)]
 
     pipeline.schedule = SimpleNamespace(step=run)
-    batches = iter([(torch.zeros(1, 4), torch.zeros(1, 4))] * 2)
+    micro_batches = [(torch.zeros(1, 4), torch.zeros(1, 4))] * 2
     with Reads() as reads:
-        loss = pipeline.step(batches)
+        loss = pipeline.step(micro_batches)
     assert reads.found == [] and loss.item() == 7.0
 
 

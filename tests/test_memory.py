@@ -302,7 +302,7 @@ def test_parameters_and_activations_of_a_block_are_counted(arch, n_expert):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = block(torch.randn(4, 256, 64, requires_grad=True), rope)
     kept = sum(size for where, size in saved.items() if where not in weights) / (4 * 256)
-    assert kept == pytest.approx(memory.block_activations(args, 4, 4, on_cpu=True)[0], rel=0.02), result
+    assert kept == pytest.approx(memory.block_activations(Plan(model_args=args)).kept, rel=0.02), result
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY, free_port, script, script_that_fails
+from runs import REPO, TINY, script, script_that_fails
 
 import configurator
 import export
@@ -35,7 +35,6 @@ from isogpt.checkpoint.restore import WPE, restore_checkpoint
 from isogpt.checkpoint.save import Saver, nanogpt_state
 from isogpt.checkpoint.search import FoundCheckpoint, newest_checkpoint, share_found
 from isogpt.checkpoint.source import check_weights, open_checkpoint
-from isogpt.data import dataset as dataset_module
 from isogpt.data.dataset import open_dataset
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.device import pick_backend, pick_device, use_gpu
@@ -56,7 +55,6 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import SlowNetwork
-from isogpt.speed import collective_speeds
 from isogpt.speed.memory import memory_report
 from isogpt.training.precision import resolve_dtype
 from isogpt.training.settings import notes_about_text, read_prompt
@@ -967,196 +965,6 @@ def test_without_tensorboard_an_earlier_run_stays_in_place(zygote, work):
     assert run.codes == [1] and run.text().startswith("error: tensorboard_log: ")
     assert run.text().endswith("; run: pip install tensorboard\n") and run.text().count("\n") == 1
     assert sorted(path.name for path in (work / "out").iterdir()) == before
-
-
-# ------------------------------------------------------------------------------------------------------------
-# bench.py
-
-
-def bench(at, *args):
-    """bench.py's globals before its first launch."""
-    return script(at, "bench.py", ["--device=cpu", *args], until="with TemporaryDirectory(")
-
-
-def figures(*args, **kw):
-    """What a launch of train.py might have recorded."""
-    both = {"mean": 10.0, "max": 12.0}
-    return {
-        "tokens_a_step": 64,
-        "tokens_per_s": 6400.0,
-        "step_ms": both,
-        "processes": 1,
-        "dtype": "float32",
-        "spans_ms": dict.fromkeys(
-            ("data", "forward", "backward", "clip", "optimizer"), {"mean": 1.0, "max": 1.5}
-        ),
-        "memory_gb": both,
-        "mb_sent": both,
-        "mfu": 0.25,
-        "settings": {"out_dir": ".", "tp": 1, "pp": 1, "ep": 1},
-    }
-
-
-def test_why_a_launch_failed(at):
-    reason = bench(at)["reason_for"]
-    assert reason(3, "") == "exit status 3"
-    assert reason(-9, "") == "killed (SIGKILL), probably because the machine ran out of memory"
-    assert reason(1, "RuntimeError: CUDA out of memory. Tried") == "out of memory"
-
-
-def test_the_report_of_bench(at, capsys):
-    space = bench(at, "--steps=3")
-    peaks = {"matmul_tflops": 2.0, "matmul_ratio": 0.5, "copy_gb_per_s": 20.0, "copy_ratio": None}
-    space |= {"processes": 2, "run_train": figures, "limits": lambda run: peaks}
-    space["run_report"]()
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    for line in (
-        "once more, without communication (grad_sync never)",
-        "3 steps of 64 tokens on 2 processes, float32; medians:",
-        "memory 10.00 12.00 GB, peak",
-        "MB sent 10.000 12.000 per rank and step, over TCP",
-        "matmul peak 2 TFLOP/s of which the step reaches 50.0%",
-        "copy peak 20.0 GB/s of which the optimizer reaches n/a",
-    ):
-        assert line in lines, lines
-
-
-def test_a_trace_and_a_snapshot_are_kept(at, capsys):
-    space = bench(at, "--profile")
-    peaks = {"matmul_tflops": 2.0, "matmul_ratio": 0.5, "copy_gb_per_s": 20.0, "copy_ratio": None}
-    run = figures() | {"settings": {"out_dir": "out"}}
-    space |= {"run_train": lambda *args, **kw: run, "limits": lambda run: peaks}
-    os.mkdir("out")
-    Path("out/trace.json").write_text('{"traceEvents": []}')
-    Path("out/memory.pickle").touch()
-    Path("out/operators.txt").write_text("the table")
-    assert space["run_report"]()["operators"] == "the table"
-    assert capsys.readouterr().out.splitlines()[-3:] == [
-        "wrote bench_trace.json (open it in https://ui.perfetto.dev)",
-        "wrote bench_memory.pickle (open it in https://pytorch.org/memory_viz)",
-        "the table",
-    ]
-    assert Path("bench_trace.json").exists() and Path("bench_memory.pickle").exists()
-
-
-def test_the_tables_of_a_sweep_and_of_a_search(at, capsys):
-    space = bench(at, "--sweep=nproc:1,0")
-    run_train = space["run_train"]
-    space["run_train"] = lambda work, timed: figures() if work["nproc"] != "0" else run_train(work, timed)
-    capsys.readouterr()
-    space["run_sweep"]()
-    out = capsys.readouterr().out
-    assert out.startswith("held fixed: the global batch, so that the speed-up by nproc is strong scaling\n")
-    assert re.search(r"\n +nproc .* speed-up  efficiency\n +1 .* 1\.00x +100%\n", out), out
-    assert "failed: nproc is '0': it must be a whole number of at least 1" in out
-    space["work"] |= {"batch_size": 2, "nproc": 1, "block_size": 256}
-    space |= {"processes": 1, "cards": ["cpu"]}
-    space["run_tune"]()
-    out = capsys.readouterr().out
-    assert out.startswith("the global batch of 2 sequences on 1 x cpu, 1 on each machine, predicted:\n")
-    assert "\nmeasured:\n" in out and "\nthe fastest, 6,400 tokens/s:\npython train.py" in out
-    space = bench(at, "--sweep=nproc:1,2", "--weak", "--gradient_accumulation_steps=3")
-    batches = []
-    space["run_train"] = lambda work, timed: batches.append(work["gradient_accumulation_steps"]) or figures()
-    capsys.readouterr()
-    space["run_sweep"]()
-    out = capsys.readouterr().out
-    assert out.startswith("held fixed: the sequences of each process, so that the speed-up by nproc is weak")
-    assert batches == [3, 6]
-    space = bench(at, "--sweep=zero:0,1")
-    space["run_train"] = figures
-    capsys.readouterr()
-    space["run_sweep"]()
-    assert capsys.readouterr().out.startswith("held fixed: the global batch\n")
-    space = bench(at, "--sweep=batch_size:2,4")
-    space["run_train"] = figures
-    capsys.readouterr()
-    space["run_sweep"]()
-    assert capsys.readouterr().out.startswith("the global batch varies with batch_size: compare tokens/s\n")
-
-
-CARDS = ["a100-40gb", "RTX-3090", "v100", "nvidia_tesla_t4", "l4", "l40s", "5090", "b200", "mi300x"]
-
-
-@pytest.mark.parametrize("name", CARDS)
-def test_a_plan_for_each_listed_card(at, capsys, name):
-    """And weak scaling: the global batch grows with the devices."""
-    args = ["--plan", "--devices=2", f"--hardware={name}", "--vocab_size=65", "--n_layer=2", "--n_embd=64"]
-    space = bench(at, *args, "--n_head=2", "--weak", "--gradient_accumulation_steps=2", "--batch_size=4")
-    plans, command = space["make_plans"](2)
-    assert not plans[0].problem and command.startswith("torchrun --standalone --nproc_per_node=2")
-    assert capsys.readouterr().out.count("\nthe global batch of 16 sequences on 2 x ") == 1
-
-
-def test_a_plan_for_a_card_of_ones_own(at, capsys):
-    shape = ["--plan", "--devices=1", "--vocab_size=65", "--n_layer=2", "--n_embd=64", "--n_head=2"]
-    shape += ["--batch_size=4", "--block_size=64"]
-    slow, fast = (
-        bench(at, *shape, "--hardware=t4", f"--device_tflops={n}")["make_plans"](1)[0][0].total_s
-        for n in (1, 1000)
-    )
-    assert slow > fast
-    with pytest.raises(ValueError, match="no layout fits on 1 device$"):
-        bench(at, *shape, "--hardware=t4", "--device_memory_gb=1")["make_plans"](1)
-    for args, advice in (
-        (["--plan", "--device_tflops=100"], "set --hardware= to this card, such as --hardware=4090"),
-        (["--hardware=l4", "--device_memory_gb=48"], "are for a plan: set --plan=True"),
-    ):
-        output = script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args], until="with TemporaryD")
-        assert advice in output.err and len(output.err.splitlines()) == 1
-    with pytest.raises(SystemExit):
-        bench(at, "--sweep=batch_size:1,2", "--weak")["run_sweep"]()
-    assert "such as --sweep=nproc:1,2,4" in capsys.readouterr().err
-
-
-def test_collectives_that_a_backend_does_not_support(at, capsys):
-    def unknown(*args):
-        raise RuntimeError("no such collective")
-
-    two_ranks = Ranks(0, 2, CPU, "gloo", network="gloo")
-    at.set(collective_speeds, "connect_ranks", lambda *args: two_ranks)
-    at.set(dist, "init_process_group", lambda *args, **kw: None)
-    at.set(collective_speeds, "mean_seconds", unknown)
-    collective_speeds.measure_collectives("cpu", "auto", 1)
-    out = capsys.readouterr().out
-    assert out.startswith("2 processes on cpu, gloo; bus bandwidth in GB/s:\n")
-    assert "\n  all-reduce: not supported by this backend: no such collective\n" in out
-    rank_of_two(at, WORLD_SIZE="1")
-    at.set(collective_speeds, "connect_ranks", lambda *args: one_rank())
-    text = "error: comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU\n"
-    assert script_that_fails(at, capsys, "bench.py", ["--comm", "--device=cpu"]).err == text
-
-
-def test_the_estimate(at, capsys):
-    small = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--block_size=8", "--vocab_size=65"]
-    with pytest.raises(SystemExit):
-        bench(at, *small, "--estimate_world_size=2")
-    assert "estimated GB per rank, with world size 2 and micro-batches of 12:" in capsys.readouterr().out
-
-
-def test_mistakes_of_bench_py(at, capsys):
-    def fails(*args):
-        return script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args])
-
-    rank_of_two(at, MASTER_PORT=str(free_port()))  # rank 0 serves a store there
-    at.set(dataset_module, "REPOSITORY", at.path)  # where no data set is prepared
-    assert fails("--steps=0", "--nproc=-1", "--comm", "--tune", "--json_path=nowhere/x").err.splitlines() == [
-        "error: steps is 0: it must be at least 1",
-        "error: nproc is -1: it must not be negative",
-        "error: comm, sweep, plan and tune are separate reports: set one of them",
-        "error: json_path is 'nowhere/x': no such folder",
-    ]
-    assert fails("--nproc=3").err == "error: nproc is 3, but the launcher started 2 processes: omit --nproc\n"
-    output = fails("--tune", "--n_layer=1")
-    machine, text = output.out.splitlines()
-    assert re.fullmatch(r".+, \d+ cores, torch \d\S+", machine)
-    assert text == "random tokens, since openwebtext is not prepared"
-    text = "error: a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N\n"
-    assert output.err == text
-    text = "error: a sweep over nproc launches the processes itself: start bench.py without torchrun\n"
-    assert fails("--sweep=nproc:1").err == text
-    text = "error: sweep is 'batch_size': type --sweep='nproc:1,2;batch_size:4,8' or the like\n"
-    assert fails("--sweep=batch_size").err == text
 
 
 # ------------------------------------------------------------------------------------------------------------

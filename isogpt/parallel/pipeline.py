@@ -5,7 +5,7 @@ micro-batches pass through the stages. The schedules are those of torch.distribu
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
@@ -22,7 +22,7 @@ from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.shares import Share
 
-Timer = Callable[[str], AbstractContextManager]  # such as clock.Clock: times a block of code under a name
+Timer = Callable[[str], AbstractContextManager]  # such as Clock.part: times a block of code under a name
 # the last stage returns a view, see Stage.forward: nothing changes the view in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 # setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and
@@ -203,7 +203,7 @@ class Pipeline(nn.Module):
         share: Share,
         scaler: torch.amp.GradScaler,
         sums: FloatSums | ExactSums,
-        clock: Timer,
+        timer: Timer,
         autocast: AbstractContextManager,
     ) -> None:
         """Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives."""
@@ -234,7 +234,7 @@ class Pipeline(nn.Module):
                     arrives,
                     leaves,
                     group=self.group,
-                    clock=clock,
+                    timer=timer,
                     autocast=autocast,
                     sums=sums,
                 )
@@ -242,11 +242,10 @@ class Pipeline(nn.Module):
 
         def scaled_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
             x, routing = output if isinstance(output, tuple) else (output, None)
-            with clock("stages"), autocast:
+            with timer("stages"), autocast:
                 return scaler.scale(self.model.predict(x, routing, targets, sums.loss_divisor)[1])
 
-        self.micro_steps, self.scaler, self.clock = share.micro_steps, scaler, clock
-        self.sums = sums
+        self.scaler, self.sums = scaler, sums
         self.schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])(
             stages if stages_per_rank(self.pp_schedule) > 1 else stages[0],
             share.micro_steps,
@@ -258,7 +257,7 @@ class Pipeline(nn.Module):
         """The shape of what stages send to each other for these token ids."""
         return idx.size(0), idx.size(1) // self.tp_parts, self.model.config.n_embd
 
-    def step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """
         Run the forward and backward passes of a step's micro-batches (all ranks).
 
@@ -266,13 +265,10 @@ class Pipeline(nn.Module):
             This rank's share of the loss, such that the mean over all ranks is the global batch's mean: 0 on
             ranks without the last stage.
         """
-        with self.clock.on_cpu("data"):
-            micro_batches = [next(batches) for _ in range(self.micro_steps)]
         x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
         losses = []
         inputs, target = [x] if self.has_first else [], y if self.has_last else None
-        with self.clock("pipeline"):
-            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         # scaler.get_scale() would wait for the GPU
         scale = self.scaler.scale(torch.ones((), device=self.device))
         if not losses:

@@ -22,22 +22,22 @@ class TimedStage(PipelineStage):
     def __init__(
         self,
         *stage: Any,
-        clock: Callable[[str], AbstractContextManager],
+        timer: Callable[[str], AbstractContextManager],
         autocast: AbstractContextManager,
         sums: FloatSums | ExactSums,
         **options: Any,
     ) -> None:
         super().__init__(*stage, **options)
-        self.clock, self.autocast, self.sums = clock, autocast, sums
+        self.timer, self.autocast, self.sums = timer, autocast, sums
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
         """A micro-batch's forward pass."""
-        with self.clock("stages"), self.autocast:
+        with self.timer("stages"), self.autocast:
             return super().forward_one_chunk(*args, **options)
 
     def backward_one_chunk(self, micro_step: int, *args: Any, **options: Any) -> Any:
         """A micro-batch's backward pass; in zero-bubble schedules, without the gradients of weights."""
-        with self.clock("stages"):
+        with self.timer("stages"):
             result = super().backward_one_chunk(micro_step, *args, **options)
         self.sums.start_micro_batch(micro_step)
         self.sums.add_gradients(self.submod)
@@ -45,5 +45,5 @@ class TimedStage(PipelineStage):
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
         """The gradients of weights that zero-bubble schedules compute later."""
-        with self.clock("stages"):
+        with self.timer("stages"):
             return super().backward_weight_one_chunk(*args, **options)
