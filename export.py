@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from isogpt.checkpoint.ckpt_file import read_file
+from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.manifest import (
     damage,
@@ -30,7 +30,6 @@ from isogpt.checkpoint.manifest import (
 )
 from isogpt.checkpoint.restore import restore_checkpoint, state_parts
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.save import nanogpt_state, write_file
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint, open_bare
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
@@ -82,7 +81,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
             return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
         from isogpt.checkpoint import sharded_files
 
-        sharded_files.write(unfinished, local_parts_by_name(model), state_parts(model, optimizers))
+        parts = sharded_files.flat(local_parts_by_name(model), state_parts(model, optimizers))
+        sharded_files.write(unfinished, parts, group=None)
         manifest = make_manifest(source.run, 1, 3, found.val_loss) | {"run": source.run}
         return commit_checkpoint(unfinished, manifest, keep_last=0, replace=True)
 

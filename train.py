@@ -22,12 +22,10 @@ import torch
 
 from configurator import configure, fail
 from isogpt.checkpoint.folder import claim_folder, mark_preempted
-from isogpt.checkpoint.measures import what_is_measured
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.restore import restore_checkpoint, restore_slow_network
 from isogpt.checkpoint.save import Saver
-from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.start import find_start
+from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.launch.launchers import adopt_launcher_variables, print_unapplied_settings, start_workers
@@ -38,7 +36,7 @@ from isogpt.monitor.banner import Banner
 from isogpt.monitor.crashes import explain_crashes, watch_start
 from isogpt.monitor.evaluation import evaluate
 from isogpt.monitor.log import Logger, open_logger, start_services, start_sinks
-from isogpt.monitor.not_finite import Action, NanPolicy, find_rollback, report_not_finite, stop_run
+from isogpt.monitor.not_finite import Action, NanPolicy
 from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample, open_sampler
@@ -213,7 +211,7 @@ device_kinds = gather_objects(precision.kind_of_device(ranks.device, batch_size)
 notes = precision.differences_of_devices(device_kinds)
 notes += precision.notes_about_dtype(plan.dtype, ranks.device)
 # continues at the checkpoint's step; its best loss counts only if evaluations still measure the same
-notes += progress.begin(what_is_measured(config, data.digest), start.resumed, device_kinds[0])
+notes += progress.begin(config, data.digest, start.resumed, device_kinds[0])
 # differences: settings and data that are not the checkpoint's
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 notes += differences + schedule.notes(config)
@@ -231,8 +229,10 @@ if exact:  # how AdamW and Muon round an element must not depend on its shard
 # FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast does
 is_cast = (plan.zero < 2 or exact) and plan.torch_dtype.itemsize == 2
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=is_cast)
-island = mesh.rank_and_size("islands")  # (index of this rank's island, number of islands)
-start.load(raw_model, optimizers, scaler, progress, seed, island)
+# gradient compression and islands; without either, an object that does nothing
+slow_network = make_slow_network(raw_model, mesh, plan)
+state = TrainState(raw_model, optimizers, scaler, progress, slow_network)  # what a checkpoint stores
+start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 
 # who reads, communicates, saves and logs
 if shares == "auto":  # before DDP, whose hooks communicate
@@ -241,8 +241,6 @@ if shares == "auto":  # before DDP, whose hooks communicate
     reader = replace(reader, speeds=progress.shares)
 share = reader.share  # this rank's part of a step: micro-batches and their rows
 pipeline = make_pipeline(raw_model, mesh, ranks.device, plan)
-# gradient compression and islands; without either, an object that does nothing
-slow_network = make_slow_network(raw_model, mesh, plan)
 model = raw_model
 # ranks that hold the same parameters (except experts) and read different tokens; None: this rank is alone.
 # DDP averages their gradients, fully_shard does with zero 2 and 3, and the part "reduce" of a step with pp
@@ -250,10 +248,10 @@ replicas = mesh.group("dp_replicate", "ep", "cp")
 if replicas and plan.zero < 2 and not pipeline:
     model = replicate(raw_model, ddp_bucket_mb, replicas)
 services = start_services(recorded, progress)  # wandb (rank 0); before the folder is changed
-run_folder = claim_folder(out_dir, start.resumed and start.resumed.found, ranks, is_written=not eval_only)
-saver = Saver(run_folder, keep_last, plan, mesh, slow_network, recorded, vocabulary)
-saver.check_folder(ranks.hosts)  # exits or warns if ranks see different folders
+run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)
 logger = open_logger(recorded, progress, run_folder.owner, services)
+# what the run starts with need not be saved
+saver = Saver(run_folder, plan, mesh, recorded, vocabulary, logger, step=state.step)
 clock = Clock(ranks.device, nvtx=profile)
 # not known for layouts that also communicate inside the forward and backward passes
 if ranks.world_size > 1 and plan.zero < 2 and max(plan.tp, plan.cp, plan.ep) == 1:
@@ -291,31 +289,10 @@ logger.event(
 )
 
 
-def save(val_loss: float | None = None) -> None:
-    """Start writing a checkpoint of the state before step progress.step, in the background (all ranks)."""
-    watchdog.armed = False  # waiting for a slow disk is not a hang
-    logger.saved(saver.wait_together())
-    with clock.part("save"):
-        copied = saver.copy(raw_model, optimizers)
-        with exit_together(logger.failed):
-            # raises if weights are not finite or the folder is a different run's; waits for the copies too
-            folder_lost = saver.check(raw_model, progress.step)
-        logger.folder_lost(folder_lost)  # "" if it was not; a lost folder has been claimed again
-        saver.start(copied, progress, scaler, val_loss)
-
-
-def evaluation_failed(reason: str) -> None:
-    """Save the state that could not be evaluated, since the run ends now, and record why (all ranks)."""
-    if save_checkpoint and progress.step != saver.step:
-        save()
-        logger.saved(saver.wait_together())
-    logger.failed(reason)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
-saver.step = progress.step  # what the run starts with need not be saved
 nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
+save_and_fail = partial(saver.save_and_fail, state)  # if an evaluation fails
 if exact:  # gradients are added as integers, which has no order
     sums = ExactSums(model, raw_model, mesh, plan, share, scaler)
 else:
@@ -326,8 +303,6 @@ padding = reader.padding_batch()
 keeps_gradients = allocate_gradients(model, cuda_graphs, *padding, sums.loss_divisor, autocast, sums.passes)
 slow_network.attach(model)
 sums.attach()
-if start.resumed:
-    restore_slow_network(start.resumed, slow_network, progress.step)
 start = None  # frees the memory of the loaded tensors
 if pipeline:
     pipeline.prepare(share, scaler, sums, clock.part, autocast)
@@ -356,7 +331,7 @@ while not is_complete:
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a separate graph
-        with exit_together(evaluation_failed), slow_network.evaluated_weights(), report.traffic.paused():
+        with exit_together(save_and_fail), slow_network.evaluated_weights(), report.traffic.paused():
             losses = evaluate(
                 pipeline or raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds
             )
@@ -370,8 +345,10 @@ while not is_complete:
     if is_best:
         progress.best_val_loss, progress.best_step = val_loss, step
     is_due = is_best or is_complete or (val_loss is not None and always_save_checkpoint)
-    if (is_due or (save_interval and step % save_interval == 0)) and save_checkpoint and step != saver.step:
-        save(val_loss)
+    if is_due or (save_interval and step % save_interval == 0):
+        watchdog.armed = False  # waiting for a slow disk is not a hang
+        with clock.part("save"):
+            saver.save(state, val_loss)
     if check_ranks_interval and step % check_ranks_interval == 0:
         check_equal_weights(raw_model, step, logger.failed, mesh.index("islands"))
     if sampler and (is_complete or step % sample_interval == 0):  # on rank 0; the other ranks wait
@@ -380,7 +357,7 @@ while not is_complete:
         break
     step_began += time.perf_counter() - pause_began
     if step in progress.skipped:  # excluded by a rollback; reader.train leaves out the batches of the step
-        progress.skip()
+        state.skip()
         continue
 
     # forward and backward passes of this rank's micro-batches; by default only the last backward pass reduces
@@ -445,27 +422,9 @@ while not is_complete:
     if verdict.action is not Action.TAKE:
         watchdog.armed = False  # a report and a rollback may take long
         clock.discard()
-        problem = report_not_finite(verdict, numbers, step, raw_model, reader, logger)
-        progress.skip()
+        nan_policy.recover(verdict, numbers, state, reader, saver, logger)  # skips, rolls back, or exits
         model.zero_grad(set_to_none=not keeps_gradients)
-        raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either
-        slow_network.forget()  # compression errors, which may not be finite either
-        if verdict.action is not Action.SKIP:
-            logger.saved(saver.wait_together())  # a checkpoint may be under way
-        if verdict.action is Action.STOP:
-            stop_run(problem, nan_policy, out_dir, logger)  # exits
-        if verdict.action is Action.ROLL_BACK:
-            found = find_rollback(problem, saver, logger)  # exits if there is no checkpoint
-            source = do_together(partial(open_checkpoint, found), logger.failed)
-            restore = partial(
-                restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island
-            )
-            do_together(restore, logger.failed)
-            restore_slow_network(source, slow_network, progress.step)
-            progress.skipped.update(verdict.not_finite)
-            logger.rolled_back(verdict.not_finite, nan_policy.rollbacks)
-            saver.step = progress.step
-            batches = reader.train(progress.step, progress.position, progress.skipped)
+        batches = reader.train(progress.step, progress.position, progress.skipped)
         step_began = time.perf_counter()  # the next step does not include the report and the rollback
         continue
     model.zero_grad(set_to_none=not keeps_gradients)
@@ -475,9 +434,9 @@ while not is_complete:
         profiler.step()
 
     report.step(numbers, lr, routing)
-    logger.saved(saver.poll())  # if a checkpoint in the background is complete or has failed
+    saver.poll()  # reports a checkpoint in the background that is complete or has failed
     watchdog.armed = True
-    progress.advance()
+    state.advance()
     if stop.decide(numbers.stop):
         break
 
@@ -485,9 +444,11 @@ while not is_complete:
 # the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
 is_preempted = stop.agreed != 0 and progress.step <= max_iters
 step_parts = over_ranks(gather_objects(clock.medians()))
-if stop.agreed and save_checkpoint and progress.step != saver.step:
-    save()
-logger.saved(saver.wait_together())
+if stop.agreed:
+    watchdog.armed = False
+    with clock.part("save"):
+        saver.save(state)
+saver.wait()
 if report.steps_taken:
     report.done()  # the summary and the plot
     if ranks.is_main and (command := how_to_sample(out_dir, dataset, vocabulary)):
@@ -502,7 +463,7 @@ if exact:
     logger.print(f"weights: SHA-256 {weights_digest(raw_model, mesh)} before step {progress.step}")
 report.end(out_dir, stop if is_preempted else None, step_parts)
 watchdog.stop()
-saver = slow_network = sums = None
+saver = state = slow_network = sums = None
 # the process group can be destroyed only after the last reference to it is dropped
 model = raw_model = optimizers = batches = pipeline = None
 leave_process_group()

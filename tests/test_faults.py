@@ -24,12 +24,13 @@ from runs import REPO, TINY, accepted, column, records, steps_in, tiny_data, wai
 
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
+from isogpt.checkpoint.ckpt_file import write_file
 from isogpt.checkpoint.commit import prune_checkpoints
 from isogpt.checkpoint.folder import RunFolder, enter_folder, look_for_start
 from isogpt.checkpoint.manifest import read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.save import Saver, write_file
+from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
 from isogpt.common import files
 from isogpt.common.files import load_pickle, reason_of, write_whole
@@ -45,7 +46,6 @@ from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.parallel import mesh
 from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.plan import Plan
-from isogpt.parallel.slow_network import SlowNetwork
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
 RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
@@ -55,7 +55,7 @@ SLOW_DISK = """
 import os, sys, time
 sys.path.insert(0, REPO)
 from isogpt.checkpoint import folder
-from isogpt.checkpoint import restore
+from isogpt.checkpoint import state
 from isogpt.checkpoint import save
 def slow(work):
     def after_a_while(*args, **kwargs):
@@ -64,7 +64,7 @@ def slow(work):
     return after_a_while
 save.write_file, folder.look_for_start = slow(save.write_file), slow(folder.look_for_start)
 if os.environ["RANK"] == "1":
-    restore.restore_checkpoint = slow(restore.restore_checkpoint)
+    state.restore_checkpoint = slow(state.restore_checkpoint)
 sys.argv[0] = REPO + "/train.py"
 code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
 exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
@@ -454,7 +454,8 @@ def test_the_group_that_writes_shards_waits_for_slow_disks_only(monkeypatch):
     monkeypatch.setattr(mesh, "_set_pg_timeout", limited)
     monkeypatch.setattr(mesh, "get_backend_config", lambda group: "gloo")
     where = mesh.Mesh(dp_shard=2, timeout_s=77.0)
-    Saver(RunFolder(Path("out"), "owner"), 2, Plan(world_size=2, zero=3), where, SlowNetwork(None), config={})
+    plan = Plan(world_size=2, zero=3)
+    Saver(RunFolder(Path("out"), "owner"), plan, where, config={}, vocabulary=None, log=None)
     assert made.call_args.kwargs["timeout"].total_seconds() == 77
     assert limited.call_args.args[0].days == 7
 

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from runs import REPO
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isogpt.checkpoint import save, source
+from isogpt.checkpoint import source
 from isogpt.checkpoint.folder import RunFolder
+from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
+from isogpt.checkpoint.state import TrainState
 from isogpt.launch import device as device_module
 from isogpt.launch.together import Gathered, Number, gather_numbers
 from isogpt.monitor import evaluation, signals
@@ -352,12 +354,12 @@ def test_signs_are_coded_with_tables_that_are_on_the_device():
 def test_a_save_waits_once_for_the_check_of_the_weights_and_for_all_copies(monkeypatch):
     model = GPT(GPTConfig(8, 16, 1, 2, 8, bias=False), 0)
     optimizers = [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
-    saver = Saver(RunFolder(Path("out"), "owner"), 2, Plan(), Mesh(), SlowNetwork(model), config={})
+    saver = Saver(RunFolder(Path("out"), "owner"), Plan(), Mesh(), config={}, vocabulary=None, log=None)
+    state = TrainState(model, optimizers, torch.amp.GradScaler("cpu"), Progress(1), SlowNetwork(model))
     waits, wpe = [], model.transformer.wpe.weight
     monkeypatch.setattr(source, "synchronize", waits.append)
-    monkeypatch.setattr(save, "check_owner", lambda *args: None)
     with Reads() as reads, torch.no_grad():
-        copied = saver.copy(model, optimizers)
+        copied = saver.copy(state)
         assert waits == []
         saver.check(model, 3)
         assert waits == [CPU]

@@ -26,13 +26,13 @@ from runs import REPO, TINY, script, script_that_fails
 import configurator
 import export
 from isogpt.checkpoint import search, sharded_files
-from isogpt.checkpoint.ckpt_file import damaged_zip, read_file
+from isogpt.checkpoint.ckpt_file import damaged_zip, nanogpt_state, read_file
 from isogpt.checkpoint.folder import RunFolder, continue_from, make_writable
 from isogpt.checkpoint.manifest import damage, sealed
 from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.restore import WPE, restore_checkpoint
-from isogpt.checkpoint.save import Saver, nanogpt_state
+from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import FoundCheckpoint, newest_checkpoint, share_found
 from isogpt.checkpoint.source import check_weights, open_checkpoint
 from isogpt.data.dataset import open_dataset
@@ -54,7 +54,6 @@ from isogpt.parallel.compare_weights import weight_differences
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
-from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.speed.memory import memory_report
 from isogpt.training.precision import resolve_dtype
 from isogpt.training.settings import notes_about_text, read_prompt
@@ -188,7 +187,7 @@ def not_finite():
     model = tiny_model()
     model.transformer.wpe.weight.data[0, 0] = torch.nan
     plan = Plan(model_args=SHAPE)
-    saver = Saver(RunFolder(Path("out"), "owner"), 2, plan, Mesh(), SlowNetwork(model), config={})
+    saver = Saver(RunFolder(Path("out"), "owner"), plan, Mesh(), config={}, vocabulary=None, log=None)
     saver.check(model, 7)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from runs import REPO, free_port, wait_for
 
-from isogpt.checkpoint.save import nanogpt_state
+from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.training import optim
 from model import GPT, GPTConfig
 

@@ -13,10 +13,10 @@ import torch
 from runs import REPO, TINY, column
 from test_parity import same
 
-from isogpt.checkpoint import save
+from isogpt.checkpoint import ckpt_file
+from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
 from isogpt.checkpoint.restore import restore_checkpoint
-from isogpt.checkpoint.save import nanogpt_state
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.parallel.local_parts import copy_to_cpu
@@ -434,7 +434,7 @@ def test_copies_from_a_gpu_are_queued_into_pinned_memory(monkeypatch):
 
 def test_a_copy_of_the_state_waits_for_the_queued_copies(monkeypatch):
     waited = Mock()
-    monkeypatch.setattr(save, "synchronize", waited)
+    monkeypatch.setattr(ckpt_file, "synchronize", waited)
     model = GPT(GPTConfig(block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=8), 0)
     optimizers = optim.make_optimizers(model, optim.OptimizerSettings())
     nanogpt_state({"model_args": {}, "isogpt": {}}, model, optimizers)
