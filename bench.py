@@ -45,25 +45,32 @@ from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
 from isogpt.speed import layouts, memory
 from isogpt.speed.collective_speeds import measure_collectives, shown
-from isogpt.speed.devices import Hardware, hardware_here, measured_copy, measured_matmul, named_hardware
+from isogpt.speed.devices import (
+    HARDWARE,
+    Hardware,
+    hardware_here,
+    measured_copy,
+    measured_matmul,
+    named_hardware,
+)
 from isogpt.speed.prediction import Prediction, calibrated, two_blocks
 from isogpt.speed.profiler import PROFILE_SKIP, PROFILE_STEPS
 from isogpt.speed.step_report import bubble, figures, own_lines, reason_for, shown_bubble, split_step
 from isogpt.training import precision
-from isogpt.training.settings import check_training, model_args_of, problems_of, report
+from isogpt.training.settings import check_layout, check_training, model_args_of, report
 from model import GPT, GPTConfig
 
 # -- what to run ---------------------------------------------------------------------------------------------
-batch_size = 12  # sequences per micro-batch; by default, a GPU takes as many as fit (small model: 8)
-block_size = 1024  # tokens per sequence (small model: 256)
+batch_size = 12  # sequences per micro-batch; by default, a GPU takes as many as fit (small model: 8) [>= 1]
+block_size = 1024  # tokens per sequence (small model: 256) [>= 1]
 bias = False  # biases in Linear and LayerNorm
 real_data = True  # False: random tokens, which are also used if the default data set is not prepared
-seed = 1337  # seed of the weights and the data
-nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started)
+seed = 1337  # seed of the weights and the data [>= 0]
+nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0]
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-dtype = "auto"  # auto (the fastest that the device trains well in), float32, tf32, bfloat16 or float16
+dtype = "auto"  # auto: the fastest that suits training [auto | float32 | tf32 | bfloat16 | float16]
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
-steps = 20  # steps to measure, after a quarter as many for warm-up
+steps = 20  # steps to measure, after a quarter as many for warm-up [>= 1]
 # -- what to report ------------------------------------------------------------------------------------------
 sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination
 weak = False  # with a sweep over nproc, or a plan: weak scaling, the global batch grows with the processes
@@ -71,15 +78,15 @@ comm = False  # measure the collectives' bandwidth and latency by message size; 
 plan = False  # predict time and memory of all layouts for the same global batch; no training
 tune = False  # measure the best few plans for the launched processes, and print the fastest command
 devices = ""  # to plan for: a number, or several (1,2,8), which are compared ("": the launched processes)
-per_node = 8  # devices of each machine
+per_node = 8  # devices of each machine [>= 1]
 hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090), cpu (a core), this (measured)
-device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: as hardware)
-device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on the data sheet of such a card (0: as hardware)
-network = 0.0  # Gbit/s between machines (0: usual for the hardware)
+device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: same) [>= 0]
+device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on such a card's data sheet (0: as hardware) [>= 0]
+network = 0.0  # Gbit/s between machines (0: usual for the hardware) [>= 0]
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
-estimate_world_size = 0  # estimate for this many processes and launch nothing (0: the launched processes)
+estimate_world_size = 0  # estimate for this many processes, launch nothing (0: the launched ones) [>= 0]
 # ------------------------------------------------------------------------------------------------------------
 HERE = Path(__file__).resolve().parent
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
@@ -477,6 +484,7 @@ def plan_for(world_size: int, islands: int, card: str) -> Plan:
     vocab_size = settings["vocab_size"] or vocabulary_of_dataset()
     args = asdict(GPTConfig(**model_args_of(settings, vocab_size)))
     found = plan_of(settings, islands, world_size=world_size, device_type=kind, dtype=dtype, model_args=args)
+    check_layout(found)
     data_size = max(1, world_size // (found.pp * found.cp * found.tp))
     speeds = parse_shares(found.shares, data_size)
     share = share_of(found.sequences, 0, data_size, found.batch_size, found.pp, speeds)
@@ -501,6 +509,7 @@ changes |= {
 changes["gradient_accumulation_steps"] = {
     "default": 0,
     "meaning": "micro-batches per step (0: one per process)",
+    "range": ">= 0",
 }
 accepted |= {name: replace(accepted[name], **change) for name, change in changes.items()}
 try:
@@ -515,8 +524,9 @@ try:
     # RTX4090 and nvidia-l4 are the cards 4090 and l4
     cards = list(dict.fromkeys(re.sub(r"^((nvidia|geforce|tesla|rtx)[-_]?)+", "", name) for name in names))
     numbers = re.split(r"[\s,]+", devices.strip()) if devices else ["0"]
-    problems = [problem for card in cards for problem in problems_of({"hardware": card})]
-    problems += problems_of(config | {"hardware": "this"})
+    known_cards = (*HARDWARE, "this")
+    unknown = [card for card in cards if card not in known_cards]
+    problems = [f"hardware is {card!r}; possible are {', '.join(known_cards)}" for card in unknown]
     if not all(number.isdecimal() for number in numbers):
         problems.append(f"devices is {devices!r}: type a number, or several such as --devices=1,2,8")
     elif any(len(number) > 9 or int(number) > layouts.MOST_DEVICES for number in numbers):

@@ -494,7 +494,6 @@ MISTAKES = {
     "arch 'gpt2' uses a tied head: set --head=auto": ["--head=untied"],
     "arch 'llama' uses no biases: set --bias=False": ["--arch=llama", "--bias=True"],
     "lr_schedule 'wsd' needs the steps of the decay: set --cooldown_iters=": ["--lr_schedule=wsd"],
-    "optimizer is 'sgd'; possible are adamw and muon": ["--optimizer=sgd"],
     "learning_rate is 0, but optimizer 'muon' needs it": [
         "--optimizer=muon",
         "--learning_rate=0",

@@ -277,17 +277,11 @@ RAISED = {
     "several processes cannot share device 'mps': set --device=cpu, or start one process": lambda at: mps(
         at, True, 2
     ),
-    "dtype is 'fp8'; possible are auto, float32, tf32, bfloat16, float16": lambda at: resolve_dtype(
-        "fp8", CPU
-    ),
     "dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not cpu": lambda at: resolve_dtype(
         "tf32", CPU
     ),
     "dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16": lambda at: (
         resolve_dtype("float16", torch.device("mps"))
-    ),
-    "backend is 'mpi'; possible are auto, nccl (GPUs) and gloo (CPU)": lambda at: connect_ranks(
-        "cpu", "mpi", 1
     ),
     "backend 'nccl' needs GPUs, the device is cpu: set --backend=gloo": lambda at: (
         rank_of_two(at),
@@ -364,7 +358,6 @@ RAISED = {
     "it would run posix.system": lambda at: shards_that_hold(at, Evil()),
     "it holds objects other than tensors": lambda at: shards_that_hold(at, metadata_of_objects()),
     # models
-    "dropout is 1.0: it must be in [0, 1)": lambda at: GPTConfig(dropout=1.0),
     "this gpt2 uses settings that are not supported: scale_attn_weights=False": lambda at: GPT.from_hf(
         SimpleNamespace(config=SimpleNamespace(model_type="gpt2", scale_attn_weights=False))
     ),
@@ -752,32 +745,19 @@ def test_mistakes_on_the_command_line_and_in_a_config(at, capsys):
 
 
 WRONG = {
-    "--batch_size=0": "batch_size is 0: it must be at least 1",
-    "--max_iters=-1": "max_iters is -1: it must not be negative",
-    "--beta1=1": "beta1 is 1.0: it must be in [0, 1)",
-    "--dist_timeout_s=0": "dist_timeout_s is 0.0: it must be above 0",
-    f"--seed={2**63}": f"seed is {2**63}: it must be below 2**63",
-    f"--gradient_accumulation_steps={10**26}": (
-        f"gradient_accumulation_steps is {10**26}: it must be below 2**31"
-    ),
-    f"--eval_iters={2**31}": f"eval_iters is {2**31}: it must be below 2**31",
     "--n_embd=33": (
         "n_embd is 33: it must be a multiple of n_head, 12: set --n_head=11 or 33, or --n_embd=24 or 36"
     ),
-    "--data_order=sorted": "data_order is 'sorted'; possible are random and shuffle",
     "--out_dir= ": "out_dir is empty: set --out_dir= to a folder",
     "--init_from=resum": (
         "init_from is 'resum'; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run "
         "or of Hugging Face weights, or a ckpt.pt"
     ),
     "--resume_step=3": "resume_step needs init_from 'resume', but it is 'resum': set --init_from=resume",
-    "--on_nan=ignore": "on_nan is 'ignore'; possible are stop and skip",
     "--activation_checkpointing=every:0": (
         "activation_checkpointing is 'every:0'; possible are none, full, selective and every:K (K >= 1)"
     ),
-    "--zero=-1": "zero is -1; possible are 0, 1, 2 and 3",
-    "--grad_sync=often": "grad_sync is 'often'; possible are auto, last, every and never",
-    "--cpu_offload=True": "cpu_offload and dp_replicate need zero 2 or 3, but zero is -1: set --zero=3",
+    "--cpu_offload=True": "cpu_offload and dp_replicate need zero 2 or 3, but zero is 0: set --zero=3",
 }
 
 
@@ -833,14 +813,9 @@ def test_mistakes_of_sample_py(at, capsys):
     def fails(*args):
         return script_that_fails(at, capsys, "sample.py", ["--device=cpu", *args]).err
 
-    wrong = [f"--seed={2**63}", "--init_from=scratch", "--num_samples=0", "--top_k=-1", "--top_p=2"]
-    assert sorted(fails(*wrong).splitlines()) == [
+    assert fails("--init_from=scratch").splitlines() == [
         "error: init_from is 'scratch'; possible: resume, gpt2[-medium|-large|-xl], a folder of Hugging "
-        "Face weights",
-        "error: num_samples is 0: it must be at least 1",
-        f"error: seed is {2**63}: it must be below 2**63",
-        "error: top_k is -1: it must not be negative",
-        "error: top_p is 2.0: it must be in (0, 1]; 1 samples among all tokens",
+        "Face weights"
     ]
     assert fails("--start=AB\u00e9").splitlines() == [
         "out/ckpt.pt: step 3, val loss 1.5000",
@@ -1140,9 +1115,7 @@ def test_mistakes_of_bench_py(at, capsys):
 
     rank_of_two(at, MASTER_PORT=str(free_port()))  # rank 0 serves a store there
     at.set(dataset_module, "REPOSITORY", at.path)  # where no data set is prepared
-    assert fails("--steps=0", "--nproc=-1", "--comm", "--tune", "--json_path=nowhere/x").err.splitlines() == [
-        "error: steps is 0: it must be at least 1",
-        "error: nproc is -1: it must not be negative",
+    assert fails("--comm", "--tune", "--json_path=nowhere/x").err.splitlines() == [
         "error: comm, sweep, plan and tune are separate reports: set one of them",
         "error: json_path is 'nowhere/x': no such folder",
     ]

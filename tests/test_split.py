@@ -24,7 +24,7 @@ from isogpt.common.random_numbers import TRAIN
 from isogpt.data.windows import random_windows
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
-from isogpt.training.settings import check_degrees
+from isogpt.training.degrees import check_degrees
 
 # train.py with what this process holds: gradients before clipping, sizes of parameters and of saved
 # activations

@@ -21,7 +21,8 @@ from isogpt.parallel.plan import DEFAULTS, Plan
 from isogpt.parallel.shares import parse_shares
 from isogpt.speed.devices import Hardware, hardware_of
 from isogpt.speed.prediction import SCHEDULES, Prediction, predict
-from isogpt.training.settings import check_degrees, check_layout
+from isogpt.training.degrees import check_degrees
+from isogpt.training.settings import check_layout
 
 FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
 MOST_DEVICES = 2**17  # to plan for, and to look for a number of devices on which the model fits

@@ -17,7 +17,8 @@ from isogpt.parallel.plan import Plan, plan_of
 from isogpt.parallel.shares import parse_shares
 from isogpt.speed import layouts
 from isogpt.training import precision
-from isogpt.training.settings import check_degrees, fit_model_args
+from isogpt.training.degrees import check_degrees
+from isogpt.training.settings import fit_model_args
 
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
