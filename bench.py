@@ -41,7 +41,7 @@ from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, st
 from isogpt.launch.network import own_cores
 from isogpt.launch.process_group import connect_store
 from isogpt.nn.huggingface import GPT2
-from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan, normalized, plan_of
+from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
 from isogpt.speed import layouts, memory
 from isogpt.speed.collective_speeds import measure_collectives, shown
@@ -390,7 +390,7 @@ def command_for(point: dict, n: int) -> str:
     chosen = small | {
         k: value
         for k, value in point.items()
-        if value != getattr(DEFAULTS, k, None) or k in config or k in layouts.BATCH
+        if value != getattr(UNDIVIDED, k, None) or k in config or k in layouts.BATCH
     }
     kept = accepted.keys() - chosen.keys() - set(LAYOUT) - {"fsdp", "nproc", "profile", "layout"}
     typed = [a for a in sys.argv[1:] if not a.startswith("--") or a[2:].partition("=")[0] in kept]

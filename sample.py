@@ -42,7 +42,7 @@ from isogpt.nn import generation
 from isogpt.parallel.compilation import compile_generation
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, materialize, split_model
-from isogpt.parallel.plan import Plan
+from isogpt.parallel.plan import UNDIVIDED
 from isogpt.training import precision
 from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import check_sampling, notes_about_text, read_prompt
@@ -75,7 +75,7 @@ try:
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
     check_sampling(config)
-    plan = Plan(world_size=rank_variables()[1], tp=tp, pp=pp)
+    plan = replace(UNDIVIDED, world_size=rank_variables()[1], tp=tp, pp=pp)
     check_degrees(plan)
     ranks = connect_ranks(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
     mesh = make_mesh(ranks.rank, plan, dist_timeout_s)

@@ -222,9 +222,7 @@ reader = Reader(data, data_order, seed, plan, mesh, ranks.device, parse_shares(s
 explain_crashes(start_watchdog, MemoryUse(out_dir, reader, first_step=progress.step))
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallelize(raw_model, mesh, ranks.device, plan)
-optimizers = optim.make_optimizers(
-    raw_model, optim.OptimizerSettings.of(config), plan.zero, plan.torch_dtype, mesh
-)
+optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
 if exact:  # how AdamW and Muon round an element must not depend on its shard
     make_steps_exact(optimizers)

@@ -21,14 +21,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import REPO, TINY, free_port, script, tiny_data
+from runs import REPO, TINY, default_plan, free_port, script, tiny_data
 
 from configurator import settings_of
 from isogpt.checkpoint.manifest import damage, step_folders
 from isogpt.common.random_numbers import TRAIN, random_bits
 from isogpt.data.reader import Reader
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
@@ -710,7 +709,7 @@ def test_the_windows_of_a_step_are_drawn_once(place):
 
     share = share_of(12, 0, 1, 2)
     args = dict(block_size=8, vocab_size=200)
-    plan = Plan(batch_size=12, gradient_accumulation_steps=1, micro_batch=2, model_args=args)
+    plan = default_plan(batch_size=12, gradient_accumulation_steps=1, micro_batch=2, model_args=args)
     reader = Reader(None, "random", 1, plan, Mesh(), torch.device("cpu"))
     batches = reader.read(np.arange(99), starts_of, [5, 6], share)
     assert len(list(batches)) == 12 and drawn == [5, 6]

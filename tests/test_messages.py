@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY, free_port, script, script_that_fails
+from runs import REPO, TINY, default_plan, free_port, script, script_that_fails
 
 import configurator
 import export
@@ -53,7 +53,6 @@ from isogpt.monitor.watchdog import Watchdog
 from isogpt.parallel import compare_weights, compilation
 from isogpt.parallel.compare_weights import weight_differences
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.speed import collective_speeds
@@ -66,7 +65,7 @@ from model import GPT, GPTConfig
 # helpers
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
-PLAN = Plan(world_size=2, model_args=asdict(GPTConfig(**SHAPE)), batch_size=4, micro_batch=4)
+PLAN = default_plan(world_size=2, model_args=asdict(GPTConfig(**SHAPE)), batch_size=4, micro_batch=4)
 CPU = torch.device("cpu")
 
 
@@ -189,7 +188,7 @@ def weights_without(at, name, use=restore_checkpoint):
 def not_finite():
     model = tiny_model()
     model.transformer.wpe.weight.data[0, 0] = torch.nan
-    plan = Plan(model_args=SHAPE)
+    plan = default_plan(model_args=SHAPE)
     saver = Saver(RunFolder(Path("out"), "owner"), 2, plan, Mesh(), SlowNetwork(model), config={})
     saver.check(model, 7)
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import train_defaults
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.nn import generation
@@ -192,7 +193,7 @@ def test_frozen_parameters_are_not_optimized():
     gpt = GPT(GPTConfig(**SMALL), seed=1)
     gpt.transformer.wpe.weight.requires_grad_(False)
     made = [gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
-    made += optim.make_optimizers(gpt, optim.OptimizerSettings())
+    made += optim.make_optimizers(gpt, train_defaults())
     for optimizer in made:
         assert all(p is not gpt.transformer.wpe.weight for g in optimizer.param_groups for p in g["params"])
 
@@ -202,7 +203,8 @@ def test_adamw_is_what_nanogpts_interface_makes(bias):
     """The groups and all of their settings: a ckpt.pt numbers parameters by group."""
     gpt = GPT(GPTConfig(**SMALL, bias=bias), seed=1)
     theirs = gpt.configure_optimizers(0.2, 3e-4, (0.8, 0.9), "cpu").param_groups
-    (adamw,) = optim.make_optimizers(gpt, optim.OptimizerSettings("adamw", 3e-4, 0.2, 0.8, 0.9))
+    changes = dict(learning_rate=3e-4, weight_decay=0.2, beta1=0.8, beta2=0.9)
+    (adamw,) = optim.make_optimizers(gpt, train_defaults(**changes))
     assert isinstance(adamw, torch.optim.AdamW) and len(adamw.param_groups) == len(theirs) == 2
     for ours, expected in zip(adamw.param_groups, theirs, strict=True):
         assert ours.pop("lr_scale") == 1.0

@@ -17,7 +17,7 @@ from isogpt.common.files import record, recorded
 from isogpt.launch.launchers import rank_variables
 from isogpt.launch.process_group import Ranks
 from isogpt.parallel.mesh import make_mesh, stages_per_rank
-from isogpt.parallel.plan import DEFAULTS, Plan
+from isogpt.parallel.plan import UNDIVIDED, Plan
 from isogpt.parallel.shares import parse_shares
 from isogpt.speed.devices import Hardware, hardware_of
 from isogpt.speed.prediction import SCHEDULES, Prediction, predict
@@ -55,7 +55,7 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
             continue
         copies = fixed_or(plan, "dp_replicate", sorted({1, machines} if left % machines == 0 else {1}))
         for zero, n in product(fixed_or(plan, "zero", [0, 1, 2, 3]), copies):
-            others = {name: getattr(DEFAULTS, name) for name in ("pp_schedule", "activation_checkpointing")}
+            others = {name: getattr(UNDIVIDED, name) for name in ("pp_schedule", "activation_checkpointing")}
             degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "dp_replicate": n}
             layout = replace(plan, **others, **degrees)
             shards = left * ep * cp if zero == 1 else left // n
@@ -67,7 +67,7 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
 def fixed_or(plan: Plan, name: str, values: Sequence) -> Sequence:
     """The value of a setting, if it is not the default, else `values`."""
     value = getattr(plan, name)
-    return values if value == getattr(DEFAULTS, name) else [value]
+    return values if value == getattr(UNDIVIDED, name) else [value]
 
 
 def is_valid(plan: Plan) -> bool:
@@ -115,7 +115,7 @@ def allows(wanted: Plan, layout: Plan, schedule: str) -> bool:
     zero-bubble schedules, ZeRO-3 equals ZeRO-2 (isogpt/parallel/data.py).
     """
     if layout.pp == 1:
-        return schedule in (DEFAULTS.pp_schedule, wanted.pp_schedule)
+        return schedule in (UNDIVIDED.pp_schedule, wanted.pp_schedule)
     is_known = layout.zero == 3 and schedule in ("zero_bubble", "zbv") and wanted.zero != 3
     return wanted.model_args["n_layer"] >= layout.pp * stages_per_rank(schedule) and not is_known
 
@@ -164,7 +164,7 @@ def check_fits(found: list[Prediction], plan: Plan, hw: Hardware, per_node: int)
 
 def fits_with_offload(plan: Plan, hw: Hardware, per_node: int) -> bool:
     """Whether a layout fits on GPUs if the CPU keeps parameters and optimizer state."""
-    if plan.device_type != "cuda" or plan.cpu_offload or plan.zero not in (DEFAULTS.zero, 3):
+    if plan.device_type != "cuda" or plan.cpu_offload or plan.zero not in (UNDIVIDED.zero, 3):
         return False
     offloaded = replace(plan, zero=3, cpu_offload=True)
     return any(not found.problem for found in all_predictions(offloaded, hw, per_node))
@@ -216,7 +216,7 @@ def spelled(settings: dict) -> str:
     return " ".join(
         f"--{name}={value}"
         for name, value in settings.items()
-        if value != getattr(DEFAULTS, name) or name in BATCH
+        if value != getattr(UNDIVIDED, name) or name in BATCH
     )
 
 

@@ -11,7 +11,7 @@ from math import ceil, inf, log2
 
 from isogpt.nn.architecture import ARCHS
 from isogpt.parallel.mesh import AXES, DATA_AXES, Mesh, make_mesh, stages_per_rank
-from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan
+from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.speed.devices import Hardware
@@ -284,7 +284,7 @@ def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> dict:
         "cpu_offload": False,
         "layout": "manual",
     }
-    return {name: getattr(DEFAULTS, name) for name in LAYOUT} | run
+    return {name: getattr(UNDIVIDED, name) for name in LAYOUT} | run
 
 
 def calibrated(hw: Hardware, plan: Plan, n: int, measured_s: float) -> Hardware:
