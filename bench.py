@@ -46,16 +46,16 @@ from isogpt.speed.workload import Workload, choose_workload, described_for_bench
 from model import GPT, GPTConfig
 
 # -- what to run ---------------------------------------------------------------------------------------------
-batch_size = 12  # sequences per micro-batch; by default, a GPU takes as many as fit (small model: 8)
-block_size = 1024  # tokens per sequence (small model: 256)
+batch_size = 12  # sequences per micro-batch; by default, a GPU takes as many as fit (small model: 8) [>= 1]
+block_size = 1024  # tokens per sequence (small model: 256) [>= 1]
 bias = False  # biases in Linear and LayerNorm
 real_data = True  # False: random tokens, which are also used if the default data set is not prepared
-seed = 1337  # seed of the weights and the data
-nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started)
+seed = 1337  # seed of the weights and the data [>= 0]
+nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0]
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-dtype = "auto"  # auto (the fastest that the device trains well in), float32, tf32, bfloat16 or float16
+dtype = "auto"  # auto: the fastest that suits training [auto | float32 | tf32 | bfloat16 | float16]
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
-steps = 20  # steps to measure, after a quarter as many for warm-up
+steps = 20  # steps to measure, after a quarter as many for warm-up [>= 1]
 # -- what to report ------------------------------------------------------------------------------------------
 sweep = ""  # settings and values, such as nproc:1,2;batch_size:4,8: launch every combination
 weak = False  # with a sweep over nproc, or a plan: weak scaling, the global batch grows with the processes
@@ -63,15 +63,15 @@ comm = False  # measure the collectives' bandwidth and latency by message size; 
 plan = False  # predict time and memory of all layouts for the same global batch; no training
 tune = False  # measure the best few plans for the launched processes, and print the fastest command
 devices = ""  # to plan for: a number, or several (1,2,8), which are compared ("": the launched processes)
-per_node = 8  # devices of each machine
+per_node = 8  # devices of each machine [>= 1]
 hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090), cpu (a core), this (measured)
-device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: as hardware)
-device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on the data sheet of such a card (0: as hardware)
-network = 0.0  # Gbit/s between machines (0: usual for the hardware)
+device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: same) [>= 0]
+device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on such a card's data sheet (0: as hardware) [>= 0]
+network = 0.0  # Gbit/s between machines (0: usual for the hardware) [>= 0]
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
-estimate_world_size = 0  # estimate for this many processes and launch nothing (0: the launched processes)
+estimate_world_size = 0  # estimate for this many processes, launch nothing (0: the launched ones) [>= 0]
 # ------------------------------------------------------------------------------------------------------------
 BENCH_PY = Path(__file__).resolve()
 TRAIN_PY = BENCH_PY.with_name("train.py")

@@ -1,7 +1,8 @@
 """Override a script's settings with config files and command-line options, applied from left to right.
 
 A script's settings are the plain globals between its first section comment (`# -- run ---`) and its call
-`config = configure(globals())`. The comment after each setting describes it and is printed by --help.
+`config = configure(globals())`. The comment after each setting describes it and is printed by --help. At its
+end, the comment may contain the range of the values in square brackets, see isogpt/options/ranges.py.
 """
 
 import ast
@@ -24,6 +25,7 @@ from tokenize import COMMENT
 from typing import Any, NoReturn
 
 from isogpt.common import console
+from isogpt.options import ranges
 from isogpt.options.foreign_files import ENDINGS, contains_settings, refusal, settings_for
 from isogpt.options.foreign_settings import OFF, ON, UNSET, advice_for, section_of_evaluation, settings_in
 from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed, coerce, parse, parse_options
@@ -88,9 +90,10 @@ def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
             continue
         name, value = " = ".join(map(ast.unparse, node.targets)), eval(ast.unparse(node.value))
         if name.isidentifier() and not name.startswith("_") and type(value) in WANTED:
-            meaning = comments[node.end_lineno].string.lstrip("# ") if node.end_lineno in comments else ""
+            comment = comments[node.end_lineno].string.lstrip("# ") if node.end_lineno in comments else ""
+            meaning, values = ranges.split_comment(comment)
             assert meaning, f"{path}, line {node.lineno}: setting {name} needs a comment that describes it"
-            settings[name] = Setting(name, value, meaning, section[0])
+            settings[name] = Setting(name, value, meaning, section[0], range=values)
     return settings
 
 
@@ -136,8 +139,10 @@ def configure(
     if _is_rank_0() and not console.is_worker_of_nproc():
         for note in findings.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
-    if findings.problems:
-        fail("\n".join(f"{os.path.basename(script)}: {problem}" for problem in findings.problems))
+    problems = [f"{os.path.basename(script)}: {problem}" for problem in findings.problems]
+    problems += ranges.problems(known, final)
+    if problems:
+        fail("\n".join(problems))
     script_globals.update({name: final[name] for name in own})
     return final
 
@@ -180,10 +185,9 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting]) -> str:
     for section in dict.fromkeys(setting.section for setting in settings.values()):
         members = [setting for setting in settings.values() if setting.section == section]
         lines += ["", f"{section}:"]
-        lines += [
-            line for it in members for line in wrapper.wrap(options[it.name].ljust(indent) + it.meaning)
-        ]
-    return "\n".join(lines)
+        for it in members:
+            lines += wrapper.wrap(options[it.name].ljust(indent) + ranges.described(it))
+    return "\n".join(lines).replace(ranges.UNBROKEN, " ")
 
 
 def _split(argument: str) -> tuple[str, str, str, str]:

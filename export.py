@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from configurator import settings_of
 from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.manifest import (
@@ -90,10 +91,12 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
     """
     Make the optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a
-    ckpt.pt. Settings that the config lacks take nanoGPT's defaults. The state of Muon is stored without such
-    settings, since nanoGPT cannot resume it.
+    ckpt.pt. Settings that nanoGPT's config lacks take train.py's defaults, but the optimizer is AdamW. The
+    state of Muon is stored without such settings, since nanoGPT cannot resume it.
     """
-    return optim.make_optimizers(model, optim.OptimizerSettings.of(config))
+    train = settings_of(Path(__file__).with_name("train.py"))
+    defaults = {name: setting.default for name, setting in train.items()}
+    return optim.make_optimizers(model, defaults | {"optimizer": "adamw"} | config)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +226,26 @@ def accepted(name, *args):
     if name == "train.py":
         check_training(config)
     return config
+
+
+@cache
+def settings_of_train():
+    """The settings of train.py."""
+    from configurator import settings_of
+
+    return settings_of(REPO / "train.py")
+
+
+def train_defaults(**changes):
+    """The defaults of train.py's settings, which stand in train.py alone, with changes."""
+    return {name: setting.default for name, setting in settings_of_train().items()} | changes
+
+
+def default_plan(**fields):
+    """The plan of train.py's defaults in float32, with these fields."""
+    from isogpt.parallel.plan import plan_of
+
+    return replace(plan_of(train_defaults(dtype="float32"), islands=1), **fields)
 
 
 def script_that_fails(at, capsys, *args, **kw):

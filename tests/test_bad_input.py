@@ -21,46 +21,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import REPO, TINY, free_port, script, tiny_data
+from runs import REPO, TINY, default_plan, free_port, script, tiny_data
 
 from configurator import settings_of
 from isogpt.checkpoint.manifest import damage, step_folders
 from isogpt.common.random_numbers import TRAIN, random_bits
 from isogpt.data.reader import Reader
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
 RESUME = ["--init_from=resume", "--max_iters=9"]
 DAMAGED = ["step_00000006 is damaged", "no checkpoint to resume from in out"]
-POSITIVE = ("eval_iters", "gradient_accumulation_steps", "batch_size", "block_size", "fsdp_prefetch")
-NOT_NEGATIVE = (
-    "max_iters",
-    "save_interval",
-    "keep_last",
-    "seed",
-    "vocab_size",
-    "warmup_iters",
-    "lr_decay_iters",
-    "learning_rate",
-    "min_lr",
-    "weight_decay",
-    "grad_clip",
-    "nproc",
-    "cooldown_iters",
-    "muon_lr",
-    "embedding_lr",
-    "n_kv_head",
-    "n_hidden",
-    "n_expert",
-    "balance_loss",
-    "router_z_loss",
-    "base_batch",
-    "islands",
-    "outer_lr",
-)
 MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
 
 
@@ -164,72 +137,21 @@ CASES = {
         BOTH,
         lines=4,
     ),
-    "several-shapes": Case(
-        ["--batch_size=0", "--n_layer=0", "--n_head=0", "--dropout=2"],
-        ["batch_size is 0", "n_layer is 0", "n_head is 0", "dropout is 2"],
-        lines=4,
-    ),
-    "zero": Case(
-        [f"--{k}=0" for k in POSITIVE],
-        [f"{k} is 0: it must be at least 1" for k in POSITIVE],
-        lines=len(POSITIVE),
-    ),
-    "negative": Case(
-        [f"--{k}=-1" for k in NOT_NEGATIVE],
-        [f"{k} is -1" for k in NOT_NEGATIVE] + ["negative"],
-        lines=len(NOT_NEGATIVE),
-    ),
-    "batch-below": Case(["--batch_size=-1"], ["batch_size is -1", "at least 1"], BOTH),
-    "beta2": Case(
-        ["--beta2=-0.5", "--muon_momentum=1"], ["beta2 is -0.5", "[0, 1)", "muon_momentum is 1"], lines=2
-    ),
-    "dropout-1": Case(["--dropout=1.0"], ["dropout is 1", "[0, 1)"], BOTH),
-    "nan_patience": Case(["--nan_patience=0"], ["nan_patience is 0", "at least 1"]),
-    "rollbacks": Case(
-        ["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1", "--sample_interval=-1"],
-        ["max_rollbacks is -1", "time_limit_s is -3", "check_ranks_interval is -1", "sample_interval is -1"],
-        lines=4,
-    ),
-    "above-0": Case(
-        ["--dist_timeout_s=0", "--ddp_bucket_mb=-1", "--eval_interval=0", "--log_interval=-0.5"],
-        [
-            "dist_timeout_s is 0.0",
-            "ddp_bucket_mb is -1.0",
-            "eval_interval is 0",
-            "log_interval is -0.5",
-            "it must be above 0",
-        ],
-        lines=4,
-    ),
-    "on_nan": Case(["--on_nan=ignore"], ["on_nan is 'ignore'", "stop and skip"], BOTH),
     "never-saves": Case(["--grad_sync=never"], ["grad_sync 'never'", "--save_checkpoint=False"]),
-    "n_layer": Case(["--n_layer=0"], ["n_layer is 0", "at least 1"]),
-    "n_head": Case(["--n_head=-1"], ["n_head is -1", "at least 1"]),
-    "n_embd": Case(["--n_embd=0"], ["n_embd is 0", "at least 1"]),
     "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"], BOTH),
-    "zero-4": Case(["--zero=4"], ["zero is 4", "0, 1, 2 and 3"], BOTH),
     "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"], BOTH),
-    "replicate-0": Case(["--zero=3", "--dp_replicate=0"], ["dp_replicate is 0", "at least 1"]),
     "replicate-3": Case(
         ["--zero=3", "--dp_replicate=3"],
         ["divided into dp_replicate 3: start 3 processes, or set --dp_replicate="],
         BOTH,
     ),
-    **{
-        f"{name}-0": Case([f"--{name}=0"], [f"{name} is 0: it must be at least 1"])
-        for name in ("tp", "pp", "cp", "ep", "n_expert_active", "local_steps", "outer_parts")
-    },
-    "outer-momentum": Case(["--outer_momentum=1"], ["outer_momentum is 1.0: it must be in [0, 1)"]),
     "replicate-ddp": Case(["--dp_replicate=2"], ["dp_replicate", "zero 2 or 3", "--zero=3"], BOTH),
     "offload-ddp": Case(["--cpu_offload=True"], ["cpu_offload", "--zero=3"]),
-    "grad-sync": Case(["--grad_sync=often"], ["grad_sync is 'often'", "last", "every"]),
     "recompute": Case(
         ["--activation_checkpointing=every:0"], ["every:0", "none, full, selective", "every:K"], BOTH
     ),
-    "seed-too-large": Case([f"--seed={2**64}"], ["seed", str(2**64)]),
     "save-bool": Case(["--save_checkpoint=2"], ["save_checkpoint='2'", "True or False"]),
     "tensorboard-bool": Case(["--tensorboard_log=out"], ["tensorboard_log='out'", "True or False"]),
-    "resume-bad-value": Case([*RESUME, "--dropout=1.0"], ["dropout is 1", "[0, 1)"]),
     # data
     "no-data-set": Case(
         ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
@@ -290,9 +212,7 @@ CASES = {
     "no-gpu-1": Case(["--device=cuda:1"], ["device is 'cuda", "--device=cpu"]),
     "no-device": Case(["--device=tpu"], ["device is 'tpu'", "cpu", "cuda"], BOTH),
     "tf32": Case(["--dtype=tf32"], ["'tf32'", "cpu"], BOTH),
-    "no-dtype": Case(["--dtype=fp8"], ["dtype is 'fp8'", "bfloat16"], BOTH),
     "nccl": Case(["--backend=nccl"], ["backend 'nccl'", "--backend=gloo"], (2,)),
-    "no-backend": Case(["--backend=mpi"], ["backend is 'mpi'", "gloo"]),
     "no-init": Case(["--init_from=resum"], ["init_from is 'resum'", "resume"], BOTH),
     "no-such-gpt2": Case(["--init_from=gpt2x"], ["gpt2x", "gpt2[-medium|-large|-xl]"], env=OFFLINE),
     "init-empty": Case(["--init_from="], ["init_from is ''", "resume"], env=OFFLINE),
@@ -407,17 +327,7 @@ CASES = {
     "s-binary": Case(
         ["--start=FILE:b"], ["FILE:b"], ONE, lambda f: write(f, "b", b"\xff"), "sample.py", lines=2
     ),
-    "s-negative": Case(
-        ["--max_new_tokens=-1", "--num_samples=0", "--temperature=-1", "--top_k=-1", "--seed=-1"],
-        ["max_new_tokens is -1", "num_samples is 0", "temperature is -1", "top_k is -1", "seed is -1"],
-        script="sample.py",
-        lines=5,
-    ),
-    "s-top_p-0": Case(["--top_p=0"], ["top_p is 0", "(0, 1]"], script="sample.py"),
-    "s-top_p-negative": Case(["--top_p=-0.1"], ["top_p is -0.1", "(0, 1]"], script="sample.py"),
-    "s-top_p-large": Case(["--top_p=1.5"], ["top_p is 1.5", "(0, 1]"], script="sample.py"),
     "s-top_p-nan": Case(["--top_p=nan"], ["top_p='nan'", "finite"], script="sample.py"),
-    "s-seed": Case([f"--seed={2**64}"], ["seed", str(2**64)], script="sample.py"),
     "s-device": Case(["--device=tpu"], ["device is 'tpu'", "cuda"], script="sample.py"),
     "s-dtype": Case(["--dtype=tf32"], ["'tf32'", "cpu"], script="sample.py"),
     "s-init": Case(["--init_from=scratch"], ["scratch", "resume"], script="sample.py", env=OFFLINE),
@@ -560,12 +470,6 @@ def test_bad_input(request, trained, name, nproc):
     assert outcome.after == outcome.before, f"something on disk changed:\n{outcome.text}"
     lines = outcome.text.strip().splitlines()
     assert len(set(lines)) == len(lines) == (case.lines or len(lines)), outcome.text
-
-
-def test_every_numeric_setting_has_a_bad_value_above():
-    tried = {arg.lstrip("-").partition("=")[0] for case in CASES.values() for arg in case.args}
-    numbers = {n for n, s in settings_of(REPO / "train.py").items() if type(s.default) in (int, float)}
-    assert numbers <= tried
 
 
 @pytest.mark.parametrize("file", ["train.py", "sample.py"])
@@ -805,7 +709,7 @@ def test_the_windows_of_a_step_are_drawn_once(place):
 
     share = share_of(12, 0, 1, 2)
     args = dict(block_size=8, vocab_size=200)
-    plan = Plan(batch_size=12, gradient_accumulation_steps=1, micro_batch=2, model_args=args)
+    plan = default_plan(batch_size=12, gradient_accumulation_steps=1, micro_batch=2, model_args=args)
     reader = Reader(None, "random", 1, plan, Mesh(), torch.device("cpu"))
     batches = reader.read(np.arange(99), starts_of, [5, 6], share)
     assert len(list(batches)) == 12 and drawn == [5, 6]

@@ -490,7 +490,7 @@ def test_help_shows_the_defaults_of_bench(zygote, work):
         assert f"  --{option}=" in fixed, option
     assert "--gradient_accumulation_steps=0 " in text
     for option, value in dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8).items():
-        assert re.search(rf"^  --{option}=.*\(small model: {value}\)$", text, re.M), option
+        assert re.search(rf"^  --{option}=.*\(small model: {value}\) \[>= 1\]$", text, re.M), option
 
 
 def test_a_comparison_with_nanogpt_needs_a_clone(tmp_path):

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import TINY, column, records
+from runs import TINY, column, default_plan, records
 from test_monitor import numbers_of
 
 from isogpt.checkpoint.progress import Progress
@@ -31,7 +31,6 @@ from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import CHARACTERS, first_lines, open_sampler
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.status_line import REDRAW_S, Status, status_text
-from isogpt.parallel.plan import Plan
 from isogpt.speed.clock import WAITING, Clock
 from model import GPT, GPTConfig
 
@@ -325,7 +324,7 @@ def test_a_sample_is_what_the_model_writes(arch, work):
         for p in model.parameters():
             p.add_(torch.full_like(p, 0.01))
     config = {"sample_interval": 1, "dataset": "mine", "seed": 5}
-    plan = Plan(model_args=args)
+    plan = default_plan(model_args=args)
     sampler = open_sampler(config, words, plan, Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",)))
     before, state = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
     text = sampler.write(model, torch.autocast("cpu", enabled=False))
@@ -351,16 +350,16 @@ SAMPLED = {"sample_interval": 5, "dataset": "mine", "seed": 1}
 )
 def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
     """The run goes on without samples: the setting may come from a config."""
-    assert open_sampler(SAMPLED, Vocabulary("table", {"a": 0}), Plan(**layout), ALONE) is None
+    assert open_sampler(SAMPLED, Vocabulary("table", {"a": 0}), default_plan(**layout), ALONE) is None
     assert f"but {named} divides it: there are no samples. Run sample.py" in capsys.readouterr().out
 
 
 def test_samples_of_ids_without_a_meaning_are_an_error_at_the_start(capsys):
     words = Vocabulary("unknown", "no meta.pkl")
     with pytest.raises(SystemExit):
-        open_sampler(SAMPLED, words, Plan(model_args={"vocab_size": 9}), ALONE)
+        open_sampler(SAMPLED, words, default_plan(model_args={"vocab_size": 9}), ALONE)
     assert "error: sample_interval: the ids cannot be decoded: no meta.pkl" in capsys.readouterr().err
-    assert open_sampler(SAMPLED | {"sample_interval": 0}, words, Plan(), ALONE) is None
+    assert open_sampler(SAMPLED | {"sample_interval": 0}, words, default_plan(), ALONE) is None
 
 
 def test_two_lines_of_a_sample_are_shown():

@@ -15,6 +15,7 @@ from runs import (
     TINY,
     children,
     column,
+    default_plan,
     free_port,
     is_served,
     records,
@@ -28,7 +29,6 @@ from isogpt.checkpoint.progress import changed_bits
 from isogpt.parallel import exact
 from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, share_of_whole
 from isogpt.training import muon, precision
 from isogpt.training.exact_steps import VECTOR, make_steps_exact
@@ -327,7 +327,9 @@ def sums_for(n_micro_batches=4):
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=16, block_size=8), seed=1)
     share = share_of_whole(2 * n_micro_batches, 0, 1, 2)
     scaler = precision.make_scaler("float32", torch.device("cpu"))
-    plan = Plan(batch_size=2, gradient_accumulation_steps=n_micro_batches, model_args=model.describe())
+    plan = default_plan(
+        batch_size=2, gradient_accumulation_steps=n_micro_batches, model_args=model.describe()
+    )
     return exact.ExactSums(model, model, Mesh(), plan, share, scaler)
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
-from runs import REPO, TINY, accepted, column, records, steps_in, tiny_data, wait_for
+from runs import REPO, TINY, accepted, column, default_plan, records, steps_in, tiny_data, wait_for
 
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
@@ -45,7 +45,6 @@ from isogpt.monitor.sink_plot import Plot, mean_losses, plot_loss
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.parallel import mesh
 from isogpt.parallel.local_parts import local_part_of
-from isogpt.parallel.plan import Plan
 
 SHORT = ["--max_iters=5", "--save_interval=3", "--eval_interval=100", "--out_dir=out"]
 RESUME = [*SHORT, "--init_from=auto", "--max_iters=7"]
@@ -454,7 +453,7 @@ def test_the_group_that_writes_shards_waits_for_slow_disks_only(monkeypatch):
     monkeypatch.setattr(mesh, "_set_pg_timeout", limited)
     monkeypatch.setattr(mesh, "get_backend_config", lambda group: "gloo")
     where = mesh.Mesh(dp_shard=2, timeout_s=77.0)
-    plan = Plan(world_size=2, zero=3)
+    plan = default_plan(world_size=2, zero=3)
     Saver(RunFolder(Path("out"), "owner"), plan, where, config={}, vocabulary=None, log=None)
     assert made.call_args.kwargs["timeout"].total_seconds() == 77
     assert limited.call_args.args[0].days == 7

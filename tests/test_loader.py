@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import REPO, column
+from runs import REPO, column, default_plan
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.source import OpenCheckpoint
@@ -33,7 +33,6 @@ from isogpt.data.dataset import (
 from isogpt.data.reader import Reader, read_rows
 from isogpt.data.windows import epoch_order, random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, Share, share_of
 
 CPU = torch.device("cpu")
@@ -42,7 +41,9 @@ CPU = torch.device("cpu")
 def plan_for(sequences, micro_batch, vocab_size=65):
     """A plan whose steps consist of this many sequences."""
     args = {"block_size": BLOCK, "vocab_size": vocab_size}
-    return Plan(batch_size=sequences, gradient_accumulation_steps=1, micro_batch=micro_batch, model_args=args)
+    return default_plan(
+        batch_size=sequences, gradient_accumulation_steps=1, micro_batch=micro_batch, model_args=args
+    )
 
 
 # a meta.json

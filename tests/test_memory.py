@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records
+from runs import REPO, TINY, column, records, train_defaults
 
-from configurator import settings_of
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.parallel.plan import Plan, plan_of
 from isogpt.speed import devices, memory, prediction
 from model import GPT, GPTConfig
 
-DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
+DEFAULTS = train_defaults()
 
 # raises OutOfMemoryError in every training forward of more than ROWS rows, on the ranks in ON
 INJECT = """

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY, script, script_that_fails
+from runs import REPO, TINY, default_plan, script, script_that_fails
 
 import configurator
 import export
@@ -52,7 +52,6 @@ from isogpt.monitor.watchdog import Watchdog
 from isogpt.parallel import compare_weights, compilation
 from isogpt.parallel.compare_weights import weight_differences
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
 from isogpt.speed.memory import memory_report
 from isogpt.training.precision import resolve_dtype
@@ -63,7 +62,7 @@ from model import GPT, GPTConfig
 # helpers
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
-PLAN = Plan(world_size=2, model_args=asdict(GPTConfig(**SHAPE)), batch_size=4, micro_batch=4)
+PLAN = default_plan(world_size=2, model_args=asdict(GPTConfig(**SHAPE)), batch_size=4, micro_batch=4)
 CPU = torch.device("cpu")
 
 
@@ -186,7 +185,7 @@ def weights_without(at, name, use=restore_checkpoint):
 def not_finite():
     model = tiny_model()
     model.transformer.wpe.weight.data[0, 0] = torch.nan
-    plan = Plan(model_args=SHAPE)
+    plan = default_plan(model_args=SHAPE)
     saver = Saver(RunFolder(Path("out"), "owner"), plan, Mesh(), config={}, vocabulary=None, log=None)
     saver.check(model, 7)
 
@@ -274,17 +273,11 @@ RAISED = {
     "several processes cannot share device 'mps': set --device=cpu, or start one process": lambda at: mps(
         at, True, 2
     ),
-    "dtype is 'fp8'; possible are auto, float32, tf32, bfloat16, float16": lambda at: resolve_dtype(
-        "fp8", CPU
-    ),
     "dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not cpu": lambda at: resolve_dtype(
         "tf32", CPU
     ),
     "dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16": lambda at: (
         resolve_dtype("float16", torch.device("mps"))
-    ),
-    "backend is 'mpi'; possible are auto, nccl (GPUs) and gloo (CPU)": lambda at: connect_ranks(
-        "cpu", "mpi", 1
     ),
     "backend 'nccl' needs GPUs, the device is cpu: set --backend=gloo": lambda at: (
         rank_of_two(at),
@@ -361,7 +354,6 @@ RAISED = {
     "it would run posix.system": lambda at: shards_that_hold(at, Evil()),
     "it holds objects other than tensors": lambda at: shards_that_hold(at, metadata_of_objects()),
     # models
-    "dropout is 1.0: it must be in [0, 1)": lambda at: GPTConfig(dropout=1.0),
     "this gpt2 uses settings that are not supported: scale_attn_weights=False": lambda at: GPT.from_hf(
         SimpleNamespace(config=SimpleNamespace(model_type="gpt2", scale_attn_weights=False))
     ),
@@ -749,32 +741,19 @@ def test_mistakes_on_the_command_line_and_in_a_config(at, capsys):
 
 
 WRONG = {
-    "--batch_size=0": "batch_size is 0: it must be at least 1",
-    "--max_iters=-1": "max_iters is -1: it must not be negative",
-    "--beta1=1": "beta1 is 1.0: it must be in [0, 1)",
-    "--dist_timeout_s=0": "dist_timeout_s is 0.0: it must be above 0",
-    f"--seed={2**63}": f"seed is {2**63}: it must be below 2**63",
-    f"--gradient_accumulation_steps={10**26}": (
-        f"gradient_accumulation_steps is {10**26}: it must be below 2**31"
-    ),
-    f"--eval_iters={2**31}": f"eval_iters is {2**31}: it must be below 2**31",
     "--n_embd=33": (
         "n_embd is 33: it must be a multiple of n_head, 12: set --n_head=11 or 33, or --n_embd=24 or 36"
     ),
-    "--data_order=sorted": "data_order is 'sorted'; possible are random and shuffle",
     "--out_dir= ": "out_dir is empty: set --out_dir= to a folder",
     "--init_from=resum": (
         "init_from is 'resum'; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run "
         "or of Hugging Face weights, or a ckpt.pt"
     ),
     "--resume_step=3": "resume_step needs init_from 'resume', but it is 'resum': set --init_from=resume",
-    "--on_nan=ignore": "on_nan is 'ignore'; possible are stop and skip",
     "--activation_checkpointing=every:0": (
         "activation_checkpointing is 'every:0'; possible are none, full, selective and every:K (K >= 1)"
     ),
-    "--zero=-1": "zero is -1; possible are 0, 1, 2 and 3",
-    "--grad_sync=often": "grad_sync is 'often'; possible are auto, last, every and never",
-    "--cpu_offload=True": "cpu_offload and dp_replicate need zero 2 or 3, but zero is -1: set --zero=3",
+    "--cpu_offload=True": "cpu_offload and dp_replicate need zero 2 or 3, but zero is 0: set --zero=3",
 }
 
 
@@ -830,14 +809,9 @@ def test_mistakes_of_sample_py(at, capsys):
     def fails(*args):
         return script_that_fails(at, capsys, "sample.py", ["--device=cpu", *args]).err
 
-    wrong = [f"--seed={2**63}", "--init_from=scratch", "--num_samples=0", "--top_k=-1", "--top_p=2"]
-    assert sorted(fails(*wrong).splitlines()) == [
+    assert fails("--init_from=scratch").splitlines() == [
         "error: init_from is 'scratch'; possible: resume, gpt2[-medium|-large|-xl], a folder of Hugging "
-        "Face weights",
-        "error: num_samples is 0: it must be at least 1",
-        f"error: seed is {2**63}: it must be below 2**63",
-        "error: top_k is -1: it must not be negative",
-        "error: top_p is 2.0: it must be in (0, 1]; 1 samples among all tokens",
+        "Face weights"
     ]
     assert fails("--start=AB\u00e9").splitlines() == [
         "out/ckpt.pt: step 3, val loss 1.5000",

@@ -8,20 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, column, records
+from runs import column, default_plan, records, train_defaults
 
-from configurator import settings_of
 from isogpt.nn import huggingface
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly
-from isogpt.parallel.plan import LAYOUT, Plan, plan_of
+from isogpt.parallel.plan import LAYOUT, plan_of
 from isogpt.parallel.shares import share_of
 from isogpt.speed import layouts, prediction
 from isogpt.speed.devices import HARDWARE, Link, hardware_of, links_of, named_hardware
 from isogpt.training.settings import check_training
 from model import GPT, GPTConfig
 
-DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
+DEFAULTS = train_defaults()
 GPT2 = {"bias": False}
 LLAMA_7B = dict(
     arch="llama", n_layer=32, n_head=32, n_embd=4096, n_hidden=11008, vocab_size=32000, block_size=4096
@@ -67,7 +66,7 @@ def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
     """Against counting the ranks of each ring on each machine."""
     if devices < 16 and settings.get("tp") == 8:
         return
-    mesh, per_node = make_mesh(0, Plan(world_size=devices, **settings)), 8
+    mesh, per_node = make_mesh(0, default_plan(world_size=devices, **settings)), 8
     for axes in (
         ("tp",),
         ("cp",),

@@ -11,13 +11,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from runs import REPO, TINY, column, script, tiny_data
+from runs import REPO, TINY, column, default_plan, script, tiny_data
 from test_parity import same
 from test_zero import tensors_of
 
 from isogpt.data.reader import Reader
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, Share, about_unused_ranks, divide_rows, share_of
 from isogpt.speed import rank_speeds
 from isogpt.speed.rank_speeds import measured_speeds
@@ -347,7 +346,7 @@ def test_the_reader_knows_the_rows_of_every_rank():
     """What a report of a step that is not finite lists."""
     mesh = Mesh(rank=2, dp_replicate=2, tp=2)
     args = dict(block_size=8, vocab_size=65)
-    plan = Plan(batch_size=12, gradient_accumulation_steps=1, micro_batch=12, model_args=args)
+    plan = default_plan(batch_size=12, gradient_accumulation_steps=1, micro_batch=12, model_args=args)
     reader = Reader(None, "random", 1, plan, mesh, torch.device("cpu"), (3.0, 1.0))
     assert [reader.share_of_rank(r).rows for r in range(4)] == [9, 9, 3, 3] and reader.share.rows == 3
     assert reader.padding_batch()[0].shape == (3, 8)

@@ -201,11 +201,12 @@ def test_topk_without_feedback_is_worse(zygote, shared_work):
 
 FORMULAS = """
 import os, sys
+from dataclasses import replace
 sys.path.insert(0, {repo!r})
 import torch, torch.distributed as dist
 from torch import nn
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
+from isogpt.parallel.plan import UNDIVIDED
 from isogpt.parallel.compression import KEPT, Bucket, Compression, mean_over
 from isogpt.parallel.local_sgd import Islands
 
@@ -298,7 +299,8 @@ assert (found.mean(0) - x).abs().max() < 0.2 * x.abs().max() / 127
 for parts, steps in ((1, 2), (2, 4)):
     model = nn.Module()
     model.a, model.b = (nn.Parameter(noise(i, 40)) for i in (1, 2))
-    plan = Plan(world_size=ranks, islands=ranks, local_steps=steps, outer_parts=parts)
+    changes = dict(outer_lr=0.7, outer_momentum=0.9, outer_compression="none", outer_parts=parts)
+    plan = replace(UNDIVIDED, world_size=ranks, islands=ranks, local_steps=steps, **changes)
     islands = Islands(model, Mesh(rank, islands=ranks), plan)
     islands.restart(0)
     outer = {{name: p.detach().clone() for name, p in model.named_parameters()}}
@@ -433,7 +435,7 @@ MISTAKES = [
     ),
     (["--grad_compression=topk:2"], "FRACTION of at most 1, such as topk:0.01"),
     (["--grad_compression=powersgd:0"], "powersgd:RANK such as powersgd:4"),
-    (["--outer_momentum=1"], "outer_momentum is 1.0: it must be in [0, 1)"),
+    (["--outer_momentum=1"], "outer_momentum is 1.0: it must be below 1"),
     (["--zero=3", "--grad_compression=int8"], "set --dp_replicate= to the number of replicas"),
     (["--grad_compression=int8", "--grad_sync=every"], "set --grad_sync=last"),
     (

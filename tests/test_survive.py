@@ -17,7 +17,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, TINY, children, column, free_port, records, start_faulty, steps_in, wait_for
+from runs import (
+    REPO,
+    TINY,
+    children,
+    column,
+    free_port,
+    records,
+    start_faulty,
+    steps_in,
+    train_defaults,
+    wait_for,
+)
 
 from isogpt.checkpoint.folder import RunFolder, find_rollback, mark_preempted
 from isogpt.checkpoint.manifest import damage
@@ -192,7 +203,7 @@ def small_model_with_gradients(value: float):
 def test_adamw_clips_without_waiting_for_the_host(monkeypatch, max_norm):
     model, gathered = small_model_with_gradients(0.5)
     expected = copy.deepcopy(model)
-    optimizers = optim.make_optimizers(model, optim.OptimizerSettings("adamw", 1e-2))
+    optimizers = optim.make_optimizers(model, train_defaults(learning_rate=1e-2))
     with monkeypatch.context() as m:
         m.setattr(Gathered, "read", lambda self: pytest.fail("the host waited"))
         optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
@@ -212,7 +223,8 @@ def test_muon_clips(max_norm):
     model, gathered = small_model_with_gradients(0.5)
     expected = copy.deepcopy(model)
     optimizers, others = (
-        optim.make_optimizers(m, optim.OptimizerSettings("muon", 1e-2)) for m in (model, expected)
+        optim.make_optimizers(m, train_defaults(optimizer="muon", learning_rate=1e-2))
+        for m in (model, expected)
     )
     optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
     for p in expected.parameters():
@@ -233,7 +245,7 @@ def test_muon_clips(max_norm):
 def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimizer, loss, gradient):
     model, gathered = small_model_with_gradients(gradient)
     gathered.columns[0] = loss
-    optimizers = optim.make_optimizers(model, optim.OptimizerSettings(optimizer, 1e-2))
+    optimizers = optim.make_optimizers(model, train_defaults(optimizer=optimizer, learning_rate=1e-2))
     before = copy.deepcopy((model.state_dict(), optimizer_state.state_by_name(model, optimizers)))
     optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, 1.0)
     after = model.state_dict(), optimizer_state.state_by_name(model, optimizers)

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import REPO, TINY, column
+from runs import REPO, TINY, column, train_defaults
 from test_parity import same
 
 from isogpt.checkpoint import ckpt_file
@@ -184,7 +184,7 @@ def tensors_of(out):
     assert found and not reports
     source = open_checkpoint(found)
     model = empty_model(source)
-    optimizers = optim.make_optimizers(model, optim.OptimizerSettings.of(source.run["config"]))
+    optimizers = optim.make_optimizers(model, source.run["config"])
     restore_checkpoint(source, model, optimizers)
     moments = {
         f"{n}.{k}": v
@@ -436,6 +436,6 @@ def test_a_copy_of_the_state_waits_for_the_queued_copies(monkeypatch):
     waited = Mock()
     monkeypatch.setattr(ckpt_file, "synchronize", waited)
     model = GPT(GPTConfig(block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=8), 0)
-    optimizers = optim.make_optimizers(model, optim.OptimizerSettings())
+    optimizers = optim.make_optimizers(model, train_defaults())
     nanogpt_state({"model_args": {}, "isogpt": {}}, model, optimizers)
     waited.assert_called_once_with(torch.device("cpu"))

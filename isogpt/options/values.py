@@ -39,12 +39,16 @@ STEPS = frozenset(
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a script: its default, its description, and the section that lists it in --help."""
+    """
+    A setting of a script: its default, its description, the section that lists it in --help, and the range of
+    its values, see ranges.py.
+    """
 
     name: str
     default: Value
     meaning: str
     section: str
+    range: str = ""  # "": all values of the type
 
     @property
     def kind(self) -> type:

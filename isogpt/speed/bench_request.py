@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from isogpt.speed.devices import HARDWARE
 from isogpt.speed.layouts import MOST_DEVICES
-from isogpt.training.settings import problems_of, report
+from isogpt.training.settings import report
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,9 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
     cards = list(dict.fromkeys(re.sub(r"^((nvidia|geforce|tesla|rtx)[-_]?)+", "", name) for name in names))
     numbers = re.split(r"[\s,]+", c.devices.strip()) if c.devices else ["0"]
 
-    problems = [problem for card in cards for problem in problems_of({"hardware": card})]
-    # 0 micro-batches: one per process
-    in_range = {k: v for k, v in config.items() if (k, v) != ("gradient_accumulation_steps", 0)}
-    problems += problems_of(in_range | {"hardware": "this"})
+    known_cards = (*HARDWARE, "this")
+    unknown = [card for card in cards if card not in known_cards]
+    problems = [f"hardware is {card!r}; possible are {', '.join(known_cards)}" for card in unknown]
     problems += problems_of_devices(c, cards, numbers)
     if [c.comm, bool(c.sweep), c.plan, c.tune].count(True) > 1:
         problems.append("comm, sweep, plan and tune are separate reports: set one of them")

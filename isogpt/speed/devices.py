@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from isogpt.launch.device import synchronize
 from isogpt.launch.network import own_cores
 from isogpt.launch.together import gather_objects
-from isogpt.training.precision import DTYPES, is_emulated, set_numerics
+from isogpt.parallel.plan import DTYPES
+from isogpt.training.precision import is_emulated, set_numerics
 
 
 @dataclass(frozen=True)

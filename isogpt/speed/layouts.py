@@ -8,11 +8,12 @@ from dataclasses import replace
 from itertools import product
 
 from isogpt.parallel.mesh import make_mesh, stages_per_rank
-from isogpt.parallel.plan import DEFAULTS, Plan
+from isogpt.parallel.plan import UNDIVIDED, Plan
 from isogpt.parallel.shares import parse_shares
 from isogpt.speed.devices import Hardware
 from isogpt.speed.prediction import SCHEDULES, Prediction, predict
-from isogpt.training.settings import check_degrees, check_layout
+from isogpt.training.degrees import check_degrees
+from isogpt.training.settings import check_layout
 
 MOST_DEVICES = 2**17  # to plan for, and to look for a number of devices on which the model fits
 BATCH = ("batch_size", "gradient_accumulation_steps")  # always typed in a command
@@ -52,8 +53,8 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
                 ep=ep,
                 zero=zero,
                 dp_replicate=dp_replicate,
-                pp_schedule=DEFAULTS.pp_schedule,
-                activation_checkpointing=DEFAULTS.activation_checkpointing,
+                pp_schedule=UNDIVIDED.pp_schedule,
+                activation_checkpointing=UNDIVIDED.activation_checkpointing,
             )
             shards = left * ep * cp if zero == 1 else left // dp_replicate
             is_zero_0 = zero not in (0, plan.zero) and shards == 1
@@ -64,7 +65,7 @@ def layouts(plan: Plan, per_node: int) -> Iterator[Plan]:
 def fixed_or(plan: Plan, name: str, values: Sequence) -> Sequence:
     """The value of a setting, if it is not the default, else `values`."""
     value = getattr(plan, name)
-    return values if value == getattr(DEFAULTS, name) else [value]
+    return values if value == getattr(UNDIVIDED, name) else [value]
 
 
 def is_valid(plan: Plan) -> bool:
@@ -123,7 +124,7 @@ def allows(wanted: Plan, layout: Plan, schedule: str) -> bool:
     zero-bubble schedules, ZeRO-3 equals ZeRO-2 (isogpt/parallel/data.py).
     """
     if layout.pp == 1:
-        return schedule in (DEFAULTS.pp_schedule, wanted.pp_schedule)
+        return schedule in (UNDIVIDED.pp_schedule, wanted.pp_schedule)
     is_known = layout.zero == 3 and schedule in ("zero_bubble", "zbv") and wanted.zero != 3
     return wanted.model_args["n_layer"] >= layout.pp * stages_per_rank(schedule) and not is_known
 
@@ -173,7 +174,7 @@ def check_fits(predictions: list[Prediction], plan: Plan, hw: Hardware, per_node
 
 def fits_with_offload(plan: Plan, hw: Hardware, per_node: int) -> bool:
     """Whether a layout fits on GPUs if the CPU keeps parameters and optimizer state."""
-    if plan.device_type != "cuda" or plan.cpu_offload or plan.zero not in (DEFAULTS.zero, 3):
+    if plan.device_type != "cuda" or plan.cpu_offload or plan.zero not in (UNDIVIDED.zero, 3):
         return False
     return fits(replace(plan, zero=3, cpu_offload=True), hw, per_node)
 
@@ -223,7 +224,7 @@ def typed(settings: dict) -> str:
     return " ".join(
         f"--{name}={value}"
         for name, value in settings.items()
-        if value != getattr(DEFAULTS, name) or name in BATCH
+        if value != getattr(UNDIVIDED, name) or name in BATCH
     )
 
 

@@ -23,7 +23,8 @@ from isogpt.parallel.shares import parse_shares
 from isogpt.speed.devices import hardware_of
 from isogpt.speed.layouts import best_of_layouts, check_fits, is_valid, ranked, reason, typed
 from isogpt.training import precision
-from isogpt.training.settings import check_degrees, fit_model_args
+from isogpt.training.degrees import check_degrees
+from isogpt.training.settings import fit_model_args
 
 LAYOUT_FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory

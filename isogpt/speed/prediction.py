@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from isogpt.nn.architecture import ARCHS
 from isogpt.parallel.mesh import AXES, DATA_AXES, Mesh, make_mesh, stages_per_rank
-from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan
+from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.speed.devices import Hardware
@@ -356,7 +356,7 @@ def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> dict:
     Return the settings with which n processes train two of the model's blocks alone, each on about `tokens`
     tokens.
     """
-    return {name: getattr(DEFAULTS, name) for name in LAYOUT} | {
+    return {name: getattr(UNDIVIDED, name) for name in LAYOUT} | {
         "n_layer": 2,
         "batch_size": max(1, tokens // plan.model_args["block_size"]),
         "gradient_accumulation_steps": n,

@@ -11,14 +11,14 @@ from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import Setting
-from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan, normalized, plan_of
+from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
 from isogpt.speed.bench_request import Request
 from isogpt.speed.launches import FIXED
 from isogpt.speed.layouts import BATCH
 from isogpt.speed.memory import largest_micro_batch
 from isogpt.training import precision
-from isogpt.training.settings import model_args_of
+from isogpt.training.settings import check_layout, model_args_of
 
 SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
 SMALL_VOCAB = 65
@@ -32,6 +32,7 @@ def described_for_bench(settings: dict[str, Setting]) -> dict[str, Setting]:
     for name, value in SMALL.items():
         changes[name] = {"meaning": f"{settings[name].meaning} (small model: {value})"}
     changes["gradient_accumulation_steps"] = {
+        "range": ">= 0",
         "default": 0,
         "meaning": "micro-batches per step (0: one per process)",
     }
@@ -115,6 +116,7 @@ class Workload:
             dtype=dtype,
             model_args=asdict(GPTConfig(**model_args_of(settings, vocab_size))),
         )
+        check_layout(plan)
         data_size = max(1, world_size // (plan.pp * plan.cp * plan.tp))
         speeds = parse_shares(plan.shares, data_size)
         share = share_of(plan.sequences, 0, data_size, plan.batch_size, plan.pp, speeds)
@@ -132,7 +134,7 @@ class Workload:
             name: value
             for name, value in layout.items()
             # what a config file sets must be set again
-            if value != getattr(DEFAULTS, name) or name in self.was_set or name in BATCH
+            if value != getattr(UNDIVIDED, name) or name in self.was_set or name in BATCH
         }
         chosen = typed.keys() | set(LAYOUT) | {"fsdp", "nproc", "profile", "layout"}
         repeated = self.settings.keys() - chosen

@@ -8,8 +8,6 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from isogpt.parallel.plan import DTYPES
-
 # if the ranks' dtypes differ, all ranks use the dtype that comes first here
 BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")
 # flags in /proc/cpuinfo, each of which says that the CPU multiplies the dtype in hardware
@@ -69,18 +67,16 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
     Choose the dtype to compute in.
 
     Args:
-        wanted: a key of DTYPES, or 'auto': `previous` if this device supports it, else the device's best.
+        wanted: a key of plan.DTYPES, or 'auto': `previous` if the device supports it, else the device's best.
         previous: the dtype of the run that is resumed.
 
     Raises:
-        ValueError: the dtype is unknown or not supported by this device.
+        ValueError: the device does not support the dtype.
     """
     if wanted == "auto":
         with suppress(ValueError):  # the run was started on a different kind of device
             return resolve_dtype(previous or best_dtype(device), device)
         return best_dtype(device)
-    if wanted not in DTYPES:
-        raise ValueError(f"dtype is {wanted!r}; possible are auto, {', '.join(DTYPES)}")
     if wanted == "tf32" and not multiplies_tf32(device):
         raise ValueError(
             f"dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not {device.type}"
