@@ -21,7 +21,7 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import is_split, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.training.muon import Muon, Stack, stack_of
-from isogpt.training.optimizer_state import create_state
+from isogpt.training.optimizer_state import create_state, inner_optimizer
 from isogpt.training.step_numbers import StepNumbers
 
 BLOCK_MATRIX = "matrix of a block"  # of attention, of an MLP, or of all experts of a block
@@ -256,11 +256,6 @@ def step(
 def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """The parameters that an optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """ZeroRedundancyOptimizer's optimizer for this rank's share, or the optimizer itself."""
-    return getattr(optimizer, "optim", optimizer)
 
 
 def clips_on_device(optimizer: torch.optim.Optimizer) -> bool:
