@@ -296,8 +296,8 @@ def settings_of_model(model_args: dict) -> dict:
 def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: bool) -> dict:
     """
     Return the fields of GPTConfig for this run, from the fields of a checkpoint, a pretrained model or a new
-    model. Dropout, the length of the context and the router's losses are settings of the run. With n_expert,
-    a dense model that the run does not resume is upcycled: each expert starts as a copy of the MLP
+    model. What is not in SHAPE is the run's: dropout, the length of the context, the router's losses. With
+    n_expert, a dense model that the run does not resume is upcycled: each expert starts as a copy of the MLP
     (Komatsuzaki et al. 2022, arXiv:2212.05055).
 
     Raises:
@@ -316,7 +316,7 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
             f"{model_args['vocab_size']}: it was trained on a different data set"
         )
     fitted = {"n_kv_head": 0, "n_expert": 0} | model_args
-    fitted |= {name: config[name] for name in ("dropout", "block_size", "balance_loss", "router_z_loss")}
+    fitted |= {name: value for name, value in model_fields(config).items() if name not in SHAPE}
     if config["n_expert"] in (0, fitted["n_expert"]):
         return fitted
     if fitted["n_expert"]:
