@@ -73,96 +73,103 @@ dtype = "auto"  # auto (the fastest that suits training), float32, tf32, bfloat1
 backend = "auto"  # auto (nccl for GPUs, else gloo), nccl or gloo
 nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started)
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
-cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
-deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
 exact = False  # the same bits on any number of processes on the same kind of device; implies deterministic
-profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once, then exit
-time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit)
 # -- checkpoints ---------------------------------------------------------------------------------------------
 init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a folder or file
-resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
-save_checkpoint = True  # False: write no checkpoints
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end)
-keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all)
 # -- logging -------------------------------------------------------------------------------------------------
 eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too
 eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split every time
 log_interval = 1  # steps between logged lines
-sample_interval = 0  # show two lines that the model writes every this many steps, and at the end (0: never)
 wandb_log = False  # log to Weights & Biases too
 wandb_project = "owt"  # the project in Weights & Biases
 wandb_run_name = "gpt2"  # the name of the run in the project
-tensorboard_log = False  # log to <out_dir>/tensorboard too
 # -- data ----------------------------------------------------------------------------------------------------
 dataset = "openwebtext"  # a folder in data/ in which prepare.py was run, or a path
-data_order = "random"  # random (windows at any position, as in nanoGPT) or shuffle (each once per epoch)
 gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes: each runs a share
 batch_size = 12  # sequences per micro-batch; a step reads gradient_accumulation_steps * batch_size sequences
 block_size = 1024  # tokens per sequence
-vocab_size = 0  # number of token ids (0: from the data set's metadata)
 # -- distribution and memory ---------------------------------------------------------------------------------
 layout = "manual"  # manual (the settings below), or auto (the fastest plan; settings that are set are kept)
 zero = 0  # sharded over the ranks: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters
-fsdp = False  # short for zero=3
-dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2 or 3)
 tp = 1  # tensor parallelism: ranks that divide each matrix, by heads, hidden features and vocabulary
 pp = 1  # pipeline parallelism: ranks that divide the layers
-pp_schedule = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble or zbv (the last three: two stages on each rank)
 cp = 1  # context parallelism: ranks that divide each sequence
-shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
-ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert)
-grad_sync = "auto"  # reduce gradients at the last micro-step, at every one (less memory), never, or auto
-cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
-grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
-islands = 1  # DiLoCo workers: groups of ranks that take local_steps steps alone, then average (0: machines)
-local_steps = 1  # steps between two averages of the islands' weights
-outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD)
-outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD)
-outer_compression = "none"  # how islands send the changes: none, fp16 or int8
-outer_parts = 1  # parts of the model that islands average at different steps, in the background
-ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1)
-fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network (zero 2 and 3)
 activation_checkpointing = "none"  # recompute blocks in the backward pass: none, full, selective or every:K
-# -- fault tolerance -----------------------------------------------------------------------------------------
-on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step
-nan_patience = 3  # roll back after this many consecutive skipped steps and exclude their batches
-max_rollbacks = 2  # stop after this many rollbacks
-dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing
-check_ranks_interval = 0  # compare the weights of ranks that should be equal every this many steps (0: never)
-alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
 # -- model ---------------------------------------------------------------------------------------------------
 arch = "gpt2"  # gpt2, nanochat (rotary, RMSNorm, QK-norm, ReLU squared) or llama (rotary, RMSNorm, SwiGLU)
 n_layer = 12  # number of blocks
 n_head = 12  # attention heads per block
-n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head)
 n_embd = 768  # width of the model
-n_hidden = 0  # width of the MLP's hidden layer (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64)
-head = "auto"  # the output layer: tied to the token embedding, untied, or auto (gpt2: tied, others: untied)
-n_expert = 0  # mixture of experts: MLPs per block, of which a token uses n_expert_active (0: one MLP)
-n_expert_active = 2  # experts for each token
-balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts
-router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small
 dropout = 0.0  # probability of dropout: 0 for pretraining, 0.1 or more for fine-tuning
 bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better and faster
 # -- optimizer -----------------------------------------------------------------------------------------------
 optimizer = "adamw"  # adamw, or muon (for the matrices of the blocks, AdamW for the rest)
 learning_rate = 6e-4  # maximum learning rate, after warm-up
-muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule
-embedding_lr = 0.0  # with muon: maximum for the token embeddings, if the head is untied (0: learning_rate)
-muon_momentum = 0.95  # Muon's momentum, reached after warming up from 0.85 over 300 steps
 max_iters = 600000  # number of the last step, counted from 0: max_iters + 1 steps are trained, as in nanoGPT
 weight_decay = 1e-1  # weight decay of parameters with two or more dimensions
 beta1 = 0.9  # AdamW's decay rate of the first moment
 beta2 = 0.95  # AdamW's decay rate of the second moment
 grad_clip = 1.0  # maximum norm of the gradient (0: no clipping)
 decay_lr = True  # warm up, then decay; False: learning_rate throughout
-lr_schedule = "cosine"  # cosine, linear, or wsd (constant, then linear over the last cooldown_iters)
 warmup_iters = 2000  # steps of linear warm-up
 lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters
-cooldown_iters = 0  # steps of wsd's decay to min_lr
 min_lr = 6e-5  # usually learning_rate / 10
+# == rarely set: --help=all prints these too =================================================================
+# -- run -----------------------------------------------------------------------------------------------------
+cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
+deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
+profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
+time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit)
+dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing
+on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step
+nan_patience = 3  # roll back after this many consecutive skipped steps and exclude their batches
+max_rollbacks = 2  # stop after this many rollbacks
+check_ranks_interval = 0  # compare the weights of ranks that should be equal every this many steps (0: never)
+alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
+# -- checkpoints ---------------------------------------------------------------------------------------------
+resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
+save_checkpoint = True  # False: write no checkpoints
+keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all)
+# -- logging -------------------------------------------------------------------------------------------------
+sample_interval = 0  # show two lines that the model writes every this many steps, and at the end (0: never)
+tensorboard_log = False  # log to <out_dir>/tensorboard too
+# -- data ----------------------------------------------------------------------------------------------------
+data_order = "random"  # random (windows at any position, as in nanoGPT) or shuffle (each once per epoch)
+vocab_size = 0  # number of token ids (0: from the data set's metadata)
+# -- distribution and memory ---------------------------------------------------------------------------------
+fsdp = False  # short for zero=3
+dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2 or 3)
+pp_schedule = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble or zbv (the last three: two stages on each rank)
+ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert)
+shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
+grad_sync = "auto"  # reduce gradients at the last micro-step, at every one (less memory), never, or auto
+grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
+ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1)
+fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network (zero 2 and 3)
+cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
+islands = 1  # DiLoCo workers: groups of ranks that take local_steps steps alone, then average (0: machines)
+local_steps = 1  # steps between two averages of the islands' weights
+outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD)
+outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD)
+outer_compression = "none"  # how islands send the changes: none, fp16 or int8
+outer_parts = 1  # parts of the model that islands average at different steps, in the background
+# -- model ---------------------------------------------------------------------------------------------------
+n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head)
+n_hidden = 0  # width of the MLP's hidden layer (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64)
+head = "auto"  # the output layer: tied to the token embedding, untied, or auto (gpt2: tied, others: untied)
+n_expert = 0  # mixture of experts: MLPs per block, of which a token uses n_expert_active (0: one MLP)
+n_expert_active = 2  # experts for each token
+balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts
+router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small
+# -- optimizer -----------------------------------------------------------------------------------------------
+lr_schedule = "cosine"  # cosine, linear, or wsd (constant, then linear over the last cooldown_iters)
+cooldown_iters = 0  # steps of wsd's decay to min_lr
+muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule
+embedding_lr = 0.0  # with muon: maximum for the token embeddings, if the head is untied (0: learning_rate)
+muon_momentum = 0.95  # Muon's momentum, reached after warming up from 0.85 over 300 steps
 lr_scaling = "none"  # scale rates and warm-up by sequences per step / base_batch: none, linear or sqrt
 base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen
 # ------------------------------------------------------------------------------------------------------------
