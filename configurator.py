@@ -112,9 +112,10 @@ def configure(
             if argument.startswith("--"):
                 final |= _read_option(argument, known)
             else:
-                current = {name: setting.default for name, setting in known.items()} | final
                 path = _find_config(argument, script, known)
-                final |= _run_config(argument, path, script_globals, known, current)
+                defaults = {name: setting.default for name, setting in known.items()}
+                visible = VISIBLE | script_globals | defaults | final
+                final |= _run_config(argument, path, visible, known)
         except ValueError as e:
             problems += str(e).splitlines()
     if problems:
@@ -207,7 +208,7 @@ def _did_you_mean(name: str, known: dict[str, Setting]) -> str:
 def _find_config(config: str, script: str, known: dict[str, Setting]) -> str:
     """
     Return the full path of a config, which is relative to the working directory or to the script's. Raise
-    ValueError if there is none, with what may have been meant by the argument.
+    ValueError if there is none.
     """
     if config.lower().endswith(NOT_PYTHON):
         raise ValueError(
@@ -215,37 +216,39 @@ def _find_config(config: str, script: str, known: dict[str, Setting]) -> str:
             "other tools' settings are called here"
         )
     folders = list(dict.fromkeys((os.getcwd(), os.path.dirname(os.path.abspath(script)))))
-    paths = [os.path.join(folder, config) for folder in folders]
-    for path in paths:
+    for folder in folders:
+        path = os.path.abspath(os.path.join(folder, config))
         if os.path.isfile(path):
-            return os.path.abspath(path)
-    name, equals, text = config.lstrip(DASHES).partition("=")
+            return path
+    raise ValueError(_problem_of_argument(config, folders, known))
+
+
+def _problem_of_argument(argument: str, folders: list[str], known: dict[str, Setting]) -> str:
+    """A sentence about an argument that neither begins with -- nor names a config in one of the folders."""
+    name, equals, text = argument.lstrip(DASHES).partition("=")
     if name in known:  # -seed=1, seed=1
-        raise ValueError(f"command line: {config}: type --{name}={shlex.quote(text) if text else 'VALUE'}")
-    if equals or config.startswith(tuple(DASHES)):
-        raise ValueError(f"command line: {config}: no such setting{_did_you_mean(name, known)}")
-    if os.path.isdir(config):
-        raise ValueError(f"{config}: a folder, not a config file")
-    files = [str(file.relative_to(folder)) for folder in folders for file in Path(folder).glob("config/*.py")]
-    similar = difflib.get_close_matches(config, files, 1)
+        return f"command line: {argument}: type --{name}={shlex.quote(text) if text else 'VALUE'}"
+    if equals or argument.startswith(tuple(DASHES)):
+        return f"command line: {argument}: no such setting{_did_you_mean(name, known)}"
+    if os.path.isdir(argument):
+        return f"{argument}: a folder, not a config file"
+    configs = [
+        str(file.relative_to(folder)) for folder in folders for file in Path(folder).glob("config/*.py")
+    ]
+    similar = difflib.get_close_matches(argument, configs, 1)
     meant = f"; did you mean {similar[0]}?" if similar else ""
-    raise ValueError(f"{config}: no such config file; looked for {' and '.join(paths)}{meant}")
+    places = " and ".join(os.path.join(folder, argument) for folder in folders)
+    return f"{argument}: no such config file; looked for {places}{meant}"
 
 
 def _run_config(
-    config: str,
-    path: str,
-    script_globals: dict[str, Any],
-    known: dict[str, Setting],
-    current: dict[str, Value],
+    config: str, path: str, visible: dict[str, Any], known: dict[str, Setting]
 ) -> dict[str, Value]:
     """
-    Run the file `config`, at `path`, and return the settings that it sets. `current` maps all settings to
-    their values, which the config may read. Raise ValueError about mistakes, one on each line.
+    Run the file `config`, at `path`, and return the settings that it sets. Raise ValueError about mistakes,
+    one on each line. `visible` contains what the file may read: names, all settings among them, and values.
     """
-    namespace = (
-        VISIBLE | script_globals | current | {"__file__": path}
-    )  # a copy: only settings reach the script
+    namespace = visible | {"__file__": path}  # a copy: only settings reach the script
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read(), path)
@@ -256,25 +259,34 @@ def _run_config(
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-    # A plain value that the file does not read is not a helper. It may be meant as a setting, or be a
-    # variable that a different program reads: nanoGPT accepts both.
-    for name in sorted(assigned - read - known.keys()):
-        meant = nearest(name, known)
-        if meant and isinstance(namespace.get(name), Value) and not name.startswith("_"):
-            _print_note(f"{config}: {name} is not used: no such setting; did you mean {meant}?")
-
+    _note_unused(config, {name: namespace.get(name) for name in assigned - read - known.keys()}, known)
     values, problems = {}, _annotations_without_a_value(tree, known)
-    for name, before in current.items():
+    for name, setting in known.items():
         value = namespace.get(name)
-        try:
-            if name in assigned or value is not before:  # the latter by import *, or globals()[name]
-                values[name] = known[name].convert(value)
-        except ValueError:
-            shown = " ".join(reprlib.repr(value).split())
-            problems.append(f"{name} = {shown}: not {WANTED[known[name].kind]}")
+        if name in assigned or value is not visible[name]:  # the latter by import *, or globals()[name]
+            try:
+                values[name] = setting.convert(value)
+            except ValueError:
+                shown = " ".join(reprlib.repr(value).split())
+                problems.append(f"{name} = {shown}: not {WANTED[setting.kind]}")
     if problems:
         raise ValueError("\n".join(f"{config}: {problem}" for problem in problems))
     return values
+
+
+def _note_unused(config: str, unused: dict[str, Any], known: dict[str, Setting]) -> None:
+    """
+    Print a note about each name that `config` assigns and does not read, if it resembles a setting. It may be
+    meant as one, or be a variable that a different program reads: nanoGPT accepts both.
+    """
+    # rank 0, or the process that started torchrun for --nproc, prints
+    if not _is_rank_0() or console.is_worker_of_nproc():
+        return
+    for name, value in sorted(unused.items()):
+        meant = nearest(name, known)
+        if meant and isinstance(value, Value) and not name.startswith("_"):
+            note = f"note: {config}: {name} is not used: no such setting; did you mean {meant}?"
+            print(note, file=sys.stderr, flush=True)
 
 
 def _annotations_without_a_value(tree: ast.Module, known: dict[str, Setting]) -> list[str]:
@@ -301,12 +313,6 @@ def _in_home(path: str) -> str:
     """Replace a leading ~ by the user's home folder, also after the `auto:` of init_from."""
     prefix = "auto:" if path.startswith("auto:") else ""
     return prefix + os.path.expanduser(path.removeprefix(prefix))
-
-
-def _print_note(note: str) -> None:
-    """Print a note on rank 0, unless the process that started torchrun for --nproc has printed it already."""
-    if _is_rank_0() and not console.is_worker_of_nproc():
-        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def _is_rank_0() -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from isogpt.options.values import Setting
 
-# Setting -> what it is called in transformers, accelerate, DeepSpeed, Lightning, torchtitan, nanochat and llm.c,
-# without names that are spelled alike. docs/migrating.md lists more names, with their values.
+# Setting -> its names in transformers, accelerate, DeepSpeed, Lightning, torchtitan, nanochat and llm.c.
+# Names that are spelled alike are left out. docs/migrating.md lists more names, with their values.
 OTHER_NAMES = {
     "out_dir": "default_root_dir dump_folder",
     "device": "accelerator use_cpu",
