@@ -93,11 +93,11 @@ def configure(
     """
     console.prepare()
     script = script_globals["__file__"]
-    own = settings_of(script)
+    settings = settings_of(script)
     # the script's settings come first in --help, and take precedence over extra settings of the same name
-    known = own | (extra or {}) | own
+    known = settings | (extra or {}) | settings
     arguments = sys.argv[1:] if argv is None else argv
-    if flags := [it for it in arguments if it == "-h" or it.partition("=")[0] == "--help"]:
+    if flags := [word for word in arguments if word == "-h" or word.partition("=")[0] == "--help"]:
         if _is_rank_0():
             console.print_line(help_text(script, known, with_rare="--help=all" in flags))
         sys.exit(0)
@@ -105,7 +105,7 @@ def configure(
     arguments = _with_equals_signs(arguments, known)
     if argv is None:
         sys.argv[1:] = arguments
-    final = {name: script_globals.get(name, setting.default) for name, setting in own.items()}
+    final = {name: script_globals.get(name, setting.default) for name, setting in settings.items()}
     problems = []
     for argument in arguments:
         try:
@@ -121,7 +121,7 @@ def configure(
     if problems:
         fail("\n".join(f"{os.path.basename(script)}: {problem}" for problem in problems))
     final |= {name: _in_home(final[name]) for name in PATHS if name in final}
-    script_globals.update({name: final[name] for name in own})
+    script_globals.update({name: final[name] for name in settings})
     return final
 
 
