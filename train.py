@@ -71,96 +71,103 @@ dtype = "auto"  # auto: the fastest that suits training [auto | float32 | tf32 |
 backend = "auto"  # auto: nccl for GPUs, else gloo [auto | nccl | gloo]
 nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0]
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
-cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
-deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
 exact = False  # the same bits on any number of processes on the same kind of device; implies deterministic
-profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once, then exit
-time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
 # -- checkpoints ---------------------------------------------------------------------------------------------
 init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a folder or file
-resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
-save_checkpoint = True  # False: write no checkpoints
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
 save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0]
-keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all) [>= 0]
 # -- logging -------------------------------------------------------------------------------------------------
 eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too [> 0]
 eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split [>= 1]
 log_interval = 1  # steps between logged lines [> 0]
-sample_interval = 0  # steps between samples of two lines, also written at the end (0: never) [>= 0]
 wandb_log = False  # log to Weights & Biases too
 wandb_project = "owt"  # the project in Weights & Biases
 wandb_run_name = "gpt2"  # the name of the run in the project
-tensorboard_log = False  # log to <out_dir>/tensorboard too
 # -- data ----------------------------------------------------------------------------------------------------
 dataset = "openwebtext"  # a folder in data/ in which prepare.py was run, or a path
-data_order = "random"  # windows at any position, as in nanoGPT, or each once per epoch [random | shuffle]
 gradient_accumulation_steps = 5 * 8  # micro-batches per step, divided over all processes [>= 1]
 batch_size = 12  # sequences per micro-batch; a step reads gradient_accumulation_steps times as many [>= 1]
 block_size = 1024  # tokens per sequence [>= 1]
-vocab_size = 0  # number of token ids (0: from the data set's metadata) [>= 0]
 # -- distribution and memory ---------------------------------------------------------------------------------
 layout = "manual"  # auto: the fastest plan, in which settings below that are set are kept [manual | auto]
 zero = 0  # sharded: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters [0 | 1 | 2 | 3]
-fsdp = False  # short for zero=3
-dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2, 3) [>= 1]
 tp = 1  # tensor parallelism: ranks that divide each matrix, by heads, hidden features, vocabulary [>= 1]
 pp = 1  # pipeline parallelism: ranks that divide the layers [>= 1]
-pp_schedule = "1f1b"  # the last three: two stages per rank [gpipe | 1f1b | interleaved | zero_bubble | zbv]
 cp = 1  # context parallelism: ranks that divide each sequence [>= 1]
-shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
-ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert) [>= 1]
-grad_sync = "auto"  # the micro-steps that reduce gradients; every: less memory [auto | last | every | never]
-cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
-grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
-islands = 1  # DiLoCo workers: groups of ranks that train alone, then average (0: one per machine) [>= 0]
-local_steps = 1  # steps between two averages of the islands' weights [>= 1]
-outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD) [>= 0]
-outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD) [>= 0, < 1]
-outer_compression = "none"  # how islands send the changes [none | fp16 | int8]
-outer_parts = 1  # parts of the model that islands average at different steps, in the background [>= 1]
-ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1) [> 0]
-fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network [>= 1]
 activation_checkpointing = "none"  # recompute blocks in the backward pass: none, full, selective or every:K
-# -- fault tolerance -----------------------------------------------------------------------------------------
-on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
-nan_patience = 3  # roll back after this many consecutive skipped steps and exclude their batches [>= 1]
-max_rollbacks = 2  # stop after this many rollbacks [>= 0]
-dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
-check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
-alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
 # -- model ---------------------------------------------------------------------------------------------------
 arch = "gpt2"  # gpt2, nanochat (rotary, RMSNorm, QK-norm, ReLU squared) or llama (rotary, RMSNorm, SwiGLU)
 n_layer = 12  # number of blocks [>= 1]
 n_head = 12  # attention heads per block [>= 1]
-n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head) [>= 0]
 n_embd = 768  # width of the model [>= 1]
-n_hidden = 0  # width of the MLP (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64) [>= 0]
-head = "auto"  # output layer, tied to the embedding or not (auto: only gpt2 ties it) [auto | tied | untied]
-n_expert = 0  # mixture of experts: MLPs per block, each token uses n_expert_active (0: one MLP) [>= 0]
-n_expert_active = 2  # experts for each token [>= 1]
-balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts [>= 0]
-router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small [>= 0]
 dropout = 0.0  # probability of dropout: 0 for pretraining, 0.1 or more for fine-tuning [>= 0, < 1]
 bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better and faster
 # -- optimizer -----------------------------------------------------------------------------------------------
 optimizer = "adamw"  # muon is for the matrices of the blocks, AdamW for the rest [adamw | muon]
 learning_rate = 6e-4  # maximum learning rate, after warm-up [>= 0]
-muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
-embedding_lr = 0.0  # with muon: maximum for token embeddings of an untied head (0: learning_rate) [>= 0]
-muon_momentum = 0.95  # Muon's momentum, after warming up from 0.85 over 300 steps [>= 0, < 1]
 max_iters = 600000  # number of the last step: max_iters + 1 steps are trained, as in nanoGPT [>= 0]
 weight_decay = 1e-1  # weight decay of parameters with two or more dimensions [>= 0]
 beta1 = 0.9  # AdamW's decay rate of the first moment [>= 0, < 1]
 beta2 = 0.95  # AdamW's decay rate of the second moment [>= 0, < 1]
 grad_clip = 1.0  # maximum norm of the gradient (0: no clipping) [>= 0]
 decay_lr = True  # warm up, then decay; False: learning_rate throughout
-lr_schedule = "cosine"  # wsd: constant, then linear over the last cooldown_iters [cosine | linear | wsd]
 warmup_iters = 2000  # steps of linear warm-up [>= 0]
 lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters [>= 0]
-cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0]
 min_lr = 6e-5  # usually learning_rate / 10 [>= 0]
+# == rarely set: --help=all prints these too =================================================================
+# -- run -----------------------------------------------------------------------------------------------------
+cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
+deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
+profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
+time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
+dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
+on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
+nan_patience = 3  # roll back after this many consecutive skipped steps and exclude their batches [>= 1]
+max_rollbacks = 2  # stop after this many rollbacks [>= 0]
+check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
+alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
+# -- checkpoints ---------------------------------------------------------------------------------------------
+resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
+save_checkpoint = True  # False: write no checkpoints
+keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all) [>= 0]
+# -- logging -------------------------------------------------------------------------------------------------
+sample_interval = 0  # steps between samples of two lines, also written at the end (0: never) [>= 0]
+tensorboard_log = False  # log to <out_dir>/tensorboard too
+# -- data ----------------------------------------------------------------------------------------------------
+data_order = "random"  # windows at any position, as in nanoGPT, or each once per epoch [random | shuffle]
+vocab_size = 0  # number of token ids (0: from the data set's metadata) [>= 0]
+# -- distribution and memory ---------------------------------------------------------------------------------
+fsdp = False  # short for zero=3
+dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2, 3) [>= 1]
+pp_schedule = "1f1b"  # the last three: two stages per rank [gpipe | 1f1b | interleaved | zero_bubble | zbv]
+ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert) [>= 1]
+shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
+grad_sync = "auto"  # the micro-steps that reduce gradients; every: less memory [auto | last | every | never]
+grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
+ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1) [> 0]
+fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network [>= 1]
+cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
+islands = 1  # DiLoCo workers: groups of ranks that train alone, then average (0: one per machine) [>= 0]
+local_steps = 1  # steps between two averages of the islands' weights [>= 1]
+outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD) [>= 0]
+outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD) [>= 0, < 1]
+outer_compression = "none"  # how islands send the changes [none | fp16 | int8]
+outer_parts = 1  # parts of the model that islands average at different steps, in the background [>= 1]
+# -- model ---------------------------------------------------------------------------------------------------
+n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head) [>= 0]
+n_hidden = 0  # width of the MLP (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64) [>= 0]
+head = "auto"  # output layer, tied to the embedding or not (auto: only gpt2 ties it) [auto | tied | untied]
+n_expert = 0  # mixture of experts: MLPs per block, each token uses n_expert_active (0: one MLP) [>= 0]
+n_expert_active = 2  # experts for each token [>= 1]
+balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts [>= 0]
+router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small [>= 0]
+# -- optimizer -----------------------------------------------------------------------------------------------
+lr_schedule = "cosine"  # wsd: constant, then linear over the last cooldown_iters [cosine | linear | wsd]
+cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0]
+muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
+embedding_lr = 0.0  # with muon: maximum for token embeddings of an untied head (0: learning_rate) [>= 0]
+muon_momentum = 0.95  # Muon's momentum, after warming up from 0.85 over 300 steps [>= 0, < 1]
 lr_scaling = "none"  # scale rates and warm-up by sequences per step / base_batch [none | linear | sqrt]
 base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen [>= 0]
 # ------------------------------------------------------------------------------------------------------------

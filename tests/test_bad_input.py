@@ -119,12 +119,6 @@ class Case:
 ONE, BOTH = (1,), (1, 2)
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # fail at once instead of retrying for 24 s
 CASES = {
-    "unknown": Case(["--batch_sise=3"], ["--batch_sise", "did you mean --batch_size?"], BOTH),
-    "not-a-number": Case(["--batch_size=x"], ["batch_size='x'", "whole number"]),
-    "half": Case(["--batch_size=1.5"], ["batch_size='1.5'", "whole number"]),
-    "nan": Case(["--learning_rate=nan"], ["learning_rate='nan'", "finite"]),
-    "not-a-bool": Case(["--compile=maybe"], ["compile='maybe'", "True or False"]),
-    "no-value": Case(["--batch_size"], ["type --batch_size="]),
     "several-names": Case(
         ["--batch_sise=3", "--learning_rate=x", "none.py"],
         ["--batch_sise", "learning_rate='x'", "none.py"],
@@ -280,7 +274,6 @@ CASES = {
         ["block_size 32", "context length, 16", "--block_size=16"],
     ),
     # configs
-    "config-missing": Case(["none.py"], ["none.py: no such config file"], BOTH),
     "config-raises": Case(
         ["b.py"], ["b.py, line 2", "ZeroDivisionError"], BOTH, lambda f: write(f, "b.py", "\n1/0")
     ),
@@ -291,13 +284,7 @@ CASES = {
         lambda f: write(f, "b.py", "batch_sise = 3"),
         lines=2,
     ),
-    "config-syntax": Case(
-        ["b.py"], ["b.py, line 1", "SyntaxError"], ONE, lambda f: write(f, "b.py", "a = = 3")
-    ),
     "config-value": Case(["b.py"], ["batch_size is 0"], ONE, lambda f: write(f, "b.py", "batch_size = 0")),
-    "config-type": Case(
-        ["b.py"], ["b.py: batch_size = 'x'"], ONE, lambda f: write(f, "b.py", "batch_size = 'x'")
-    ),
     # out_dir
     "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: write(f, "a", "")),
     "out-below-file": Case(["--out_dir=a/b"], ["out_dir", "a/b"], ONE, lambda f: write(f, "a", "")),
@@ -474,7 +461,7 @@ def test_bad_input(request, trained, name, nproc):
 
 @pytest.mark.parametrize("file", ["train.py", "sample.py"])
 def test_help_prints_every_setting(zygote, tmp_path, file):
-    run = zygote.start(["--help"], tmp_path, 2, file).wait()
+    run = zygote.start(["--help=all"], tmp_path, 2, file).wait()
     for name, setting in settings_of(REPO / file).items():
         assert run.text().count(f"--{name}=") == 1
         assert setting.meaning.split()[0] in run.text()
