@@ -21,14 +21,13 @@ class OpenCheckpoint:
     """
     An open checkpoint. `run` is everything that is not a tensor: model_args, iter_num, best_val_loss, config,
     isogpt. `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if the tensors
-    are in shards. `notes` are sentences about parts of a fork's checkpoint that are not used.
+    are in shards.
     """
 
     found: FoundCheckpoint
     run: dict
     weights: dict[str, Tensor] | None = None
     optimizer: dict[str, dict[str, Tensor]] | None = None
-    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str | None:
@@ -61,13 +60,10 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
     # nanoGPT without flash attention stores the causal mask of each block
     weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
     run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
-    args, notes = nanogpt_args(path, state["model_args"])
-    run["model_args"] = args | run["isogpt"].get("model_args", {})
+    run["model_args"] = nanogpt_args(path, state["model_args"]) | run["isogpt"].get("model_args", {})
     if "isogpt" not in state:  # a fork's settings may use the same names as ours
         run["config"] = {k: v for k, v in state["config"].items() if v is not None and k != "optimizer"}
-    return OpenCheckpoint(
-        found, run, weights, optimizer_state.by_name(weights, state.get("optimizer")), notes
-    )
+    return OpenCheckpoint(found, run, weights, optimizer_state.by_name(weights, state.get("optimizer")))
 
 
 def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
