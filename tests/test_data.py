@@ -427,8 +427,8 @@ def documents():
     time.sleep(60)
 
 def write(argv):
-    gpt2 = bins.Vocabulary("tiktoken", "gpt2")
-    bins.write_documents(Path(sys.argv[2]), documents(), {}, gpt2, bins.load(gpt2), 0.0005, 1337, 2)
+    parser = bins.documents_parser("a test")
+    bins.write_documents(Path(sys.argv[2]), documents(), {}, parser.parse_args(["--num_proc=2"]))
 
 sys.exit(bins.run(write))
 """
@@ -502,30 +502,25 @@ def test_links_and_other_folders(data, tmp_path):
         ("fineweb", 10**10, "gpt2", "train_small.py", "train_gpt2.py"),
     ],
 )
-def test_the_next_command_suits_the_device(name, tokens, tokenizer, small, large, capsys, monkeypatch):
+def test_the_next_command_suits_the_device(name, tokens, tokenizer, small, large, capsys):
     """A CPU trains few FLOPs a step, and nothing needs a login. The commands are accepted when typed."""
     meta = {"train_tokens": tokens, "tokenizer": tokenizer, "val_tokens": 9, "dtype": "uint16"}
     meta |= {"tokenizer_size": 65, "vocab_size": 50304 if tokenizer == "gpt2" else 96}
-    for has_gpu, wanted in ((False, small), (True, large)):
-        monkeypatch.setattr(bins, "has_gpu", lambda answer=has_gpu: answer)
-        bins.report(REPO / "data" / name, meta)
-        *_, last = capsys.readouterr().out.splitlines()
-        assert last.startswith(f"next: python train.py config/{wanted}")
-        config = accepted("train.py", *shlex.split(last)[3:])
+    bins.report(REPO / "data" / name, meta)
+    *_, before, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"next: python train.py config/{small}")
+    commands = [last]
+    if small != large:
+        assert before.startswith(f"on a GPU: python train.py config/{large}")
+        commands.append(before)
+    for command in commands:
+        config = accepted("train.py", *shlex.split(command.partition(": ")[2])[2:])
         assert config["dataset"] == name and not config["wandb_log"]
         size = config["n_layer"] * 12 * config["n_embd"] ** 2 + meta["vocab_size"] * config["n_embd"]
         sequences = config["gradient_accumulation_steps"] * config["batch_size"]
         flops = 6 * size * sequences * config["block_size"]
-        assert has_gpu or (flops < 5e10 and config["eval_iters"] * config["batch_size"] <= 1740)
-
-
-def test_a_gpu_is_found_without_torch(monkeypatch):
-    """A PyTorch for CPUs does not use the GPU of the machine."""
-    monkeypatch.setattr(bins.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
-    monkeypatch.setattr(bins, "version", lambda package: "2.13.0+cu130")
-    assert bins.has_gpu()
-    monkeypatch.setattr(bins, "version", lambda package: "2.13.0+cpu")
-    assert not bins.has_gpu()
+        is_small = flops < 5e10 and config["eval_iters"] * config["batch_size"] <= 1740
+        assert is_small or command is before
 
 
 def test_the_next_command_trains(zygote, work):
@@ -556,6 +551,7 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
     ids = (np.arange(5000) * 7 % 50257).astype(np.uint32)
     folder = tmp_path / "mine"
     folder.mkdir()
+    (folder / "meta.json").write_text('{"dtype": "uint32"}')
 
     def divide(*args):
         monkeypatch.setattr(sys, "argv", ["split.py", str(folder), *args])
@@ -584,8 +580,8 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
         patch.setattr(bins, "sync_folder", killed)
         with pytest.raises(KeyboardInterrupt):
             divide()
-    assert set(contents(folder)) == {"all.bin", "val.bin"}
-    assert divide() == (0, "") and set(contents(folder)) == {"all.bin", "train.bin", "val.bin"}
+    assert set(contents(folder)) == {"all.bin", "val.bin", "meta.json"}
+    assert divide() == (0, "") and set(contents(folder)) == {"all.bin", "train.bin", "val.bin", "meta.json"}
 
 
 # ----- error messages

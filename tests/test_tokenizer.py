@@ -184,7 +184,7 @@ def test_padding_and_truncation_in_a_file_are_not_applied(tmp_path):
     json_tokenizer.enable_truncation(4)
     json_tokenizer.save(str(tmp_path / "tokenizer.json"))
     saved = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    words = tokenizer.load(vocabulary.of_folder(tmp_path))
+    words = tokenizer.load(vocabulary.tokenizer_in(tmp_path))
     for text, ids in (("ab", [0, 1]), ("abababab", [0, 1] * 4)):
         assert words.encode(text) == saved(text)["input_ids"] == ids
 
@@ -211,9 +211,6 @@ def test_metadata_that_is_missing(tmp_path, monkeypatch):
             tokenizer.load(unknown)
         with pytest.raises(ValueError, match="the ids cannot be decoded"):
             tokenizer.save_tokenizer(tmp_path, unknown, 65, 64)
-    characters = vocabulary.of_data({"tokenizer": "char", "vocab_size": 65}, tmp_path)
-    with pytest.raises(ValueError, match=r"there is no meta\.pkl with a table of them"):
-        tokenizer.load(characters)
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):
