@@ -627,13 +627,6 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     assert found.step == 9 and len(reports) == 1 and "step_00000006 is damaged" in reports[0]
 
 
-def test_a_pipe_instead_of_metadata(zygote, work):
-    (work / "data/tiny/meta.pkl").unlink()
-    os.mkfifo(work / "data/tiny/meta.pkl")
-    run = zygote.train(["--out_dir=out"], work, ok=False, timeout=30)
-    assert run.codes == [1] and "meta.pkl cannot be read: it is not a regular file" in run.text()
-
-
 def test_foreign_lines_in_the_log(zygote, place):
     with open(place / "out/metrics.jsonl", "a") as f:
         f.write('{"iter": null}\n[1]\n{"iter": "7", "loss": 1}\n{"note": "mine"}\n')
