@@ -81,6 +81,24 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; {self.format_usage()}")
 
 
+def documents_parser(description: str) -> Parser:
+    """The options of a prepare.py that writes documents."""
+    threads = os.cpu_count() or 1
+    parser = Parser(description, val_fraction=0.0005, tokenizer="gpt2")
+    parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
+    parser.add_argument("--num_proc", type=int, default=threads, help="number of tokenizing threads")
+    return parser
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that is out of range."""
+    if not 0 < args.val_fraction < 1:
+        problem = f"--val_fraction={args.val_fraction} is not between 0 and 1"
+        raise ValueError(f"{problem}, e.g. --val_fraction=0.0005")
+    if args.num_proc < 1:
+        raise ValueError(f"--num_proc={args.num_proc} is not a number of threads, e.g. --num_proc=1")
+
+
 def run(main: Callable[[list[str]], None]) -> int:
     """
     Call main(arguments) and return the exit status: 1, with a one-line message, for errors that a user can
@@ -105,6 +123,155 @@ def run(main: Callable[[list[str]], None]) -> int:
     return 1
 
 
+# ------------------------------------------------------------------------------------------------------------
+# two kinds of data sets: one text, and documents
+
+
+def prepare_text(
+    script: str,
+    description: str,
+    argv: list[str],
+    read: Callable[[Path], tuple[str, dict]],
+    tokenizer: str = "char",
+) -> None:
+    """
+    Parse `argv` and write one text to --out or the folder of `script`. The text is that of --data_files, or
+    the text and its source that read(folder of `script`) returns. `tokenizer` is char, or the default of
+    --tokenizer.
+    """
+    args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
+    if args.data_files is None:
+        text, source = read(Path(script).absolute().parent)
+    else:
+        text = "\n".join(read_documents(args.data_files, args.text_key))
+        source = {"data_files": args.data_files}
+    folder, special_tokens = folder_to_write(script, args.out), args.special_tokens == "True"
+    meta = write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction, special_tokens)
+    report(folder, meta)
+
+
+def write_text_dataset(
+    folder: Path,
+    text: str,
+    source: dict,
+    tokenizer: str = "char",
+    val_fraction: float = 0.1,
+    special_tokens: bool = True,
+) -> dict:
+    """
+    Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin
+    (the rest) and its metadata; returns the content of meta.json. With tokenizer char, there is one id per
+    character, in sort order. `source` describes the origin of the text. Raises ValueError if the text is too
+    short, or contains a character that the vocabulary lacks.
+    """
+    if len(text) < 2:
+        raise ValueError(f"found {len(text)} characters, need 2: use files with more text")
+    cut = int(len(text) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
+    if not 0 < cut < len(text):
+        problem = (
+            f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty"
+        )
+        raise ValueError(f"{problem}, e.g. --val_fraction=0.1")
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
+    vocabulary = characters_of(text) if tokenizer == "char" else vocabulary_named(tokenizer)
+    loaded = load_tokenizer(vocabulary, tokenizer, special_tokens)
+    with atomic_files(folder, *names_of(vocabulary)) as files:
+        files["train.bin"].write(pack_ids(loaded.encode(text[:cut]), loaded.n_ids))
+        files["val.bin"].write(pack_ids(loaded.encode(text[cut:]), loaded.n_ids))
+        return write_meta(files, vocabulary, loaded.n_ids, source)
+
+
+def characters_of(text: str) -> Vocabulary:
+    """The vocabulary of the characters of a text, in their sort order."""
+    return Vocabulary("table", {character: number for number, character in enumerate(sorted(set(text)))})
+
+
+def prepare_documents(
+    script: str,
+    description: str,
+    argv: list[str],
+    dataset: str,
+    selection: dict,
+    rows: int = 0,
+    **options: Any,
+) -> None:
+    """
+    Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
+    folder of `script`.
+
+    Args:
+        selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
+        rows: expected number of documents; 0 if unknown.
+        options: other arguments of datasets.load_dataset.
+    """
+    from tqdm import tqdm
+
+    args = documents_parser(description).parse_args(argv)
+    check_options(args)
+    if args.data_files is None:
+        documents, total = open_hub(dataset, selection, options, args.text_key, rows)
+        source = {"dataset": dataset, **selection}
+    else:
+        documents, total = read_documents(args.data_files, args.text_key), None
+        source = {"data_files": args.data_files}
+    # disable=None: no progress bar if stderr is not a terminal
+    documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
+    folder = folder_to_write(script, args.out)
+    report(folder, write_documents(folder, documents, source, args))
+
+
+def write_documents(folder: Path, documents: Iterable[str], source: dict, args: argparse.Namespace) -> dict:
+    """
+    Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
+    documents keep their order, and each is followed by the end-of-text token. Raises ValueError if there are
+    fewer than two documents, or the tokenizer lacks an end-of-text token.
+
+    Args:
+        args: val_fraction, seed, tokenizer, special_tokens, and num_proc, which does not change the result.
+    """
+    vocabulary = vocabulary_named(args.tokenizer)
+    tokenizer = load_tokenizer(vocabulary, args.tokenizer, args.special_tokens == "True")
+    if tokenizer.end_of_text is None:
+        problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
+        advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
+        raise ValueError(f"{problem}: {advice}")
+    count = 0
+    with atomic_files(folder, *names_of(vocabulary)) as files:
+        for count, ids in enumerate(tokenize(documents, tokenizer, args.num_proc), 1):
+            is_val = goes_to_val(args.seed, count - 1, args.val_fraction)
+            files["val.bin" if is_val else "train.bin"].write(ids)
+        if count < 2:
+            advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
+            raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
+        source = source | {"val_fraction": args.val_fraction, "seed": args.seed}
+        return write_meta(files, vocabulary, tokenizer.n_ids, source, documents=count)
+
+
+def tokenize(documents: Iterable[str], tokenizer: Tokenizer, num_proc: int) -> Iterator[bytes]:
+    """
+    Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file.
+    """
+    documents = filter(None, documents)
+    end = tokenizer.end_of_text
+    with ThreadPoolExecutor(num_proc) as threads:  # tokenizers release Python's lock while they work
+        while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
+            for ids in threads.map(tokenizer.encode, chunk):
+                whole = ids if ids[-1:] == [end] else [*ids, end]
+                yield pack_ids(whole, tokenizer.n_ids).tobytes()
+
+
+def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
+    """
+    Whether the document at `index` goes to val.bin: a pseudo-random function of the arguments alone. One of
+    the first two documents goes to each file, so that neither is empty.
+    """
+    if index < 2:
+        return index == seed % 2
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < val_fraction * 2**64
+
+
 def report(folder: Path, meta: dict) -> None:
     """Print a summary of the data set in `folder`; `meta` is the content of its meta.json."""
     train, val, size = meta["train_tokens"], meta["val_tokens"], meta["tokenizer_size"]
@@ -122,9 +289,10 @@ def commands_for(folder: Path, meta: dict) -> tuple[str, str]:
     train.py starts GPT-2 124M with 480 sequences a step: on a CPU, the first step takes minutes.
     """
     name = dataset_name(folder)
-    own, fast = f"config/train_{name}.py", f"config/train_{name}_fast.py"
-    if (REPOSITORY / own).exists():
-        return f"python train.py {fast if (REPOSITORY / fast).exists() else own}", f"python train.py {own}"
+    config, fast = f"config/train_{name}.py", f"config/train_{name}_fast.py"
+    if (REPOSITORY / config).exists():
+        small = fast if (REPOSITORY / fast).exists() else config
+        return f"python train.py {small}", f"python train.py {config}"
     options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
     small = f"python train.py config/train_small.py {options}"
     if meta["train_tokens"] >= LARGE:
@@ -136,8 +304,8 @@ def commands_for(folder: Path, meta: dict) -> tuple[str, str]:
 def dataset_name(folder: Path) -> str:
     """The value of train.py's --dataset for a folder: the name if the folder is in data/, else the path."""
     places = (Path("data", folder.name), Path(__file__).parent / folder.name)
-    is_found = any(place.resolve() == folder.resolve() for place in places)
-    return folder.name if is_found else str(folder.absolute())
+    has_name = any(place.resolve() == folder.resolve() for place in places)
+    return folder.name if has_name else str(folder.absolute())
 
 
 def folder_to_write(script: str, out: Path | None) -> Path:
@@ -147,6 +315,10 @@ def folder_to_write(script: str, out: Path | None) -> Path:
     return folder
 
 
+# ------------------------------------------------------------------------------------------------------------
+# reading text
+
+
 def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     """
     Yield the documents of a comma-separated list of files and globs, sorted by path. A .txt file is one
@@ -154,7 +326,7 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     Raises ValueError if a file does not exist, has a different extension or cannot be parsed.
     """
     readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in data_files.split(","):
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         files = set(filter(os.path.isfile, matches))
@@ -162,9 +334,9 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
             raise ValueError(
                 f"--data_files: no file matches '{pattern}', e.g. --data_files='texts/*.txt,more.jsonl'"
             )
-        found |= files
+        names |= files
     # a.txt and ./a.txt are the same file
-    different = {os.path.realpath(name): name for name in sorted(found, reverse=True)}
+    different = {os.path.realpath(name): name for name in sorted(names, reverse=True)}
     paths = [Path(name) for name in sorted(different.values())]
     for path in paths:  # check all files before reading the first file, which can take hours
         if path.suffix.lower() not in readers:
@@ -250,19 +422,6 @@ def read_shakespeare(folder: Path) -> tuple[str, dict]:
     return read_utf8(path), {"file": path.name}
 
 
-@contextmanager
-def hub_errors() -> Iterator[None]:
-    """Convert errors of any type (network, hub, datasets, pyarrow) to a ValueError."""
-    try:
-        yield
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"[:300]
-        advice = "if it cannot be reached, copy the .parquet files here and use --data_files='*.parquet'"
-        raise ValueError(
-            f"could not load the data set from the Hugging Face hub ({reason}); {advice}"
-        ) from error
-
-
 def open_hub(
     name: str, selection: dict, options: dict, text_key: str, rows: int
 ) -> tuple[Iterator[str], int | None]:
@@ -290,228 +449,20 @@ def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
 
 
 @contextmanager
-def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
-    """
-    Open temporary files for writing, by name. On exit, sync them to disk and move them to `folder`, in the
-    order of `names`. An exception during writing leaves `folder` unchanged. An earlier file with the last of
-    several names is deleted before the others are replaced. So after a kill this file is missing, and earlier
-    and new files are never mixed.
-    """
-    with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
-        with ExitStack() as stack:
-            files = {name: stack.enter_context(open(Path(temporary, name), "wb")) for name in names}
-            yield files
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
-        if len(names) > 1:
-            (folder / names[-1]).unlink(missing_ok=True)
-            sync_folder(folder)
-        for name in names:
-            if name == "meta.json" and "meta.pkl" not in names:
-                (folder / "meta.pkl").unlink(missing_ok=True)  # vocabulary of a previous character data set
-            os.replace(Path(temporary, name), folder / name)
-            sync_folder(folder)  # after each file, so that the order survives a power failure
-
-
-def dtype_for(tokenizer_size: int) -> np.dtype:
-    """Return uint16 if all ids below `tokenizer_size` fit, else uint32."""
-    return np.dtype(np.uint16 if tokenizer_size <= 1 << 16 else np.uint32)
-
-
-def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
-    """
-    Convert `ids` to dtype_for(tokenizer_size). Raises ValueError if an id is not in [0, tokenizer_size).
-    """
-    wide = np.asarray(ids, dtype=np.int64)
-    if wide.size and not 0 <= wide.min() <= wide.max() < tokenizer_size:
+def hub_errors() -> Iterator[None]:
+    """Convert errors of any type (network, hub, datasets, pyarrow) to a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        advice = "if it cannot be reached, copy the .parquet files here and use --data_files='*.parquet'"
         raise ValueError(
-            f"token ids from {wide.min()} to {wide.max()} do not fit a tokenizer of {tokenizer_size} ids"
-        )
-    return wide.astype(dtype_for(tokenizer_size))
+            f"could not load the data set from the Hugging Face hub ({reason}); {advice}"
+        ) from error
 
 
-def prepare_text(
-    script: str,
-    description: str,
-    argv: list[str],
-    read: Callable[[Path], tuple[str, dict]],
-    tokenizer: str = "char",
-) -> None:
-    """
-    Parse `argv` and write one text to --out or the folder of `script`. The text is that of --data_files, or
-    the text and its source that read(folder of `script`) returns. `tokenizer` is char, or the default of
-    --tokenizer.
-    """
-    args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
-    if args.data_files is None:
-        text, source = read(Path(script).absolute().parent)
-    else:
-        text = "\n".join(read_documents(args.data_files, args.text_key))
-        source = {"data_files": args.data_files}
-    folder, special_tokens = folder_to_write(script, args.out), args.special_tokens == "True"
-    meta = write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction, special_tokens)
-    report(folder, meta)
-
-
-def write_text_dataset(
-    folder: Path,
-    text: str,
-    source: dict,
-    tokenizer: str = "char",
-    val_fraction: float = 0.1,
-    special_tokens: bool = True,
-) -> dict:
-    """
-    Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin
-    (the rest) and its metadata; returns the content of meta.json. With tokenizer char, there is one id per
-    character, in sort order. `source` describes the origin of the text. Raises ValueError if the text is too
-    short, or contains a character that the vocabulary lacks.
-    """
-    if len(text) < 2:
-        raise ValueError(f"found {len(text)} characters, need 2: use files with more text")
-    cut = int(len(text) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
-    if not 0 < cut < len(text):
-        problem = (
-            f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty"
-        )
-        raise ValueError(f"{problem}, e.g. --val_fraction=0.1")
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
-    vocabulary = characters_of(text) if tokenizer == "char" else vocabulary_named(tokenizer)
-    loaded = load_tokenizer(vocabulary, tokenizer, special_tokens)
-    with atomic_files(folder, *names_of(vocabulary)) as files:
-        files["train.bin"].write(pack_ids(loaded.encode(text[:cut]), loaded.n_ids))
-        files["val.bin"].write(pack_ids(loaded.encode(text[cut:]), loaded.n_ids))
-        return write_meta(files, vocabulary, loaded.n_ids, source)
-
-
-def prepare_documents(
-    script: str,
-    description: str,
-    argv: list[str],
-    dataset: str,
-    selection: dict,
-    rows: int = 0,
-    **options: Any,
-) -> None:
-    """
-    Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
-    folder of `script`.
-
-    Args:
-        selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
-        rows: expected number of documents; 0 if unknown.
-        options: other arguments of datasets.load_dataset.
-    """
-    from tqdm import tqdm
-
-    args = documents_parser(description).parse_args(argv)
-    check_options(args)
-    if args.data_files is None:
-        documents, total = open_hub(dataset, selection, options, args.text_key, rows)
-        source = {"dataset": dataset, **selection}
-    else:
-        documents, total = read_documents(args.data_files, args.text_key), None
-        source = {"data_files": args.data_files}
-    # disable=None: no progress bar if stderr is not a terminal
-    documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
-    folder = folder_to_write(script, args.out)
-    report(folder, write_documents(folder, documents, source, args))
-
-
-def documents_parser(description: str) -> Parser:
-    """The options of a prepare.py that writes documents."""
-    threads = os.cpu_count() or 1
-    parser = Parser(description, val_fraction=0.0005, tokenizer="gpt2")
-    parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
-    parser.add_argument("--num_proc", type=int, default=threads, help="number of tokenizing threads")
-    return parser
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for an option that is out of range."""
-    if not 0 < args.val_fraction < 1:
-        problem = f"--val_fraction={args.val_fraction} is not between 0 and 1"
-        raise ValueError(f"{problem}, e.g. --val_fraction=0.0005")
-    if args.num_proc < 1:
-        raise ValueError(f"--num_proc={args.num_proc} is not a number of threads, e.g. --num_proc=1")
-
-
-def write_documents(folder: Path, documents: Iterable[str], source: dict, args: argparse.Namespace) -> dict:
-    """
-    Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
-    documents keep their order, and each is followed by the end-of-text token. Raises ValueError if there are
-    fewer than two documents, or the tokenizer lacks an end-of-text token.
-
-    Args:
-        args: val_fraction, seed, tokenizer, special_tokens, and num_proc, which does not change the result.
-    """
-    vocabulary = vocabulary_named(args.tokenizer)
-    tokenizer = load_tokenizer(vocabulary, args.tokenizer, args.special_tokens == "True")
-    if tokenizer.end_of_text is None:
-        problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
-        advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
-        raise ValueError(f"{problem}: {advice}")
-    count = 0
-    with atomic_files(folder, *names_of(vocabulary)) as files:
-        for count, ids in enumerate(tokenize(documents, tokenizer, args.num_proc), 1):
-            is_val = goes_to_val(args.seed, count - 1, args.val_fraction)
-            files["val.bin" if is_val else "train.bin"].write(ids)
-        if count < 2:
-            advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
-            raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
-        source = source | {"val_fraction": args.val_fraction, "seed": args.seed}
-        return write_meta(files, vocabulary, tokenizer.n_ids, source, documents=count)
-
-
-def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
-    """
-    Whether the document at `index` goes to val.bin: a pseudo-random function of the arguments alone. One of
-    the first two documents goes to each file, so that neither is empty.
-    """
-    if index < 2:
-        return index == seed % 2
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < val_fraction * 2**64
-
-
-def names_of(vocabulary: Vocabulary) -> list[str]:
-    """
-    Return the files of a data set in the order in which they are written: train.bin, which train.py looks
-    for, is last.
-    """
-    kinds = {"table": ["meta.pkl"], "tokenizer.json": ["tokenizer_config.json", "tokenizer.json"]}
-    return ["val.bin", *kinds.get(vocabulary.kind, []), "meta.json", "train.bin"]
-
-
-def write_meta(
-    files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, source: dict, **counts: int
-) -> dict:
-    """
-    Write the metadata and return the content of meta.json. train.bin and val.bin must be written already;
-    `size` is the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl.
-    """
-    dtype = dtype_for(size)
-    is_table = "meta.pkl" in files
-    padded = size if is_table else -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if is_table:
-        tables = {"itos": vocabulary.tokens, "stoi": vocabulary.content}
-        files["meta.pkl"].write(pickle.dumps({"vocab_size": size} | tables))
-    if vocabulary.kind == "tokenizer.json":
-        files["tokenizer.json"].write(vocabulary.content.encode())
-        files["tokenizer_config.json"].write(json.dumps({"eos_token": vocabulary.end_of_text}).encode())
-    tokens = {f"{split}_tokens": files[f"{split}.bin"].tell() // dtype.itemsize for split in ("train", "val")}
-    name = {"tiktoken": vocabulary.content, "tokenizer.json": "tokenizer.json"}.get(vocabulary.kind, "char")
-    meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": name, "tokenizer_size": size}
-    meta |= tokens | counts | {"source": source}
-    files["meta.json"].write((json.dumps(meta, indent=2) + "\n").encode())
-    return meta
-
-
-def characters_of(text: str) -> Vocabulary:
-    """The vocabulary of the characters of a text, in their sort order."""
-    return Vocabulary("table", {character: number for number, character in enumerate(sorted(set(text)))})
+# ------------------------------------------------------------------------------------------------------------
+# the vocabulary
 
 
 def vocabulary_named(name: str) -> Vocabulary:
@@ -548,14 +499,80 @@ def load_tokenizer(vocabulary: Vocabulary, name: str, special_tokens: bool) -> T
         raise ValueError(f"--tokenizer={name}: {error}") from error
 
 
-def tokenize(documents: Iterable[str], tokenizer: Tokenizer, num_proc: int) -> Iterator[bytes]:
+# ------------------------------------------------------------------------------------------------------------
+# writing a data set, whole or not at all
+
+
+def names_of(vocabulary: Vocabulary) -> list[str]:
     """
-    Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file.
+    Return the files of a data set in the order in which they are written: train.bin, which train.py looks
+    for, is last.
     """
-    documents = filter(None, documents)
-    end = tokenizer.end_of_text
-    with ThreadPoolExecutor(num_proc) as threads:  # tokenizers release Python's lock while they work
-        while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
-            for ids in threads.map(tokenizer.encode, chunk):
-                whole = ids if ids[-1:] == [end] else [*ids, end]
-                yield pack_ids(whole, tokenizer.n_ids).tobytes()
+    kinds = {"table": ["meta.pkl"], "tokenizer.json": ["tokenizer_config.json", "tokenizer.json"]}
+    return ["val.bin", *kinds.get(vocabulary.kind, []), "meta.json", "train.bin"]
+
+
+@contextmanager
+def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
+    """
+    Open temporary files for writing, by name. On exit, sync them to disk and move them to `folder`, in the
+    order of `names`. An exception during writing leaves `folder` unchanged. An earlier file with the last of
+    several names is deleted before the others are replaced. So after a kill this file is missing, and earlier
+    and new files are never mixed.
+    """
+    with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(open(Path(temporary, name), "wb")) for name in names}
+            yield files
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        if len(names) > 1:
+            (folder / names[-1]).unlink(missing_ok=True)
+            sync_folder(folder)
+        for name in names:
+            if name == "meta.json" and "meta.pkl" not in names:
+                (folder / "meta.pkl").unlink(missing_ok=True)  # vocabulary of a previous character data set
+            os.replace(Path(temporary, name), folder / name)
+            sync_folder(folder)  # after each file, so that the order survives a power failure
+
+
+def write_meta(
+    files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, source: dict, **counts: int
+) -> dict:
+    """
+    Write the metadata and return the content of meta.json. train.bin and val.bin must be written already;
+    `size` is the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl.
+    """
+    dtype = dtype_for(size)
+    is_table = "meta.pkl" in files
+    padded = size if is_table else -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if is_table:
+        tables = {"itos": vocabulary.tokens, "stoi": vocabulary.content}
+        files["meta.pkl"].write(pickle.dumps({"vocab_size": size} | tables))
+    if vocabulary.kind == "tokenizer.json":
+        files["tokenizer.json"].write(vocabulary.content.encode())
+        files["tokenizer_config.json"].write(json.dumps({"eos_token": vocabulary.end_of_text}).encode())
+    tokens = {f"{split}_tokens": files[f"{split}.bin"].tell() // dtype.itemsize for split in ("train", "val")}
+    name = {"tiktoken": vocabulary.content, "tokenizer.json": "tokenizer.json"}.get(vocabulary.kind, "char")
+    meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": name, "tokenizer_size": size}
+    meta |= tokens | counts | {"source": source}
+    files["meta.json"].write((json.dumps(meta, indent=2) + "\n").encode())
+    return meta
+
+
+def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
+    """
+    Convert `ids` to dtype_for(tokenizer_size). Raises ValueError if an id is not in [0, tokenizer_size).
+    """
+    wide = np.asarray(ids, dtype=np.int64)
+    if wide.size and not 0 <= wide.min() <= wide.max() < tokenizer_size:
+        raise ValueError(
+            f"token ids from {wide.min()} to {wide.max()} do not fit a tokenizer of {tokenizer_size} ids"
+        )
+    return wide.astype(dtype_for(tokenizer_size))
+
+
+def dtype_for(tokenizer_size: int) -> np.dtype:
+    """Return uint16 if all ids below `tokenizer_size` fit, else uint32."""
+    return np.dtype(np.uint16 if tokenizer_size <= 1 << 16 else np.uint32)

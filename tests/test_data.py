@@ -6,6 +6,7 @@ Each test works on a copy of data/ in a temporary folder.
 import hashlib
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -404,15 +405,6 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
     assert contents(folder) == before
 
 
-def test_files_appear_in_order(tmp_path, monkeypatch):
-    """train.bin is last: it marks a complete data set."""
-    order, replace = [], os.replace
-    monkeypatch.setattr(os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
-    bins.write_text_dataset(tmp_path, "some text", {})
-    assert order == ["val.bin", "meta.pkl", "meta.json", "train.bin"]
-    assert sorted(order) == sorted(contents(tmp_path))
-
-
 ENDLESS = """
 import sys, time
 from pathlib import Path
@@ -597,17 +589,14 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
     Path("folder").mkdir()
     Path("two.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     Path("key.jsonl").write_text('{"text": "one"}\n{"content": "two", "id": 3}\n')
-    Path("number.jsonl").write_text('{"text": 3}\n')
     Path("list.jsonl").write_text("[1]\n")
     Path("bad.jsonl").write_text('{"text": "one"}\n{"text": \n')
     Path("empty.txt").write_text("")
-    Path("empty.jsonl").write_text("\n\n")
     Path("one.txt").write_text("one document")
     Path("letter.txt").write_text("x")
     Path("latin.txt").write_bytes("é".encode("latin1"))
     Path("fake.parquet").write_text("not parquet")
     Path("table.csv").write_text("text")
-    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "id": [1]}), "content.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), "null.parquet")
 
     everywhere = [
@@ -623,21 +612,15 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
             "--data_files=key.jsonl",
             "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; .* --text_key=",
         ),
-        ("--data_files=number.jsonl", "number.jsonl:1: no string at 'text' in {'text': 3}"),
         ("--data_files=list.jsonl", "list.jsonl:1: no string at 'text' in [1]"),
         ("--data_files=bad.jsonl", "bad.jsonl:2: not JSON"),
         ("--data_files=latin.txt", "latin.txt: not UTF-8 at byte 0"),
         ("--data_files=fake.parquet", "fake.parquet: not readable as Parquet"),
-        (
-            "--data_files=content.parquet",
-            "content.parquet, row 1: no string at 'text' in {'content': 'a', 'id': 1}",
-        ),
         ("--data_files=null.parquet", "null.parquet, row 2: no string at 'text' in {'text': None}"),
         (
             "--data_files=empty.txt",
             ("found 0 characters, need 2: use files", "0 non-empty documents, need 2; use files"),
         ),
-        ("--data_files=empty.jsonl", ("found 0 characters", "0 non-empty documents")),
         (
             "--data_files=two.jsonl --val_fraction=0",
             (
@@ -645,12 +628,15 @@ def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, caps
                 "--val_fraction=0.0 is not between 0 and 1",
             ),
         ),
-        (
-            "--data_files=two.jsonl --val_fraction=1.5",
+        *(
             (
-                "--val_fraction=1.5 of 7 characters leaves .* empty",
-                "--val_fraction=1.5 is not between 0 and 1",
-            ),
+                f"--data_files=two.jsonl --val_fraction={value}",
+                (
+                    f"--val_fraction={value} of 7 characters leaves .* empty",
+                    f"--val_fraction={value} is not between 0 and 1",
+                ),
+            )
+            for value in (1.5, -0.1, math.inf, math.nan)
         ),
         ("--data_file=two.jsonl", "unrecognized arguments: --data_file=two.jsonl; usage: .* --data_files "),
         (

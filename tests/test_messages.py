@@ -36,7 +36,6 @@ from isogpt.checkpoint.save import Saver, nanogpt_state
 from isogpt.checkpoint.search import FoundCheckpoint, newest_checkpoint, share_found
 from isogpt.checkpoint.source import check_weights, open_checkpoint
 from isogpt.data import dataset as dataset_module
-from isogpt.data.dataset import open_dataset
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.device import pick_backend, pick_device, use_gpu
 from isogpt.launch.launchers import rank_variables
@@ -309,11 +308,6 @@ RAISED = {
     "the ranks were started with different settings: seed is 1 on rank 0, 2 on rank 1": lambda at: (
         check_alike([{"seed": 1, "host": "a"}, {"seed": 2, "host": "a"}])
     ),
-    # data
-    "no train.bin in data/nowhere or": lambda at: open_dataset("nowhere", 8),
-    "train.bin is empty; write train.bin": lambda at: open_dataset(data_in(at.path / "d", train=[]), 8),
-    "holds a list, not a dict": lambda at: open_dataset(data_in(at.path / "d", pkl=[1]), 8),
-    "meta.json cannot be read: ": lambda at: open_dataset(data_in(at.path / "d", meta="{"), 8),
     # checkpoints
     "ckpt.pt cannot be loaded: ": lambda at: ((at.path / "ckpt.pt").touch(), read_file(at.path / "ckpt.pt")),
     "ckpt.pt is not a nanoGPT or isoGPT checkpoint: it lacks model, model_args, iter_num": lambda at: (

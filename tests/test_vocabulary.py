@@ -165,8 +165,8 @@ def test_metadata_of_different_data_sets(tmp_path):
     ):
         open_dataset(str(tmp_path), 16)
     (tmp_path / "meta.json").write_text(json.dumps(ours | {"tokenizer": "tokenizer.json"}))
-    found = open_dataset(str(tmp_path), 16).vocabulary
-    assert found.kind == "unknown" and "a tokenizer.json, but" in found.content
+    unknown = open_dataset(str(tmp_path), 16).vocabulary
+    assert unknown.kind == "unknown" and "a tokenizer.json, but" in unknown.content
 
 
 def test_a_vocabulary_that_the_data_knows_only_in_part():
@@ -180,11 +180,11 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
     data.vocabulary = Vocabulary("table", ABC | {"d": 3})
     assert vocabulary_for_run(data, source, "out", 4, True) == (data.vocabulary, [])
     data.vocabulary, data.highest = None, 57
-    found, (note,) = vocabulary_for_run(data, None, "scratch", 50304, False)
-    assert found == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest id is 57" in note
+    gpt2, (note,) = vocabulary_for_run(data, None, "scratch", 50304, False)
+    assert gpt2 == Vocabulary("tiktoken", "gpt2") and "GPT-2's, although the highest id is 57" in note
     assert note.endswith("--vocab_size=58")
     data.highest = 50256
-    assert vocabulary_for_run(data, None, "scratch", 50304, False) == (found, [])
+    assert vocabulary_for_run(data, None, "scratch", 50304, False) == (gpt2, [])
 
 
 def test_no_tokens_next_to_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
@@ -379,9 +379,9 @@ def test_special_tokens_and_stop(at, capsys, zygote, work):
     """
     One rule for prompts and data: the text of a special token is the token, unless special_tokens is False.
     """
-    words = tokenizer.load(Vocabulary("tokenizer.json", special_json()))
+    special = tokenizer.load(Vocabulary("tokenizer.json", special_json()))
     plain = tokenizer.load(Vocabulary("tokenizer.json", special_json()), special_tokens=False)
-    assert (words.encode("a<e>b"), plain.encode("a<e>b")) == ([0, 5, 1], [0, 2, 3, 4, 1])
+    assert (special.encode("a<e>b"), plain.encode("a<e>b")) == ([0, 5, 1], [0, 2, 3, 4, 1])
     # a prompt is continued: it does not end with the token that the tokenizer adds at the end of a document
     for template, ids, begun in (
         ("$A <e>", [0, 5, 1, 5], [0, 5, 1]),
@@ -391,7 +391,7 @@ def test_special_tokens_and_stop(at, capsys, zygote, work):
         adding = tokenizer.load(Vocabulary("tokenizer.json", special_json(template)))
         assert (adding.encode("a<e>b"), adding.begin("a<e>b")) == (ids, begun)
     assert (adding.encode(""), adding.begin(""), adding.begin("a<e>")) == ([5, 5], [5], [5, 0, 5])
-    assert words.begin("a<e>b") == [0, 5, 1]
+    assert special.begin("a<e>b") == [0, 5, 1]
     assert tokenizer.cut_at("one STOP two STOP", "STOP", 0) == "one "
     assert (
         tokenizer.cut_at("STOP two STOP", "STOP", 4) == "STOP two "
@@ -416,11 +416,13 @@ def special_json(template="$A"):
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    made = Tokenizer(models.WordLevel({c: i for i, c in enumerate("ab<e>")}, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made.add_special_tokens(["<e>"])
-    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<e>", 5)])
-    return made.to_str()
+    json_tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate("ab<e>")}, unk_token="?"))
+    json_tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    json_tokenizer.add_special_tokens(["<e>"])
+    json_tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<e>", 5)]
+    )
+    return json_tokenizer.to_str()
 
 
 def test_a_model_with_too_few_ids(zygote, work, tmp_path):
