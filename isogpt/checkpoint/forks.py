@@ -34,13 +34,13 @@ def nanogpt_args(path: Path, saved: object) -> dict:
     args["dropout"] = float(saved.get("dropout") or 0.0)
     others = [f"{name}={saved[name]!r}" for name in saved if name not in args and name not in HARMLESS]
     if others:
-        problem = f"{path}: nanoGPT's model does not know {some_of(others)} in model_args"
+        problem = f"{path}: nanoGPT's model does not know {shortened(others)} in model_args"
         advice = "load it with the program that saved it, or delete from model_args what changes no result"
         raise ValueError(f"{problem}: {advice}")
     return args
 
 
-def some_of(names: list[str]) -> str:
+def shortened(names: list[str]) -> str:
     """The first names of a list, and how many there are in addition."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -16,7 +16,7 @@ import torch.nn as nn
 
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import RunFolder
-from isogpt.checkpoint.forks import MODEL_ARGS, some_of
+from isogpt.checkpoint.forks import MODEL_ARGS, shortened
 from isogpt.checkpoint.manifest import make_manifest, step_folder
 from isogpt.checkpoint.owner import check_owner, claim_again, is_owned, try_to_write, unfinished_folder
 from isogpt.checkpoint.progress import Progress
@@ -142,7 +142,7 @@ class Saver:
         """
         if bad := names_of_not_finite(model):
             raise ValueError(
-                f"weights are not finite at step {step} ({some_of(bad)}): no checkpoint was written"
+                f"weights are not finite at step {step} ({shortened(bad)}): no checkpoint was written"
             )
         if not is_main():
             return ""

@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.forks import nanogpt_args, some_of, without_wrappers
+from isogpt.checkpoint.forks import nanogpt_args, shortened, without_wrappers
 from isogpt.checkpoint.search import FoundCheckpoint, check_same
 from isogpt.launch.device import synchronize
 from isogpt.parallel.local_parts import copy_to_cpu, local
@@ -81,7 +81,7 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     wanted = used if source.run["model_args"].get("n_expert") else dense  # an MLP is copied to experts
     lacking = sorted(wanted - source.weights.keys())
     if lacking:
-        raise ValueError(f"{path} does not fit the model: it lacks {some_of(lacking)}")
+        raise ValueError(f"{path} does not fit the model: it lacks {shortened(lacking)}")
     if (
         model.config.tied
         and head in source.weights
@@ -93,7 +93,7 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     unused = sorted(source.weights.keys() - wanted - ({head} if model.config.tied else set()))
     if unused:
         raise ValueError(
-            f"{path} does not fit the model: it also contains {some_of(unused)}, which nanoGPT's model "
+            f"{path} does not fit the model: it also contains {shortened(unused)}, which nanoGPT's model "
             "does not contain"
         )
 
@@ -115,5 +115,5 @@ def names_of_not_finite(model: nn.Module) -> list[str]:
 def check_finite(model: nn.Module, where: object) -> None:
     """Raise ValueError if weights from `where` are not finite: nanoGPT also saves such weights."""
     if bad := names_of_not_finite(model):
-        problem = f"weights in {where} are not finite ({some_of(bad)}), so that the model predicts nothing"
+        problem = f"weights in {where} are not finite ({shortened(bad)}), so that the model predicts nothing"
         raise ValueError(f"{problem}: use a checkpoint from before the loss became NaN")
