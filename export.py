@@ -67,8 +67,6 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)
-    for note in source.notes:
-        print(f"note: {note}", file=sys.stderr)
     materialize(model, torch.device("cpu"))
     if form == "hf":
         restore_checkpoint(source, model)

@@ -106,8 +106,6 @@ with exit_together():
         if ranks.is_main:
             loss = "unknown" if found.val_loss is None else f"{found.val_loss:.4f}"
             print(f"{found.path}: step {found.step}, val loss {loss}", file=sys.stderr)
-            for note in source.notes:
-                print(f"note: {note}", file=sys.stderr)
     else:
         pretrained = GPT.from_pretrained(init_from)
     model_args = source.run["model_args"] if source else pretrained.describe()

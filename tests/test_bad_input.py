@@ -158,14 +158,6 @@ CASES = {
     ),
     "no-data-path": Case(["--dataset=/no/where"], ["no train.bin in /no/where"]),
     "no-val": Case([], ["data/tiny/val.bin does not exist", "split.py data/tiny"], BOTH, data(val_bin=None)),
-    "empty-val": Case([], ["data/tiny/val.bin is empty", "write train.bin"], ONE, data(val_bin=b"")),
-    "empty-train": Case([], ["data/tiny/train.bin is empty", "write train.bin"], ONE, data(train_bin=b"")),
-    "odd-val": Case(
-        [], ["data/tiny/val.bin contains 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])
-    ),
-    "short-val": Case(
-        [], ["data/tiny/val.bin contains 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])
-    ),
     "block-over-data": Case(
         ["--block_size=20001"], ["train.bin contains 20000 tokens", "--block_size=", "20001"], BOTH
     ),
@@ -174,33 +166,6 @@ CASES = {
     ),
     "small-vocabulary": Case(["--vocab_size=10"], ["describes 65 token ids", "10", "--vocab_size=65"]),
     "meta-code": Case([], ["meta.pkl cannot be read", "system"], BOTH, data(meta_pkl=pickle.dumps(Evil()))),
-    "meta-list": Case([], ["meta.pkl"], ONE, data(meta_pkl=pickle.dumps([1]))),
-    "meta-cut": Case([], ["meta.pkl cannot be read"], ONE, data(meta_pkl=lambda b: b[:50])),
-    "json-broken": Case([], ["meta.json cannot be read"], ONE, data(meta_json=b"{x")),
-    "json-list": Case([], ["meta.json"], ONE, data(meta_json=b"[1]")),
-    "json-dtype": Case(
-        [], ["meta.json", "'int8'", "uint16", "uint32"], ONE, data(meta_json=b'{"dtype": "int8"}')
-    ),
-    "json-vocab": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": "many"}')),
-    "json-null": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": null}')),
-    # files of different prepare.py runs
-    "json-counts": Case(
-        [],
-        ["train.bin", "prepare.py"],
-        ONE,
-        data(
-            meta_json=json.dumps(
-                {
-                    "train_tokens": 99999,
-                    "dtype": "uint16",
-                    "vocab_size": 65,
-                    "tokenizer": "char",
-                    "tokenizer_size": 65,
-                    "source": {},
-                }
-            ).encode()
-        ),
-    ),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
     "no-gpu-1": Case(["--device=cuda:1"], ["device is 'cuda", "--device=cpu"]),

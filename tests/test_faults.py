@@ -1,6 +1,5 @@
 """Faults that were found by trying to break the scripts: each test failed before its repair."""
 
-import contextlib
 import errno
 import json
 import os
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -34,7 +32,6 @@ from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
 from isogpt.common import files
 from isogpt.common.files import load_pickle, reason_of, write_whole
-from isogpt.data.dataset import open_dataset, read_meta
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.launchers import Launch, make_launch
 from isogpt.monitor.log import Logger
@@ -627,13 +624,6 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     assert found.step == 9 and len(reports) == 1 and "step_00000006 is damaged" in reports[0]
 
 
-def test_a_pipe_instead_of_metadata(zygote, work):
-    (work / "data/tiny/meta.pkl").unlink()
-    os.mkfifo(work / "data/tiny/meta.pkl")
-    run = zygote.train(["--out_dir=out"], work, ok=False, timeout=30)
-    assert run.codes == [1] and "meta.pkl cannot be read: it is not a regular file" in run.text()
-
-
 def test_foreign_lines_in_the_log(zygote, place):
     with open(place / "out/metrics.jsonl", "a") as f:
         f.write('{"iter": null}\n[1]\n{"iter": "7", "loss": 1}\n{"note": "mine"}\n')
@@ -779,16 +769,6 @@ def test_a_second_of_tensorboards_steps_after_a_rollback(tmp_path):
     assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("fraction", ["inf", "nan", "1.5", "-0.1"])
-def test_a_val_fraction_that_is_none(work, fraction):
-    command = [sys.executable, str(REPO / "data/shakespeare_char/prepare.py"), f"--val_fraction={fraction}"]
-    (work / "text.txt").write_text("to be or not to be")
-    done = subprocess.run([*command, f"--data_files={work}/text.txt"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith(
-        f"error: --val_fraction={float(fraction)} of 18 characters"
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------
 # conditions that were not tried before
 
@@ -800,58 +780,6 @@ def test_the_clock_is_set_back(zygote, place):
     zygote.train(RESUME, place)
     recovered = [r["seconds"] for r in records(place / "out") if r.get("event") == "recovered"]
     assert recovered == [0] and len(column(place / "out", "loss")) == 8
-
-
-def test_ids_beyond_16_bits(zygote, work):
-    """A genuine uint32 data set, and one whose length is not a multiple of 4 bytes."""
-    folder = work / "data/wide"
-    folder.mkdir()
-    ids = np.random.default_rng(0).integers(65536, 70000, 3000).astype(np.uint32)
-    for split in ("train", "val"):
-        ids.tofile(folder / f"{split}.bin")
-    (folder / "meta.json").write_text(json.dumps({"vocab_size": 70016, "dtype": "uint32"}))
-    args = ["--dataset=wide", "--out_dir=out", "--max_iters=2"]
-    run = zygote.train(args, work)
-    assert "vocabulary size 70016" in run.text() and 11 < column(work / "out", "loss")[0] < 11.4
-    with open(folder / "train.bin", "ab") as f:
-        f.write(b"12")
-    run = zygote.train(args, work, ok=False)
-    assert run.codes == [1] and "12002 bytes, not a multiple of 4 (uint32)" in run.text()
-
-
-@pytest.mark.slow
-def test_prepare_is_killed_at_random_moments(tmp_path):
-    """What is there afterwards is one data set or the other, or there is none and a message says so."""
-    folder, texts = tmp_path / "data/chars", {"a": "abc" * 200_000, "b": "bdfg" * 170_000}
-    shutil.copytree(REPO / "data/shakespeare_char", folder, ignore=shutil.ignore_patterns("*.bin", "meta.*"))
-    shutil.copy(REPO / "data/bins.py", tmp_path / "data")
-    (tmp_path / "isogpt").symlink_to(REPO / "isogpt")  # which bins.py imports
-    for name, text in texts.items():
-        (tmp_path / f"{name}.txt").write_text(text)
-
-    def prepare(name):
-        command = [sys.executable, str(folder / "prepare.py"), f"--data_files={tmp_path / name}.txt"]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-    began = time.monotonic()
-    assert prepare("a").wait() == 0
-    duration, found = time.monotonic() - began, []
-    until_the_end = [100, 100]  # once for each text
-    for i, moment in enumerate([*np.random.default_rng(0).uniform(0.3, 1.1, 24), *until_the_end]):
-        process = prepare("ab"[i % 2])
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(moment * duration)
-        process.kill()
-        process.wait()
-        try:
-            data = open_dataset(str(folder), 64)
-        except ValueError as e:
-            assert re.match(r"no train.bin in .*; run: python .*prepare\.py($|, or set --dataset=)", str(e))
-            continue
-        itos = read_meta(folder)["itos"]
-        text = "".join(itos[i] for i in [*data.train.tolist(), *data.val.tolist()])
-        found.append([name for name, expected in texts.items() if text == expected])
-    assert all(found) and len({name for names in found for name in names}) == 2
 
 
 def test_a_pickle_may_read_members_of_enums_and_no_other_attributes(tmp_path):

@@ -45,7 +45,7 @@ def differences(
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
     if is_resume:
         found += reading_differences(config, source) + update_differences(config, source)
-    return [*found, *source.notes] if source else found
+    return found
 
 
 def reading_differences(config: dict, source: OpenCheckpoint) -> list[str]:

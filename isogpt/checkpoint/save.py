@@ -15,7 +15,7 @@ from torch import nn
 from isogpt.checkpoint.ckpt_file import in_nanogpts_form, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded
-from isogpt.checkpoint.forks import some_of
+from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import make_manifest, step_folder
 from isogpt.checkpoint.owner import check_owner, claim_again, unfinished_folder
 from isogpt.checkpoint.search import FoundCheckpoint, share_found
@@ -115,7 +115,7 @@ class Saver:
         """Wait for the device, and raise ValueError if weights are not finite."""
         if bad := names_of_not_finite(model):
             raise ValueError(
-                f"weights are not finite at step {step} ({some_of(bad)}): no checkpoint was written"
+                f"weights are not finite at step {step} ({shortened(bad)}): no checkpoint was written"
             )
 
     def keep_folder(self) -> str:
