@@ -176,7 +176,7 @@ def run_report() -> dict:
     if rank > 0:
         return {}
 
-    parts, best, gb, mb = split_step(run, silent), limits(run), run["memory_gb"], run["mb_sent"]
+    parts, best, gb = split_step(run, silent), limits(run), run["memory_gb"]
     count = f"{processes} process{'es' if processes > 1 else ''}"
     print(f"\n{steps} steps of {run['tokens_a_step']:,} tokens on {count}, {run['dtype']}; medians:")
     print(f"  {'':13} {'mean of the ranks':>18} {'slowest rank':>13}")
@@ -184,10 +184,6 @@ def run_report() -> dict:
     for name, ms in {"ms per step": run["step_ms"], **parts}.items():
         print(f"  {name:13} {shown(ms['mean'], '.2f'):>18} {shown(ms['max'], '.2f'):>13}")
     print(f"  {'memory':13} {gb['mean']:18.2f} {gb['max']:13.2f}  GB, peak")
-    print(
-        f"  {'MB sent':13} {shown(mb['mean'], '.3f'):>18} {shown(mb['max'], '.3f'):>13}  per rank and step, "
-        "over TCP"
-    )
     print(f"  {'MFU':13} {shown(run['mfu'], '.1%'):>18}")
     if "pipeline" in run["spans_ms"]:
         print(f"  {'bubble share':13} {shown_bubble(bubble(run)):>18}  of the pipeline's time (by formula)")
@@ -243,7 +239,7 @@ def row_of(run: dict, tried: list[dict]) -> str:
     point, row = run["point"], ""
     if len(tried) == 1:
         row = "".join(f"  {name:>9}" for name in point) + "  tokens/step   tokens/s   ms/step       GB"
-        row += "   MB sent    MFU  speed-up"
+        row += "    MFU  speed-up"
         row += "  efficiency" if "nproc" in point else ""
         row += "   comm ms  bubble (formula)\n" if shows_waits(point) else "\n"
     row += "".join(f"  {value!s:>{max(len(name), 9)}}" for name, value in point.items())
@@ -252,10 +248,7 @@ def row_of(run: dict, tried: list[dict]) -> str:
     first = next(other for other in tried if "problem" not in other)
     speed_up = run["tokens_per_s"] / first["tokens_per_s"]
     row += f" {run['tokens_a_step']:12,} {run['tokens_per_s']:10,.0f} {run['step_ms']['mean']:9.2f}"
-    row += (
-        f" {run['memory_gb']['max']:8.2f} {shown(run['mb_sent']['mean'], '.3f'):>9} "
-        f"{shown(run['mfu'], '.1%'):>6}"
-    )
+    row += f" {run['memory_gb']['max']:8.2f} {shown(run['mfu'], '.1%'):>6}"
     row += f" {speed_up:8.2f}x"
     row += f" {speed_up * first['processes'] / run['processes']:11.0%}" if "nproc" in point else ""
     has_more = "exposed_ms" in run

@@ -63,10 +63,6 @@ def test_two_processes_that_bench_launches_itself(zygote, work):
     check_split(found["report"], 2)
     assert found["report"]["split_ms"]["exposed comm"]["mean"] is not None and "without communication" in text
     assert f"3 steps of {2 * 2 * 16} tokens on 2 processes" in text
-    sent, gradients = found["report"]["run"]["mb_sent"], 4 * found["report"]["run"]["parameters"] / 1e6
-    if sys.platform == "linux":
-        assert gradients < sent["mean"] <= sent["max"] < 1.2 * gradients
-        assert f"{sent['mean']:18.3f} {sent['max']:13.3f}  per rank and step" in text
 
 
 @pytest.mark.slow

@@ -292,7 +292,6 @@ def gathered(**changes):
             memory_gb=1.0,
             forward_ms=1.0,
             stop=0.0,
-            bytes_sent=0.0,
             loss_scale=1.0,
             waiting=0.0,
             grad_square_fine=0.0,

@@ -991,7 +991,6 @@ def figures(*args, **kw):
             ("data", "forward", "backward", "clip", "optimizer"), {"mean": 1.0, "max": 1.5}
         ),
         "memory_gb": both,
-        "mb_sent": both,
         "mfu": 0.25,
         "settings": {"out_dir": ".", "tp": 1, "pp": 1, "ep": 1},
     }
@@ -1014,7 +1013,6 @@ def test_the_report_of_bench(at, capsys):
         "once more, without communication (grad_sync never)",
         "3 steps of 64 tokens on 2 processes, float32; medians:",
         "memory 10.00 12.00 GB, peak",
-        "MB sent 10.000 12.000 per rank and step, over TCP",
         "matmul peak 2 TFLOP/s of which the step reaches 50.0%",
         "copy peak 20.0 GB/s of which the optimizer reaches n/a",
     ):

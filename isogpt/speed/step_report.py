@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 from isogpt.common.files import read_records
 from isogpt.parallel.mesh import bubble_formula
@@ -45,9 +45,6 @@ def figures(out: Path, timed: int) -> dict:
     start, steps = records[0], [r for r in records if "step_ms" in r][-timed:]
     config, mean_ms = start["config"], median(r["step_ms"] for r in steps)
     tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
-    sends = steps[0]["bytes_sent"] is not None
-    # a mean over the steps, since some steps may send nothing
-    sent = {"mean": "bytes_sent", "max": "bytes_sent_max"}
     return {name: start[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
         "processes": start["world_size"],
         "tokens_a_step": tokens,
@@ -56,7 +53,6 @@ def figures(out: Path, timed: int) -> dict:
         "spans_ms": records[-1]["spans_ms"],
         "collectives_ms": traced_collectives(out / "trace.json", config["ep"] > 1),
         "memory_gb": {"mean": steps[-1]["memory_gb"], "max": steps[-1]["memory_gb_max"]},
-        "mb_sent": {kind: mean(r[key] for r in steps) / 1e6 if sends else None for kind, key in sent.items()},
         "mfu": median(r["mfu"] for r in steps) if start["peak_flops"] else None,
         "settings": config,
     }
