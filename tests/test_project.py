@@ -168,11 +168,10 @@ import runpy, sys
 for name in {names}:
     sys.modules[name] = None  # importing it raises ImportError
 sys.path.insert(0, {folder!r})
-for script, *args in {commands}:
-    sys.argv = [script, *args]
-    runpy.run_path(script, run_name="__main__")
+sys.argv = [{script!r}, *{args}]
+runpy.run_path({script!r}, run_name="__main__")
 """
-# what is imported where it is used, and takes a second or more
+# what takes a second or more to import, and is imported where it is used; training's optimizers use the first
 NOT_AT_A_START = (
     "torch._dynamo",
     "torch._inductor",
@@ -183,14 +182,11 @@ NOT_AT_A_START = (
 )
 
 
-def test_a_run_and_its_samples_need_no_part_of_torch_that_takes_a_second_to_import(work):
+def test_samples_need_no_module_that_takes_a_second_to_import(zygote, work):
     """The processes from which tests fork runs have imported all of them."""
-    commands = [
-        [str(REPO / "train.py"), *TINY, "--max_iters=0", "--eval_iters=1", "--out_dir=out"],
-        [str(REPO / "train.py"), *TINY, "--max_iters=1", "--out_dir=out", "--init_from=resume"],
-        [str(REPO / "sample.py"), "--out_dir=out", "--device=cpu", "--num_samples=1", "--max_new_tokens=5"],
-    ]
-    code = WITHOUT.format(names=NOT_AT_A_START, folder=str(REPO), commands=commands)
+    zygote.train(["--max_iters=0", "--out_dir=out"], work)
+    args = ["--out_dir=out", "--device=cpu", "--num_samples=1", "--max_new_tokens=5"]
+    code = WITHOUT.format(names=NOT_AT_A_START, folder=str(REPO), script=str(REPO / "sample.py"), args=args)
     done = subprocess.run([sys.executable, "-c", code], cwd=work, capture_output=True, text=True)
     assert done.returncode == 0 and "5 tokens in " in done.stderr, done.stdout[-2000:] + done.stderr[-2000:]
 

@@ -4,7 +4,6 @@ The optimizers: which of them updates a parameter, at which rate and with which 
 Muon is in muon.py, the optimizers' state by parameter name in optimizer_state.py.
 """
 
-import inspect
 import math
 import re
 from collections import defaultdict
@@ -108,13 +107,6 @@ def make_optimizers(
     """
     mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
-    if device_type == "cpu":
-        # torch's optimizers import torch.compile when they are created, at their first step and when they are
-        # saved, only to exclude themselves. This takes 1 of the 3.4 s to the first step on a CPU, where
-        # nothing is compiled.
-        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-            method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-            method.__dict__.setdefault("__dynamo_disable", method)
     betas, is_fused = (settings.beta1, settings.beta2), device_type in ("cuda", "cpu", "mps")
     groups = groups_by_optimizer(model, settings)
     optimizers = []
@@ -183,8 +175,6 @@ def make_optimizer(
             groups, cls, process_group=replicas, parameters_as_bucket_view=True, **options
         )
     made = cls(groups, **options)
-    if groups[0]["params"][0].device.type == "cpu":
-        made.step = partial(torch.no_grad()(inspect.unwrap(cls.step)), made)
     if zero >= 2 and cls is torch.optim.AdamW:
         made.step = partial(step_local_parts, made)
     return made
