@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shutil
-import signal
 import time
 
 import pytest
@@ -529,29 +528,3 @@ def test_a_torn_metrics_file_is_cut_back(tmp_path):
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if "event" not in r] == [0, 1, 2, 3, 4]
     assert [r["event"] for r in kept if "event" in r] == ["save", "resume"]
-
-
-def test_sigint_and_sigterm_leave_valid_checkpoints(zygote, work):
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        args = [*TINY, "--out_dir=out", "--init_from=auto", "--save_interval=2", "--max_iters=100000"]
-        run = zygote.start(args, work)
-        run.until(lambda text: text.count("saved ") >= 3)
-        run.kill(sig=sig)
-        run.wait(ok=False)
-        assert run.codes[0] != 0
-        found, reports = newest_checkpoint(str(work / "out"))
-        assert found and not reports
-
-
-@pytest.mark.slow
-def test_auto_starts_from_the_given_weights_once_and_resumes_after_that(zygote, work):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=32, vocab_size=65)
-    transformers.GPT2LMHeadModel(config).save_pretrained(work / "weights")
-    zygote.train(["--init_from=weights", "--out_dir=plain", "--max_iters=3"], work)
-    args = ["--init_from=auto:weights", "--out_dir=out"]
-    zygote.train([*args, "--max_iters=3"], work)
-    assert column(work / "out", "loss") == column(work / "plain", "loss")
-    assert "step_00000004/ckpt.pt, step 4" in zygote.train([*args, "--max_iters=5"], work).text()
-    assert sorted(column(work / "out", "loss")) == list(range(6))
-    assert "possible: scratch" in zygote.train(["--init_from=auto:nowhere"], work, ok=False).text()
