@@ -149,10 +149,8 @@ WAYS = {
     "2-1-zero3": (2, ["--shares=2,1", "--zero=3"]),
     "3-1-1": (3, ["--shares=3,1,1"]),
     "1-3-without-accumulation": (2, ["--shares=1,3", "--gradient_accumulation_steps=1", "--batch_size=24"]),
-    "3-1-1-zero1": (3, ["--shares=3,1,1", "--zero=1"]),
     "3-1-1-zero3": (3, ["--shares=3,1,1", "--zero=3"]),
     "2-1-zero2": (2, ["--shares=2,1", "--zero=2"]),
-    "2-1-every": (2, ["--shares=2,1", "--grad_sync=every"]),
     "2-1-tp2": (4, ["--shares=2,1", "--tp=2"]),
     "2-1-cp2": (4, ["--shares=2,1", "--cp=2"]),
 }
@@ -269,24 +267,18 @@ def test_a_slow_rank_gets_fewer_rows(zygote, work):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# mistakes, memory, the docs
+# mistakes and memory
 
 NOT_A_LIST = "possible are equal, auto, and positive numbers, one for each data-parallel rank, such as 2,1,1"
 MISTAKES = {
-    **{
-        value: f"shares is '{value}'; {NOT_A_LIST}"
-        for value in ("fast", "2,x", "2,,1", "2,0", "2,-1", "nan,1", "inf,1")
-    },
-    "": f"shares is ''; {NOT_A_LIST}",
+    **{value: f"shares is '{value}'; {NOT_A_LIST}" for value in ("fast", "2,,1", "2,0", "nan,1")},
     "2,1 --pp=2": "shares is '2,1', but the ranks of a pipeline (pp 2) need equal shares: set --shares=equal",
-    "auto --pp=2": "shares is 'auto', but the ranks of a pipeline (pp 2) need equal shares: "
-    "set --shares=equal",
     **{
         (
             f"auto {way}"
         ): "shares 'auto' needs a whole model on each rank (zero 0 or 1; tp, cp and ep 1) to measure "
         "each rank: set a list such as --shares=2,1, or --shares=equal"
-        for way in ("--zero=2", "--fsdp=True", "--tp=2", "--cp=2", "--ep=2 --n_expert=4")
+        for way in ("--zero=2", "--tp=2")
     },
     "2,1": (
         "shares is '2,1', but there is only one data-parallel rank: set --shares=equal, or start more "
