@@ -37,8 +37,8 @@ n_expert_active tp pp cp ep dp_replicate local_steps outer_parts
 """
 NOT_NEGATIVE = """
 max_iters save_interval keep_last seed vocab_size warmup_iters lr_decay_iters learning_rate min_lr
-weight_decay grad_clip nproc cooldown_iters muon_lr embedding_lr n_kv_head n_hidden n_expert
-balance_loss router_z_loss base_batch islands outer_lr max_rollbacks time_limit_s check_ranks_interval sample_interval
+weight_decay grad_clip nproc cooldown_iters muon_lr embedding_lr n_kv_head n_hidden n_expert balance_loss
+router_z_loss base_batch islands outer_lr max_rollbacks time_limit_s check_ranks_interval sample_interval
 """
 OUTSIDE = {
     "eval_interval=0": "must be above 0",
