@@ -204,19 +204,6 @@ def test_an_exported_file_of_abandoned_steps_is_not_resumed(zygote, work):
     assert final(out / "abandoned_ckpt.pt_1")["iter_num"] == 3 and final(out)["iter_num"] == 5
 
 
-def test_an_older_ckpt_pt_that_a_user_puts_back_is_named_and_kept(zygote, work):
-    zygote.train(["--out_dir=out", "--save_interval=2", "--keep_last=0", "--max_iters=3"], work)
-    out = work / "out"
-    (out / "ckpt.pt").unlink()
-    shutil.copyfile(out / "step_00000002/ckpt.pt", out / "ckpt.pt")
-    text = zygote.train(["--out_dir=out", "--init_from=resume", "--max_iters=4"], work).text()
-    assert (
-        "warning: out/ckpt.pt, step 2, is not used, since step 4 is further on: to use the file, put it in"
-        in text
-    )
-    assert final(out / "abandoned_ckpt.pt")["iter_num"] == 2 and final(out)["iter_num"] == 5
-
-
 def fresh_run(out, folder):
     """
     A folder to resume from at step 0 with the weights of `out` and without optimizer state: a reference for
@@ -383,14 +370,6 @@ def test_a_run_from_scratch_moves_an_earlier_run_aside(zygote, work):
     assert (work / "out" / "previous_1" / "step_00000005" / "ckpt.pt").exists()
     assert final(work / "out")["config"]["seed"] == 2
     assert final(work / "out" / "previous_1")["config"]["seed"] == 1
-
-
-def test_scratch_means_scratch_in_a_folder_of_that_name(zygote, work):
-    """--init_from=scratch is never the name of a run folder."""
-    for _ in range(2):
-        run = zygote.train(["--out_dir=scratch", "--max_iters=2"], work)
-        assert "parameters, from scratch\n" in run.text()
-    assert column(work / "scratch", "loss") == column(work / "scratch" / "previous_1", "loss")
 
 
 def test_the_last_multiple_and_the_state_after_the_last_step_are_both_evaluated_and_saved(zygote, work):
