@@ -4,7 +4,7 @@ nothing on disk changes, and several processes print the message once. The secon
 users do to a run.
 
 A case for one process runs in the process of the tests, unless it needs variables of a launcher or a process
-group. The fixture `outcomes` makes all launches of the first part at once, and the tests read the outcomes.
+group.
 """
 
 import json
@@ -14,14 +14,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from runs import REPO, TINY, free_port, script, tiny_data
+from runs import REPO, TINY, script, tiny_data, wait_for
 
 from configurator import settings_of
 from isogpt.checkpoint.manifest import damage, step_folders
@@ -136,7 +135,6 @@ class Case:
     script: str = "train.py"
     env: dict = field(default_factory=dict)
     lines: int | None = 1  # of output, of all ranks; None: any number, each line once
-    timeout: float = 30.0
 
 
 ONE, BOTH = (1,), (1, 2)
@@ -310,13 +308,6 @@ CASES = {
     ),
 }
 ALL = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
-LAUNCHES = [(name, n) for name, n in ALL if n > 1 or CASES[name].env or "--zero=3" in CASES[name].args]
-SLOW = ("wandb", *(name for name, case in CASES.items() if case.env is OFFLINE))
-# A mistake on one machine only, which rank 0 does not see. Only that rank can report it.
-ELSEWHERE = {
-    "config": Case(["none.py"], ["none.py: no such config file"], env={**MASTER, "RANK": "1"}),
-    "gpu": Case(["--device=cuda"], ["device is 'cuda'"], env={**MASTER, "RANK": "1"}),
-}
 
 
 def listing(folder):
@@ -334,15 +325,6 @@ def listing(folder):
     }
 
 
-@dataclass
-class Outcome:
-    codes: list
-    text: str
-    before: dict
-    after: dict
-    timed_out: bool
-
-
 @pytest.fixture(scope="module")
 def trained(zygote, tmp_path_factory):
     """A folder with data/tiny and a finished run in out."""
@@ -352,94 +334,48 @@ def trained(zygote, tmp_path_factory):
     return folder
 
 
-def prepared(trained, folder, case):
-    """A copy of `trained` with what the case changes."""
-    shutil.copytree(trained, folder, symlinks=True)
-    if case.prepare:
-        case.prepare(folder)
-    return folder
-
-
 def arguments(case):
     return [*([*TINY, *TINIER] if case.script == "train.py" else SAMPLE), *case.args]
 
 
-def launch(zygote, case, folder, nproc, ports):
-    env = {k: ports.get(v, v) for k, v in case.env.items()}
-    return zygote.start(arguments(case), folder, nproc, case.script, env=env)
+def launched(zygote, case, folder, nproc):
+    """The exit status of rank 0 and the output of a case."""
+    with socket.socket() as other_program:
+        other_program.bind(("127.0.0.1", 0))
+        other_program.listen()
+        taken = str(other_program.getsockname()[1])
+        env = {name: taken if value == "TAKEN" else value for name, value in case.env.items()}
+        run = zygote.start(arguments(case), folder, nproc, case.script, env=env)
+        wait_for(lambda: run.poll() or run.codes[0] is not None, 30)
+    run.kill()  # like torchrun, which kills the others when one has failed
+    return run.wait(ok=False).codes[0], run.text()
 
 
-@pytest.fixture(scope="module")
-def elsewhere(zygote, trained, tmp_path_factory):
-    """The runs of ELSEWHERE, started first and read last: a rank other than 0 waits for rank 0's message."""
-    runs = {}
-    for name, case in ELSEWHERE.items():
-        folder = shutil.copytree(trained, tmp_path_factory.mktemp("elsewhere") / name, symlinks=True)
-        runs[name] = launch(zygote, case, folder, 1, {})
-    return runs
-
-
-@pytest.fixture(scope="module")
-def outcomes(zygote, trained, elsewhere, tmp_path_factory):
-    """The outcome of each launch. Four run at a time, each in its own folder."""
-    root, done, active = tmp_path_factory.mktemp("bad"), {}, {}
-    waiting = sorted(LAUNCHES, key=lambda item: item[0] in SLOW)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        ports = {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free_port())}
-        while waiting or active:
-            while waiting and len(active) < 4:
-                name, nproc = item = waiting.pop()
-                folder = prepared(trained, root / f"{name}-{nproc}", CASES[name])
-                before = listing(folder)
-                active[item] = (
-                    launch(zygote, CASES[name], folder, nproc, ports),
-                    folder,
-                    before,
-                    time.monotonic(),
-                )
-            for item, (run, folder, before, started) in list(active.items()):
-                run.poll()
-                timed_out = time.monotonic() - started > CASES[item[0]].timeout
-                if run.codes[0] is None and not timed_out:
-                    continue
-                if not run.poll():  # like torchrun, which kills the others when one has failed
-                    run.kill()
-                    run.wait(ok=False)
-                done[item] = Outcome(run.codes, run.text(), before, listing(folder), timed_out)
-                del active[item]
-            time.sleep(0.005)
-    return done
-
-
-def outcome_here(at, capsys, case, folder):
-    """The outcome of a case that runs in this process."""
-    at.chdir(folder)
+def run_here(at, capsys, case):
+    """The same in this process, which is faster."""
     at.set(sys, "excepthook", sys.excepthook)  # which the script replaces
     at.set(os, "_exit", sys.exit)  # with which some failures end a process
-    before = listing(folder)
     with pytest.raises(SystemExit) as exit:
         script(at, case.script, arguments(case))
-    return Outcome([exit.value.code], "".join(capsys.readouterr()), before, listing(folder), False)
+    return exit.value.code, "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("name, nproc", ALL)
-def test_bad_input(request, trained, name, nproc):
-    case = CASES[name]
-    if (name, nproc) in LAUNCHES:
-        outcome = request.getfixturevalue("outcomes")[name, nproc]
-    else:
-        at, capsys = request.getfixturevalue("at"), request.getfixturevalue("capsys")
-        outcome = outcome_here(at, capsys, case, prepared(trained, at.path / "w", case))
-    assert not outcome.timed_out, f"hangs after this output:\n{outcome.text}"
-    assert outcome.codes[0] == 1, outcome.text
-    assert "Traceback" not in outcome.text, outcome.text[-800:]
-    for text in case.expected:
-        assert text in outcome.text
-    assert outcome.after == outcome.before, f"something on disk changed:\n{outcome.text}"
-    lines = outcome.text.strip().splitlines()
-    assert len(set(lines)) == len(lines) == (case.lines or len(lines)), outcome.text
+def test_bad_input(zygote, trained, at, capsys, name, nproc):
+    case, folder = CASES[name], at.path / "w"
+    shutil.copytree(trained, folder, symlinks=True)
+    if case.prepare:
+        case.prepare(folder)
+    at.chdir(folder)
+    before = listing(folder)
+    needs_launch = nproc > 1 or case.env or "--zero=3" in case.args
+    code, text = launched(zygote, case, folder, nproc) if needs_launch else run_here(at, capsys, case)
+    assert code == 1 and "Traceback" not in text, text[-800:]
+    for expected in case.expected:
+        assert expected in text
+    assert listing(folder) == before, f"something on disk changed:\n{text}"
+    lines = text.strip().splitlines()
+    assert len(set(lines)) == len(lines) == (case.lines or len(lines)), text
 
 
 def test_every_numeric_setting_has_a_bad_value_above():
@@ -626,10 +562,8 @@ def test_valid_input_gives_no_warnings(zygote, place):
     assert "Warning" not in run.text() and "warning" not in run.text()
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_mistake_on_a_different_machine_is_reported_there(elsewhere, name):
+def test_a_mistake_on_a_different_machine_is_reported_there(zygote, place):
     """Rank 0 does not see it and waits for the others: only this rank can report it."""
-    run = elsewhere[name].wait(40, ok=False)
-    assert run.codes == [1] and "Traceback" not in run.text()
-    for text in ELSEWHERE[name].expected:
-        assert text in run.text()
+    args = [*TINY, *TINIER, "--device=cuda"]
+    run = zygote.start(args, place, env={**MASTER, "RANK": "1"}).wait(40, ok=False)
+    assert run.codes == [1] and "device is 'cuda'" in run.text() and "Traceback" not in run.text()

@@ -337,7 +337,7 @@ def test_a_mistake_that_restarts_repeat(zygote, work):
         "torchrun with Ctrl-C"
     )
     for args in (["--dataset=none"], ["--init_from=resume"], ["--tp=3"], ["--n_lay=3"]):
-        # an unknown setting: other ranks wait for ten seconds, see ELSEWHERE in test_bad_input.py
+        # an unknown setting: other ranks wait for ten seconds
         assert text(*args, nproc=1 if args[0] in ("--tp=3", "--n_lay=3") else 2).count(note) >= 1
     for counts in ({"restarts": "0", "count": "0"}, {"restarts": "3", "count": "3"}, {"restarts": "x"}):
         assert "torchrun restarts" not in text("--tp=3", nproc=1, **counts)
