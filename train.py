@@ -336,7 +336,7 @@ while not is_complete:
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a separate graph
-        with exit_together(save_and_fail), slow_network.evaluated_weights(), report.traffic.paused():
+        with exit_together(save_and_fail), slow_network.evaluated_weights():
             losses = evaluate(
                 pipeline or raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds
             )
@@ -409,7 +409,6 @@ while not is_complete:
             memory_gb=memory_gb(ranks.device),
             forward_ms=clock.last("forward"),
             stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
-            bytes_sent=report.traffic.per_step(is_logged),
             # get_scale would wait for the GPU
             loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
             waiting=clock.waiting_share(),

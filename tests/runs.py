@@ -208,6 +208,22 @@ def start_faulty(zygote, args, cwd, nproc=1, **faults):
     return zygote.start([*TINY, *args], cwd, nproc, script="tests/faulty_train.py", env=env)
 
 
+CHANGED = """
+import os, sys
+sys.path.insert(0, {repo!r})
+{changes}
+sys.argv[0] = {repo!r} + "/train.py"
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {{"__name__": "__main__", "__file__": sys.argv[0]}})
+"""
+
+
+def start_changed(zygote, changes, args, cwd, nproc=1):
+    """Start train.py after Python code that replaces functions which train.py is about to import."""
+    (Path(cwd) / "changed.py").write_text(CHANGED.format(repo=str(REPO), changes=changes))
+    return zygote.start([*TINY, *args], cwd, nproc, script="changed.py", repo=cwd)
+
+
 def script(at, name, args, until=None, home=REPO):
     """Run a script in this process, up to the line that begins with `until`; returns its globals."""
     source = (REPO / name).read_text()

@@ -4,7 +4,7 @@ nothing on disk changes, and several processes print the message once. The secon
 users do to a run.
 
 A case for one process runs in the process of the tests, unless it needs variables of a launcher or a process
-group. The fixture `outcomes` makes all launches of the first part at once, and the tests read the outcomes.
+group.
 """
 
 import json
@@ -14,21 +14,16 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from runs import REPO, TINY, default_plan, free_port, script, tiny_data
+from runs import REPO, TINY, script, tiny_data, wait_for
 
 from configurator import settings_of
 from isogpt.checkpoint.manifest import damage, step_folders
-from isogpt.common.random_numbers import TRAIN, random_bits
-from isogpt.data.reader import Reader
-from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.shares import share_of
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
@@ -113,7 +108,6 @@ class Case:
     script: str = "train.py"
     env: dict = field(default_factory=dict)
     lines: int | None = 1  # of output, of all ranks; None: any number, each line once
-    timeout: float = 30.0
 
 
 ONE, BOTH = (1,), (1, 2)
@@ -132,20 +126,16 @@ CASES = {
         lines=4,
     ),
     "never-saves": Case(["--grad_sync=never"], ["grad_sync 'never'", "--save_checkpoint=False"]),
-    "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"], BOTH),
-    "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"], BOTH),
+    "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"]),
+    "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"]),
     "replicate-3": Case(
         ["--zero=3", "--dp_replicate=3"],
         ["divided into dp_replicate 3: start 3 processes, or set --dp_replicate="],
         BOTH,
     ),
-    "replicate-ddp": Case(["--dp_replicate=2"], ["dp_replicate", "zero 2 or 3", "--zero=3"], BOTH),
+    "replicate-ddp": Case(["--dp_replicate=2"], ["dp_replicate", "zero 2 or 3", "--zero=3"]),
     "offload-ddp": Case(["--cpu_offload=True"], ["cpu_offload", "--zero=3"]),
-    "recompute": Case(
-        ["--activation_checkpointing=every:0"], ["every:0", "none, full, selective", "every:K"], BOTH
-    ),
-    "save-bool": Case(["--save_checkpoint=2"], ["save_checkpoint='2'", "True or False"]),
-    "tensorboard-bool": Case(["--tensorboard_log=out"], ["tensorboard_log='out'", "True or False"]),
+    "recompute": Case(["--activation_checkpointing=every:0"], ["every:0", "none, full", "every:K"]),
     # data
     "no-data-set": Case(
         ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
@@ -156,25 +146,18 @@ CASES = {
         ONE,
         lambda f: ((f / "data/new").mkdir(), write(f, "data/new/prepare.py", "")),
     ),
-    "no-data-path": Case(["--dataset=/no/where"], ["no train.bin in /no/where"]),
-    "no-val": Case([], ["data/tiny/val.bin does not exist", "split.py data/tiny"], BOTH, data(val_bin=None)),
-    "block-over-data": Case(
-        ["--block_size=20001"], ["train.bin contains 20000 tokens", "--block_size=", "20001"], BOTH
-    ),
+    "no-val": Case([], ["data/tiny/val.bin does not exist", "split.py data/tiny"], ONE, data(val_bin=None)),
     "ids": Case(
         [], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)
     ),
-    "small-vocabulary": Case(["--vocab_size=10"], ["describes 65 token ids", "10", "--vocab_size=65"]),
     "meta-code": Case([], ["meta.pkl cannot be read", "system"], BOTH, data(meta_pkl=pickle.dumps(Evil()))),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
-    "no-gpu-1": Case(["--device=cuda:1"], ["device is 'cuda", "--device=cpu"]),
-    "no-device": Case(["--device=tpu"], ["device is 'tpu'", "cpu", "cuda"], BOTH),
-    "tf32": Case(["--dtype=tf32"], ["'tf32'", "cpu"], BOTH),
+    "no-device": Case(["--device=tpu"], ["device is 'tpu'", "cpu", "cuda"]),
+    "tf32": Case(["--dtype=tf32"], ["'tf32'", "cpu"]),
     "nccl": Case(["--backend=nccl"], ["backend 'nccl'", "--backend=gloo"], (2,)),
     "no-init": Case(["--init_from=resum"], ["init_from is 'resum'", "resume"], BOTH),
     "no-such-gpt2": Case(["--init_from=gpt2x"], ["gpt2x", "gpt2[-medium|-large|-xl]"], env=OFFLINE),
-    "init-empty": Case(["--init_from="], ["init_from is ''", "resume"], env=OFFLINE),
     "init-no-weights": Case(
         ["--init_from=data/tiny"], ["cannot load 'data/tiny'", "model_type"], env=OFFLINE
     ),
@@ -191,7 +174,7 @@ CASES = {
         BOTH,
     ),
     "longer": Case(
-        [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], BOTH
+        [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], ONE
     ),
     "ids-over-weights": Case(
         [*RESUME, "--vocab_size=99"], ["id 70", "65", "checkpoint's vocabulary"], ONE, data(val_bin=beyond)
@@ -200,38 +183,33 @@ CASES = {
         RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)
     ),
     "flipped-json": Case(
-        RESUME, [*DAMAGED, "json"], BOTH, lambda f: flip(only_checkpoint(f) / "manifest.json", 15)
+        RESUME, [*DAMAGED, "json"], ONE, lambda f: flip(only_checkpoint(f) / "manifest.json", 15)
     ),
-    "cut": Case(RESUME, DAMAGED, ONE, lambda f: os.truncate(only_checkpoint(f) / "ckpt.pt", 1000)),
     "code": Case(RESUME, DAMAGED, BOTH, lambda f: write(only_checkpoint(f), "ckpt.pt", pickle.dumps(Evil()))),
     "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
-    "bare-list": Case(RESUME, ["out/ckpt.pt"], ONE, lambda f: bare(f, [1]), lines=None),
     "bare-other": Case(RESUME, ["out/ckpt.pt", "model"], ONE, lambda f: bare(f, {"weights": 1}), lines=None),
     "bare-args": Case(
         RESUME, ["ckpt.pt", "model_args"], ONE, lambda f: bare(f, state_of(f, model_args=1)), lines=None
     ),
-    "bare-iter": Case(
-        RESUME, ["ckpt.pt", "iter_num"], ONE, lambda f: bare(f, state_of(f, iter_num="9")), lines=None
-    ),
     "bare-shape": Case(
         RESUME, ["ckpt.pt", "transformer.h.1"], ONE, lambda f: bare(f, state_of(f, n_layer=2))
     ),
-    "no-step": Case([*RESUME, "--resume_step=5"], ["no step 5 to resume from in out", "--out_dir="], BOTH),
-    "negative-step": Case([*RESUME, "--resume_step=-2"], ["no step -2 to resume from in out"]),
+    "no-step": Case(
+        [*RESUME, "--resume_step=5"],
+        ["no step 5 to resume from in out, which contains 6, 3", "--out_dir="],
+        BOTH,
+    ),
     "damaged-step": Case(
         [*RESUME, "--resume_step=6"],
         ["step_00000006 is damaged", "no step 6 to resume from in out"],
-        BOTH,
+        ONE,
         lambda f: flip(f / "out/step_00000006/ckpt.pt", 5000),
     ),
-    "step-of-scratch": Case(["--resume_step=3"], ["resume_step", "'scratch'", "--init_from=resume"], BOTH),
-    "step-of-auto": Case(
-        ["--resume_step=3", "--init_from=auto"], ["resume_step", "'auto'", "--init_from=resume"]
-    ),
+    "step-of-scratch": Case(["--resume_step=3"], ["resume_step", "'scratch'", "--init_from=resume"]),
     "init-damaged-run": Case(
         ["--init_from=out", "--out_dir=new"],
         ["no valid checkpoint in out", "step_00000006 is damaged"],
-        BOTH,
+        ONE,
         lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000),
     ),
     "init-longer": Case(
@@ -239,21 +217,17 @@ CASES = {
         ["block_size 32", "context length, 16", "--block_size=16"],
     ),
     # configs
-    "config-raises": Case(
-        ["b.py"], ["b.py, line 2", "ZeroDivisionError"], BOTH, lambda f: write(f, "b.py", "\n1/0")
-    ),
+    "config-missing": Case(["none.py"], ["none.py: no such config file"], BOTH),
     "config-typo": Case(
         ["b.py", "--seed=x"],
         ["batch_sise is not used", "batch_size?", "seed='x'"],
-        BOTH,
+        ONE,
         lambda f: write(f, "b.py", "batch_sise = 3"),
         lines=2,
     ),
-    "config-value": Case(["b.py"], ["batch_size is 0"], ONE, lambda f: write(f, "b.py", "batch_size = 0")),
     # out_dir
     "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: write(f, "a", "")),
-    "out-below-file": Case(["--out_dir=a/b"], ["out_dir", "a/b"], ONE, lambda f: write(f, "a", "")),
-    "out-in-proc": Case(["--out_dir=/proc/isogpt"], ["out_dir", "/proc/isogpt"], BOTH),
+    "out-in-proc": Case(["--out_dir=/proc/isogpt"], ["out_dir", "/proc/isogpt"]),
     "resume-file": Case(
         [*RESUME, "--out_dir=a"], ["no checkpoint to resume from in a"], ONE, lambda f: write(f, "a", "")
     ),
@@ -275,30 +249,15 @@ CASES = {
         ["--start=\u00e9"], ["'\u00e9'", "--start", "vocabulary"], script="sample.py", lines=2
     ),
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py", lines=2),
-    "s-no-file": Case(["--start=FILE:none.txt"], ["none.txt"], script="sample.py", lines=2),
     "s-binary": Case(
         ["--start=FILE:b"], ["FILE:b"], ONE, lambda f: write(f, "b", b"\xff"), "sample.py", lines=2
     ),
-    "s-top_p-nan": Case(["--top_p=nan"], ["top_p='nan'", "finite"], script="sample.py"),
-    "s-device": Case(["--device=tpu"], ["device is 'tpu'", "cuda"], script="sample.py"),
-    "s-dtype": Case(["--dtype=tf32"], ["'tf32'", "cpu"], script="sample.py"),
     "s-init": Case(["--init_from=scratch"], ["scratch", "resume"], script="sample.py", env=OFFLINE),
     "s-damaged": Case(
         [], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py"
     ),
-    # the vocabulary is not available, and GPT-2's is larger than the model's
-    "s-no-data": Case(["--dataset=gone"], ["no train.bin in", "gone"], ONE, None, "sample.py", lines=2),
 }
 ALL = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
-LAUNCHES = [(name, n) for name, n in ALL if n > 1 or CASES[name].env or "--zero=3" in CASES[name].args]
-SLOW = ("wandb", "s-no-data", *(name for name, case in CASES.items() if case.env is OFFLINE))
-# A mistake on one machine only, which rank 0 does not see. Only that rank can report it.
-ELSEWHERE = {
-    "config": Case(["none.py"], ["none.py: no such config file"], env={**MASTER, "RANK": "1"}),
-    "beyond": Case([], ["RANK", "2", "WORLD_SIZE"], env={**MASTER, "RANK": "2"}),
-    "gpu": Case(["--device=cuda"], ["device is 'cuda'"], env={**MASTER, "RANK": "1"}),
-    "rank": Case([], ["RANK is set", "WORLD_SIZE"], env={"RANK": "1"}),
-}
 
 
 def listing(folder):
@@ -316,15 +275,6 @@ def listing(folder):
     }
 
 
-@dataclass
-class Outcome:
-    codes: list
-    text: str
-    before: dict
-    after: dict
-    timed_out: bool
-
-
 @pytest.fixture(scope="module")
 def trained(zygote, tmp_path_factory):
     """A folder with data/tiny and a finished run in out."""
@@ -334,94 +284,48 @@ def trained(zygote, tmp_path_factory):
     return folder
 
 
-def prepared(trained, folder, case):
-    """A copy of `trained` with what the case changes."""
-    shutil.copytree(trained, folder, symlinks=True)
-    if case.prepare:
-        case.prepare(folder)
-    return folder
-
-
 def arguments(case):
     return [*([*TINY, *TINIER] if case.script == "train.py" else SAMPLE), *case.args]
 
 
-def launch(zygote, case, folder, nproc, ports):
-    env = {k: ports.get(v, v) for k, v in case.env.items()}
-    return zygote.start(arguments(case), folder, nproc, case.script, env=env)
+def launched(zygote, case, folder, nproc):
+    """The exit status of rank 0 and the output of a case."""
+    with socket.socket() as other_program:
+        other_program.bind(("127.0.0.1", 0))
+        other_program.listen()
+        taken = str(other_program.getsockname()[1])
+        env = {name: taken if value == "TAKEN" else value for name, value in case.env.items()}
+        run = zygote.start(arguments(case), folder, nproc, case.script, env=env)
+        wait_for(lambda: run.poll() or run.codes[0] is not None, 30)
+    run.kill()  # like torchrun, which kills the others when one has failed
+    return run.wait(ok=False).codes[0], run.text()
 
 
-@pytest.fixture(scope="module")
-def elsewhere(zygote, trained, tmp_path_factory):
-    """The runs of ELSEWHERE, started first and read last: a rank other than 0 waits for rank 0's message."""
-    runs = {}
-    for name, case in ELSEWHERE.items():
-        folder = shutil.copytree(trained, tmp_path_factory.mktemp("elsewhere") / name, symlinks=True)
-        runs[name] = launch(zygote, case, folder, 1, {})
-    return runs
-
-
-@pytest.fixture(scope="module")
-def outcomes(zygote, trained, elsewhere, tmp_path_factory):
-    """The outcome of each launch. Four run at a time, each in its own folder."""
-    root, done, active = tmp_path_factory.mktemp("bad"), {}, {}
-    waiting = sorted(LAUNCHES, key=lambda item: item[0] in SLOW)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        ports = {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free_port())}
-        while waiting or active:
-            while waiting and len(active) < 4:
-                name, nproc = item = waiting.pop()
-                folder = prepared(trained, root / f"{name}-{nproc}", CASES[name])
-                before = listing(folder)
-                active[item] = (
-                    launch(zygote, CASES[name], folder, nproc, ports),
-                    folder,
-                    before,
-                    time.monotonic(),
-                )
-            for item, (run, folder, before, started) in list(active.items()):
-                run.poll()
-                timed_out = time.monotonic() - started > CASES[item[0]].timeout
-                if run.codes[0] is None and not timed_out:
-                    continue
-                if not run.poll():  # like torchrun, which kills the others when one has failed
-                    run.kill()
-                    run.wait(ok=False)
-                done[item] = Outcome(run.codes, run.text(), before, listing(folder), timed_out)
-                del active[item]
-            time.sleep(0.005)
-    return done
-
-
-def outcome_here(at, capsys, case, folder):
-    """The outcome of a case that runs in this process."""
-    at.chdir(folder)
+def run_here(at, capsys, case):
+    """The same in this process, which is faster."""
     at.set(sys, "excepthook", sys.excepthook)  # which the script replaces
     at.set(os, "_exit", sys.exit)  # with which some failures end a process
-    before = listing(folder)
     with pytest.raises(SystemExit) as exit:
         script(at, case.script, arguments(case))
-    return Outcome([exit.value.code], "".join(capsys.readouterr()), before, listing(folder), False)
+    return exit.value.code, "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("name, nproc", ALL)
-def test_bad_input(request, trained, name, nproc):
-    case = CASES[name]
-    if (name, nproc) in LAUNCHES:
-        outcome = request.getfixturevalue("outcomes")[name, nproc]
-    else:
-        at, capsys = request.getfixturevalue("at"), request.getfixturevalue("capsys")
-        outcome = outcome_here(at, capsys, case, prepared(trained, at.path / "w", case))
-    assert not outcome.timed_out, f"hangs after this output:\n{outcome.text}"
-    assert outcome.codes[0] == 1, outcome.text
-    assert "Traceback" not in outcome.text, outcome.text[-800:]
-    for text in case.expected:
-        assert text in outcome.text
-    assert outcome.after == outcome.before, f"something on disk changed:\n{outcome.text}"
-    lines = outcome.text.strip().splitlines()
-    assert len(set(lines)) == len(lines) == (case.lines or len(lines)), outcome.text
+def test_bad_input(zygote, trained, at, capsys, name, nproc):
+    case, folder = CASES[name], at.path / "w"
+    shutil.copytree(trained, folder, symlinks=True)
+    if case.prepare:
+        case.prepare(folder)
+    at.chdir(folder)
+    before = listing(folder)
+    needs_launch = nproc > 1 or case.env or "--zero=3" in case.args
+    code, text = launched(zygote, case, folder, nproc) if needs_launch else run_here(at, capsys, case)
+    assert code == 1 and "Traceback" not in text, text[-800:]
+    for expected in case.expected:
+        assert expected in text
+    assert listing(folder) == before, f"something on disk changed:\n{text}"
+    lines = text.strip().splitlines()
+    assert len(set(lines)) == len(lines) == (case.lines or len(lines)), text
 
 
 @pytest.mark.parametrize("file", ["train.py", "sample.py"])
@@ -479,13 +383,6 @@ def save_as_nanogpt(out, step, shift=0.0):
         torch.save(state, file)
 
 
-def test_nanogpts_checkpoint_survives_our_first_one(zygote, place):
-    """The first checkpoint does not overwrite the ckpt.pt that nanoGPT wrote, whose name our link takes."""
-    bare(place, {k: v for k, v in state_of(place).items() if k != "isogpt"})
-    zygote.train([*TINIER, *RESUME], place)
-    assert files_at(place / "out", 6), "keep_last is 2, and there was one checkpoint before this one"
-
-
 def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
     """
     In a folder that nanoGPT wrote: the checkpoint with the longer context is kept after any number of others.
@@ -523,43 +420,6 @@ def test_damaged_checkpoints_do_not_count_as_kept(zygote, place):
     zygote.train([*TINIER, *RESUME, "--save_interval=5", "--max_iters=7", "--keep_last=2"], place)
     good = [folder.name for folder in step_folders(place / "out") if not damage(folder)]
     assert good == ["step_00000008", "step_00000005"]
-
-
-def test_unfinished_checkpoints_are_deleted(zygote, place):
-    """Each is as large as a checkpoint, and nothing else would delete it."""
-    stale = place / "out/unfinished_step_00000004"
-    shutil.copytree(place / "out/step_00000003", stale)
-    zygote.train([*TINIER, *RESUME], place)
-    assert not stale.exists()
-
-
-def test_a_leftover_folder_does_not_block_a_checkpoint(zygote, place):
-    """A checkpoint is not reported as failed because an older one could not be deleted."""
-    stale = place / "out/unfinished_step_00000003"
-    shutil.copytree(place / "out/step_00000003", stale)
-    run = zygote.train([*TINIER, *RESUME, "--keep_last=1"], place)
-    assert "a checkpoint failed" not in run.text() and "could not be written" not in run.text()
-    assert [p.name for p in (place / "out").glob("step_*")] == ["step_00000010"]
-
-
-def test_a_run_whose_final_checkpoint_fails_has_failed(zygote, place):
-    """
-    Files are limited to 15 kB here, which acts like a full disk. Earlier checkpoints may fail, the last may
-    not.
-    """
-    script = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (15000, 15000));"
-        f"sys.path.insert(0, {str(REPO)!r}); sys.argv[0] = {str(REPO / 'train.py')!r};"
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    write(place, "limited.py", script)
-    before = listing(place / "out/step_00000006")
-    run = zygote.start([*TINY, *TINIER, *RESUME, "--save_interval=2"], place, script="limited.py", repo=place)
-    run.wait(ok=False)
-    assert run.text().count("a checkpoint failed") >= 2 and "Traceback" not in run.text()
-    assert run.text().count("the final checkpoint could not be written") == 1
-    assert listing(place / "out/step_00000006") == before
-    assert "iter 9: loss" in run.text() and run.codes == [1]
 
 
 def test_the_final_checkpoint_of_a_run_that_took_no_step_is_waited_for(zygote, place):
@@ -612,12 +472,13 @@ def test_samples_from_a_copied_file(zygote, place):
     assert run.codes == [1] and "Traceback" not in run.text()
 
 
-def test_sampling_with_a_small_top_p_takes_the_most_likely_token(zygote, place):
+def test_a_small_top_p_or_temperature_takes_the_most_likely_token(zygote, place):
     args = [a for a in SAMPLE if not a.startswith("--max_new")] + ["--max_new_tokens=12"]
     texts = {}
-    for option in ("--temperature=0", "--top_p=1e-9", "--top_p=1"):
+    greedy = ("--temperature=0", "--temperature=1e-39", "--temperature=1e-20", "--top_p=1e-9")
+    for option in (*greedy, "--top_p=1"):
         texts[option] = zygote.start([*args, option], place, script="sample.py").wait().samples()
-    assert texts["--top_p=1e-9"] == texts["--temperature=0"] != texts["--top_p=1"]
+    assert len({texts[option] for option in greedy}) == 1 and texts["--top_p=1"] != texts["--top_p=1e-9"]
 
 
 def test_the_advice_of_a_finished_run_is_right(zygote, place):
@@ -645,49 +506,8 @@ def test_valid_input_gives_no_warnings(zygote, place):
     assert "Warning" not in run.text() and "warning" not in run.text()
 
 
-def test_large_adjacent_seeds_differ():
-    """numpy converts a list of ints beyond int64 to float, which makes adjacent ones equal."""
-    draws = {random_bits(seed, TRAIN, 0, 1)[0] for seed in (2**63 - 1, 2**63 - 2, 2**62, 2**53 + 1, 2**53)}
-    assert len(draws) == 5
-
-
-def test_the_windows_of_a_step_are_drawn_once(place):
-    """Not once per micro-step: with 200 micro-steps over a small text that took 24 s."""
-    drawn = []
-
-    def starts_of(step):
-        drawn.append(step)
-        return np.arange(12)
-
-    share = share_of(12, 0, 1, 2)
-    args = dict(block_size=8, vocab_size=200)
-    plan = default_plan(batch_size=12, gradient_accumulation_steps=1, micro_batch=2, model_args=args)
-    reader = Reader(None, "random", 1, plan, Mesh(), torch.device("cpu"))
-    batches = reader.read(np.arange(99), starts_of, [5, 6], share)
-    assert len(list(batches)) == 12 and drawn == [5, 6]
-
-
-def test_ranks_with_different_settings_do_not_train(zygote, place):
-    """
-    One of two machines was given a different command line: the weights would silently drift apart from the
-    weights of the other machine.
-    """
-    shared = {**MASTER, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
-    runs = []
-    for rank, rate in enumerate(("0.001", "0.002")):
-        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        args = [*TINY, *TINIER, f"--learning_rate={rate}", "--out_dir=new"]
-        runs.append(zygote.start(args, place, env=env))
-    text = "".join(run.wait(30, ok=False).text() for run in runs)
-    assert [run.codes for run in runs] == [[1], [1]]
-    assert "learning_rate" in text and "0.001" in text and "0.002" in text
-    assert not (place / "new").exists()
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_mistake_on_a_different_machine_is_reported_there(elsewhere, name):
+def test_a_mistake_on_a_different_machine_is_reported_there(zygote, place):
     """Rank 0 does not see it and waits for the others: only this rank can report it."""
-    run = elsewhere[name].wait(40, ok=False)
-    assert run.codes == [1] and "Traceback" not in run.text()
-    for text in ELSEWHERE[name].expected:
-        assert text in run.text()
+    args = [*TINY, *TINIER, "--device=cuda"]
+    run = zygote.start(args, place, env={**MASTER, "RANK": "1"}).wait(40, ok=False)
+    assert run.codes == [1] and "device is 'cuda'" in run.text() and "Traceback" not in run.text()

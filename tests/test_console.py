@@ -143,15 +143,6 @@ def test_one_line_is_drawn_in_place_and_others_above_it(terminal, monkeypatch):
     ]
 
 
-def test_the_line_is_removed_at_the_end(terminal):
-    sink = terminal.sink()
-    sink.status(HALFWAY)
-    sink.done("done: 3 steps in 0:01")
-    sink.print("the loss curve: out/loss.png")
-    sink.close()
-    assert shown(terminal) == ["done: 3 steps in 0:01", "the loss curve: out/loss.png"]
-
-
 def test_short_steps_do_not_flood_a_terminal(terminal):
     sink = terminal.sink()
     for step in range(10_000):
@@ -180,11 +171,6 @@ def test_what_matters_least_is_left_out():
         assert ("tokens/s" in text) == (width >= 80), "a long run with all numbers just misses 80 columns"
         assert ("loss" in text) == (width >= 31)
         assert ("left" in text) == (width >= 47)
-
-
-def test_the_line_before_the_time_left_and_a_val_loss_are_known():
-    text = status_text(HALFWAY._replace(left_s=None), None, 79)
-    assert text == "step 1025/2050  50%  loss 1.4321  15,432 tokens/s"
 
 
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"TERM": ""}, {"CI": "true"}, {"CI": "1"}])

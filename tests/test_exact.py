@@ -121,11 +121,6 @@ def test_three_layouts_have_the_bits_of_one_process(zygote, work):
     zygote.train([*args, "--out_dir=zero1", "--zero=1"], work, 2)
     zygote.train([*args, "--out_dir=zero3", "--zero=3"], work, 3)
     same_numbers(work / "one", *(work / name for name in ("ddp", "zero1", "zero3")))
-    parameters = records(work / "ddp")[0]["parameters"]
-    wanted = 2 * (3 - 1) / 3 * 8 * parameters  # twice the bytes of DDP
-    sent = sorted(column(work / "ddp", "bytes_sent").values())
-    # the step's numbers and TCP's acknowledgements are sent too
-    assert wanted < sent[len(sent) // 2] < 1.15 * wanted
     digests = column(work / "one", "weights")
     assert re.search(rf"^weights: SHA-256 {digests[12]} before step 12$", text, re.M)
     assert len(set(digests.values())) == 3 and all(re.fullmatch("[0-9a-f]{12}", d) for d in digests.values())

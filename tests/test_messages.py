@@ -1,7 +1,6 @@
 """Messages that no other test raises."""
 
 import argparse
-import errno
 import json
 import os
 import pickle
@@ -12,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,39 +19,29 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY, default_plan, script_that_fails
+from runs import REPO, TINY, default_plan, script_that_fails, start_changed
 
 import configurator
 import export
-from isogpt.checkpoint import search, sharded_files
-from isogpt.checkpoint.ckpt_file import damaged_zip, nanogpt_state, read_file
-from isogpt.checkpoint.folder import RunFolder, continue_from, make_writable
-from isogpt.checkpoint.manifest import damage, sealed
+from isogpt.checkpoint import search
+from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file
+from isogpt.checkpoint.folder import continue_from
 from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.restore import WPE, restore_checkpoint
-from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import FoundCheckpoint, newest_checkpoint, share_found
 from isogpt.checkpoint.source import check_weights, open_checkpoint
 from isogpt.data.vocabulary import Vocabulary
-from isogpt.launch.device import pick_backend, pick_device, use_gpu
-from isogpt.launch.launchers import rank_variables
-from isogpt.launch.process_group import Ranks, check_gpus, connect_ranks
-from isogpt.launch.start_checks import check_alike, check_start
+from isogpt.launch.device import pick_backend, use_gpu
+from isogpt.launch.process_group import Ranks
+from isogpt.launch.start_checks import check_start
 from isogpt.monitor.crashes import explain_crashes
 from isogpt.monitor.log import Logger
 from isogpt.monitor.out_of_memory import MemoryUse, is_out_of_memory
-from isogpt.monitor.records import step_line
-from isogpt.monitor.sink_alerts import alert
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.watchdog import Watchdog
-from isogpt.parallel import compare_weights, compilation
-from isogpt.parallel.compare_weights import weight_differences
-from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import share_of
-from isogpt.speed.memory import memory_report
-from isogpt.training.precision import resolve_dtype
 from isogpt.training.settings import notes_about_text, read_prompt
 from model import GPT, GPTConfig
 
@@ -114,26 +102,10 @@ def data_in(folder, meta=None, train=range(65), pkl=None):
     return str(folder)
 
 
-class Evil:
-    def __reduce__(self):
-        return os.system, ("touch PWNED",)
-
-
 def rank_of_two(at, **changes):
     values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **changes}
     for name, value in values.items():
         at.env(name, value)
-
-
-def shards_that_hold(at, content):
-    (at.path / ".metadata").write_bytes(pickle.dumps(content))
-    sharded_files.read(at.path, {}, {})
-
-
-def metadata_of_objects():
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    return Metadata(state_dict_metadata={"x": 1})
 
 
 def opened(at, **changes):
@@ -175,18 +147,10 @@ def numbered_by_name(state):
     }
 
 
-def weights_without(at, name, use=restore_checkpoint):
+def weights_without(at, name):
     source = opened(at)
     del source.weights[name]
-    use(source, tiny_model())
-
-
-def not_finite():
-    model = tiny_model()
-    model.transformer.wpe.weight.data[0, 0] = torch.nan
-    plan = default_plan(model_args=SHAPE)
-    saver = Saver(RunFolder(Path("out"), "owner"), plan, Mesh(), config={}, vocabulary=None, log=None)
-    saver.check(model, 7)
+    check_weights(source, tiny_model())
 
 
 def transformers_that_lack(at, key):
@@ -195,11 +159,6 @@ def transformers_that_lack(at, key):
     gpt2 = SimpleNamespace(from_pretrained=loaded)
     at.item(sys.modules, "transformers", SimpleNamespace(AutoConfig=config, GPT2LMHeadModel=gpt2))
     GPT.from_pretrained("other")
-
-
-def two_gpus(at):
-    at.set(torch.cuda, "is_available", lambda: True)
-    at.set(torch.cuda, "device_count", lambda: 2)
 
 
 def unusable_gpu(at, error):
@@ -217,11 +176,6 @@ def unusable_gpu(at, error):
     use_gpu(torch.device("cuda", 0))
 
 
-def mps(at, there, count):
-    at.set(torch.backends.mps, "is_available", lambda: there)
-    pick_device("mps", 0, count)
-
-
 def convert_twice(at):
     folder = save_in(at.path / "out")
     export.convert(str(folder), "shards")
@@ -237,88 +191,25 @@ def command_line(at, *args):
 # messages of single functions
 
 RAISED = {
-    "device is 'tpu'; possible are auto, cpu, cuda, cuda:N, mps": lambda at: pick_device("tpu", 0, 1),
-    "device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto": lambda at: (
-        at.set(torch.cuda, "is_available", lambda: False),
-        pick_device("cuda", 0, 1),
+    "compute capability 6.1, but this PyTorch, 2.0, has kernels for sm_75, sm_80 only: install a PyTorch": (
+        lambda at: unusable_gpu(at, "CUDA error: no kernel image is available for execution on the device\nA")
     ),
-    "device is 'cuda:2', but torch finds only cuda:0, cuda:1": lambda at: (
-        two_gpus(at),
-        pick_device("cuda:2", 0, 1),
+    "cuda:0 cannot be used (CUDA error: out of memory): look at nvidia-smi for other programs": (
+        lambda at: unusable_gpu(at, "CUDA error: out of memory\nCUDA kernel errors might be")
     ),
-    "rank 0, rank 2 use the same GPU, T4 (GPU-1): start at most 2 processes on a, or let the processes see "
-    "different "
-    "GPUs (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1), or set --device=cpu": lambda at: check_gpus(
-        [("a", "1")] * 3, [["T4", "GPU-1"], ["T4", "GPU-2"], ["T4", "GPU-1"]]
-    ),
-    "cuda:0 (GTX 1080) has compute capability 6.1, but this PyTorch, 2.0, has kernels for sm_75, sm_80 "
-    "only: install a "
-    "PyTorch that supports this GPU (https://pytorch.org/get-started/previous-versions), or set "
-    "--device=cpu": (
-        lambda at: unusable_gpu(
-            at, "CUDA error: no kernel image is available for execution on the device\nCompile"
-        )
-    ),
-    "cuda:0 cannot be used (CUDA error: out of memory): look at nvidia-smi for other programs on this GPU, "
-    "or set "
-    "--device=cpu": lambda at: unusable_gpu(at, "CUDA error: out of memory\nCUDA kernel errors might be"),
     "backend is 'nccl', but this PyTorch contains no NCCL: set --backend=gloo or --backend=auto": lambda at: (
         at.set(dist, "is_nccl_available", lambda: False),
         pick_backend("nccl", torch.device("cuda", 0), 2),
-    ),
-    "device is 'mps', but torch does not find one: set --device=cpu or --device=auto": lambda at: mps(
-        at, False, 1
-    ),
-    "several processes cannot share device 'mps': set --device=cpu, or start one process": lambda at: mps(
-        at, True, 2
-    ),
-    "dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not cpu": lambda at: resolve_dtype(
-        "tf32", CPU
-    ),
-    "dtype 'float16' cannot be trained on mps: set --dtype=float32 or --dtype=bfloat16": lambda at: (
-        resolve_dtype("float16", torch.device("mps"))
-    ),
-    "backend 'nccl' needs GPUs, the device is cpu: set --backend=gloo": lambda at: (
-        rank_of_two(at),
-        connect_ranks("cpu", "nccl", 1),
-    ),
-    "RANK is set but WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not: no launcher started this process, and "
-    "RANK=0 "
-    "is left over in the shell. Type unset RANK, or start with torchrun": lambda at: (
-        at.env("RANK", "0"),
-        rank_variables(),
-    ),
-    "WORLD_SIZE is 'abc', LOCAL_WORLD_SIZE is 'abc': not a number; start with torchrun, or type unset "
-    "RANK": lambda at: (rank_of_two(at, WORLD_SIZE="abc"), rank_variables()),
-    "the launcher's variables contradict each other: RANK 2, WORLD_SIZE 2, LOCAL_RANK 2, LOCAL_WORLD_SIZE 2, "
-    "MASTER_PORT 29500; start with torchrun, or type unset RANK": lambda at: (
-        rank_of_two(at, RANK="2"),
-        rank_variables(),
-    ),
-    "the ranks were started with different settings: seed is 1 on rank 0, 2 on rank 1": lambda at: (
-        check_alike([{"seed": 1, "host": "a"}, {"seed": 2, "host": "a"}])
-    ),
-    # checkpoints
-    "ckpt.pt cannot be loaded: ": lambda at: ((at.path / "ckpt.pt").touch(), read_file(at.path / "ckpt.pt")),
-    "ckpt.pt is not a nanoGPT or isoGPT checkpoint: it lacks model, model_args, iter_num": lambda at: (
-        torch.save({}, "ckpt.pt"),
-        read_file(Path("ckpt.pt")),
     ),
     "ckpt.pt is a pointer of Git LFS, not the file itself: run git lfs pull in .": lambda at: (
         Path("ckpt.pt").write_text("version https://git-lfs"),
         read_file(Path("ckpt.pt")),
     ),
-    "ckpt.pt: the model is not a dict of tensors": lambda at: opened(at, model=[1]),
-    "ckpt.pt: model_args lacks n_layer, n_head": lambda at: opened(at, model_args={}),
-    "ckpt.pt: iter_num is '9'": lambda at: opened(at, iter_num="9"),
-    "ckpt.pt does not fit the model: 'transformer.wpe.weight'": lambda at: weights_without(at, WPE),
     "ckpt.pt: best_val_loss is 'low', not a number": lambda at: opened(at, best_val_loss="low"),
     (
         "out/ckpt.pt: nanoGPT's model does not know use_rope=True, norm='rms' in model_args: load it with the"
     ): lambda at: fork(at, args={"use_rope": True, "norm": "rms", "flash_attn": True}),
-    "ckpt.pt does not fit the model: it lacks transformer.wpe.weight": lambda at: weights_without(
-        at, WPE, check_weights
-    ),
+    "ckpt.pt does not fit the model: it lacks transformer.wpe.weight": lambda at: weights_without(at, WPE),
     "also contains transformer.h.0.attn.q_norm.weight, which nanoGPT's model does not contain": lambda at: (
         fork(at, model={"transformer.h.0.attn.q_norm.weight": torch.ones(4)})
     ),
@@ -328,29 +219,14 @@ RAISED = {
     (
         "before May 2023: start a new run from the weights, with --init_from=FOLDER and a different --out_dir"
     ): lambda at: resume_fork(at, optimizer={"state": numbered_by_name(at)}),
-    "it contains posix.system, and only tensors and plain values are read": lambda at: (
-        torch.save({"x": Evil()}, "ckpt.pt"),
-        read_file(Path("ckpt.pt")),
-    ),
     (
         "no valid checkpoint in out; out/ckpt.pt cannot be loaded: it contains argparse.Namespace, and only"
     ): lambda at: export.convert(
         str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt"
     ),
-    "weights are not finite at step 7 (transformer.wpe.weight): no checkpoint was written": lambda at: (
-        not_finite()
-    ),
-    "file/out cannot be written to (": lambda at: (Path("file").touch(), make_writable("file/out")),
-    "): set a different --out_dir=": lambda at: (Path("file").touch(), make_writable("file/out")),
     "no valid checkpoint in empty": lambda at: (os.mkdir("empty"), export.convert("empty", "ckpt.pt")),
     "step_00000003 is in shards already": convert_twice,
     "error: nowhere is not a folder": lambda at: command_line(at, "nowhere"),
-    "it would run posix.system": lambda at: shards_that_hold(at, Evil()),
-    "it holds objects other than tensors": lambda at: shards_that_hold(at, metadata_of_objects()),
-    # models
-    "this gpt2 uses settings that are not supported: scale_attn_weights=False": lambda at: GPT.from_hf(
-        SimpleNamespace(config=SimpleNamespace(model_type="gpt2", scale_attn_weights=False))
-    ),
     "'other' is not a complete GPT2LMHeadModel: lm_head.weight is missing": lambda at: transformers_that_lack(
         at, "lm_head.weight"
     ),
@@ -362,7 +238,6 @@ def test_message_of_a_function(at, text):
     with pytest.raises((ValueError, SystemExit, pickle.UnpicklingError)) as error:
         RAISED[text](at)
     assert text in str(error.value)
-    assert not Path("PWNED").exists()
 
 
 @pytest.mark.parametrize("form", ["ckpt.pt", "shards", "bare"])
@@ -419,21 +294,6 @@ def test_a_faulty_network(at, capsys):
     assert (
         capsys.readouterr().err == "error: an all-reduce over 2 ranks returned 1.0: the network is faulty\n"
     )
-
-
-def test_what_is_wrong_with_a_checkpoint(at):
-    folder = Path("out/step_00000003")
-    folder.mkdir(parents=True)
-    assert newest_checkpoint("out") == (None, [f"{folder} is damaged: manifest.json is missing or damaged"])
-    manifest = {"step": 3, "files": {"ckpt.pt": {"sha256": "0"}}}
-    (folder / "manifest.json").write_text(sealed(manifest))
-    assert damage(folder) == "ckpt.pt cannot be read (No such file or directory)"
-    (folder / "ckpt.pt").touch()
-    assert damage(folder) == "the checksum of ckpt.pt does not match"
-    with zipfile.ZipFile("ckpt.pt", "w") as z:
-        z.writestr("data", "abc" * 99)
-    Path("ckpt.pt").write_bytes(Path("ckpt.pt").read_bytes().replace(b"abcabc", b"abcabd", 1))
-    assert damaged_zip(Path("ckpt.pt")) == "the checksum of the record data does not match"
 
 
 def test_checkpoints_of_nanogpts_forks(at):
@@ -502,71 +362,7 @@ def test_a_converted_checkpoint_has_the_settings_of_the_run(at):
         assert (groups[0]["lr"], groups[0]["betas"], [g["weight_decay"] for g in groups]) == expected
 
 
-def test_export_prints_what_it_wrote(at, capsys):
-    save_in(at.path / "out")
-    command_line(at, "out", "--to=ckpt.pt")
-    assert capsys.readouterr().out == "wrote out/ckpt.pt\n"
-
-
-def test_the_note_about_compilation(at):
-    model = SimpleNamespace(compile=lambda **options: None, transformer=SimpleNamespace(h=[]))
-
-    def note(device):
-        return compilation.compile_model(model, device, by_block=False)
-
-    assert note(CPU) == "compile: off, since it gains nothing on a CPU"
-    at.set(torch, "ones", lambda *shape, device=None, **kw: torch.full(shape, 1.0, **kw))
-    at.set(torch, "compile", lambda f: f)
-    elsewhere = SimpleNamespace(type="xpu")
-    with torch._dynamo.config.patch(suppress_errors=False):  # restores the setting afterwards
-        assert note(elsewhere) == "compile: the first step takes about a minute longer"
-    at.set(compilation, "gather_objects", lambda mine: [mine, "RuntimeError: no C++ compiler"])
-    text = (
-        "compile: does not work on this machine, training without it (slower): RuntimeError: no C++ compiler"
-    )
-    assert note(elsewhere) == text
-
-
-def test_many_parameters_that_differ(at):
-    at.set(
-        compare_weights,
-        "gather_objects",
-        lambda sums: [sums, {piece: value + 1 for piece, value in sums.items()}],
-    )
-    text = weight_differences(tiny_model())
-    assert re.match(r"(transformer\.\S+ differs on rank [01]; ){3}", text) and text.endswith(
-        "; and 6 more"
-    ), text
-
-
-def test_the_parts_of_memory():
-    text = memory_report(PLAN)
-    assert text.startswith("GB on each rank, estimated: weights 0.00, ") and "--batch_size=2 " in text
-
-
-def test_a_logged_step():
-    record = dict(
-        iter=7, loss=3.0, step_ms=200.0, mfu=0.05, tokens_per_s=1234.5, grad_norm=0.5, data_ms_max=1.5
-    )
-    record["lr"] = 6e-4
-    line = "iter 7: loss 3.0000, time 200.00ms, mfu 5.00%, 1,234 tokens/s, grad norm 0.500, lr 6.0e-04, "
-    line += "data 1.5ms, 2.50 GB, 1:01 left"
-    assert step_line({**record, "memory_gb_max": 2.5}, 61) == line
-
-
-def test_a_full_disk_is_reported_once_by_the_log(capsys, tmp_path):
-    config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}
-    metrics = MetricsFile(config, "", Console(), step=3)
-    metrics.file.close()
-    metrics.file = open("/dev/full", "ab", buffering=0)
-    logger = tiny_logger(metrics)
-    for _ in range(2):
-        logger.event("save")
-    text = "warning: /dev/full cannot be written (No space left on device); training continues\n"
-    assert capsys.readouterr().out == text
-
-
-def test_a_line_that_does_not_fit_does_not_tear_the_next_line(capsys, tmp_path):
+def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_path):
     """The limit on the size of files cuts a write off, as a full disk does."""
     metrics = MetricsFile({"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}, "", Console(), 3)
     metrics.write({"iter": 1})
@@ -574,7 +370,8 @@ def test_a_line_that_does_not_fit_does_not_tear_the_next_line(capsys, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
     try:
-        metrics.write({"iter": 2})
+        for _ in range(2):
+            metrics.write({"iter": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     metrics.write({"iter": 3})
@@ -604,26 +401,6 @@ def test_a_hang_in_which_all_ranks_respond(at, capsys):
     answer = dog.ask(lambda: silence.wait(60) and "", 0.05)
     silence.set()
     assert answer == "the store of rank 0 or its agent at h1:29500 does not respond"
-
-
-def test_out_of_memory(at, capsys):
-    def leave(status):
-        raise SystemExit(status)
-
-    at.set(os, "_exit", leave)
-    at.set(sys, "excepthook", sys.excepthook)
-    reader = SimpleNamespace(share=share_of(4, 0, 1, 4), plan=PLAN)
-    explain_crashes(tiny_watchdog(timeout_s=600), MemoryUse("out", reader, first_step=0))
-    with pytest.raises(SystemExit):
-        sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("tried to allocate 1 TiB"), None)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[1].startswith("GB on each rank, estimated: ")
-    assert [lines[0], *lines[2:]] == [
-        "error: out of memory with micro-batches of 4: tried to allocate 1 TiB",
-        "the next start in out uses micro-batches of 2 (same global batch, same curve): torchrun "
-        "--max-restarts does "
-        "so by itself, otherwise repeat the command",
-    ]
 
 
 NCCL = (
@@ -679,17 +456,9 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
                 == is_first
             )
             assert is_first or not said
+            assert ("the next start in out uses micro-batches of 2 (same global batch" in said) == is_first
         assert dog.errors() == {3: f"{kind.__name__}: {line}"}
     assert not is_out_of_memory(RuntimeError("Triton: out of resource: shared memory, Required: 1"))
-
-
-def test_an_alert_that_cannot_be_started(at, capsys):
-    def refuse(*args, **kw):
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    at.set(subprocess, "Popen", refuse)
-    alert("mail me", {"event": "end"})
-    assert capsys.readouterr().err.startswith("warning: alert_command: [Errno ")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -765,16 +534,6 @@ def test_mistakes_of_sample_py(at, capsys):
     def fails(*args):
         return script_that_fails(at, capsys, "sample.py", ["--device=cpu", *args]).err
 
-    assert fails("--init_from=scratch").splitlines() == [
-        "error: init_from is 'scratch'; possible: resume, gpt2[-medium|-large|-xl], a folder of Hugging "
-        "Face weights"
-    ]
-    assert fails("--start=AB\u00e9").splitlines() == [
-        "out/ckpt.pt: step 3, val loss 1.5000",
-        "error: --start: the text contains characters that the vocabulary does not contain: 'B' 'é'",
-    ]
-    assert "--start is empty: give at least one character" in fails("--start=")
-    assert "--start=FILE:none.txt cannot be read as text: [Errno 2]" in fails("--start=FILE:none.txt")
     state = torch.load("out/ckpt.pt", weights_only=True)
     state["model"]["transformer.wpe.weight"][0] = torch.nan
     save_in(at.path / "bad/out", model=state["model"])
@@ -804,8 +563,6 @@ def lines_of(run):
 
 # train.py without matplotlib, on a machine whose matmul peak cannot be measured, with a slow rank
 LACKING = """
-import os, sys
-sys.path.insert(0, os.environ["REPO"])
 from isogpt.monitor import anomalies
 from isogpt.speed import devices
 sys.modules["matplotlib.figure"] = None
@@ -813,42 +570,28 @@ def unmeasured(*args):
     raise RuntimeError("no matmul")
 devices.measured_matmul = unmeasured
 anomalies.SlowRanks.seen = lambda self, columns: ["rank 0: forward ms 40.0, others 10.0"]
-sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
-exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 """
 
 
 def test_messages_of_a_run(zygote, work):
-    """
-    A run, a run in the same folder with everything missing that may be missing, and a run on other data.
-    """
+    """A run, and a run in the same folder with everything missing that may be missing."""
     args = ["--n_layer=1", "--max_iters=0", "--eval_iters=1", "--out_dir=out"]
     lines = lines_of(zygote.train([*args, "--eval_interval=1"], work))
     for start in (
-        "data: data/tiny, 20,000 training tokens, vocabulary size 65",
-        "model: 0.01M parameters, from scratch",
-        "ranks: 1 = 1 node x 1 on cpu, no process group, float32; compile: off, since it gains nothing on a "
-        "CPU",
-        "step: 8 sequences x 32 = 256 tokens, on each rank 2 micro-steps x 4 rows",
-        "peak: ",
+        "data:",
+        "model:",
+        "ranks:",
+        "step:",
+        "peak:",
         "step 0: train loss ",
         "iter 0: loss ",
-        "saved out/step_00000001",
-        "the loss curve: out/loss.png",
-        "try: python sample.py --out_dir=out",
+        "done:",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
-    for line in (
-        r"peak: \S+ TFLOP/s \(measured matmul\)",
-        r"done: 1 steps in \d+:\d\d, best val loss 4\.\d+ at step [01]",
-    ):
-        assert sum(bool(re.fullmatch(line, printed)) for printed in lines) == 1, (line, lines)
+    assert {"saved out/step_00000001", "the loss curve: out/loss.png"} < {*lines}
 
-    (work / "lacking.py").write_text(LACKING)
     more = ["--compile=False", "--profile=True", "--save_checkpoint=False"]
-    env = {"REPO": str(REPO)}
-    run = zygote.start([*TINY, *args, *more], work, script="lacking.py", repo=work, env=env).wait()
+    run = start_changed(zygote, LACKING, [*args, *more], work).wait()
     lines = lines_of(run)
     for whole in (
         "out contained an earlier run, which was moved to out/previous_1",
@@ -860,37 +603,14 @@ def test_messages_of_a_run(zygote, work):
         assert lines.count(whole) == 1, (whole, lines)
     assert sum(line.endswith("float32; compile: off") for line in lines) == 1, lines
 
-    earlier = ["--init_from=auto", "--out_dir=out/previous_1", "--eval_interval=1"]
-    lines = lines_of(zygote.train([*args[:-1], *earlier, "--max_iters=9", "--time_limit_s=1"], work))
-    assert lines[-1] == "stopped on request before step 1: resume with --init_from=resume or auto"
-
-    tokens = np.fromfile(work / "data/tiny/val.bin", np.uint16)
-    tokens[5] = 70
-    tokens.tofile(work / "data/tiny/val.bin")
-    run = zygote.train([*args[:-1], *earlier, "--vocab_size=99"], work, ok=False)
-    text = "error: data/tiny contains token id 70, but the checkpoint's vocabulary size is 65"
-    assert run.codes == [1] and lines_of(run) == [f"{text}: it was trained on a different data set"]
-
-
-# train.py without the tensorboard package
-NO_TENSORBOARD = """
-import os, sys
-sys.path.insert(0, os.environ["REPO"])
-sys.modules["tensorboard"] = None
-sys.argv[0] = os.path.join(os.environ["REPO"], "train.py")
-code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
-exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
-"""
-
 
 def test_without_tensorboard_an_earlier_run_stays_in_place(zygote, work):
     """The missing package is reported before the earlier run is moved aside."""
     args = ["--n_layer=1", "--max_iters=1", "--out_dir=out"]
     zygote.train(args, work)
     before = sorted(path.name for path in (work / "out").iterdir())
-    (work / "lacking.py").write_text(NO_TENSORBOARD)
-    more, env = ["--tensorboard_log=True"], {"REPO": str(REPO)}
-    run = zygote.start([*TINY, *args, *more], work, script="lacking.py", repo=work, env=env).wait(ok=False)
+    lacking = 'sys.modules["tensorboard"] = None'
+    run = start_changed(zygote, lacking, [*args, "--tensorboard_log=True"], work).wait(ok=False)
     assert run.codes == [1] and run.text().startswith("error: tensorboard_log: ")
     assert run.text().endswith("; run: pip install tensorboard\n") and run.text().count("\n") == 1
     assert sorted(path.name for path in (work / "out").iterdir()) == before
@@ -980,8 +700,3 @@ def test_messages_of_slurm_sh(at):
         run.stderr
     )
     assert Path("asked").read_text() == "requeue 7\n"
-    env["HOME"] = str(at.path)
-    run = subprocess.run([*command, "--out_dir=~/out"], env=env, capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", (
-        run.stderr
-    )

@@ -157,11 +157,9 @@ def has_grouped_kernel(device_type: str) -> bool:
     Whether PyTorch's grouped_mm is a kernel in bfloat16. On GPUs other than Hopper, Blackwell and AMD's
     counterparts it is a loop, for which the host waits in each matmul (torch 2.13).
     """
-    return device_type != "cuda" or torch.cuda.get_device_capability()[0] in (9, 10)
+    # torch.compile takes properties for constants, unlike get_device_capability
+    return device_type != "cuda" or torch.cuda.get_device_properties().major in (9, 10)
 
-
-# torch.compiler.assume_constant_result, which would import torch.compile: half of the time of a start
-has_grouped_kernel._dynamo_marked_constant = True
 
 # Half of the mean number of rows of an expert. Smaller blocks contain fewer rows of zeros, at most one block
 # of each expert, but need more copies of weights.

@@ -172,8 +172,7 @@ def keep_addresses(samples: Samples) -> None:
     for cache in samples.caches:
         tensors += [cache.k, cache.v]
     for tensor in tensors:
-        # torch._dynamo.mark_static_address, whose import takes a second without a compiled step
-        tensor._dynamo_static_input_type = "unguarded"
+        torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def advance(model: nn.Module, samples: Samples, choice: Choice) -> None:

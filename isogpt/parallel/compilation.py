@@ -1,7 +1,5 @@
 """torch.compile: which part of the model is compiled, and whether it works on this machine at all."""
 
-import sys
-
 import torch
 import torch.nn as nn
 
@@ -96,9 +94,7 @@ def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
 
 
 def compile_report() -> str:
-    """Describe what torch.compile has compiled so far and what failed; '' if torch.compile is not used."""
-    if "torch._dynamo.utils" not in sys.modules:  # importing it takes a second
-        return ""
+    """Describe what torch.compile has compiled so far and what failed; '' if it has compiled nothing."""
     from torch._dynamo.utils import counters
 
     graphs, breaks, frames = counters["stats"]["unique_graphs"], counters["graph_break"], counters["frames"]
