@@ -24,6 +24,7 @@ class Progress:
     position: int = 0  # tokens read by the steps before `step`, including skipped steps
     best_val_loss: float = math.inf
     best_step: int = NONE
+    val_loss: float | None = None  # of the weights before `step`; None: not evaluated
     skipped: set[int] = field(default_factory=set)
     wandb_id: str | None = None
     shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
@@ -72,13 +73,26 @@ class Progress:
 
     def rewind(self, run: dict) -> None:
         """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
+        self.val_loss = None
         self.step = run["iter_num"]
         ours = run["isogpt"]
         self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
         self.position = ours.get("position", self.step * self.tokens_per_step)
 
+    @property
+    def is_best(self) -> bool:
+        """Whether the weights before `step` have the lowest loss so far."""
+        return self.best_step == self.step
+
+    def evaluated(self, val_loss: float) -> None:
+        """Note the validation loss of the weights before `step`."""
+        self.val_loss = val_loss
+        if val_loss < self.best_val_loss:
+            self.best_val_loss, self.best_step = val_loss, self.step
+
     def skip(self) -> None:
         """Leave out a step."""
+        self.val_loss = None
         self.step += 1
         self.position += self.tokens_per_step
 

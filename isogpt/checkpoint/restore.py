@@ -6,7 +6,7 @@ from torch import Tensor
 
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.files import reason_of
-from isogpt.parallel.data import reshard
+from isogpt.parallel.data_parallel import reshard
 from isogpt.parallel.local_parts import LocalPart, local_part_of, local_parts_by_name, splits_of
 from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.training import optimizer_state

@@ -83,7 +83,7 @@ class Start:
             seed: determines initial weights.
         """
         if self.is_resume:
-            do_together(partial(state.load, self.checkpoint))
+            do_together(state.load, self.checkpoint)
             return
         if self.checkpoint:
             do_together(partial(restore_checkpoint, self.checkpoint, state.model, seed=seed))
@@ -121,10 +121,10 @@ def find_start(
     is_resume = broadcast(is_resume)
     found = share_found(found, out_dir if is_resume else name)
     if found:  # opening may verify a copy, which takes long
-        return Start(name, is_resume, do_together(partial(open_checkpoint, found)))
+        return Start(name, is_resume, do_together(open_checkpoint, found))
     if name in ("scratch", "auto"):
         return Start(name)
-    return Start(name, pretrained=do_together(partial(from_pretrained, name)))
+    return Start(name, pretrained=do_together(from_pretrained, name))
 
 
 def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: list[str]) -> None:

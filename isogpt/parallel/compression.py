@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.parallel.data import in_buckets, views_of
+from isogpt.parallel.data_parallel import in_buckets, views_of
 from isogpt.parallel.local_parts import LocalPart, is_sharded, is_split, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
 

@@ -13,7 +13,7 @@ Gradients of a micro-batch arrive in one of three ways:
 """
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.common.torch_versions import reduce_scatter_single
-from isogpt.parallel.data import fsdp_units, sum_in_buckets
+from isogpt.parallel.data_parallel import allocate_gradients, fsdp_units, sum_in_buckets
 from isogpt.parallel.local_parts import is_sharded, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -110,7 +110,6 @@ class ExactSums:
         scaler: the scaler of the loss, whose scale is a power of two.
         loss_divisor: the loss that is differentiated is a sum over tokens, divided by the tokens of a step.
         loss_weight: the weight of this rank's loss in the mean over all ranks, the loss of the batch.
-        passes: see data.allocate_gradients.
     """
 
     wrapped: nn.Module
@@ -119,7 +118,7 @@ class ExactSums:
     plan: Plan
     share: Share
     scaler: torch.amp.GradScaler
-    passes: int = 2
+    keeps_memory: bool = field(init=False, default=False)  # see FloatSums
     totals: dict[Hashable, Tensor] = field(default_factory=dict)  # int64 sums, by bucket, unit or parameter
     begun: set[Hashable] = field(default_factory=set)  # sums that contain a term of this step
     fits: dict[Hashable, Tensor] = field(default_factory=dict)  # whether this rank's terms of a sum did fit
@@ -145,8 +144,14 @@ class ExactSums:
             unit.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of the batch
             unit.set_force_sum_reduction_for_comms(True)
 
-    def attach(self) -> None:
-        """Reduce the buckets of DistributedDataParallel as integers, after the buckets are final."""
+    def allocate(self, x: Tensor, y: Tensor, autocast: AbstractContextManager) -> None:
+        """
+        Allocate gradients before the first step (all ranks), see data_parallel.allocate_gradients. From here
+        on, the buckets of DistributedDataParallel are final, and they are reduced as integers.
+        """
+        self.keeps_memory = allocate_gradients(
+            self.wrapped, self.plan.cuda_graphs, x, y, self.loss_divisor, autocast, passes=2
+        )
         if not isinstance(self.wrapped, DistributedDataParallel):
             return
         flat = {p.grad.untyped_storage().data_ptr(): p.grad for p in self.model.parameters()}
@@ -154,6 +159,10 @@ class ExactSums:
             grad.as_strided((grad.untyped_storage().nbytes() // 4,), (1,), 0) for grad in flat.values()
         ]
         self.wrapped.register_comm_hook(self, reduce_bucket)
+
+    def zero(self) -> None:
+        """Set the gradients to zero after a step."""
+        self.wrapped.zero_grad(set_to_none=not self.keeps_memory)
 
     @torch.no_grad()
     def start_step(self) -> None:

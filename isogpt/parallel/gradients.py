@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.launch.together import gather_objects, number_dtype
-from isogpt.parallel.data import sum_in_buckets
+from isogpt.parallel.data_parallel import sum_in_buckets
 from isogpt.parallel.local_parts import is_sharded, is_split, local, local_part_of, splits_of
 from isogpt.parallel.mesh import DATA_AXES, Mesh
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.parallel.compression import mean_over
-from isogpt.parallel.data import in_buckets, reshard, views_of
+from isogpt.parallel.data_parallel import in_buckets, reshard, views_of
 from isogpt.parallel.local_parts import LocalPart, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan

@@ -99,6 +99,14 @@ class Mesh:
         """How many ranks of an island average gradients of the same parameters, with a ZeRO stage."""
         return self.dp_replicate if zero >= 2 else self.size(*DATA_AXES)
 
+    def ddp_group(self, zero: int) -> ProcessGroup | None:
+        """
+        The ranks whose gradients DistributedDataParallel averages (all ranks): those that hold the same
+        parameters, except experts, and read different tokens. None if this rank is alone, with zero 2 and 3,
+        where fully_shard reduces gradients, and in a pipeline, where a step's end does.
+        """
+        return None if zero >= 2 or self.pp > 1 else self.group("dp_replicate", "ep", "cp")
+
     @property
     def splits_model(self) -> bool:
         """Whether a rank holds only some of the layers or experts, or parts of matrices."""
@@ -111,7 +119,7 @@ class Mesh:
         Args:
             uses_fsdp: whether fully_shard is used (zero 2 and 3), which needs a mesh even for a single rank.
             offloads: with cpu_offload, the mesh needs an axis of replicas even for a single replica, see
-                data.no_sync.
+                data_parallel.no_sync.
         """
         kept = {"dp_shard": uses_fsdp, "dp_replicate": uses_fsdp and offloads}
         sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or kept.get(a)}
@@ -170,6 +178,13 @@ def make_mesh(rank: int, plan: Plan, timeout_s: float = 600.0) -> Mesh:
     if plan.zero >= 2:
         replicate, shard = plan.dp_replicate, left // plan.dp_replicate
     return Mesh(rank, plan.islands, plan.pp, replicate, shard, plan.ep, plan.cp, plan.tp, timeout_s)
+
+
+def connect_mesh(rank: int, plan: Plan, timeout_s: float) -> Mesh:
+    """Make the mesh of a plan, and create its process groups (all ranks)."""
+    mesh = make_mesh(rank, plan, timeout_s)
+    mesh.connect(plan.device_type, uses_fsdp=plan.zero >= 2, offloads=plan.cpu_offload)
+    return mesh
 
 
 def stages_per_rank(pp_schedule: str) -> int:

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.launch.process_group import check_debug_level
-from isogpt.launch.together import exit_together
 from isogpt.nn.experts import MoE
 from isogpt.parallel.local_parts import is_sharded
 from isogpt.parallel.mesh import Mesh
@@ -61,23 +59,6 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
         # rank
         done = {p for p in root.parameters() if is_sharded(p)}
         fully_shard(root, reshard_after_forward=False, mp_policy=root_policy, ignored_params=done, **settings)
-
-
-def replicate(model: nn.Module, bucket_mb: float, group: dist.ProcessGroup) -> DistributedDataParallel:
-    """
-    Wrap a model with DistributedDataParallel over a group (all its ranks). Gradients are reduced in buckets
-    of bucket_mb MiB. They are views of the buckets: there are no copies. Exits with a message if PyTorch
-    would crash.
-    """
-    with exit_together():
-        check_debug_level()
-    ddp = DistributedDataParallel(
-        model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, process_group=group
-    )
-    # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this
-    # (torch 2.13). The attribute is for torch.compile only: DDP has made its buckets.
-    ddp.bucket_bytes_cap = max(ddp.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
-    return ddp
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
@@ -138,6 +119,9 @@ def allocate_gradients(
         passes: how many passes are discarded. After two, gradients are views of the reordered buckets.
     """
     if isinstance(model, DistributedDataParallel):
+        # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this
+        # (torch 2.13). The attribute is for torch.compile only: DDP has made its buckets.
+        model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
         for _ in range(passes):
             with autocast:
                 _, loss = model(x, y, target_count)

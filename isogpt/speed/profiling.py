@@ -6,15 +6,19 @@ from pathlib import Path
 
 import torch
 
+from isogpt.launch.process_group import Ranks
+
 PROFILE_SKIP, PROFILE_STEPS = 5, 5  # the first steps are not typical
 
 
-def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
+def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> torch.profiler.profile | None:
     """
-    Start a profiler for a run of `steps` steps that skips 5 steps, records 5, and writes files to out_dir.
+    Start a profiler on rank 0, None on other ranks, for a run of `steps` steps that skips 5 steps, records 5, and writes files to out_dir.
     These are trace.json, operators.txt (the operators by self time) and on a GPU memory.pickle, a snapshot
     for https://pytorch.org/memory_viz. The caller calls step() after each step.
     """
+    if not ranks.is_main:
+        return None
     out, on_gpu, needed = Path(out_dir), torch.cuda.is_available(), PROFILE_SKIP + PROFILE_STEPS
     if steps < needed:
         text = f"--profile traces the steps after the fifth: {steps} steps give no trace, {needed} do"
