@@ -85,7 +85,7 @@ def say(text: str) -> None:
 
 def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     """Print the GB that a rank needs, without allocating them."""
-    planned = workload.plan(world_size, max(1, workload.settings["islands"]), card)
+    planned = workload.plan(world_size, card)
     micro_batch = f"micro-batches of {planned.micro_batch}"
     say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
     for name, gb in memory_estimate(planned).items():
