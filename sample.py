@@ -124,7 +124,7 @@ with exit_together():
         model = GPT(GPTConfig(**model_args))
     if source:
         check_weights(source, model)
-splits = split_model(model, mesh, plan.pp_schedule, splits_sequence=False)
+splits = split_model(model, mesh, plan.pp_schedule, ranks.device, splits_sequence=False)
 materialize(model, torch.device("cpu"), splits)
 with exit_together():
     if source:

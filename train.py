@@ -161,13 +161,9 @@ try:
     schedule = make_schedule(config, gradient_accumulation_steps * batch_size)
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
     launchers.print_unapplied_settings(config)  # of accelerate launch (rank 0)
-    ranks = process_group.connect_ranks(
-        device, backend, dist_timeout_s
-    )  # through a store, without collectives
+    ranks = process_group.connect_ranks(device, backend, dist_timeout_s)  # through a store
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
-    logger = log.Logger(
-        progress, log.start_sinks(ranks, out_dir, alert_command)
-    )  # prints and alerts on rank 0
+    logger = log.Logger(progress, log.start_sinks(ranks, out_dir, alert_command))  # prints, alerts
     watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)  # names a rank that fails
     precision.fix_threads(ranks.device, exact)
     if ranks.store or config["zero"] > 0:  # ZeRO needs a group even for a single process
@@ -178,9 +174,7 @@ except ValueError as e:
 # 2. data, what the run starts from, and a plan that leaves nothing open
 # from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
 data = together.do_together(open_dataset, dataset, block_size, vocab_size)
-start_checks.check_start(
-    ranks, config | data.facts()
-)  # exits if settings, data, code or torch differ between ranks
+start_checks.check_start(ranks, config | data.facts())  # exits if ranks differ in settings, data or code
 stop = signals.watch_signals(time_limit_s)
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # also opens it
 plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
