@@ -31,10 +31,10 @@ from isogpt.checkpoint.folder import RunFolder, continue_from, make_writable
 from isogpt.checkpoint.manifest import damage, sealed
 from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.restore import WPE, restore_checkpoint
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import FoundCheckpoint, newest_checkpoint, share_found
 from isogpt.checkpoint.source import check_weights, open_checkpoint
+from isogpt.checkpoint.state import WPE, restore_checkpoint
 from isogpt.data import dataset as dataset_module
 from isogpt.data.dataset import open_dataset
 from isogpt.data.vocabulary import Vocabulary
@@ -131,7 +131,7 @@ def rank_of_two(at, **changes):
 
 def shards_that_hold(at, content):
     (at.path / ".metadata").write_bytes(pickle.dumps(content))
-    sharded_files.read(at.path, {}, {})
+    sharded_files.read(at.path, {})
 
 
 def metadata_of_objects():

@@ -31,6 +31,16 @@ class OpenCheckpoint:
     notes: tuple[str, ...] = ()
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the tensors are in shards."""
+        return self.weights is None
+
+    @property
+    def unverified(self) -> dict | None:
+        """The manifest by which a rank verifies shards that rank 0 has not read; None: they are verified."""
+        return None if self.found.is_verified else self.found.manifest
+
+    @property
     def dtype(self) -> str | None:
         """The dtype that the run computed in; None in nanoGPT's checkpoints."""
         return self.run["isogpt"].get("dtype")
@@ -77,7 +87,7 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     Raises:
         ValueError: weights are missing or not used.
     """
-    if source.weights is None:  # in shards, which only this program writes
+    if source.is_sharded:  # only this program writes shards
         return
     path, head, wte = source.found.path, "lm_head.weight", "transformer.wte.weight"
     used = {name for name, _ in model.named_parameters()}

@@ -10,11 +10,10 @@ from torch import nn
 from isogpt.checkpoint.differences import differences
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import steps_in
-from isogpt.checkpoint.restore import load_weights, restore_checkpoint
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.checkpoint.search import share_found
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
-from isogpt.checkpoint.state import TrainState
+from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks, rank_names

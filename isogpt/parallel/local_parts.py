@@ -77,25 +77,31 @@ class LocalPart:
             return self
         return LocalPart(self.shape[1:], tuple((offsets[1:], piece[0]) for offsets, piece in self.pieces))
 
-    def fitted(self, saved: torch.Size) -> tuple["LocalPart", list[tuple[Tensor, Tensor]]]:
-        """
-        Return the part to read from a saved tensor, which a different number of groups of ranks may have
-        stacked.
+    def new_stack(self, count: int) -> "LocalPart":
+        """Memory for this part in all rows of a stack of `count`."""
+        stacks = (((0, *offsets), piece.new_empty(count, *piece.shape)) for offsets, piece in self.pieces)
+        return LocalPart(torch.Size((count, *self.shape)), tuple(stacks))
 
-        Returns:
-            (the part, [(a piece of this part, the rows that are read for it)]); the piece is to be the mean
-            of the rows
+    @torch.no_grad()
+    def put_mean(self, stack: "LocalPart") -> None:
+        """Copy the mean of the rows of a stack, see `new_stack`, to this part."""
+        for (_, piece), (_, rows) in zip(self.pieces, stack.pieces, strict=True):
+            piece.copy_(rows.mean(0))
+
+    def as_copies_of(self, shape: torch.Size) -> "LocalPart":
         """
-        if saved == self.shape:
-            return self, []
-        single = self.unstacked()
-        if not saved or saved[1:] != single.shape:
-            return single, []
-        rows = [(piece, piece.new_empty(saved[0], *piece.shape)) for _, piece in single.pieces]
-        stacks = (
-            ((0, *offsets), stack) for (offsets, _), (_, stack) in zip(single.pieces, rows, strict=True)
-        )
-        return LocalPart(saved, tuple(stacks)), rows
+        This part of a tensor that consists of copies of a smaller tensor of this shape, one below the other,
+        as pieces of the smaller tensor.
+        """
+        pieces = []
+        for (first, *others), piece in self.pieces:
+            start = 0
+            while start < len(piece):
+                row = (first + start) % shape[0]
+                end = min(start + shape[0] - row, len(piece))
+                pieces.append(((row, *others), piece[start:end]))
+                start = end
+        return LocalPart(shape, tuple(pieces))
 
     def size(self) -> torch.Size:
         """The whole tensor's shape; torch.distributed.checkpoint compares it with the saved tensor's."""

@@ -71,7 +71,7 @@ class Islands:
         Start from the model's weights before step `step`, without momentum.
 
         Args:
-            saved: the names (see sharded_files.flat) in a checkpoint; allocates what was being sent.
+            saved: the names (see state.flat) in a checkpoint; allocates what was being sent.
             averaged_at: from the checkpoint; None: no average is due from earlier steps.
         """
         self.wait()
