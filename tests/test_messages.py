@@ -32,7 +32,7 @@ from isogpt.checkpoint.manifest import damage, sealed
 from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
-from isogpt.checkpoint.search import FoundCheckpoint, newest_checkpoint, share_found
+from isogpt.checkpoint.search import StoredCheckpoint, newest_checkpoint, share_checkpoint
 from isogpt.checkpoint.source import check_weights, open_checkpoint
 from isogpt.checkpoint.state import WPE, restore_checkpoint
 from isogpt.data import dataset as dataset_module
@@ -142,7 +142,7 @@ def metadata_of_objects():
 
 def opened(at, **changes):
     """Open a ckpt.pt with changes."""
-    return open_checkpoint(FoundCheckpoint(save_in(at.path / "out", **changes) / "ckpt.pt", 3))
+    return open_checkpoint(StoredCheckpoint(save_in(at.path / "out", **changes) / "ckpt.pt", 3))
 
 
 def fork(at, model=None, args=None, **changes):
@@ -395,7 +395,7 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
         continue_from("rank0", newest_checkpoint("rank0")[0])
     found, sent = newest_checkpoint("rank0")[0], []
     at.set(search, "broadcast", lambda value: sent.append(value) or value)
-    assert share_found(found, "rank0").is_verified
+    assert share_checkpoint(found, "rank0").is_verified
     shutil.copytree("rank0", "copy", symlinks=True)
     os.symlink("rank0", "link")
 
@@ -404,7 +404,7 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
         received = iter(sent)
         with at.context() as others:
             others.setattr(search, "broadcast", lambda _: next(received))
-            found = share_found(None, folder)
+            found = share_checkpoint(None, folder)
         assert found.path.is_relative_to(folder) and found.is_verified == (folder == "link")
         restore_checkpoint(open_checkpoint(found), tiny_model())
 
@@ -473,7 +473,7 @@ def test_checkpoints_of_nanogpts_forks(at, capsys):
     numbers = {"iter_num": np.int64(3), "best_val_loss": np.float64(1.5), "config": None, "optimizer": None}
     source = fork(at, args=args | {"n_layer": np.int64(1)}, **numbers)
     assert (source.run["iter_num"], source.run["best_val_loss"], source.run["config"]) == (3, 1.5, {})
-    assert set(source.run["model_args"]) == {*SHAPE, "dropout"} and source.found.val_loss == 1.5
+    assert set(source.run["model_args"]) == {*SHAPE, "dropout"} and source.stored.val_loss == 1.5
     ignored = [note.split(" in model_args of out/ckpt.pt is not used: ") for note in source.notes]
     assert [what for what, _ in ignored] == ["flash_attn=True", "memory=3"]
     assert ignored[0][1] == "it does not change the model" and "as rope=True would" in ignored[1][1]
@@ -521,7 +521,7 @@ def test_checkpoints_of_nanogpts_forks(at, capsys):
     for changes in ({"best_val_loss": None}, {"best_val_loss": 1.5, "config": {"eval_interval": 2}}):
         shutil.rmtree("out")
         source, progress = fork(at, **changes), Progress(64)
-        assert progress.load(source) == [] and progress.best_step == NONE and source.found.val_loss is None
+        assert progress.load(source) == [] and progress.best_step == NONE and source.stored.val_loss is None
         assert export.list_checkpoints("out").splitlines()[1].split()[:3] == ["3", "bare", "-"]
 
 

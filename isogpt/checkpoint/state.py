@@ -105,7 +105,7 @@ def restore_checkpoint(
     Raises:
         ValueError: the checkpoint does not fit, or a file cannot be read or would run code.
     """
-    path = checkpoint.found.path
+    path = checkpoint.stored.path
     reshard(model)
     saved_by = checkpoint.run["config"].get("optimizer", "adamw")
     if optimizers and saved_by != optimizer_state.kind_of(optimizers):
@@ -201,7 +201,7 @@ def saved_shapes(checkpoint: OpenCheckpoint) -> dict[str, torch.Size]:
     """The shapes of the tensors in shards, see `flat`. Raises ValueError if a file cannot be read."""
     from isogpt.checkpoint import sharded_files
 
-    return sharded_files.shapes(checkpoint.found.path, checkpoint.unverified)
+    return sharded_files.shapes(checkpoint.stored.path, checkpoint.unverified)
 
 
 def read_shards(
@@ -211,4 +211,4 @@ def read_shards(
     from isogpt.checkpoint import sharded_files
 
     parts = {name: first_positions(name, part, shapes.get(name, ())) for name, part in parts.items()}
-    sharded_files.read(checkpoint.found.path, parts, checkpoint.unverified)
+    sharded_files.read(checkpoint.stored.path, parts, checkpoint.unverified)

@@ -40,13 +40,14 @@ class Split:
 
     def place(self, offsets: Offsets, piece: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
         """Yield the parts of a piece in each section, with their offsets in the whole parameter."""
-        dim, start = self.dim, 0  # start: where a section begins in this rank's part
+        dim = self.dim
         first, end = offsets[dim], offsets[dim] + piece.size(dim)
+        start = 0  # where a section begins in this rank's part
         for begin, length in self.ranges():
             low, high = max(start, first), min(start + length, end)
             if low < high:
-                where = (*offsets[:dim], begin + low - start, *offsets[dim + 1 :])
-                yield where, piece.narrow(dim, low - first, high - low)
+                whole_offsets = (*offsets[:dim], begin + low - start, *offsets[dim + 1 :])
+                yield whole_offsets, piece.narrow(dim, low - first, high - low)
             start += length
 
 
@@ -60,9 +61,7 @@ class LocalPart:
 
     shape: torch.Size
     pieces: tuple[tuple[Offsets, Tensor], ...]
-    # whether the tensor is a stack, whose first dimension counts the groups of ranks that hold different
-    # values
-    is_row: bool = False
+    is_row: bool = False  # whether the tensor is a stack with a row for each group of ranks
 
     def in_row(self, index: int, count: int) -> "LocalPart":
         """This part as row `index` of a stack of `count`; a stack of one is the tensor itself."""
@@ -138,23 +137,22 @@ Splits = tuple[Split, ...]  # how a parameter is split, first by expert, then by
 
 def local_part_of(tensor: Tensor, splits: Splits = ()) -> LocalPart:
     """Return this rank's part of a tensor that may be split, and may then be a DTensor of fully_shard."""
-    here, offsets, shape = local(tensor), (0,) * tensor.dim(), list(tensor.shape)
+    piece, offsets, shape = local(tensor), (0,) * tensor.dim(), list(tensor.shape)
     if is_sharded(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        offsets = tuple(
-            compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)[1]
-        )
-    pieces = [(offsets, here)] if here.numel() or not shape else []
+        _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    pieces = [(tuple(offsets), piece)] if piece.numel() or not shape else []
     for split in reversed(splits) if shape else ():
-        pieces = [placed for piece in pieces for placed in split.place(*piece)]
+        pieces = [placed for offsets, piece in pieces for placed in split.place(offsets, piece)]
         shape[split.dim] = sum(split.sections)
     return LocalPart(torch.Size(shape), tuple(pieces))
 
 
 def keep_local_part(model: nn.Module, name: str, split: Split) -> None:
     """Replace a parameter on the meta device by this rank's part of it."""
-    p, (owner, _, leaf) = model.get_parameter(name), name.rpartition(".")
+    p = model.get_parameter(name)
+    owner, _, leaf = name.rpartition(".")
     shape = [split.length() if dim == split.dim else n for dim, n in enumerate(p.shape)]
     part = nn.Parameter(torch.empty(shape, device=p.device))
     part.splits = (*splits_of(p), split)
