@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from configurator import configure, fail
 from isogpt.checkpoint.manifest import advice_on_folder
-from isogpt.checkpoint.restore import load_weights, restore_checkpoint
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
+from isogpt.checkpoint.state import load_weights, restore_checkpoint
 from isogpt.common import console
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import check_size

@@ -46,12 +46,12 @@ class Progress:
 
     def load(self, source: OpenCheckpoint) -> list[str]:
         """Continue a checkpoint's run; returns a sentence about each thing that is not continued."""
-        run, notes = source.run, []
-        ours = run["isogpt"]
+        run, ours = source.run, source.run["isogpt"]
         self.rewind(run)
-        self.skipped, self.wandb_id = set(ours.get("left_out", [])), ours.get("wandb_id")
+        self.skipped = set(ours.get("left_out", []))
+        self.wandb_id = ours.get("wandb_id")
         self.shares = tuple(ours.get("shares", ()))
-        notes += changed_bits(ours.get("kind_of_device") or {}, self.kind_of_device)
+        notes = changed_bits(ours.get("kind_of_device") or {}, self.kind_of_device)
         changed = changed_measures(measures_of(run), self.measures)
         if not changed:
             self.best_val_loss = run["best_val_loss"]
@@ -62,12 +62,11 @@ class Progress:
                 f"evaluations measure something different: {', '.join(changed)}"
             )
         if source.optimizer == {}:
-            notes.append(f"{source.found.path} contains no state of AdamW: the moments start at zero")
-        if unused := source.unused_state:
+            notes.append(f"{source.stored.path} contains no state of AdamW: the moments start at zero")
+        if unused := ", ".join(source.unused_state):
             notes.append(
-                f"{source.found.path} contains {', '.join(unused)} of an optimizer that is not used here: "
-                "the "
-                "run continues with AdamW, whose steps are different"
+                f"{source.stored.path} contains {unused} of an optimizer that is not used here: the run "
+                "continues with AdamW, whose steps are different"
             )
         return notes
 

@@ -15,9 +15,9 @@ from isogpt.checkpoint.ckpt_file import in_nanogpts_form, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded, mark_preempted
 from isogpt.checkpoint.forks import shortened
-from isogpt.checkpoint.manifest import make_manifest, step_folder
-from isogpt.checkpoint.owner import check_owner, claim_again, unfinished_folder
-from isogpt.checkpoint.search import FoundCheckpoint, share_found
+from isogpt.checkpoint.manifest import make_manifest, step_folder, unfinished_folder
+from isogpt.checkpoint.owner import check_owner, claim_again
+from isogpt.checkpoint.search import StoredCheckpoint, share_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
 from isogpt.common.files import reason_of
@@ -232,19 +232,19 @@ class Saver:
         message that begins with `reason`.
         """
         self.wait()
-        found, reports = do_together(self.look_for_rollback, on_error=self.log.failed)
+        stored, reports = do_together(self.look_for_rollback, on_error=self.log.failed)
         for report in reports:
             self.log.print(f"warning: {report}")
         with exit_together(self.log.failed):
-            if is_main() and not found:
+            if is_main() and not stored:
                 advice = "start again with a lower --learning_rate"
                 raise ValueError(f"{reason}; there is no valid checkpoint to roll back to: {advice}")
-        found = share_found(found, str(self.run_folder.path))
-        checkpoint = do_together(open_checkpoint, found, on_error=self.log.failed)
+        stored = share_checkpoint(stored, str(self.run_folder.path))
+        checkpoint = do_together(open_checkpoint, stored, on_error=self.log.failed)
         do_together(state.load, checkpoint, on_error=self.log.failed)
         state.slow_network.resume()
         self.step = state.step
 
-    def look_for_rollback(self) -> tuple[FoundCheckpoint | None, list[str]]:
+    def look_for_rollback(self) -> tuple[StoredCheckpoint | None, list[str]]:
         """Return what folder.find_rollback returns, on rank 0; nothing on the other ranks."""
         return find_rollback(self.run_folder) if is_main() else (None, [])

@@ -149,7 +149,7 @@ class Compression:
         Start without errors before a step.
 
         Args:
-            saved: the names (see sharded_files.flat) and shapes in a checkpoint; makes room for PowerSGD's
+            saved: the names (see state.flat) and shapes in a checkpoint; makes room for PowerSGD's
                 factors.
         """
         self.forget()

@@ -80,7 +80,7 @@ class SlowNetwork:
         """
         Start from the model's weights at a step, without errors or an outer momentum.
 
-        Tensors are allocated for what a checkpoint saved, by names (see sharded_files.flat) and shapes.
+        Tensors are allocated for what a checkpoint saved, by names (see state.flat) and shapes.
         `averaged_at` is what the checkpoint recorded of `describe`.
         """
         if self.compression:
