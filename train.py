@@ -197,7 +197,7 @@ stop = watch_signals(time_limit_s)
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)
 plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
 mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
-mesh.connect(ranks.device.type, uses_fsdp=plan.zero >= 2, offloads=cpu_offload)  # creates process groups
+mesh.connect(ranks.device.type, offloads=cpu_offload)  # creates process groups
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings_of_model(plan.model_args)
@@ -246,7 +246,7 @@ slow_network = make_slow_network(raw_model, mesh, plan)
 model = raw_model
 # ranks that hold the same parameters (except experts) and read different tokens; None: this rank is alone.
 # DDP averages their gradients, fully_shard does with zero 2 and 3, and the part "reduce" of a step with pp
-replicas = mesh.group("dp_replicate", "ep", "cp")
+replicas = mesh.replicas.group
 if replicas and plan.zero < 2 and not pipeline:
     model = replicate(raw_model, ddp_bucket_mb, replicas)
 services = start_services(recorded, progress)  # wandb (rank 0); before the folder is changed
@@ -392,7 +392,8 @@ while not is_complete:
         with clock.on_cpu("data"):
             x, y = next(batches)  # (rows, block_size / cp) each
         if plan.model_args["dropout"]:  # masks of whole micro-batches are the same on any number of processes
-            precision.seed_generators(seed, step, share.first(micro_step), *mesh.rank_and_size("cp", "tp"))
+            part = mesh.same_sequences
+            precision.seed_generators(seed, step, share.first(micro_step), part.index, part.size)
         with sums.micro_batch(micro_step):  # DDP's no_sync but for the last micro-batch
             with clock("forward"), autocast:
                 _, loss = model(x, y, sums.loss_divisor)

@@ -438,8 +438,8 @@ def test_offloaded_gradients_are_copied_to_the_cpu_at_the_last_micro_step(monkey
     x, y = torch.zeros(2, 8, dtype=torch.int64), torch.arange(16).view(2, 8)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh = Mesh()
-        mesh.connect("cpu", uses_fsdp=True, offloads=True)
+        mesh = Mesh(shards_parameters=True)
+        mesh.connect("cpu", offloads=True)
         model = GPT(GPTConfig(8, 16, 2, 2, 8, bias=False), 0)
         data.shard(model, mesh, CPU, Plan(zero=3, cpu_offload=True))
         expected = None

@@ -73,7 +73,7 @@ class Banner:
             lines.append("islands: none, since all processes are on one machine")
         if (kind := config["grad_compression"]) != "none":
             use = "not sent, there is only one replica"
-            if mesh.replicas(self.plan.zero) > 1:
+            if mesh.replicas.size > 1:
                 use = f"sent as {kind}"
             lines.append(f"network: gradients are {use}")
         return lines

@@ -95,7 +95,7 @@ def make_slow_network(model: nn.Module, mesh: Mesh, plan: Plan) -> SlowNetwork:
     Make the SlowNetwork for the settings grad_compression, islands, local_steps and outer_* (all ranks).
     """
     compression = islands = None
-    if plan.grad_compression != "none" and mesh.replicas(plan.zero) > 1:
+    if plan.grad_compression != "none" and mesh.replicas.size > 1:
         from isogpt.parallel.compression import Compression
 
         kind, _, amount = plan.grad_compression.partition(":")

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf, log2
 
 from isogpt.nn.architecture import ARCHS
-from isogpt.parallel.mesh import AXES, DATA_AXES, Mesh, make_mesh, stages_per_rank
+from isogpt.parallel.mesh import AXES, Mesh, make_mesh, stages_per_rank
 from isogpt.parallel.plan import DEFAULTS, LAYOUT, Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.speed.devices import Hardware
 from isogpt.speed.memory import block_activations, memory_estimate, parameter_counts, pipeline_part
 
-SHARD_AXES = ("dp_shard", "ep", "cp")  # axes over which ZeRO stages 2 and 3 shard
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
 # gradients of weights, and zbv nearly all (Qi et al. 2023, arXiv:2401.10241, table 2)
@@ -228,20 +227,21 @@ def weights_s(
 
     bucket = plan.ddp_bucket_mb * 2**20 / 4
     if zero < 2:
-        axes = ("dp_replicate", "ep", "cp"), ("dp_replicate", "cp")
+        axes = mesh.replicas.axes, mesh.replicas.without("ep").axes
         reduction = 2 * over(*axes, 4, bucket)
         exposed = times * max(reduction - hidden_by[1], min(1.0, bucket / dense) * reduction)
         exposed += over(*axes, 4, bucket, hw.gather) if zero == 1 else 0.0
     else:
-        axes, unit = (("dp_shard", "ep", "cp"), ("dp_shard", "cp")), 1 / (pipeline_part(plan, 0)[0] + 1)
+        axes = mesh.shards.axes, mesh.shards.without("ep").axes
+        unit = 1 / (pipeline_part(plan, 0)[0] + 1)
         piece = unit * (dense + experts)
         gather, scatter = over(*axes, size, piece, hw.gather), over(*axes, 4, piece, hw.scatter)
         again = gather if zero == 3 else 0.0
         exposed = micro_steps * max(gather - hidden_by[0], unit * gather)
         exposed += times * max(again + scatter - hidden_by[1], unit * scatter)
         exposed += (micro_steps - times) * max(again - hidden_by[1], unit * again)
-        own = 4 / mesh.size("dp_shard", "ep", "cp")
-        exposed += times * 2 * over(("dp_replicate",), ("dp_replicate",), own, piece)
+        own = 4 / mesh.shards.size
+        exposed += times * 2 * over(mesh.replicas.axes, mesh.replicas.axes, own, piece)
     islands = 2 * ring_s(hw, mesh, per_node, ("islands",), 4 * (dense + experts), ceil(dense / bucket))
     return exposed + islands / plan.local_steps
 
@@ -322,8 +322,8 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
     exposed = share.micro_steps * activations_s(hw, plan, mesh, per_node)
     exposed += weights_s(hw, plan, mesh, per_node, share.micro_steps, forward, backward)
     dense, experts = parameters_held(plan, 0)  # ZeRO divides experts less, since ep has divided them already
-    shard_axes = {0: (), 1: DATA_AXES}.get(zero, SHARD_AXES)
-    own = dense / mesh.size(*shard_axes) + experts / mesh.size(*(axis for axis in shard_axes if axis != "ep"))
+    shards = mesh.loss if zero == 1 else mesh.shards
+    own = dense / shards.size + experts / shards.without("ep").size
     # AdamW reads weights, gradients and two moments, and writes all but the gradients; clipping scales the
     # gradients first
     optimizer = 40 * own / hw.bytes_per_s * hw.sharing

@@ -162,14 +162,15 @@ def make_optimizers(
     groups = groups_by_optimizer(model, settings)
     optimizers = []
     for cls in (AdamW, Muon):
-        for are_experts, axes in ((False, ("dp_shard", "ep", "cp")), (True, ("dp_shard", "cp"))):
+        for are_experts in (False, True):
             own = groups[cls, are_experts]
             if not own:  # also on some ranks only: a pipeline's stage can lack embeddings and norms
                 continue
+            divided = ("ep",) if are_experts else ()  # axes that have divided the parameters already
             options = {"betas": betas, "fused": is_fused}
             if cls is Muon:
-                options = {"dtype": muon_dtype, "group": mesh.group(*(axes if zero >= 2 else ()), "tp")}
-            optimizers.append(make_optimizer(cls, own, options, zero, mesh.group("dp_replicate", *axes)))
+                options = {"dtype": muon_dtype, "group": mesh.matrix_parts.without(*divided).group}
+            optimizers.append(make_optimizer(cls, own, options, zero, mesh.loss.without(*divided).group))
     return optimizers
 
 
