@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw as update_adamw
 
 from isogpt.launch.together import Gathered
 from isogpt.nn.architecture import GPTConfig
-from isogpt.parallel.local_parts import is_split, local
+from isogpt.parallel.local_parts import is_sharded, is_split, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.training.muon import Muon, Stack, stack_of
 from isogpt.training.optimizer_state import create_state
@@ -49,23 +49,25 @@ class AdamW(torch.optim.AdamW):
         amp = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in params]
-            parts = [
-                [local(t) for t in (p, p.grad, s["exp_avg"], s["exp_avg_sq"])]
-                for p, s in zip(params, states, strict=True)
-            ]
+            parts = [local_tensors(p, self.state[p]) for p in params]
             padded = [pad_to_multiple(tensors, self.multiple) for tensors in parts]
             columns = [list(column) for column in zip(*padded, strict=True)] or [[], [], [], []]
             settings = {
                 name: group[name] for name in ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
             }
             beta1, beta2 = group["betas"]
-            steps = [s["step"] for s in states]
+            steps = [self.state[p]["step"] for p in params]
             update_adamw(*columns, [], steps, beta1=beta1, beta2=beta2, **settings, **amp)
             for tensors, copies in zip(parts, padded, strict=True):
-                for t, copied in zip(tensors, copies, strict=True):
-                    if copied is not t:
+                if copies is not tensors:
+                    for t, copied in zip(tensors, copies, strict=True):
                         t.copy_(copied[: t.numel()].view_as(t))
+
+
+def local_tensors(p: nn.Parameter, state: dict[str, Tensor]) -> list[Tensor]:
+    """This rank's part of a parameter, of its gradient and of AdamW's moments."""
+    tensors = [p, p.grad, state["exp_avg"], state["exp_avg_sq"]]
+    return [local(t) for t in tensors] if is_sharded(p) else tensors
 
 
 def pad_to_multiple(tensors: list[Tensor], multiple: int) -> list[Tensor]:
