@@ -81,7 +81,7 @@ try:
     mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
     join_process_group(ranks, dist_timeout_s, even_alone=False)
     if ranks.store:
-        mesh.connect(ranks.device.type, uses_fsdp=False)
+        mesh.connect(ranks.device.type)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 check_start(ranks, config)
@@ -180,7 +180,7 @@ if first < end:
     texts = [
         tokenizer.cut_at(words.decode(sample), stop, len(words.decode(prompt))) for sample in samples.tolist()
     ]
-is_first = mesh.index("pp") == mesh.index("tp") == 0  # the first of the ranks that generate the same samples
+is_first = mesh.same_tokens.index == 0  # the first of the ranks that generate the same samples
 gathered = gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:

@@ -218,9 +218,12 @@ start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 if shares == "auto":
     reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
 model = raw_model
-if replicas := mesh.ddp_group(plan.zero):  # the ranks whose gradients DDP averages
+if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
     model = DistributedDataParallel(
-        raw_model, process_group=replicas, bucket_cap_mb=ddp_bucket_mb, gradient_as_bucket_view=True
+        raw_model,
+        process_group=mesh.replicas.group,
+        bucket_cap_mb=ddp_bucket_mb,
+        gradient_as_bucket_view=True,
     )
 share = reader.share  # this rank's part of a step: micro-batches and their rows
 if exact:  # gradients are added as integers, which has no order
@@ -241,7 +244,7 @@ if pipeline:
 peak_flops, peak_source = devices.total_peak_flops(ranks.device, plan.dtype)
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
 logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
-logger.print_lines(banner.about_network(config, ranks, plan, mesh))
+logger.print_lines(banner.about_network(config, ranks, mesh))
 logger.print_lines(banner.about_step(config, reader, schedule))
 logger.print_lines(banner.about_machine(ranks, plan, peak_flops, peak_source))
 logger.print_lines([f"note:    {note}" for note in logger.notes] + banner.warnings(reader))

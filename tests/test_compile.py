@@ -307,7 +307,7 @@ from isogpt.parallel.mesh import Mesh
 from model import GPT, GPTConfig
 dist.init_process_group("gloo")
 mesh = Mesh(dist.get_rank(), **{sys.argv[1]: 2})
-mesh.connect("cpu", uses_fsdp=False)
+mesh.connect("cpu")
 found = []
 for is_compiled in (False, True):
     with torch.device("meta"):

@@ -38,7 +38,7 @@ def about_ranks(ranks: Ranks, plan: Plan, mesh: Mesh, compile_note: str) -> list
     return lines
 
 
-def about_network(config: dict, ranks: Ranks, plan: Plan, mesh: Mesh) -> list[str]:
+def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> list[str]:
     """What crosses a slow network, if there are settings for one."""
     lines = []
     if mesh.islands > 1:
@@ -49,7 +49,7 @@ def about_network(config: dict, ranks: Ranks, plan: Plan, mesh: Mesh) -> list[st
     if config["islands"] == 0 and mesh.islands == 1:
         lines.append("islands: none, since all processes are on one machine")
     if (kind := config["grad_compression"]) != "none":
-        use = f"sent as {kind}" if mesh.replicas(plan.zero) > 1 else "not sent, there is only one replica"
+        use = f"sent as {kind}" if mesh.replicas.size > 1 else "not sent, there is only one replica"
         lines.append(f"network: gradients are {use}")
     return lines
 

@@ -110,10 +110,8 @@ def evaluate(
     model.train()
     reshard(model)
     raise_together("; ".join(problems))
-    sharing = reader.mesh.pp * reader.mesh.tp  # ranks with the same tokens
-    totals = [
-        over_ranks.sum().item() / sharing for over_ranks in gather_numbers(SplitSums(**sums), device).read()
-    ]
+    over_ranks = gather_numbers(SplitSums(**sums), device).read()
+    totals = [values.sum().item() / reader.mesh.same_tokens.size for values in over_ranks]
     train_loss, val_loss = (total / (sequences * reader.block_size) for total in totals)
     return None if stop.agreed else (train_loss, val_loss)
 

@@ -36,7 +36,7 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reduces_replicas = plan.grad_compression == "none" and not plan.exact
-    settings = dict(mesh=mesh.fsdp_mesh(reduces_replicas, "dp_shard", "ep", "cp"), offload_policy=offload)
+    settings = dict(mesh=mesh.fsdp_mesh(mesh.shards, reduces_replicas), offload_policy=offload)
     blocks, prefetch = list(model.transformer.h), plan.fsdp_prefetch
     delays_weights = mesh.pp > 1 and plan.pp_schedule in ("zero_bubble", "zbv")
     reshards = plan.zero == 3 and not delays_weights
@@ -45,7 +45,8 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
             # routers compute in float32
             fully_shard(block.mlp.router, reshard_after_forward=reshards, **settings)
         if mesh.ep > 1:
-            expert_settings = settings | {"mesh": mesh.fsdp_mesh(reduces_replicas, "dp_shard", "cp")}
+            expert_mesh = mesh.fsdp_mesh(mesh.shards.without("ep"), reduces_replicas)
+            expert_settings = settings | {"mesh": expert_mesh}
             fully_shard(
                 block.mlp.experts, reshard_after_forward=reshards, mp_policy=policy, **expert_settings
             )

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.common.torch_versions import reduce_scatter_single
 from isogpt.parallel.data_parallel import allocate_gradients, fsdp_units, sum_in_buckets
-from isogpt.parallel.local_parts import is_sharded, local
+from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import Share
@@ -130,15 +130,13 @@ class ExactSums:
         self.device = next(self.model.parameters()).device
         self.loss_divisor = float(self.plan.sequences * self.plan.model_args["block_size"])
         self.loss_weight = self.mesh.data_size
-        is_replicated = not any(is_sharded(p) for p in self.model.parameters())
-        axes = ("dp_replicate", "dp_shard", "ep", "cp") if is_replicated else ("dp_replicate",)
-        self.group = self.mesh.group(*axes)  # the ranks with the same parameters
-        number, copies = self.mesh.rank_and_size(*axes)
+        replicas = self.mesh.replicas
+        self.group = replicas.group  # the ranks with the same parameters
         # each parameter's norm is computed by one of the ranks that hold it
-        self.counted = [p for i, p in enumerate(self.model.parameters()) if i % copies == number]
+        self.counted = list(self.model.parameters())[replicas.index :: replicas.size]
         # of a micro-batch's integers; the number of micro-batches does not depend on the layout
         self.largest = LARGEST_SUM / (self.share.sequences // self.share.rows)
-        self.reduces_shards = not is_replicated and self.mesh.dp_shard > 1
+        self.reduces_shards = self.mesh.shards.size > 1
         for unit in fsdp_units(self.model) if self.reduces_shards else ():
             unit.set_custom_reduce_scatter(IntegerReduceScatter(self))
             unit.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of the batch

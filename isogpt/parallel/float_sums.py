@@ -39,8 +39,8 @@ class FloatSums:
 
     def __post_init__(self) -> None:
         plan, share = self.plan, self.share
-        copies = self.mesh.data_size // self.mesh.islands * self.mesh.cp  # ranks of an island with own tokens
-        self.loss_divisor = share.island_sequences * plan.model_args["block_size"] / copies
+        tokens = share.island_sequences * plan.model_args["block_size"]
+        self.loss_divisor = tokens / self.mesh.loss.size
         self.loss_weight = share.island_sequences * self.mesh.islands / plan.sequences
         self.by_replica_count = parameters_by_replica_count(self.raw_model, self.mesh)
         is_auto = plan.grad_sync == "auto"
