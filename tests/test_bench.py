@@ -331,7 +331,7 @@ def test_exposed_communication_is_what_the_silent_launch_saves():
 
 
 def test_help_shows_the_defaults_of_bench(zygote, work):
-    text = zygote.start(["--help"], work, script="bench.py").wait().text()
+    text = zygote.start(["--help=all"], work, script="bench.py").wait().text()
     fixed = text[text.index("set by bench.py") :].split("\n\n")[0]
     for option in ("out_dir", "max_iters", "log_interval", "eval_interval", "save_checkpoint", "wandb_log"):
         assert f"  --{option}=" in fixed, option
