@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from isogpt.checkpoint.ckpt_file import read_file
+from configurator import settings_of
+from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.manifest import (
     damage,
@@ -30,7 +31,6 @@ from isogpt.checkpoint.manifest import (
 )
 from isogpt.checkpoint.restore import restore_checkpoint, state_parts
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.save import nanogpt_state, write_file
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint, open_bare
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.common import console
@@ -67,8 +67,6 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)
-    for note in source.notes:
-        print(f"note: {note}", file=sys.stderr)
     materialize(model, torch.device("cpu"))
     if form == "hf":
         restore_checkpoint(source, model)
@@ -82,7 +80,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
             return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
         from isogpt.checkpoint import sharded_files
 
-        sharded_files.write(unfinished, local_parts_by_name(model), state_parts(model, optimizers))
+        parts = sharded_files.flat(local_parts_by_name(model), state_parts(model, optimizers))
+        sharded_files.write(unfinished, parts, group=None)
         manifest = make_manifest(source.run, 1, 3, found.val_loss) | {"run": source.run}
         return commit_checkpoint(unfinished, manifest, keep_last=0, replace=True)
 
@@ -90,10 +89,12 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
     """
     Make the optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a
-    ckpt.pt. Settings that the config lacks take nanoGPT's defaults. The state of Muon is stored without such
-    settings, since nanoGPT cannot resume it.
+    ckpt.pt. Settings that nanoGPT's config lacks take train.py's defaults, but the optimizer is AdamW. The
+    state of Muon is stored without such settings, since nanoGPT cannot resume it.
     """
-    return optim.make_optimizers(model, optim.OptimizerSettings.of(config))
+    train = settings_of(Path(__file__).with_name("train.py"))
+    defaults = {name: setting.default for name, setting in train.items()}
+    return optim.make_optimizers(model, defaults | {"optimizer": "adamw"} | config)
 
 
 @contextmanager

@@ -4,13 +4,13 @@ The GPT family: GPT-2 as in nanoGPT, nanochat and Llama; their initial weights a
 Names and shapes of GPT-2's parameters are nanoGPT's, so checkpoints are interchangeable. Linear weights are
 (out, in), the query, key and value projections are stacked in `c_attn` in that order, `transformer.wte` and
 `lm_head` are tied. This module does not depend on torch.distributed: isogpt/parallel distributes the model
-from outside.
+from outside. `Seams` lists the functions that it exchanges for this.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import ARCHS, GPTConfig
-from isogpt.nn.experts import ExpertLinear, MoE
+from isogpt.nn.experts import ExpertLinear, MoE, unchanged
 from isogpt.nn.kernels import (
     IGNORE,
     Cache,
@@ -32,6 +32,35 @@ from isogpt.nn.kernels import (
     soft_cap,
     summed_loss,
 )
+
+
+def call(function: Callable, *args: object) -> object:
+    """Call a function without anything around it."""
+    return function(*args)
+
+
+@dataclass(frozen=True)
+class Seams:
+    """
+    The functions of the model that may be exchanged: `module.seams = replace(module.seams, loss=...)`, or for
+    all modules isogpt.parallel.attach.replace_seams(model, loss=...). The defaults are for one process.
+    """
+
+    # (start, end, device=...) -> positions of the tokens that this process reads; context parallelism
+    positions: Callable[..., Tensor] = torch.arange
+    # kernels.causal_attention, the only function that mixes positions; context parallelism
+    attention: Callable[..., Tensor] = causal_attention
+    # kernels.summed_loss of the last block's output; tensor parallelism, torch.compile
+    loss: Callable[..., Tensor] = summed_loss
+    # (Block.compute, its arguments) -> what it returns; activation checkpointing, in some blocks
+    block: Callable[..., Tensor | tuple[Tensor, Tensor | None]] = call
+    # (experts, rows sorted by expert, rows of each expert) -> rows; expert parallelism
+    experts: Callable[..., Tensor] = call
+    # this process's tokens per expert (B, E) -> those of the whole sequence; context parallelism
+    tokens_per_expert: Callable[[Tensor], Tensor] = unchanged
+    # generation.advance, which generates in steps of one shape, as a GPU always does; None: with caches that
+    # grow; torch.compile
+    advance: Callable[..., None] | None = None
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -52,8 +81,7 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = Dropout(config.dropout)
         self.dropout = config.dropout
         self.qk_eps = config.norm_eps if ARCHS[config.arch].qk_norm else None
-        # the only call that mixes positions; context parallelism replaces it
-        self.attention = causal_attention
+        self.seams = Seams()
 
     def forward(self, x: Tensor, rope: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         B, T, _ = x.shape
@@ -66,7 +94,7 @@ class CausalSelfAttention(nn.Module):
         else:
             qk, v = qkv.split((H + K, K), dim=2)
             q, k = rotate(qk, rope, self.qk_eps).split((H, K), dim=2)
-        y = self.attention(q, k, v, self.dropout if self.training else 0.0, cache)  # (B, T, H * D)
+        y = self.seams.attention(q, k, v, self.dropout if self.training else 0.0, cache)  # (B, T, H * D)
         return self.resid_dropout(self.c_proj(y))  # (B, T, C)
 
 
@@ -99,7 +127,8 @@ def make_mlp(config: GPTConfig) -> nn.Module:
     """A block's MLP, or with n_expert the block's router and experts."""
     if not config.n_expert:
         return MLP(config)
-    return MoE(config, MLP(replace(config, dropout=0.0), partial(ExpertLinear, config.n_expert)))
+    experts = MLP(replace(config, dropout=0.0), partial(ExpertLinear, config.n_expert))
+    return MoE(config, experts, Seams())
 
 
 class Block(nn.Module):
@@ -110,11 +139,18 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = make_mlp(config)
         self.has_experts = config.n_expert > 0
+        self.seams = Seams()
 
     def forward(
         self, x: Tensor, rope: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the block: (B, T, C) -> (B, T, C), and with experts also MoE.routing_of, (B, E + 2)."""
+        return self.seams.block(self.compute, x, rope, cache)
+
+    def compute(
+        self, x: Tensor, rope: Tensor | None, cache: Cache | None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """`forward` itself, which activation checkpointing runs again in the backward pass."""
         x = x + self.attn(self.ln_1(x), rope, cache)
         if not self.has_experts:
             return x + self.mlp(self.ln_2(x))
@@ -149,12 +185,8 @@ class GPT(nn.Module):
             self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
             self.transformer["ln_f"] = make_norm(config)
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.loss = summed_loss  # compiled separately if blocks are; tensor parallelism replaces it
+        self.seams = Seams()
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
-        # generation.advance, usually compiled: generates in steps of one shape, as a GPU always does; None: with
-        # growing caches
-        self.advance: Callable[..., None] | None = None
-        self.positions = torch.arange  # positions from start to end; context parallelism replaces it
         self.tie_weights()
         if not self.lm_head.weight.is_meta:
             self.init_weights(torch.initial_seed() if seed is None else seed)
@@ -254,7 +286,7 @@ class GPT(nn.Module):
             raise ValueError(
                 f"a sequence of {start + T} tokens is longer than block_size {self.config.block_size}"
             )
-        return self.positions(start, start + T, device=device)
+        return self.seams.positions(start, start + T, device=device)
 
     def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
         """The input of the first block: (B, T) -> (B, T, C)."""
@@ -310,7 +342,7 @@ class GPT(nn.Module):
         if targets is None:
             return soft_cap(self.lm_head(x[:, -1:]), self.arch.softcap), None
         if target_count is not None:
-            return None, self.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
+            return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count
         logits = soft_cap(self.lm_head(x), self.arch.softcap)  # (B, T, V)
         return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
 

@@ -42,9 +42,10 @@ from isogpt.nn import generation
 from isogpt.parallel.compilation import compile_generation
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, materialize, split_model
-from isogpt.parallel.plan import Plan
+from isogpt.parallel.plan import UNDIVIDED
 from isogpt.training import precision
-from isogpt.training.settings import check_degrees, check_sampling, notes_about_text, read_prompt
+from isogpt.training.degrees import check_degrees
+from isogpt.training.settings import check_sampling, notes_about_text, read_prompt
 from model import GPT, GPTConfig
 
 # -- model ---------------------------------------------------------------------------------------------------
@@ -54,27 +55,27 @@ best = True  # use the checkpoint with the best val loss; False: the newest
 dataset = ""  # the data set whose vocabulary is used (empty: the vocabulary that the checkpoint records)
 # -- text ----------------------------------------------------------------------------------------------------
 start = "\n"  # the prompt, or FILE:name of a file that contains it (with torchrun, type -- before sample.py)
-num_samples = 10  # number of samples; each process generates a share of them as one batch
-max_new_tokens = 500  # tokens to generate per sample
-temperature = 0.8  # below 1: less random, above 1: more random; 0: always the most likely token
-top_k = 200  # sample from the k most likely tokens (0: from all)
-top_p = 1.0  # sample from the most likely tokens whose probabilities add up to this (1: from all)
+num_samples = 10  # number of samples; each process generates a share of them as one batch [>= 1]
+max_new_tokens = 500  # tokens to generate per sample [>= 1]
+temperature = 0.8  # below 1: less random, above 1: more random; 0: always the most likely token [>= 0]
+top_k = 200  # sample from the k most likely tokens (0: from all) [>= 0]
+top_p = 1.0  # sample from the most likely tokens that have this probability together [> 0, <= 1]
 stop = ""  # end a sample before the first occurrence of this text after the prompt (empty: at max_new_tokens)
 special_tokens = True  # the text of a special token in the prompt, such as <|endoftext|>, is the token
 # -- run -----------------------------------------------------------------------------------------------------
-seed = 1337  # the same seed gives the same text
+seed = 1337  # the same seed gives the same text [>= 0]
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-dtype = "auto"  # auto (the fastest that the device supports in hardware), float32, tf32, bfloat16 or float16
-tp = 1  # processes that divide each matrix of the model
-pp = 1  # processes that divide the layers of the model
+dtype = "auto"  # auto: the fastest that the device computes in [auto | float32 | tf32 | bfloat16 | float16]
+tp = 1  # processes that divide each matrix of the model [>= 1]
+pp = 1  # processes that divide the layers of the model [>= 1]
 compile = False  # compile a token's step to one CUDA graph: takes a minute, then a GPU generates much faster
-dist_timeout_s = 600.0  # how long processes wait for each other
+dist_timeout_s = 600.0  # how long processes wait for each other [> 0]
 # ------------------------------------------------------------------------------------------------------------
 try:
     adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     config = configure(globals())
     check_sampling(config)
-    plan = Plan(world_size=rank_variables()[1], tp=tp, pp=pp)
+    plan = replace(UNDIVIDED, world_size=rank_variables()[1], tp=tp, pp=pp)
     check_degrees(plan)
     ranks = connect_ranks(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
     mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
@@ -105,8 +106,6 @@ with exit_together():
         if ranks.is_main:
             loss = "unknown" if found.val_loss is None else f"{found.val_loss:.4f}"
             print(f"{found.path}: step {found.step}, val loss {loss}", file=sys.stderr)
-            for note in source.notes:
-                print(f"note: {note}", file=sys.stderr)
     else:
         pretrained = GPT.from_pretrained(init_from)
     model_args = source.run["model_args"] if source else pretrained.describe()
@@ -138,7 +137,7 @@ model.eval().to(ranks.device)
 context = nullcontext()
 if mesh.splits_model:
     context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
-    make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False)
+    model = make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False) or model
 else:
     generation.prepare(model, plan.torch_dtype)
 if compile:
@@ -169,13 +168,12 @@ if first < end:
     idx = torch.tensor([prompt] * (end - first), device=ranks.device)  # (samples, T)
     # ids that only pad the vocabulary cannot be decoded: do not sample them
     with context:
-        samples = model.generate(
+        samples = generation.generate(
+            model,
             idx,
             max_new_tokens,
-            temperature,
-            top_k,
-            top_p=top_p,
-            vocab_size=words.n_ids,
+            generation.Choice(temperature, top_k, top_p, words.n_ids),
+            use_cache=True,
             seed=seed,
             first_sample=first,
         )

@@ -22,12 +22,10 @@ import torch
 
 from configurator import configure, fail
 from isogpt.checkpoint.folder import claim_folder, mark_preempted
-from isogpt.checkpoint.measures import what_is_measured
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.restore import restore_checkpoint, restore_slow_network
 from isogpt.checkpoint.save import Saver
-from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.start import find_start
+from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.launch.launchers import adopt_launcher_variables, print_unapplied_settings, start_workers
@@ -38,7 +36,7 @@ from isogpt.monitor.banner import Banner
 from isogpt.monitor.crashes import explain_crashes, watch_start
 from isogpt.monitor.evaluation import evaluate
 from isogpt.monitor.log import Logger, open_logger, start_services, start_sinks
-from isogpt.monitor.not_finite import Action, NanPolicy, find_rollback, report_not_finite, stop_run
+from isogpt.monitor.not_finite import Action, NanPolicy
 from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample, open_sampler
@@ -67,104 +65,111 @@ from model import GPT, GPTConfig
 
 # -- run -----------------------------------------------------------------------------------------------------
 out_dir = "out"  # folder for checkpoints, metrics.jsonl and loss.png
-seed = 1337  # determines the initial weights, the order of the data and the dropout masks
+seed = 1337  # determines the initial weights, the order of the data and the dropout masks [>= 0]
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
-dtype = "auto"  # auto (the fastest that suits training), float32, tf32, bfloat16 or float16
-backend = "auto"  # auto (nccl for GPUs, else gloo), nccl or gloo
-nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started)
+dtype = "auto"  # auto: the fastest that suits training [auto | float32 | tf32 | bfloat16 | float16]
+backend = "auto"  # auto: nccl for GPUs, else gloo [auto | nccl | gloo]
+nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0]
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
-cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
-deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
 exact = False  # the same bits on any number of processes on the same kind of device; implies deterministic
-profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
 eval_only = False  # evaluate once, then exit
-time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit)
 # -- checkpoints ---------------------------------------------------------------------------------------------
 init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a folder or file
-resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
-save_checkpoint = True  # False: write no checkpoints
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
-save_interval = 0  # also save every this many steps (0: only at evaluations and at the end)
-keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all)
+save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0]
 # -- logging -------------------------------------------------------------------------------------------------
-eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too
-eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split every time
-log_interval = 1  # steps between logged lines
-sample_interval = 0  # show two lines that the model writes every this many steps, and at the end (0: never)
+eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too [> 0]
+eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split [>= 1]
+log_interval = 1  # steps between logged lines [> 0]
 wandb_log = False  # log to Weights & Biases too
 wandb_project = "owt"  # the project in Weights & Biases
 wandb_run_name = "gpt2"  # the name of the run in the project
-tensorboard_log = False  # log to <out_dir>/tensorboard too
 # -- data ----------------------------------------------------------------------------------------------------
 dataset = "openwebtext"  # a folder in data/ in which prepare.py was run, or a path
-data_order = "random"  # random (windows at any position, as in nanoGPT) or shuffle (each once per epoch)
-gradient_accumulation_steps = 5 * 8  # micro-batches per step, over all processes: each runs a share
-batch_size = 12  # sequences per micro-batch; a step reads gradient_accumulation_steps * batch_size sequences
-block_size = 1024  # tokens per sequence
-vocab_size = 0  # number of token ids (0: from the data set's metadata)
+gradient_accumulation_steps = 5 * 8  # micro-batches per step, divided over all processes [>= 1]
+batch_size = 12  # sequences per micro-batch; a step reads gradient_accumulation_steps times as many [>= 1]
+block_size = 1024  # tokens per sequence [>= 1]
 # -- distribution and memory ---------------------------------------------------------------------------------
-layout = "manual"  # manual (the settings below), or auto (the fastest plan; settings that are set are kept)
-zero = 0  # sharded over the ranks: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters
-fsdp = False  # short for zero=3
-dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2 or 3)
-tp = 1  # tensor parallelism: ranks that divide each matrix, by heads, hidden features and vocabulary
-pp = 1  # pipeline parallelism: ranks that divide the layers
-pp_schedule = "1f1b"  # gpipe, 1f1b, interleaved, zero_bubble or zbv (the last three: two stages on each rank)
-cp = 1  # context parallelism: ranks that divide each sequence
-shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
-ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert)
-grad_sync = "auto"  # reduce gradients at the last micro-step, at every one (less memory), never, or auto
-cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
-grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
-islands = 1  # DiLoCo workers: groups of ranks that take local_steps steps alone, then average (0: machines)
-local_steps = 1  # steps between two averages of the islands' weights
-outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD)
-outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD)
-outer_compression = "none"  # how islands send the changes: none, fp16 or int8
-outer_parts = 1  # parts of the model that islands average at different steps, in the background
-ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1)
-fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network (zero 2 and 3)
+layout = "manual"  # auto: the fastest plan, in which settings below that are set are kept [manual | auto]
+zero = 0  # sharded: 0 nothing (DDP), 1 optimizer state, 2 also gradients, 3 also parameters [0 | 1 | 2 | 3]
+tp = 1  # tensor parallelism: ranks that divide each matrix, by heads, hidden features, vocabulary [>= 1]
+pp = 1  # pipeline parallelism: ranks that divide the layers [>= 1]
+cp = 1  # context parallelism: ranks that divide each sequence [>= 1]
 activation_checkpointing = "none"  # recompute blocks in the backward pass: none, full, selective or every:K
-# -- fault tolerance -----------------------------------------------------------------------------------------
-on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step
-nan_patience = 3  # roll back after this many consecutive skipped steps and exclude their batches
-max_rollbacks = 2  # stop after this many rollbacks
-dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing
-check_ranks_interval = 0  # compare the weights of ranks that should be equal every this many steps (0: never)
-alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
 # -- model ---------------------------------------------------------------------------------------------------
 arch = "gpt2"  # gpt2, nanochat (rotary, RMSNorm, QK-norm, ReLU squared) or llama (rotary, RMSNorm, SwiGLU)
-n_layer = 12  # number of blocks
-n_head = 12  # attention heads per block
-n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head)
-n_embd = 768  # width of the model
-n_hidden = 0  # width of the MLP's hidden layer (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64)
-head = "auto"  # the output layer: tied to the token embedding, untied, or auto (gpt2: tied, others: untied)
-n_expert = 0  # mixture of experts: MLPs per block, of which a token uses n_expert_active (0: one MLP)
-n_expert_active = 2  # experts for each token
-balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts
-router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small
-dropout = 0.0  # probability of dropout: 0 for pretraining, 0.1 or more for fine-tuning
+n_layer = 12  # number of blocks [>= 1]
+n_head = 12  # attention heads per block [>= 1]
+n_embd = 768  # width of the model [>= 1]
+dropout = 0.0  # probability of dropout: 0 for pretraining, 0.1 or more for fine-tuning [>= 0, < 1]
 bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better and faster
 # -- optimizer -----------------------------------------------------------------------------------------------
-optimizer = "adamw"  # adamw, or muon (for the matrices of the blocks, AdamW for the rest)
-learning_rate = 6e-4  # maximum learning rate, after warm-up
-muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule
-embedding_lr = 0.0  # with muon: maximum for the token embeddings, if the head is untied (0: learning_rate)
-muon_momentum = 0.95  # Muon's momentum, reached after warming up from 0.85 over 300 steps
-max_iters = 600000  # number of the last step, counted from 0: max_iters + 1 steps are trained, as in nanoGPT
-weight_decay = 1e-1  # weight decay of parameters with two or more dimensions
-beta1 = 0.9  # AdamW's decay rate of the first moment
-beta2 = 0.95  # AdamW's decay rate of the second moment
-grad_clip = 1.0  # maximum norm of the gradient (0: no clipping)
+optimizer = "adamw"  # muon is for the matrices of the blocks, AdamW for the rest [adamw | muon]
+learning_rate = 6e-4  # maximum learning rate, after warm-up [>= 0]
+max_iters = 600000  # number of the last step: max_iters + 1 steps are trained, as in nanoGPT [>= 0]
+weight_decay = 1e-1  # weight decay of parameters with two or more dimensions [>= 0]
+beta1 = 0.9  # AdamW's decay rate of the first moment [>= 0, < 1]
+beta2 = 0.95  # AdamW's decay rate of the second moment [>= 0, < 1]
+grad_clip = 1.0  # maximum norm of the gradient (0: no clipping) [>= 0]
 decay_lr = True  # warm up, then decay; False: learning_rate throughout
-lr_schedule = "cosine"  # cosine, linear, or wsd (constant, then linear over the last cooldown_iters)
-warmup_iters = 2000  # steps of linear warm-up
-lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters
-cooldown_iters = 0  # steps of wsd's decay to min_lr
-min_lr = 6e-5  # usually learning_rate / 10
-lr_scaling = "none"  # scale rates and warm-up by sequences per step / base_batch: none, linear or sqrt
-base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen
+warmup_iters = 2000  # steps of linear warm-up [>= 0]
+lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters [>= 0]
+min_lr = 6e-5  # usually learning_rate / 10 [>= 0]
+# == rarely set: --help=all prints these too =================================================================
+# -- run -----------------------------------------------------------------------------------------------------
+cuda_graphs = False  # with compile: record kernels and launch them together, for small models on one GPU
+deterministic = False  # deterministic algorithms on a GPU: bitwise reproducible, slower (a CPU always is)
+profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.json
+time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
+dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
+on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
+nan_patience = 3  # roll back after this many consecutive skipped steps and exclude their batches [>= 1]
+max_rollbacks = 2  # stop after this many rollbacks [>= 0]
+check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
+alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
+# -- checkpoints ---------------------------------------------------------------------------------------------
+resume_step = -1  # the step to resume from, with init_from=resume (-1: the newest valid checkpoint)
+save_checkpoint = True  # False: write no checkpoints
+keep_last = 2  # newest checkpoints to keep, in addition to the best checkpoint (0: all) [>= 0]
+# -- logging -------------------------------------------------------------------------------------------------
+sample_interval = 0  # steps between samples of two lines, also written at the end (0: never) [>= 0]
+tensorboard_log = False  # log to <out_dir>/tensorboard too
+# -- data ----------------------------------------------------------------------------------------------------
+data_order = "random"  # windows at any position, as in nanoGPT, or each once per epoch [random | shuffle]
+vocab_size = 0  # number of token ids (0: from the data set's metadata) [>= 0]
+# -- distribution and memory ---------------------------------------------------------------------------------
+fsdp = False  # short for zero=3
+dp_replicate = 1  # HSDP: number of groups of ranks, each of which shards the whole model (zero 2, 3) [>= 1]
+pp_schedule = "1f1b"  # the last three: two stages per rank [gpipe | 1f1b | interleaved | zero_bubble | zbv]
+ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert) [>= 1]
+shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
+grad_sync = "auto"  # the micro-steps that reduce gradients; every: less memory [auto | last | every | never]
+grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
+ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1) [> 0]
+fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network [>= 1]
+cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
+islands = 1  # DiLoCo workers: groups of ranks that train alone, then average (0: one per machine) [>= 0]
+local_steps = 1  # steps between two averages of the islands' weights [>= 1]
+outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD) [>= 0]
+outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD) [>= 0, < 1]
+outer_compression = "none"  # how islands send the changes [none | fp16 | int8]
+outer_parts = 1  # parts of the model that islands average at different steps, in the background [>= 1]
+# -- model ---------------------------------------------------------------------------------------------------
+n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head) [>= 0]
+n_hidden = 0  # width of the MLP (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64) [>= 0]
+head = "auto"  # output layer, tied to the embedding or not (auto: only gpt2 ties it) [auto | tied | untied]
+n_expert = 0  # mixture of experts: MLPs per block, each token uses n_expert_active (0: one MLP) [>= 0]
+n_expert_active = 2  # experts for each token [>= 1]
+balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly over the experts [>= 0]
+router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small [>= 0]
+# -- optimizer -----------------------------------------------------------------------------------------------
+lr_schedule = "cosine"  # wsd: constant, then linear over the last cooldown_iters [cosine | linear | wsd]
+cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0]
+muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
+embedding_lr = 0.0  # with muon: maximum for token embeddings of an untied head (0: learning_rate) [>= 0]
+muon_momentum = 0.95  # Muon's momentum, after warming up from 0.85 over 300 steps [>= 0, < 1]
+lr_scaling = "none"  # scale rates and warm-up by sequences per step / base_batch [none | linear | sqrt]
+base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen [>= 0]
 # ------------------------------------------------------------------------------------------------------------
 # settings, processes, data
 try:
@@ -213,7 +218,7 @@ device_kinds = gather_objects(precision.kind_of_device(ranks.device, batch_size)
 notes = precision.differences_of_devices(device_kinds)
 notes += precision.notes_about_dtype(plan.dtype, ranks.device)
 # continues at the checkpoint's step; its best loss counts only if evaluations still measure the same
-notes += progress.begin(what_is_measured(config, data.digest), start.resumed, device_kinds[0])
+notes += progress.begin(config, data.digest, start.resumed, device_kinds[0])
 # differences: settings and data that are not the checkpoint's
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 notes += differences + schedule.notes(config)
@@ -222,17 +227,17 @@ reader = Reader(data, data_order, seed, plan, mesh, ranks.device, parse_shares(s
 explain_crashes(start_watchdog, MemoryUse(out_dir, reader, first_step=progress.step))
 # pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
 compile_note = parallelize(raw_model, mesh, ranks.device, plan)
-optimizers = optim.make_optimizers(
-    raw_model, optim.OptimizerSettings.of(config), plan.zero, plan.torch_dtype, mesh
-)
+optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
 if exact:  # how AdamW and Muon round an element must not depend on its shard
     make_steps_exact(optimizers)
 # FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast does
 is_cast = (plan.zero < 2 or exact) and plan.torch_dtype.itemsize == 2
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=is_cast)
-island = mesh.rank_and_size("islands")  # (index of this rank's island, number of islands)
-start.load(raw_model, optimizers, scaler, progress, seed, island)
+# gradient compression and islands; without either, an object that does nothing
+slow_network = make_slow_network(raw_model, mesh, plan)
+state = TrainState(raw_model, optimizers, scaler, progress, slow_network)  # what a checkpoint stores
+start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 
 # who reads, communicates, saves and logs
 if shares == "auto":  # before DDP, whose hooks communicate
@@ -241,8 +246,6 @@ if shares == "auto":  # before DDP, whose hooks communicate
     reader = replace(reader, speeds=progress.shares)
 share = reader.share  # this rank's part of a step: micro-batches and their rows
 pipeline = make_pipeline(raw_model, mesh, ranks.device, plan)
-# gradient compression and islands; without either, an object that does nothing
-slow_network = make_slow_network(raw_model, mesh, plan)
 model = raw_model
 # ranks that hold the same parameters (except experts) and read different tokens; None: this rank is alone.
 # DDP averages their gradients, fully_shard does with zero 2 and 3, and the part "reduce" of a step with pp
@@ -250,10 +253,10 @@ replicas = mesh.group("dp_replicate", "ep", "cp")
 if replicas and plan.zero < 2 and not pipeline:
     model = replicate(raw_model, ddp_bucket_mb, replicas)
 services = start_services(recorded, progress)  # wandb (rank 0); before the folder is changed
-run_folder = claim_folder(out_dir, start.resumed and start.resumed.found, ranks, is_written=not eval_only)
-saver = Saver(run_folder, keep_last, plan, mesh, slow_network, recorded, vocabulary)
-saver.check_folder(ranks.hosts)  # exits or warns if ranks see different folders
+run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)
 logger = open_logger(recorded, progress, run_folder.owner, services)
+# what the run starts with need not be saved
+saver = Saver(run_folder, plan, mesh, recorded, vocabulary, logger, step=state.step)
 clock = Clock(ranks.device, nvtx=profile)
 # not known for layouts that also communicate inside the forward and backward passes
 if ranks.world_size > 1 and plan.zero < 2 and max(plan.tp, plan.cp, plan.ep) == 1:
@@ -291,31 +294,10 @@ logger.event(
 )
 
 
-def save(val_loss: float | None = None) -> None:
-    """Start writing a checkpoint of the state before step progress.step, in the background (all ranks)."""
-    watchdog.armed = False  # waiting for a slow disk is not a hang
-    logger.saved(saver.wait_together())
-    with clock("save"):
-        copied = saver.copy(raw_model, optimizers)
-        with exit_together(logger.failed):
-            # raises if weights are not finite or the folder is a different run's; waits for the copies too
-            folder_lost = saver.check(raw_model, progress.step)
-        logger.folder_lost(folder_lost)  # "" if it was not; a lost folder has been claimed again
-        saver.start(copied, progress, scaler, val_loss)
-
-
-def evaluation_failed(reason: str) -> None:
-    """Save the state that could not be evaluated, since the run ends now, and record why (all ranks)."""
-    if save_checkpoint and progress.step != saver.step:
-        save()
-        logger.saved(saver.wait_together())
-    logger.failed(reason)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
-saver.step = progress.step  # what the run starts with need not be saved
 nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
+save_and_fail = partial(saver.save_and_fail, state)  # if an evaluation fails
 if exact:  # gradients are added as integers, which has no order
     sums = ExactSums(model, raw_model, mesh, plan, share, scaler)
 else:
@@ -326,11 +308,9 @@ padding = reader.padding_batch()
 keeps_gradients = allocate_gradients(model, cuda_graphs, *padding, sums.loss_divisor, autocast, sums.passes)
 slow_network.attach(model)
 sums.attach()
-if start.resumed:
-    restore_slow_network(start.resumed, slow_network, progress.step)
 start = None  # frees the memory of the loaded tensors
 if pipeline:
-    pipeline.prepare(share, scaler, sums, clock, autocast)
+    pipeline.prepare(share, scaler, sums, clock.part, autocast)
 batches = reader.train(progress.step, progress.position, progress.skipped)
 profiler = None
 if profile and ranks.is_main:
@@ -356,8 +336,10 @@ while not is_complete:
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a separate graph
-        with exit_together(evaluation_failed), slow_network.evaluated_weights(), report.traffic.paused():
-            losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
+        with exit_together(save_and_fail), slow_network.evaluated_weights():
+            losses = evaluate(
+                pipeline or raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds
+            )
         if stop.agreed:  # during the evaluation, which returned None
             break
         train_loss, val_loss = losses
@@ -368,8 +350,10 @@ while not is_complete:
     if is_best:
         progress.best_val_loss, progress.best_step = val_loss, step
     is_due = is_best or is_complete or (val_loss is not None and always_save_checkpoint)
-    if (is_due or (save_interval and step % save_interval == 0)) and save_checkpoint and step != saver.step:
-        save(val_loss)
+    if is_due or (save_interval and step % save_interval == 0):
+        watchdog.armed = False  # waiting for a slow disk is not a hang
+        with clock.part("save"):
+            saver.save(state, val_loss)
     if check_ranks_interval and step % check_ranks_interval == 0:
         check_equal_weights(raw_model, step, logger.failed, mesh.index("islands"))
     if sampler and (is_complete or step % sample_interval == 0):  # on rank 0; the other ranks wait
@@ -378,85 +362,73 @@ while not is_complete:
         break
     step_began += time.perf_counter() - pause_began
     if step in progress.skipped:  # excluded by a rollback; reader.train leaves out the batches of the step
-        progress.skip()
+        state.skip()
         continue
 
     # forward and backward passes of this rank's micro-batches; by default only the last backward pass reduces
     loss_sum = torch.zeros((), device=ranks.device)
     sums.start_step()
+    clock.start()
     if pipeline:  # forward and backward passes of all micro-batches, each through all stages
-        loss_sum = loss_sum + pipeline.step(batches)  # 0 on ranks without the last stage
+        micro_batches = [next(batches) for _ in range(share.micro_steps)]
+        clock.lap("data")
+        loss_sum = loss_sum + pipeline.step(micro_batches)  # 0 on ranks without the last stage
+        clock.lap("pipeline")
     for micro_step in range(0 if pipeline else share.micro_steps):
-        with clock.on_cpu("data"):
-            x, y = next(batches)  # (rows, block_size / cp) each
+        x, y = next(batches)  # (rows, block_size / cp) each
+        clock.lap("data")
         if plan.model_args["dropout"]:  # masks of whole micro-batches are the same on any number of processes
             precision.seed_generators(seed, step, share.first(micro_step), *mesh.rank_and_size("cp", "tp"))
         with sums.micro_batch(micro_step):  # DDP's no_sync but for the last micro-batch
-            with clock("forward"), autocast:
+            with autocast:
                 _, loss = model(x, y, sums.loss_divisor)
-            with clock("backward"):
-                scaler.scale(loss).backward()
+            clock.lap("forward")
+            scaler.scale(loss).backward()
+            clock.lap("backward")
         loss_sum = loss_sum + sums.loss_term(loss)
+        clock.lap("sum")  # of the micro-batches' gradients and losses
 
-    with clock("reduce"):  # what the backward pass leaves to do with tp, ep and pp
-        sums.finish()
-    with clock("clip"):
-        for opt in optimizers:
-            scaler.unscale_(opt)
-        # with exact, two parts, each a sum without rounding; otherwise the second is 0
-        grad_square, grad_square_fine = sums.norm_share()
+    sums.finish()  # what the backward pass leaves to do with tp, ep and pp
+    clock.lap("reduce")
+    for opt in optimizers:
+        scaler.unscale_(opt)
+    # with exact, two parts, each a sum without rounding; otherwise the second is 0
+    grad_square, grad_square_fine = sums.norm_share()
+    clock.lap("clip")
 
     # all ranks decide from the same numbers: the one small collective of a step (with experts, two if logged)
     step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
-    with clock("agree"):
-        routing = take_routing(raw_model, is_logged, ranks.device)  # arrives with the numbers
-        gathered = gather_numbers(
-            StepNumbers(
-                loss=loss_sum * sums.loss_weight,
-                grad_square=grad_square,
-                grad_square_fine=grad_square_fine,
-                step_ms=step_s * 1e3,
-                data_ms=clock.cpu_ms("data"),
-                memory_gb=memory_gb(ranks.device),
-                forward_ms=clock.last("forward"),
-                stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
-                bytes_sent=report.traffic.per_step(is_logged),
-                # get_scale would wait for the GPU
-                loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
-                waiting=clock.waiting_share(),
-            ),
-            ranks.device,
-        )
-    with clock("optimizer"):  # changes nothing if a loss or gradient is not finite on any rank
-        optim.step(optimizers, scaler, gathered, grad_clip)
-    with clock("agree"):
-        numbers = gathered.read()  # waits until the GPU has finished the backward pass
+    routing = take_routing(raw_model, is_logged, ranks.device)  # arrives with the numbers
+    gathered = gather_numbers(
+        StepNumbers(
+            loss=loss_sum * sums.loss_weight,
+            grad_square=grad_square,
+            grad_square_fine=grad_square_fine,
+            step_ms=step_s * 1e3,
+            data_ms=clock.cpu_ms("data"),
+            memory_gb=memory_gb(ranks.device),
+            forward_ms=clock.last("forward"),
+            stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
+            # get_scale would wait for the GPU
+            loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
+            waiting=clock.waiting_share(),
+        ),
+        ranks.device,
+    )
+    clock.lap("agree")
+    # changes nothing if a loss or gradient is not finite on any rank
+    optim.step(optimizers, scaler, gathered, grad_clip)
+    clock.lap("optimizer")
+    numbers = gathered.read()  # waits until the GPU has finished the backward pass
+    clock.lap("agree")
 
     verdict = nan_policy.judge(numbers, step)  # the same on all ranks
     if verdict.action is not Action.TAKE:
         watchdog.armed = False  # a report and a rollback may take long
         clock.discard()
-        problem = report_not_finite(verdict, numbers, step, raw_model, reader, logger)
-        progress.skip()
+        nan_policy.recover(verdict, numbers, state, reader, saver, logger)  # skips, rolls back, or exits
         model.zero_grad(set_to_none=not keeps_gradients)
-        raw_model.reset_routing(ranks.device)  # the routers' numbers may not be finite either
-        slow_network.forget()  # compression errors, which may not be finite either
-        if verdict.action is not Action.SKIP:
-            logger.saved(saver.wait_together())  # a checkpoint may be under way
-        if verdict.action is Action.STOP:
-            stop_run(problem, nan_policy, out_dir, logger)  # exits
-        if verdict.action is Action.ROLL_BACK:
-            found = find_rollback(problem, saver, logger)  # exits if there is no checkpoint
-            source = do_together(partial(open_checkpoint, found), logger.failed)
-            restore = partial(
-                restore_checkpoint, source, raw_model, optimizers, scaler, progress, island=island
-            )
-            do_together(restore, logger.failed)
-            restore_slow_network(source, slow_network, progress.step)
-            progress.skipped.update(verdict.not_finite)
-            logger.rolled_back(verdict.not_finite, nan_policy.rollbacks)
-            saver.step = progress.step
-            batches = reader.train(progress.step, progress.position, progress.skipped)
+        batches = reader.train(progress.step, progress.position, progress.skipped)
         step_began = time.perf_counter()  # the next step does not include the report and the rollback
         continue
     model.zero_grad(set_to_none=not keeps_gradients)
@@ -466,9 +438,9 @@ while not is_complete:
         profiler.step()
 
     report.step(numbers, lr, routing)
-    logger.saved(saver.poll())  # if a checkpoint in the background is complete or has failed
+    saver.poll()  # reports a checkpoint in the background that is complete or has failed
     watchdog.armed = True
-    progress.advance()
+    state.advance()
     if stop.decide(numbers.stop):
         break
 
@@ -476,9 +448,11 @@ while not is_complete:
 # the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
 is_preempted = stop.agreed != 0 and progress.step <= max_iters
 step_parts = over_ranks(gather_objects(clock.medians()))
-if stop.agreed and save_checkpoint and progress.step != saver.step:
-    save()
-logger.saved(saver.wait_together())
+if stop.agreed:
+    watchdog.armed = False
+    with clock.part("save"):
+        saver.save(state)
+saver.wait()
 if report.steps_taken:
     report.done()  # the summary and the plot
     if ranks.is_main and (command := how_to_sample(out_dir, dataset, vocabulary)):
@@ -493,7 +467,7 @@ if exact:
     logger.print(f"weights: SHA-256 {weights_digest(raw_model, mesh)} before step {progress.step}")
 report.end(out_dir, stop if is_preempted else None, step_parts)
 watchdog.stop()
-saver = slow_network = sums = None
+saver = state = slow_network = sums = None
 # the process group can be destroyed only after the last reference to it is dropped
 model = raw_model = optimizers = batches = pipeline = None
 leave_process_group()

@@ -12,14 +12,12 @@ import json
 import os
 import pickle
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,9 +28,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
-from isogpt.common.files import REPOSITORY
+from isogpt.common.files import REPOSITORY, sync_folder
 from isogpt.data.tokenizer import Tokenizer, load
-from isogpt.data.vocabulary import Vocabulary, of_folder
+from isogpt.data.vocabulary import Vocabulary, tokenizer_in
 
 SHAKESPEARE = {
     "url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -41,8 +39,7 @@ SHAKESPEARE = {
 VOCAB_MULTIPLE = 64  # matrix multiplications are faster with a padded vocabulary: 50257 becomes 50304
 TOKENIZER_HELP = (
     "char (an id for each character), the name of a tiktoken encoding, a folder with a tokenizer.json of "
-    "Hugging Face, "
-    "or the folder of a training run, whose vocabulary is used"
+    "Hugging Face, or the folder of a training run, whose vocabulary is used"
 )
 SPECIAL_HELP = (
     "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
@@ -78,10 +75,28 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """Raise ValueError. argparse calls this method for a wrong option."""
-        words = message.removeprefix("unrecognized arguments: ").split()
-        if message.startswith("unrecognized") and not any(word.startswith("-") for word in words):
-            message += f": for these files, type --data_files={','.join(words)}"
+        arguments = message.removeprefix("unrecognized arguments: ").split()
+        if message.startswith("unrecognized") and not any(arg.startswith("-") for arg in arguments):
+            message += f": for these files, type --data_files={','.join(arguments)}"
         raise ValueError(f"{message}; {self.format_usage()}")
+
+
+def documents_parser(description: str) -> Parser:
+    """The options of a prepare.py that writes documents."""
+    threads = os.cpu_count() or 1
+    parser = Parser(description, val_fraction=0.0005, tokenizer="gpt2")
+    parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
+    parser.add_argument("--num_proc", type=int, default=threads, help="number of tokenizing threads")
+    return parser
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that is out of range."""
+    if not 0 < args.val_fraction < 1:
+        problem = f"--val_fraction={args.val_fraction} is not between 0 and 1"
+        raise ValueError(f"{problem}, e.g. --val_fraction=0.0005")
+    if args.num_proc < 1:
+        raise ValueError(f"--num_proc={args.num_proc} is not a number of threads, e.g. --num_proc=1")
 
 
 def run(main: Callable[[list[str]], None]) -> int:
@@ -108,19 +123,164 @@ def run(main: Callable[[list[str]], None]) -> int:
     return 1
 
 
+# ------------------------------------------------------------------------------------------------------------
+# two kinds of data sets: one text, and documents
+
+
+def prepare_text(
+    script: str,
+    description: str,
+    argv: list[str],
+    read: Callable[[Path], tuple[str, dict]],
+    tokenizer: str = "char",
+) -> None:
+    """
+    Parse `argv` and write one text to --out or the folder of `script`. The text is that of --data_files, or
+    the text and its source that read(folder of `script`) returns. `tokenizer` is char, or the default of
+    --tokenizer.
+    """
+    args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
+    if args.data_files is None:
+        text, source = read(Path(script).absolute().parent)
+    else:
+        text = "\n".join(read_documents(args.data_files, args.text_key))
+        source = {"data_files": args.data_files}
+    folder, special_tokens = folder_to_write(script, args.out), args.special_tokens == "True"
+    meta = write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction, special_tokens)
+    report(folder, meta)
+
+
+def write_text_dataset(
+    folder: Path,
+    text: str,
+    source: dict,
+    tokenizer: str = "char",
+    val_fraction: float = 0.1,
+    special_tokens: bool = True,
+) -> dict:
+    """
+    Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin
+    (the rest) and its metadata; returns the content of meta.json. With tokenizer char, there is one id per
+    character, in sort order. `source` describes the origin of the text. Raises ValueError if the text is too
+    short, or contains a character that the vocabulary lacks.
+    """
+    if len(text) < 2:
+        raise ValueError(f"found {len(text)} characters, need 2: use files with more text")
+    cut = int(len(text) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
+    if not 0 < cut < len(text):
+        problem = (
+            f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty"
+        )
+        raise ValueError(f"{problem}, e.g. --val_fraction=0.1")
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
+    vocabulary = characters_of(text) if tokenizer == "char" else vocabulary_named(tokenizer)
+    loaded = load_tokenizer(vocabulary, tokenizer, special_tokens)
+    with atomic_files(folder, *names_of(vocabulary)) as files:
+        files["train.bin"].write(pack_ids(loaded.encode(text[:cut]), loaded.n_ids))
+        files["val.bin"].write(pack_ids(loaded.encode(text[cut:]), loaded.n_ids))
+        return write_meta(files, vocabulary, loaded.n_ids, source)
+
+
+def characters_of(text: str) -> Vocabulary:
+    """The vocabulary of the characters of a text, in their sort order."""
+    return Vocabulary("table", {character: number for number, character in enumerate(sorted(set(text)))})
+
+
+def prepare_documents(
+    script: str,
+    description: str,
+    argv: list[str],
+    dataset: str,
+    selection: dict,
+    rows: int = 0,
+    **options: Any,
+) -> None:
+    """
+    Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
+    folder of `script`.
+
+    Args:
+        selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
+        rows: expected number of documents; 0 if unknown.
+        options: other arguments of datasets.load_dataset.
+    """
+    from tqdm import tqdm
+
+    args = documents_parser(description).parse_args(argv)
+    check_options(args)
+    if args.data_files is None:
+        documents, total = open_hub(dataset, selection, options, args.text_key, rows)
+        source = {"dataset": dataset, **selection}
+    else:
+        documents, total = read_documents(args.data_files, args.text_key), None
+        source = {"data_files": args.data_files}
+    # disable=None: no progress bar if stderr is not a terminal
+    documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
+    folder = folder_to_write(script, args.out)
+    report(folder, write_documents(folder, documents, source, args))
+
+
+def write_documents(folder: Path, documents: Iterable[str], source: dict, args: argparse.Namespace) -> dict:
+    """
+    Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
+    documents keep their order, and each is followed by the end-of-text token. Raises ValueError if there are
+    fewer than two documents, or the tokenizer lacks an end-of-text token.
+
+    Args:
+        args: val_fraction, seed, tokenizer, special_tokens, and num_proc, which does not change the result.
+    """
+    vocabulary = vocabulary_named(args.tokenizer)
+    tokenizer = load_tokenizer(vocabulary, args.tokenizer, args.special_tokens == "True")
+    if tokenizer.end_of_text is None:
+        problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
+        advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
+        raise ValueError(f"{problem}: {advice}")
+    count = 0
+    with atomic_files(folder, *names_of(vocabulary)) as files:
+        for count, ids in enumerate(tokenize(documents, tokenizer, args.num_proc), 1):
+            is_val = goes_to_val(args.seed, count - 1, args.val_fraction)
+            files["val.bin" if is_val else "train.bin"].write(ids)
+        if count < 2:
+            advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
+            raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
+        source = source | {"val_fraction": args.val_fraction, "seed": args.seed}
+        return write_meta(files, vocabulary, tokenizer.n_ids, source, documents=count)
+
+
+def tokenize(documents: Iterable[str], tokenizer: Tokenizer, num_proc: int) -> Iterator[bytes]:
+    """
+    Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file.
+    """
+    documents = filter(None, documents)
+    end = tokenizer.end_of_text
+    with ThreadPoolExecutor(num_proc) as threads:  # tokenizers release Python's lock while they work
+        while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
+            for ids in threads.map(tokenizer.encode, chunk):
+                whole = ids if ids[-1:] == [end] else [*ids, end]
+                yield pack_ids(whole, tokenizer.n_ids).tobytes()
+
+
+def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
+    """
+    Whether the document at `index` goes to val.bin: a pseudo-random function of the arguments alone. One of
+    the first two documents goes to each file, so that neither is empty.
+    """
+    if index < 2:
+        return index == seed % 2
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < val_fraction * 2**64
+
+
 def report(folder: Path, meta: dict) -> None:
     """Print a summary of the data set in `folder`; `meta` is the content of its meta.json."""
-    print(
-        f"{folder}: {meta['train_tokens']:,} tokens in train.bin, {meta['val_tokens']:,} in val.bin, "
-        f"{meta['dtype']}"
-    )
-    print(f"tokenizer {meta['tokenizer']}: {meta['tokenizer_size']:,} ids, vocab_size {meta['vocab_size']:,}")
+    train, val, size = meta["train_tokens"], meta["val_tokens"], meta["tokenizer_size"]
+    print(f"{folder}: {train:,} tokens in train.bin, {val:,} in val.bin, {meta['dtype']}")
+    print(f"tokenizer {meta['tokenizer']}: {size:,} ids, vocab_size {meta['vocab_size']:,}")
     small, large = commands_for(folder, meta)
-    if has_gpu() or small == large:
-        print(f"next: {large}")
-    else:
+    if large != small:
         print(f"on a GPU: {large}")
-        print(f"next: {small}")
+    print(f"next: {small}")
 
 
 def commands_for(folder: Path, meta: dict) -> tuple[str, str]:
@@ -129,9 +289,10 @@ def commands_for(folder: Path, meta: dict) -> tuple[str, str]:
     train.py starts GPT-2 124M with 480 sequences a step: on a CPU, the first step takes minutes.
     """
     name = dataset_name(folder)
-    own, fast = f"config/train_{name}.py", f"config/train_{name}_fast.py"
-    if (REPOSITORY / own).exists():
-        return f"python train.py {fast if (REPOSITORY / fast).exists() else own}", f"python train.py {own}"
+    config, fast = f"config/train_{name}.py", f"config/train_{name}_fast.py"
+    if (REPOSITORY / config).exists():
+        small = fast if (REPOSITORY / fast).exists() else config
+        return f"python train.py {small}", f"python train.py {config}"
     options = f"--dataset={shlex.quote(name)} --out_dir={shlex.quote(f'out-{folder.name}')}"
     small = f"python train.py config/train_small.py {options}"
     if meta["train_tokens"] >= LARGE:
@@ -140,25 +301,11 @@ def commands_for(folder: Path, meta: dict) -> tuple[str, str]:
     return small, f"python train.py config/train_shakespeare_char.py {options}" if is_char else small
 
 
-def has_gpu() -> bool:
-    """
-    Whether train.py will probably find a GPU. To ask torch would be exact, but importing torch takes seconds.
-    MPS does not count, since the commands for a GPU take minutes there.
-    """
-    try:
-        has_kernels = not version("torch").endswith("+cpu")
-    except PackageNotFoundError:  # not installed yet
-        has_kernels = True
-    is_windows = sys.platform == "win32" or os.path.exists("/dev/dxg")  # the latter: Linux on Windows
-    devices = [*glob.glob("/dev/nvidia[0-9]*"), *glob.glob("/dev/kfd")]
-    return has_kernels and bool(devices or (is_windows and shutil.which("nvidia-smi")))
-
-
 def dataset_name(folder: Path) -> str:
     """The value of train.py's --dataset for a folder: the name if the folder is in data/, else the path."""
     places = (Path("data", folder.name), Path(__file__).parent / folder.name)
-    is_found = any(place.resolve() == folder.resolve() for place in places)
-    return folder.name if is_found else str(folder.absolute())
+    has_name = any(place.resolve() == folder.resolve() for place in places)
+    return folder.name if has_name else str(folder.absolute())
 
 
 def folder_to_write(script: str, out: Path | None) -> Path:
@@ -168,6 +315,10 @@ def folder_to_write(script: str, out: Path | None) -> Path:
     return folder
 
 
+# ------------------------------------------------------------------------------------------------------------
+# reading text
+
+
 def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     """
     Yield the documents of a comma-separated list of files and globs, sorted by path. A .txt file is one
@@ -175,7 +326,7 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     Raises ValueError if a file does not exist, has a different extension or cannot be parsed.
     """
     readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in data_files.split(","):
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         files = set(filter(os.path.isfile, matches))
@@ -183,9 +334,9 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
             raise ValueError(
                 f"--data_files: no file matches '{pattern}', e.g. --data_files='texts/*.txt,more.jsonl'"
             )
-        found |= files
+        names |= files
     # a.txt and ./a.txt are the same file
-    different = {os.path.realpath(name): name for name in sorted(found, reverse=True)}
+    different = {os.path.realpath(name): name for name in sorted(names, reverse=True)}
     paths = [Path(name) for name in sorted(different.values())]
     for path in paths:  # check all files before reading the first file, which can take hours
         if path.suffix.lower() not in readers:
@@ -271,6 +422,32 @@ def read_shakespeare(folder: Path) -> tuple[str, dict]:
     return read_utf8(path), {"file": path.name}
 
 
+def open_hub(
+    name: str, selection: dict, options: dict, text_key: str, rows: int
+) -> tuple[Iterator[str], int | None]:
+    """
+    Open a Hugging Face data set. Returns the documents and their number, None if it is unknown. For the
+    arguments see `prepare_documents`.
+    """
+    from datasets import load_dataset
+
+    with hub_errors():
+        dataset = load_dataset(name, split="train", **selection, **options)
+    total = getattr(dataset, "num_rows", None)
+    if rows and total != rows:  # the hub converts some large data sets to Parquet only in part
+        print(f"note: the hub has {total} of the {rows} documents")
+    return read_hub(dataset, text_key), total
+
+
+def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
+    """Yield the column `text_key` of a Hugging Face data set."""
+    with hub_errors():
+        for batch in dataset.iter(batch_size=BATCH_ROWS):  # much faster than row by row
+            if text_key not in batch:
+                raise ValueError(f"no column '{text_key}' in {list(batch)}; set --text_key=")
+            yield from batch[text_key]
+
+
 @contextmanager
 def hub_errors() -> Iterator[None]:
     """Convert errors of any type (network, hub, datasets, pyarrow) to a ValueError."""
@@ -284,13 +461,55 @@ def hub_errors() -> Iterator[None]:
         ) from error
 
 
-def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
-    """Yield the column `text_key` of a Hugging Face data set."""
-    with hub_errors():
-        for batch in dataset.iter(batch_size=BATCH_ROWS):  # much faster than row by row
-            if text_key not in batch:
-                raise ValueError(f"no column '{text_key}' in {list(batch)}; set --text_key=")
-            yield from batch[text_key]
+# ------------------------------------------------------------------------------------------------------------
+# the vocabulary
+
+
+def vocabulary_named(name: str) -> Vocabulary:
+    """
+    The vocabulary that --tokenizer names: of a folder with a tokenizer.json, of a training run's folder, or
+    an encoding of tiktoken. Raises ValueError if there is none.
+    """
+    if not os.path.isdir(name):
+        if os.sep in name:
+            raise ValueError(f"--tokenizer={name}: no such folder")
+        return Vocabulary("tiktoken", name)
+    return tokenizer_in(name) or vocabulary_in_checkpoint(name)
+
+
+def vocabulary_in_checkpoint(out_dir: str) -> Vocabulary:
+    """The vocabulary of the training run in a folder. Raises ValueError if there is no checkpoint."""
+    # these import torch, which takes seconds
+    from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
+    from isogpt.checkpoint.search import newest_checkpoint
+    from isogpt.checkpoint.source import open_checkpoint
+
+    newest, reports = newest_checkpoint(out_dir)
+    if not newest:
+        problem = f"--tokenizer={out_dir} contains neither a tokenizer.json nor a checkpoint"
+        raise ValueError("; ".join([problem, *reports]))
+    return vocabulary_of_run(open_checkpoint(newest).run, Path(out_dir))
+
+
+def load_tokenizer(vocabulary: Vocabulary, name: str, special_tokens: bool) -> Tokenizer:
+    """The tokenizer of the vocabulary of --tokenizer=`name`. Raises ValueError if it cannot be loaded."""
+    try:
+        return load(vocabulary, special_tokens)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer={name}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------
+# writing a data set, whole or not at all
+
+
+def names_of(vocabulary: Vocabulary) -> list[str]:
+    """
+    Return the files of a data set in the order in which they are written: train.bin, which train.py looks
+    for, is last.
+    """
+    kinds = {"table": ["meta.pkl"], "tokenizer.json": ["tokenizer_config.json", "tokenizer.json"]}
+    return ["val.bin", *kinds.get(vocabulary.kind, []), "meta.json", "train.bin"]
 
 
 @contextmanager
@@ -318,17 +537,28 @@ def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
             sync_folder(folder)  # after each file, so that the order survives a power failure
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the renames in `folder` to disk. Windows cannot do this."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-def dtype_for(tokenizer_size: int) -> np.dtype:
-    """Return uint16 if all ids below `tokenizer_size` fit, else uint32."""
-    return np.dtype(np.uint16 if tokenizer_size <= 1 << 16 else np.uint32)
+def write_meta(
+    files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, source: dict, **counts: int
+) -> dict:
+    """
+    Write the metadata and return the content of meta.json. train.bin and val.bin must be written already;
+    `size` is the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl.
+    """
+    dtype = dtype_for(size)
+    is_table = "meta.pkl" in files
+    padded = size if is_table else -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if is_table:
+        tables = {"itos": vocabulary.tokens, "stoi": vocabulary.content}
+        files["meta.pkl"].write(pickle.dumps({"vocab_size": size} | tables))
+    if vocabulary.kind == "tokenizer.json":
+        files["tokenizer.json"].write(vocabulary.content.encode())
+        files["tokenizer_config.json"].write(json.dumps({"eos_token": vocabulary.end_of_text}).encode())
+    tokens = {f"{split}_tokens": files[f"{split}.bin"].tell() // dtype.itemsize for split in ("train", "val")}
+    name = {"tiktoken": vocabulary.content, "tokenizer.json": "tokenizer.json"}.get(vocabulary.kind, "char")
+    meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": name, "tokenizer_size": size}
+    meta |= tokens | counts | {"source": source}
+    files["meta.json"].write((json.dumps(meta, indent=2) + "\n").encode())
+    return meta
 
 
 def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
@@ -343,243 +573,6 @@ def pack_ids(ids: list[int], tokenizer_size: int) -> np.ndarray:
     return wide.astype(dtype_for(tokenizer_size))
 
 
-def prepare_text(
-    script: str,
-    description: str,
-    argv: list[str],
-    read: Callable[[Path], tuple[str, dict]],
-    tokenizer: str = "char",
-) -> None:
-    """
-    Parse `argv` and write one text to --out or the folder of `script`. The text is that of --data_files, or
-    the text and its source that read(folder of `script`) returns. `tokenizer` is char, or the default of
-    --tokenizer.
-    """
-    args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
-    if args.data_files is not None:
-        text, source = (
-            "\n".join(read_documents(args.data_files, args.text_key)),
-            {"data_files": args.data_files},
-        )
-    else:
-        text, source = read(Path(script).absolute().parent)
-    folder = folder_to_write(script, args.out)
-    meta = write_text_dataset(
-        folder, text, source, args.tokenizer, args.val_fraction, args.special_tokens == "True"
-    )
-    report(folder, meta)
-
-
-def write_text_dataset(
-    folder: Path,
-    text: str,
-    source: dict,
-    tokenizer: str = "char",
-    val_fraction: float = 0.1,
-    special_tokens: bool = True,
-) -> dict:
-    """
-    Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin
-    (the rest) and its metadata; returns the content of meta.json. With tokenizer char, there is one id per
-    character, in sort order. `source` describes the origin of the text. Raises ValueError if the text is too
-    short, or contains a character that the vocabulary lacks.
-    """
-    if len(text) < 2:
-        raise ValueError(f"found {len(text)} characters, need 2: use files with more text")
-    cut = int(len(text) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
-    if not 0 < cut < len(text):
-        problem = (
-            f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty"
-        )
-        raise ValueError(f"{problem}, e.g. --val_fraction=0.1")
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
-    vocabulary = characters_of(text) if tokenizer == "char" else find_vocabulary(tokenizer)
-    words = load_words(vocabulary, tokenizer, special_tokens)
-    with atomic_files(folder, *names_of(vocabulary)) as files:
-        files["train.bin"].write(pack_ids(words.encode(text[:cut]), words.n_ids))
-        files["val.bin"].write(pack_ids(words.encode(text[cut:]), words.n_ids))
-        return write_meta(files, vocabulary, words.n_ids, source)
-
-
-def prepare_documents(
-    script: str,
-    description: str,
-    argv: list[str],
-    dataset: str,
-    selection: dict,
-    rows: int = 0,
-    **options: Any,
-) -> None:
-    """
-    Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
-    folder of `script`.
-
-    Args:
-        selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
-        rows: expected number of documents; 0 if unknown.
-        options: other arguments of datasets.load_dataset.
-    """
-    from tqdm import tqdm
-
-    parser = Parser(description, val_fraction=0.0005, tokenizer="gpt2")
-    parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
-    parser.add_argument(
-        "--num_proc", type=int, default=os.cpu_count() or 1, help="number of tokenizing threads"
-    )
-    args = parser.parse_args(argv)
-    if args.data_files is not None:
-        documents, total = read_documents(args.data_files, args.text_key), None
-        source = {"data_files": args.data_files}
-    else:
-        from datasets import load_dataset
-
-        with hub_errors():
-            hub = load_dataset(dataset, split="train", **selection, **options)
-        documents, total = read_hub(hub, args.text_key), getattr(hub, "num_rows", None)
-        source = {"dataset": dataset, **selection}
-        if rows and total != rows:  # the hub converts some large data sets to Parquet only in part
-            print(f"note: the hub has {total} of the {rows} documents")
-    # disable=None: no progress bar if stderr is not a terminal
-    documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
-    vocabulary = find_vocabulary(args.tokenizer)
-    words = load_words(vocabulary, args.tokenizer, args.special_tokens == "True")
-    folder = folder_to_write(script, args.out)
-    meta = write_documents(
-        folder, documents, source, vocabulary, words, args.val_fraction, args.seed, args.num_proc
-    )
-    report(folder, meta)
-
-
-def write_documents(  # noqa: PLR0913  (the settings of prepare.py)
-    folder: Path,
-    documents: Iterable[str],
-    source: dict,
-    vocabulary: Vocabulary,
-    words: Tokenizer,
-    val_fraction: float,
-    seed: int,
-    num_proc: int,
-) -> dict:
-    """
-    Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
-    documents keep their order, and each is followed by the end-of-text token. `num_proc` does not change the
-    result. Raises ValueError if there are fewer than two documents, or the tokenizer lacks an end-of-text
-    token.
-    """
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"--val_fraction={val_fraction} is not between 0 and 1, e.g. --val_fraction=0.0005")
-    if num_proc < 1:
-        raise ValueError(f"--num_proc={num_proc} is not a number of threads, e.g. --num_proc=1")
-    if words.end_of_text is None:
-        problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
-        raise ValueError(
-            f"{problem}: set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
-        )
-    count = 0
-    with atomic_files(folder, *names_of(vocabulary)) as files:
-        for count, ids in enumerate(tokenize(documents, words, num_proc), 1):
-            files["val.bin" if goes_to_val(seed, count - 1, val_fraction) else "train.bin"].write(ids)
-        if count < 2:
-            advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
-            raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
-        source = source | {"val_fraction": val_fraction, "seed": seed}
-        return write_meta(files, vocabulary, words.n_ids, source, documents=count)
-
-
-def goes_to_val(seed: int, index: int, val_fraction: float) -> bool:
-    """
-    Whether the document at `index` goes to val.bin: a pseudo-random function of the arguments alone. One of
-    the first two documents goes to each file, so that neither is empty.
-    """
-    if index < 2:
-        return index == seed % 2
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < val_fraction * 2**64
-
-
-def names_of(vocabulary: Vocabulary) -> list[str]:
-    """
-    Return the files of a data set in the order in which they are written: train.bin, which train.py looks
-    for, is last.
-    """
-    kinds = {
-        "table": ["meta.pkl"],
-        "bytes": ["meta.pkl"],
-        "tokenizer.json": ["tokenizer_config.json", "tokenizer.json"],
-    }
-    return ["val.bin", *kinds.get(vocabulary.kind, []), "meta.json", "train.bin"]
-
-
-def write_meta(
-    files: dict[str, BinaryIO], vocabulary: Vocabulary, size: int, source: dict, **counts: int
-) -> dict:
-    """
-    Write the metadata and return the content of meta.json. train.bin and val.bin must be written already;
-    `size` is the number of ids of the tokenizer. A table of tokens is written as nanoGPT's meta.pkl.
-    """
-    dtype = dtype_for(size)
-    is_table = "meta.pkl" in files
-    padded = size if is_table else -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if is_table:
-        encoding = "latin-1" if vocabulary.kind == "bytes" else None
-        stoi = {token.encode(encoding) if encoding else token: i for token, i in vocabulary.content.items()}
-        itos = {i: token.encode(encoding) if encoding else token for i, token in vocabulary.tokens.items()}
-        files["meta.pkl"].write(pickle.dumps({"vocab_size": size, "itos": itos, "stoi": stoi}))
-    if vocabulary.kind == "tokenizer.json":
-        files["tokenizer.json"].write(vocabulary.content.encode())
-        files["tokenizer_config.json"].write(json.dumps({"eos_token": vocabulary.end_of_text}).encode())
-    tokens = {f"{split}_tokens": files[f"{split}.bin"].tell() // dtype.itemsize for split in ("train", "val")}
-    name = {"tiktoken": vocabulary.content, "tokenizer.json": "tokenizer.json"}.get(vocabulary.kind, "char")
-    meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": name, "tokenizer_size": size}
-    meta |= tokens | counts | {"source": source}
-    files["meta.json"].write((json.dumps(meta, indent=2) + "\n").encode())
-    return meta
-
-
-def characters_of(text: str) -> Vocabulary:
-    """The vocabulary of the characters of a text, in their sort order."""
-    return Vocabulary("table", {character: number for number, character in enumerate(sorted(set(text)))})
-
-
-def find_vocabulary(name: str) -> Vocabulary:
-    """
-    Find the vocabulary that --tokenizer names: in a folder with a tokenizer, in a training run's folder, or
-    an encoding of tiktoken. Raises ValueError if there is none.
-    """
-    if not os.path.isdir(name):
-        if os.sep in name:
-            raise ValueError(f"--tokenizer={name}: no such folder")
-        return Vocabulary("tiktoken", name)
-    if found := of_folder(name):
-        return found
-    from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
-    from isogpt.checkpoint.search import newest_checkpoint
-
-    found, reports = newest_checkpoint(name)
-    if not found:
-        problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
-        raise ValueError("; ".join([problem, *reports]))
-    from isogpt.checkpoint.source import open_checkpoint
-
-    return vocabulary_of_run(open_checkpoint(found).run, Path(name))
-
-
-def load_words(vocabulary: Vocabulary, name: str, special_tokens: bool) -> Tokenizer:
-    """The tokenizer of the vocabulary of --tokenizer=`name`. Raises ValueError if it cannot be loaded."""
-    try:
-        return load(vocabulary, special_tokens)
-    except ValueError as error:
-        raise ValueError(f"--tokenizer={name}: {error}") from error
-
-
-def tokenize(documents: Iterable[str], words: Tokenizer, num_proc: int) -> Iterator[bytes]:
-    """
-    Yield the ids of each non-empty document and its end-of-text token, in order, as bytes of a .bin file.
-    """
-    documents = filter(None, documents)
-    with ThreadPoolExecutor(num_proc) as threads:  # tokenizers release Python's lock while they work
-        while chunk := list(islice(documents, CHUNK_DOCUMENTS)):
-            for ids in threads.map(words.encode, chunk):
-                end = [] if ids[-1:] == [words.end_of_text] else [words.end_of_text]
-                yield pack_ids([*ids, *end], words.n_ids).tobytes()
+def dtype_for(tokenizer_size: int) -> np.dtype:
+    """Return uint16 if all ids below `tokenizer_size` fit, else uint32."""
+    return np.dtype(np.uint16 if tokenizer_size <= 1 << 16 else np.uint32)

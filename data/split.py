@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bins import atomic_files, run
 
 from isogpt.data.dataset import read_meta
-from isogpt.data.token_files import formats_of, parse_dtype
+from isogpt.data.token_files import declared_dtype, format_of
 
 BLOCK = 2**24  # tokens copied at once
 
@@ -43,14 +43,11 @@ def split(folder: Path, val_fraction: float) -> dict[str, int]:
         raise ValueError(
             f"prepare.py wrote {source} and its val.bin: run prepare.py again, with --val_fraction="
         )
-    declared = parse_dtype(meta["dtype"], folder / "meta.json") if "dtype" in meta else None
-    (format,), notes = formats_of([source], declared, meta.get("vocab_size", 0))
+    format = format_of(source, declared_dtype(meta, folder), meta.get("vocab_size", 0))
     if format.offset:
         raise ValueError(
             f"{source} begins with llm.c's header: rename a different file of this data set to val.bin"
         )
-    for note in notes:
-        print(f"note: {note}")
     tokens = np.memmap(source, format.dtype, "r")
     cut = int(len(tokens) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
     if not 0 < cut < len(tokens):

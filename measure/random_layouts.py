@@ -27,7 +27,8 @@ from runs import Run, Zygote, accepted, column, tiny_data
 
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.plan import plan_of
-from isogpt.training.settings import check_degrees, model_args_of
+from isogpt.training.degrees import check_degrees
+from isogpt.training.settings import model_args_of
 
 TOLERANCE = 1e-6  # of a loss
 STEPS, SAVE_EVERY = 40, 4

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -78,7 +78,7 @@ class Curve:
 
     losses: list[float]
     step_ms: list[float]
-    bytes_sent: list[float]
+    sent: float = 0  # bytes that each host has sent, with headers
 
     def smoothed(self, window: int) -> np.ndarray:
         """The mean of `window` losses, from step window - 1 on."""
@@ -95,8 +95,8 @@ class Curve:
 def read_curve(out_dir: Path) -> Curve:
     """A run's Curve, also while it is running."""
     if not (out_dir / "metrics.jsonl").exists():
-        return Curve([], [], [])
-    return Curve(*(list(column(out_dir, key).values()) for key in ("loss", "step_ms", "bytes_sent")))
+        return Curve([], [])
+    return Curve(*(list(column(out_dir, key).values()) for key in ("loss", "step_ms")))
 
 
 def train(hosts: Hosts, args: list[str], target: float = -math.inf, window: int = 1) -> Curve:
@@ -109,6 +109,7 @@ def train(hosts: Hosts, args: list[str], target: float = -math.inf, window: int 
     out_dir = hosts.work / f"out{next(numbers)}"
     for log in hosts.logs.values():
         log.unlink(missing_ok=True)
+    sent = sum(map(hosts.sent, hosts.spaces))
     processes = hosts.train([*args, f"--out_dir={out_dir}"])
     codes = {host: None for host in processes}
     while None in codes.values():
@@ -122,7 +123,14 @@ def train(hosts: Hosts, args: list[str], target: float = -math.inf, window: int 
         process.wait()
     if failed:
         raise ValueError(f"{failed[0]}: {reason_for(hosts.text(failed[0]))}")
-    return read_curve(out_dir)
+    sent = sum(map(hosts.sent, hosts.spaces)) - sent
+    return replace(read_curve(out_dir), sent=sent / len(hosts.spaces))
+
+
+def sent_per_step(hosts: Hosts, args: list[str], curve: Curve) -> float:
+    """Bytes that each host sends per step of a run: without its start, which a run of one step has too."""
+    start = train(hosts, [*args, "--max_iters=0"])
+    return (curve.sent - start.sent) / (len(curve.losses) - 1)
 
 
 def reason_for(text: str) -> str:
@@ -148,11 +156,10 @@ def run_once(hosts: Hosts, args: list[str], rate: str) -> None:
     """One run at a rate: its steps, time, traffic and losses."""
     hosts.limit(rate)
     curve = train(hosts, args)
-    sent = [n for n in curve.bytes_sent if n is not None]
+    megabytes = sent_per_step(hosts, args, curve) / 1e6
     print(
-        f"{len(curve.losses)} steps on {len(hosts.spaces)} hosts at {rate}: median "
-        f"{median(curve.step_ms):.1f} ms, "
-        f"{mean(sent) / 1e6:.3f} MB sent per step and rank"
+        f"{len(curve.losses)} steps on {len(hosts.spaces)} hosts at {rate}: "
+        f"median {median(curve.step_ms):.1f} ms, {megabytes:.3f} MB sent per step and rank"
     )
     print("losses:", " ".join(f"{loss:.4f}" for loss in curve.losses))
 
@@ -177,7 +184,7 @@ def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dic
         mode = [*args, *(flag.format(hosts=len(hosts.spaces)) for flag in MODES[name])]
         limit = options.steps if target is None else options.longest * options.steps
         try:
-            hosts.limit(None)
+            hosts.limit(None)  # what a slow link drops is sent again
             curve = train(
                 hosts, [*mode, f"--max_iters={limit - 1}"], -math.inf if target is None else target, window
             )
@@ -189,6 +196,7 @@ def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dic
                     + " |\n|---|"
                     + "---|" * (2 + 3 * len(rates))
                 )
+            sent = sent_per_step(hosts, mode, curve)
             steps, losses, cells = curve.steps_to(target, window), curve.smoothed(window), []
             for rate in rates:
                 hosts.limit(rate)
@@ -198,7 +206,6 @@ def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dic
                 first.setdefault(rate, total)
                 speed_up = f"{first[rate] / total:.2f}x" if steps else ""
                 cells += [f"{seconds * 1e3:.0f}", f"{total:.1f} s" if steps else "", speed_up]
-            sent = mean(curve.bytes_sent)  # without a limit: what a slow link drops is sent again
             cells = [name, f"{sent / 1e6:.3f}", str(steps or f"not in {limit}"), *cells]
         except ValueError as e:
             cells = [name, f"failed: {e}"]

@@ -35,7 +35,7 @@ IN_CI = {
     r"|layout\[gpt2-tp2-pp2-zbv-one|bits\[pp2\]|export_puts|text_is.*tp2-pp2",
     "test_pretend_cuda.py": r"every_other_case|resumed|bench|memory|graph_breaks",
     "test_recipe.py": r"fast_recipe",
-    "test_resume.py": r"bits\[3\]|scaler|kills_do_not|auto_starts",
+    "test_resume.py": r"bits\[3\]|scaler|kills_do_not",
     "test_serving.py": r"continuous-batching-gpt2",
     "test_shares.py": r"3-1-1-zero3|2-1-tp2|slow_rank",
     "test_slurm.py": r"\[grace|time_limit",

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +208,22 @@ def start_faulty(zygote, args, cwd, nproc=1, **faults):
     return zygote.start([*TINY, *args], cwd, nproc, script="tests/faulty_train.py", env=env)
 
 
+CHANGED = """
+import os, sys
+sys.path.insert(0, {repo!r})
+{changes}
+sys.argv[0] = {repo!r} + "/train.py"
+code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
+exec(code, {{"__name__": "__main__", "__file__": sys.argv[0]}})
+"""
+
+
+def start_changed(zygote, changes, args, cwd, nproc=1):
+    """Start train.py after Python code that replaces functions which train.py is about to import."""
+    (Path(cwd) / "changed.py").write_text(CHANGED.format(repo=str(REPO), changes=changes))
+    return zygote.start([*TINY, *args], cwd, nproc, script="changed.py", repo=cwd)
+
+
 def script(at, name, args, until=None, home=REPO):
     """Run a script in this process, up to the line that begins with `until`; returns its globals."""
     source = (REPO / name).read_text()
@@ -224,6 +242,26 @@ def accepted(name, *args):
     if name == "train.py":
         check_training(config)
     return config
+
+
+@cache
+def settings_of_train():
+    """The settings of train.py."""
+    from configurator import settings_of
+
+    return settings_of(REPO / "train.py")
+
+
+def train_defaults(**changes):
+    """The defaults of train.py's settings, which stand in train.py alone, with changes."""
+    return {name: setting.default for name, setting in settings_of_train().items()} | changes
+
+
+def default_plan(**fields):
+    """The plan of train.py's defaults in float32, with these fields."""
+    from isogpt.parallel.plan import plan_of
+
+    return replace(plan_of(train_defaults(dtype="float32"), islands=1), **fields)
 
 
 def script_that_fails(at, capsys, *args, **kw):

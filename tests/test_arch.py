@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records
+from runs import REPO, TINY, column, records, train_defaults
 from test_parity import same
 from test_zero import tensors_of
 
@@ -494,7 +494,6 @@ MISTAKES = {
     "arch 'gpt2' uses a tied head: set --head=auto": ["--head=untied"],
     "arch 'llama' uses no biases: set --bias=False": ["--arch=llama", "--bias=True"],
     "lr_schedule 'wsd' needs the steps of the decay: set --cooldown_iters=": ["--lr_schedule=wsd"],
-    "optimizer is 'sgd'; possible are adamw and muon": ["--optimizer=sgd"],
     "learning_rate is 0, but optimizer 'muon' needs it": [
         "--optimizer=muon",
         "--learning_rate=0",
@@ -543,7 +542,9 @@ def test_weights_that_do_not_belong_to_the_config(tmp_path):
 def test_the_optimizer_rate_and_weight_decay_of_each_parameter(head, embedding_lr):
     shape = dict(block_size=8, vocab_size=16, n_layer=2, n_head=2, n_embd=8, n_expert=2)
     gpt = GPT(GPTConfig(**shape, arch="llama", tied=head == "tied"))
-    settings = optim.OptimizerSettings("muon", 1e-2, 0.1, 0.8, 0.99, 0.04, embedding_lr)
+    settings = train_defaults(
+        optimizer="muon", learning_rate=1e-2, weight_decay=0.1, muon_lr=0.04, embedding_lr=embedding_lr
+    )
     name_of, found = {p: name for name, p in gpt.named_parameters()}, {}
     for optimizer in optim.make_optimizers(gpt, settings):
         for group in optimizer.param_groups:
@@ -569,7 +570,7 @@ def test_muon_orthogonalizes_each_matrix():
     decay.
     """
     gpt = moved("nanochat-kv-tied")
-    adamw, matrices = optim.make_optimizers(gpt, optim.OptimizerSettings("muon", 1e-3))
+    adamw, matrices = optim.make_optimizers(gpt, train_defaults(optimizer="muon", learning_rate=1e-3))
     assert not any(group["weight_decay"] for group in adamw.param_groups)
     weight = gpt.transformer.h[1].attn.c_attn.weight  # (heads: 4, 2 and 2) x 8 features
     gpt(x := torch.arange(96).view(2, 48), x)[1].backward()

@@ -4,7 +4,7 @@ nothing on disk changes, and several processes print the message once. The secon
 users do to a run.
 
 A case for one process runs in the process of the tests, unless it needs variables of a launcher or a process
-group. The fixture `outcomes` makes all launches of the first part at once, and the tests read the outcomes.
+group.
 """
 
 import json
@@ -14,53 +14,21 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from runs import REPO, TINY, free_port, script, tiny_data
+from runs import REPO, TINY, script, tiny_data, wait_for
 
 from configurator import settings_of
 from isogpt.checkpoint.manifest import damage, step_folders
-from isogpt.common.random_numbers import TRAIN, random_bits
-from isogpt.data.reader import Reader
-from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
-from isogpt.parallel.shares import share_of
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
 SAMPLE = ["--device=cpu", "--dtype=float32", "--max_new_tokens=3", "--num_samples=1", "--start=A"]
 RESUME = ["--init_from=resume", "--max_iters=9"]
 DAMAGED = ["step_00000006 is damaged", "no checkpoint to resume from in out"]
-POSITIVE = ("eval_iters", "gradient_accumulation_steps", "batch_size", "block_size", "fsdp_prefetch")
-NOT_NEGATIVE = (
-    "max_iters",
-    "save_interval",
-    "keep_last",
-    "seed",
-    "vocab_size",
-    "warmup_iters",
-    "lr_decay_iters",
-    "learning_rate",
-    "min_lr",
-    "weight_decay",
-    "grad_clip",
-    "nproc",
-    "cooldown_iters",
-    "muon_lr",
-    "embedding_lr",
-    "n_kv_head",
-    "n_hidden",
-    "n_expert",
-    "balance_loss",
-    "router_z_loss",
-    "base_batch",
-    "islands",
-    "outer_lr",
-)
 MASTER = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29477"}
 
 
@@ -140,18 +108,11 @@ class Case:
     script: str = "train.py"
     env: dict = field(default_factory=dict)
     lines: int | None = 1  # of output, of all ranks; None: any number, each line once
-    timeout: float = 30.0
 
 
 ONE, BOTH = (1,), (1, 2)
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # fail at once instead of retrying for 24 s
 CASES = {
-    "unknown": Case(["--batch_sise=3"], ["--batch_sise", "did you mean --batch_size?"], BOTH),
-    "not-a-number": Case(["--batch_size=x"], ["batch_size='x'", "whole number"]),
-    "half": Case(["--batch_size=1.5"], ["batch_size='1.5'", "whole number"]),
-    "nan": Case(["--learning_rate=nan"], ["learning_rate='nan'", "finite"]),
-    "not-a-bool": Case(["--compile=maybe"], ["compile='maybe'", "True or False"]),
-    "no-value": Case(["--batch_size"], ["type --batch_size="]),
     "several-names": Case(
         ["--batch_sise=3", "--learning_rate=x", "none.py"],
         ["--batch_sise", "learning_rate='x'", "none.py"],
@@ -164,72 +125,17 @@ CASES = {
         BOTH,
         lines=4,
     ),
-    "several-shapes": Case(
-        ["--batch_size=0", "--n_layer=0", "--n_head=0", "--dropout=2"],
-        ["batch_size is 0", "n_layer is 0", "n_head is 0", "dropout is 2"],
-        lines=4,
-    ),
-    "zero": Case(
-        [f"--{k}=0" for k in POSITIVE],
-        [f"{k} is 0: it must be at least 1" for k in POSITIVE],
-        lines=len(POSITIVE),
-    ),
-    "negative": Case(
-        [f"--{k}=-1" for k in NOT_NEGATIVE],
-        [f"{k} is -1" for k in NOT_NEGATIVE] + ["negative"],
-        lines=len(NOT_NEGATIVE),
-    ),
-    "batch-below": Case(["--batch_size=-1"], ["batch_size is -1", "at least 1"], BOTH),
-    "beta2": Case(
-        ["--beta2=-0.5", "--muon_momentum=1"], ["beta2 is -0.5", "[0, 1)", "muon_momentum is 1"], lines=2
-    ),
-    "dropout-1": Case(["--dropout=1.0"], ["dropout is 1", "[0, 1)"], BOTH),
-    "nan_patience": Case(["--nan_patience=0"], ["nan_patience is 0", "at least 1"]),
-    "rollbacks": Case(
-        ["--max_rollbacks=-1", "--time_limit_s=-3", "--check_ranks_interval=-1", "--sample_interval=-1"],
-        ["max_rollbacks is -1", "time_limit_s is -3", "check_ranks_interval is -1", "sample_interval is -1"],
-        lines=4,
-    ),
-    "above-0": Case(
-        ["--dist_timeout_s=0", "--ddp_bucket_mb=-1", "--eval_interval=0", "--log_interval=-0.5"],
-        [
-            "dist_timeout_s is 0.0",
-            "ddp_bucket_mb is -1.0",
-            "eval_interval is 0",
-            "log_interval is -0.5",
-            "it must be above 0",
-        ],
-        lines=4,
-    ),
-    "on_nan": Case(["--on_nan=ignore"], ["on_nan is 'ignore'", "stop and skip"], BOTH),
     "never-saves": Case(["--grad_sync=never"], ["grad_sync 'never'", "--save_checkpoint=False"]),
-    "n_layer": Case(["--n_layer=0"], ["n_layer is 0", "at least 1"]),
-    "n_head": Case(["--n_head=-1"], ["n_head is -1", "at least 1"]),
-    "n_embd": Case(["--n_embd=0"], ["n_embd is 0", "at least 1"]),
-    "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"], BOTH),
-    "zero-4": Case(["--zero=4"], ["zero is 4", "0, 1, 2 and 3"], BOTH),
-    "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"], BOTH),
-    "replicate-0": Case(["--zero=3", "--dp_replicate=0"], ["dp_replicate is 0", "at least 1"]),
+    "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"]),
+    "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"]),
     "replicate-3": Case(
         ["--zero=3", "--dp_replicate=3"],
         ["divided into dp_replicate 3: start 3 processes, or set --dp_replicate="],
         BOTH,
     ),
-    **{
-        f"{name}-0": Case([f"--{name}=0"], [f"{name} is 0: it must be at least 1"])
-        for name in ("tp", "pp", "cp", "ep", "n_expert_active", "local_steps", "outer_parts")
-    },
-    "outer-momentum": Case(["--outer_momentum=1"], ["outer_momentum is 1.0: it must be in [0, 1)"]),
-    "replicate-ddp": Case(["--dp_replicate=2"], ["dp_replicate", "zero 2 or 3", "--zero=3"], BOTH),
+    "replicate-ddp": Case(["--dp_replicate=2"], ["dp_replicate", "zero 2 or 3", "--zero=3"]),
     "offload-ddp": Case(["--cpu_offload=True"], ["cpu_offload", "--zero=3"]),
-    "grad-sync": Case(["--grad_sync=often"], ["grad_sync is 'often'", "last", "every"]),
-    "recompute": Case(
-        ["--activation_checkpointing=every:0"], ["every:0", "none, full, selective", "every:K"], BOTH
-    ),
-    "seed-too-large": Case([f"--seed={2**64}"], ["seed", str(2**64)]),
-    "save-bool": Case(["--save_checkpoint=2"], ["save_checkpoint='2'", "True or False"]),
-    "tensorboard-bool": Case(["--tensorboard_log=out"], ["tensorboard_log='out'", "True or False"]),
-    "resume-bad-value": Case([*RESUME, "--dropout=1.0"], ["dropout is 1", "[0, 1)"]),
+    "recompute": Case(["--activation_checkpointing=every:0"], ["every:0", "none, full", "every:K"]),
     # data
     "no-data-set": Case(
         ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
@@ -240,62 +146,18 @@ CASES = {
         ONE,
         lambda f: ((f / "data/new").mkdir(), write(f, "data/new/prepare.py", "")),
     ),
-    "no-data-path": Case(["--dataset=/no/where"], ["no train.bin in /no/where"]),
-    "no-val": Case([], ["data/tiny/val.bin does not exist", "split.py data/tiny"], BOTH, data(val_bin=None)),
-    "empty-val": Case([], ["data/tiny/val.bin is empty", "write train.bin"], ONE, data(val_bin=b"")),
-    "empty-train": Case([], ["data/tiny/train.bin is empty", "write train.bin"], ONE, data(train_bin=b"")),
-    "odd-val": Case(
-        [], ["data/tiny/val.bin contains 7999 bytes", "truncated"], ONE, data(val_bin=lambda b: b[:-1])
-    ),
-    "short-val": Case(
-        [], ["data/tiny/val.bin contains 10 tokens", "--block_size=9"], ONE, data(val_bin=lambda b: b[:20])
-    ),
-    "block-over-data": Case(
-        ["--block_size=20001"], ["train.bin contains 20000 tokens", "--block_size=", "20001"], BOTH
-    ),
+    "no-val": Case([], ["data/tiny/val.bin does not exist", "split.py data/tiny"], ONE, data(val_bin=None)),
     "ids": Case(
         [], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)
     ),
-    "small-vocabulary": Case(["--vocab_size=10"], ["describes 65 token ids", "10", "--vocab_size=65"]),
     "meta-code": Case([], ["meta.pkl cannot be read", "system"], BOTH, data(meta_pkl=pickle.dumps(Evil()))),
-    "meta-list": Case([], ["meta.pkl"], ONE, data(meta_pkl=pickle.dumps([1]))),
-    "meta-cut": Case([], ["meta.pkl cannot be read"], ONE, data(meta_pkl=lambda b: b[:50])),
-    "json-broken": Case([], ["meta.json cannot be read"], ONE, data(meta_json=b"{x")),
-    "json-list": Case([], ["meta.json"], ONE, data(meta_json=b"[1]")),
-    "json-dtype": Case(
-        [], ["meta.json", "'int8'", "uint16", "uint32"], ONE, data(meta_json=b'{"dtype": "int8"}')
-    ),
-    "json-vocab": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": "many"}')),
-    "json-null": Case([], ["meta.json", "vocab_size"], ONE, data(meta_json=b'{"vocab_size": null}')),
-    # files of different prepare.py runs
-    "json-counts": Case(
-        [],
-        ["train.bin", "prepare.py"],
-        ONE,
-        data(
-            meta_json=json.dumps(
-                {
-                    "train_tokens": 99999,
-                    "dtype": "uint16",
-                    "vocab_size": 65,
-                    "tokenizer": "char",
-                    "tokenizer_size": 65,
-                    "source": {},
-                }
-            ).encode()
-        ),
-    ),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
-    "no-gpu-1": Case(["--device=cuda:1"], ["device is 'cuda", "--device=cpu"]),
-    "no-device": Case(["--device=tpu"], ["device is 'tpu'", "cpu", "cuda"], BOTH),
-    "tf32": Case(["--dtype=tf32"], ["'tf32'", "cpu"], BOTH),
-    "no-dtype": Case(["--dtype=fp8"], ["dtype is 'fp8'", "bfloat16"], BOTH),
+    "no-device": Case(["--device=tpu"], ["device is 'tpu'", "cpu", "cuda"]),
+    "tf32": Case(["--dtype=tf32"], ["'tf32'", "cpu"]),
     "nccl": Case(["--backend=nccl"], ["backend 'nccl'", "--backend=gloo"], (2,)),
-    "no-backend": Case(["--backend=mpi"], ["backend is 'mpi'", "gloo"]),
     "no-init": Case(["--init_from=resum"], ["init_from is 'resum'", "resume"], BOTH),
     "no-such-gpt2": Case(["--init_from=gpt2x"], ["gpt2x", "gpt2[-medium|-large|-xl]"], env=OFFLINE),
-    "init-empty": Case(["--init_from="], ["init_from is ''", "resume"], env=OFFLINE),
     "init-no-weights": Case(
         ["--init_from=data/tiny"], ["cannot load 'data/tiny'", "model_type"], env=OFFLINE
     ),
@@ -312,7 +174,7 @@ CASES = {
         BOTH,
     ),
     "longer": Case(
-        [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], BOTH
+        [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], ONE
     ),
     "ids-over-weights": Case(
         [*RESUME, "--vocab_size=99"], ["id 70", "65", "checkpoint's vocabulary"], ONE, data(val_bin=beyond)
@@ -321,38 +183,33 @@ CASES = {
         RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)
     ),
     "flipped-json": Case(
-        RESUME, [*DAMAGED, "json"], BOTH, lambda f: flip(only_checkpoint(f) / "manifest.json", 15)
+        RESUME, [*DAMAGED, "json"], ONE, lambda f: flip(only_checkpoint(f) / "manifest.json", 15)
     ),
-    "cut": Case(RESUME, DAMAGED, ONE, lambda f: os.truncate(only_checkpoint(f) / "ckpt.pt", 1000)),
     "code": Case(RESUME, DAMAGED, BOTH, lambda f: write(only_checkpoint(f), "ckpt.pt", pickle.dumps(Evil()))),
     "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
-    "bare-list": Case(RESUME, ["out/ckpt.pt"], ONE, lambda f: bare(f, [1]), lines=None),
     "bare-other": Case(RESUME, ["out/ckpt.pt", "model"], ONE, lambda f: bare(f, {"weights": 1}), lines=None),
     "bare-args": Case(
         RESUME, ["ckpt.pt", "model_args"], ONE, lambda f: bare(f, state_of(f, model_args=1)), lines=None
     ),
-    "bare-iter": Case(
-        RESUME, ["ckpt.pt", "iter_num"], ONE, lambda f: bare(f, state_of(f, iter_num="9")), lines=None
-    ),
     "bare-shape": Case(
         RESUME, ["ckpt.pt", "transformer.h.1"], ONE, lambda f: bare(f, state_of(f, n_layer=2))
     ),
-    "no-step": Case([*RESUME, "--resume_step=5"], ["no step 5 to resume from in out", "--out_dir="], BOTH),
-    "negative-step": Case([*RESUME, "--resume_step=-2"], ["no step -2 to resume from in out"]),
+    "no-step": Case(
+        [*RESUME, "--resume_step=5"],
+        ["no step 5 to resume from in out, which contains 6, 3", "--out_dir="],
+        BOTH,
+    ),
     "damaged-step": Case(
         [*RESUME, "--resume_step=6"],
         ["step_00000006 is damaged", "no step 6 to resume from in out"],
-        BOTH,
+        ONE,
         lambda f: flip(f / "out/step_00000006/ckpt.pt", 5000),
     ),
-    "step-of-scratch": Case(["--resume_step=3"], ["resume_step", "'scratch'", "--init_from=resume"], BOTH),
-    "step-of-auto": Case(
-        ["--resume_step=3", "--init_from=auto"], ["resume_step", "'auto'", "--init_from=resume"]
-    ),
+    "step-of-scratch": Case(["--resume_step=3"], ["resume_step", "'scratch'", "--init_from=resume"]),
     "init-damaged-run": Case(
         ["--init_from=out", "--out_dir=new"],
         ["no valid checkpoint in out", "step_00000006 is damaged"],
-        BOTH,
+        ONE,
         lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000),
     ),
     "init-longer": Case(
@@ -361,27 +218,16 @@ CASES = {
     ),
     # configs
     "config-missing": Case(["none.py"], ["none.py: no such config file"], BOTH),
-    "config-raises": Case(
-        ["b.py"], ["b.py, line 2", "ZeroDivisionError"], BOTH, lambda f: write(f, "b.py", "\n1/0")
-    ),
     "config-typo": Case(
         ["b.py", "--seed=x"],
         ["batch_sise is not used", "batch_size?", "seed='x'"],
-        BOTH,
+        ONE,
         lambda f: write(f, "b.py", "batch_sise = 3"),
         lines=2,
     ),
-    "config-syntax": Case(
-        ["b.py"], ["b.py, line 1", "SyntaxError"], ONE, lambda f: write(f, "b.py", "a = = 3")
-    ),
-    "config-value": Case(["b.py"], ["batch_size is 0"], ONE, lambda f: write(f, "b.py", "batch_size = 0")),
-    "config-type": Case(
-        ["b.py"], ["b.py: batch_size = 'x'"], ONE, lambda f: write(f, "b.py", "batch_size = 'x'")
-    ),
     # out_dir
     "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: write(f, "a", "")),
-    "out-below-file": Case(["--out_dir=a/b"], ["out_dir", "a/b"], ONE, lambda f: write(f, "a", "")),
-    "out-in-proc": Case(["--out_dir=/proc/isogpt"], ["out_dir", "/proc/isogpt"], BOTH),
+    "out-in-proc": Case(["--out_dir=/proc/isogpt"], ["out_dir", "/proc/isogpt"]),
     "resume-file": Case(
         [*RESUME, "--out_dir=a"], ["no checkpoint to resume from in a"], ONE, lambda f: write(f, "a", "")
     ),
@@ -403,40 +249,15 @@ CASES = {
         ["--start=\u00e9"], ["'\u00e9'", "--start", "vocabulary"], script="sample.py", lines=2
     ),
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py", lines=2),
-    "s-no-file": Case(["--start=FILE:none.txt"], ["none.txt"], script="sample.py", lines=2),
     "s-binary": Case(
         ["--start=FILE:b"], ["FILE:b"], ONE, lambda f: write(f, "b", b"\xff"), "sample.py", lines=2
     ),
-    "s-negative": Case(
-        ["--max_new_tokens=-1", "--num_samples=0", "--temperature=-1", "--top_k=-1", "--seed=-1"],
-        ["max_new_tokens is -1", "num_samples is 0", "temperature is -1", "top_k is -1", "seed is -1"],
-        script="sample.py",
-        lines=5,
-    ),
-    "s-top_p-0": Case(["--top_p=0"], ["top_p is 0", "(0, 1]"], script="sample.py"),
-    "s-top_p-negative": Case(["--top_p=-0.1"], ["top_p is -0.1", "(0, 1]"], script="sample.py"),
-    "s-top_p-large": Case(["--top_p=1.5"], ["top_p is 1.5", "(0, 1]"], script="sample.py"),
-    "s-top_p-nan": Case(["--top_p=nan"], ["top_p='nan'", "finite"], script="sample.py"),
-    "s-seed": Case([f"--seed={2**64}"], ["seed", str(2**64)], script="sample.py"),
-    "s-device": Case(["--device=tpu"], ["device is 'tpu'", "cuda"], script="sample.py"),
-    "s-dtype": Case(["--dtype=tf32"], ["'tf32'", "cpu"], script="sample.py"),
     "s-init": Case(["--init_from=scratch"], ["scratch", "resume"], script="sample.py", env=OFFLINE),
     "s-damaged": Case(
         [], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py"
     ),
-    # the vocabulary is not available, and GPT-2's is larger than the model's
-    "s-no-data": Case(["--dataset=gone"], ["no train.bin in", "gone"], ONE, None, "sample.py", lines=2),
 }
 ALL = [(name, nproc) for name, case in CASES.items() for nproc in case.nprocs]
-LAUNCHES = [(name, n) for name, n in ALL if n > 1 or CASES[name].env or "--zero=3" in CASES[name].args]
-SLOW = ("wandb", "s-no-data", *(name for name, case in CASES.items() if case.env is OFFLINE))
-# A mistake on one machine only, which rank 0 does not see. Only that rank can report it.
-ELSEWHERE = {
-    "config": Case(["none.py"], ["none.py: no such config file"], env={**MASTER, "RANK": "1"}),
-    "beyond": Case([], ["RANK", "2", "WORLD_SIZE"], env={**MASTER, "RANK": "2"}),
-    "gpu": Case(["--device=cuda"], ["device is 'cuda'"], env={**MASTER, "RANK": "1"}),
-    "rank": Case([], ["RANK is set", "WORLD_SIZE"], env={"RANK": "1"}),
-}
 
 
 def listing(folder):
@@ -454,15 +275,6 @@ def listing(folder):
     }
 
 
-@dataclass
-class Outcome:
-    codes: list
-    text: str
-    before: dict
-    after: dict
-    timed_out: bool
-
-
 @pytest.fixture(scope="module")
 def trained(zygote, tmp_path_factory):
     """A folder with data/tiny and a finished run in out."""
@@ -472,105 +284,53 @@ def trained(zygote, tmp_path_factory):
     return folder
 
 
-def prepared(trained, folder, case):
-    """A copy of `trained` with what the case changes."""
-    shutil.copytree(trained, folder, symlinks=True)
-    if case.prepare:
-        case.prepare(folder)
-    return folder
-
-
 def arguments(case):
     return [*([*TINY, *TINIER] if case.script == "train.py" else SAMPLE), *case.args]
 
 
-def launch(zygote, case, folder, nproc, ports):
-    env = {k: ports.get(v, v) for k, v in case.env.items()}
-    return zygote.start(arguments(case), folder, nproc, case.script, env=env)
+def launched(zygote, case, folder, nproc):
+    """The exit status of rank 0 and the output of a case."""
+    with socket.socket() as other_program:
+        other_program.bind(("127.0.0.1", 0))
+        other_program.listen()
+        taken = str(other_program.getsockname()[1])
+        env = {name: taken if value == "TAKEN" else value for name, value in case.env.items()}
+        run = zygote.start(arguments(case), folder, nproc, case.script, env=env)
+        wait_for(lambda: run.poll() or run.codes[0] is not None, 30)
+    run.kill()  # like torchrun, which kills the others when one has failed
+    return run.wait(ok=False).codes[0], run.text()
 
 
-@pytest.fixture(scope="module")
-def elsewhere(zygote, trained, tmp_path_factory):
-    """The runs of ELSEWHERE, started first and read last: a rank other than 0 waits for rank 0's message."""
-    runs = {}
-    for name, case in ELSEWHERE.items():
-        folder = shutil.copytree(trained, tmp_path_factory.mktemp("elsewhere") / name, symlinks=True)
-        runs[name] = launch(zygote, case, folder, 1, {})
-    return runs
-
-
-@pytest.fixture(scope="module")
-def outcomes(zygote, trained, elsewhere, tmp_path_factory):
-    """The outcome of each launch. Four run at a time, each in its own folder."""
-    root, done, active = tmp_path_factory.mktemp("bad"), {}, {}
-    waiting = sorted(LAUNCHES, key=lambda item: item[0] in SLOW)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        ports = {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free_port())}
-        while waiting or active:
-            while waiting and len(active) < 4:
-                name, nproc = item = waiting.pop()
-                folder = prepared(trained, root / f"{name}-{nproc}", CASES[name])
-                before = listing(folder)
-                active[item] = (
-                    launch(zygote, CASES[name], folder, nproc, ports),
-                    folder,
-                    before,
-                    time.monotonic(),
-                )
-            for item, (run, folder, before, started) in list(active.items()):
-                run.poll()
-                timed_out = time.monotonic() - started > CASES[item[0]].timeout
-                if run.codes[0] is None and not timed_out:
-                    continue
-                if not run.poll():  # like torchrun, which kills the others when one has failed
-                    run.kill()
-                    run.wait(ok=False)
-                done[item] = Outcome(run.codes, run.text(), before, listing(folder), timed_out)
-                del active[item]
-            time.sleep(0.005)
-    return done
-
-
-def outcome_here(at, capsys, case, folder):
-    """The outcome of a case that runs in this process."""
-    at.chdir(folder)
+def run_here(at, capsys, case):
+    """The same in this process, which is faster."""
     at.set(sys, "excepthook", sys.excepthook)  # which the script replaces
     at.set(os, "_exit", sys.exit)  # with which some failures end a process
-    before = listing(folder)
     with pytest.raises(SystemExit) as exit:
         script(at, case.script, arguments(case))
-    return Outcome([exit.value.code], "".join(capsys.readouterr()), before, listing(folder), False)
+    return exit.value.code, "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("name, nproc", ALL)
-def test_bad_input(request, trained, name, nproc):
-    case = CASES[name]
-    if (name, nproc) in LAUNCHES:
-        outcome = request.getfixturevalue("outcomes")[name, nproc]
-    else:
-        at, capsys = request.getfixturevalue("at"), request.getfixturevalue("capsys")
-        outcome = outcome_here(at, capsys, case, prepared(trained, at.path / "w", case))
-    assert not outcome.timed_out, f"hangs after this output:\n{outcome.text}"
-    assert outcome.codes[0] == 1, outcome.text
-    assert "Traceback" not in outcome.text, outcome.text[-800:]
-    for text in case.expected:
-        assert text in outcome.text
-    assert outcome.after == outcome.before, f"something on disk changed:\n{outcome.text}"
-    lines = outcome.text.strip().splitlines()
-    assert len(set(lines)) == len(lines) == (case.lines or len(lines)), outcome.text
-
-
-def test_every_numeric_setting_has_a_bad_value_above():
-    tried = {arg.lstrip("-").partition("=")[0] for case in CASES.values() for arg in case.args}
-    numbers = {n for n, s in settings_of(REPO / "train.py").items() if type(s.default) in (int, float)}
-    assert numbers <= tried
+def test_bad_input(zygote, trained, at, capsys, name, nproc):
+    case, folder = CASES[name], at.path / "w"
+    shutil.copytree(trained, folder, symlinks=True)
+    if case.prepare:
+        case.prepare(folder)
+    at.chdir(folder)
+    before = listing(folder)
+    needs_launch = nproc > 1 or case.env or "--zero=3" in case.args
+    code, text = launched(zygote, case, folder, nproc) if needs_launch else run_here(at, capsys, case)
+    assert code == 1 and "Traceback" not in text, text[-800:]
+    for expected in case.expected:
+        assert expected in text
+    assert listing(folder) == before, f"something on disk changed:\n{text}"
+    lines = text.strip().splitlines()
+    assert len(set(lines)) == len(lines) == (case.lines or len(lines)), text
 
 
 @pytest.mark.parametrize("file", ["train.py", "sample.py"])
 def test_help_prints_every_setting(zygote, tmp_path, file):
-    run = zygote.start(["--help"], tmp_path, 2, file).wait()
+    run = zygote.start(["--help=all"], tmp_path, 2, file).wait()
     for name, setting in settings_of(REPO / file).items():
         assert run.text().count(f"--{name}=") == 1
         assert setting.meaning.split()[0] in run.text()
@@ -623,13 +383,6 @@ def save_as_nanogpt(out, step, shift=0.0):
         torch.save(state, file)
 
 
-def test_nanogpts_checkpoint_survives_our_first_one(zygote, place):
-    """The first checkpoint does not overwrite the ckpt.pt that nanoGPT wrote, whose name our link takes."""
-    bare(place, {k: v for k, v in state_of(place).items() if k != "isogpt"})
-    zygote.train([*TINIER, *RESUME], place)
-    assert files_at(place / "out", 6), "keep_last is 2, and there was one checkpoint before this one"
-
-
 def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
     """
     In a folder that nanoGPT wrote: the checkpoint with the longer context is kept after any number of others.
@@ -667,43 +420,6 @@ def test_damaged_checkpoints_do_not_count_as_kept(zygote, place):
     zygote.train([*TINIER, *RESUME, "--save_interval=5", "--max_iters=7", "--keep_last=2"], place)
     good = [folder.name for folder in step_folders(place / "out") if not damage(folder)]
     assert good == ["step_00000008", "step_00000005"]
-
-
-def test_unfinished_checkpoints_are_deleted(zygote, place):
-    """Each is as large as a checkpoint, and nothing else would delete it."""
-    stale = place / "out/unfinished_step_00000004"
-    shutil.copytree(place / "out/step_00000003", stale)
-    zygote.train([*TINIER, *RESUME], place)
-    assert not stale.exists()
-
-
-def test_a_leftover_folder_does_not_block_a_checkpoint(zygote, place):
-    """A checkpoint is not reported as failed because an older one could not be deleted."""
-    stale = place / "out/unfinished_step_00000003"
-    shutil.copytree(place / "out/step_00000003", stale)
-    run = zygote.train([*TINIER, *RESUME, "--keep_last=1"], place)
-    assert "a checkpoint failed" not in run.text() and "could not be written" not in run.text()
-    assert [p.name for p in (place / "out").glob("step_*")] == ["step_00000010"]
-
-
-def test_a_run_whose_final_checkpoint_fails_has_failed(zygote, place):
-    """
-    Files are limited to 15 kB here, which acts like a full disk. Earlier checkpoints may fail, the last may
-    not.
-    """
-    script = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (15000, 15000));"
-        f"sys.path.insert(0, {str(REPO)!r}); sys.argv[0] = {str(REPO / 'train.py')!r};"
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    write(place, "limited.py", script)
-    before = listing(place / "out/step_00000006")
-    run = zygote.start([*TINY, *TINIER, *RESUME, "--save_interval=2"], place, script="limited.py", repo=place)
-    run.wait(ok=False)
-    assert run.text().count("a checkpoint failed") >= 2 and "Traceback" not in run.text()
-    assert run.text().count("the final checkpoint could not be written") == 1
-    assert listing(place / "out/step_00000006") == before
-    assert "iter 9: loss" in run.text() and run.codes == [1]
 
 
 def test_the_final_checkpoint_of_a_run_that_took_no_step_is_waited_for(zygote, place):
@@ -756,12 +472,13 @@ def test_samples_from_a_copied_file(zygote, place):
     assert run.codes == [1] and "Traceback" not in run.text()
 
 
-def test_sampling_with_a_small_top_p_takes_the_most_likely_token(zygote, place):
+def test_a_small_top_p_or_temperature_takes_the_most_likely_token(zygote, place):
     args = [a for a in SAMPLE if not a.startswith("--max_new")] + ["--max_new_tokens=12"]
     texts = {}
-    for option in ("--temperature=0", "--top_p=1e-9", "--top_p=1"):
+    greedy = ("--temperature=0", "--temperature=1e-39", "--temperature=1e-20", "--top_p=1e-9")
+    for option in (*greedy, "--top_p=1"):
         texts[option] = zygote.start([*args, option], place, script="sample.py").wait().samples()
-    assert texts["--top_p=1e-9"] == texts["--temperature=0"] != texts["--top_p=1"]
+    assert len({texts[option] for option in greedy}) == 1 and texts["--top_p=1"] != texts["--top_p=1e-9"]
 
 
 def test_the_advice_of_a_finished_run_is_right(zygote, place):
@@ -789,49 +506,8 @@ def test_valid_input_gives_no_warnings(zygote, place):
     assert "Warning" not in run.text() and "warning" not in run.text()
 
 
-def test_large_adjacent_seeds_differ():
-    """numpy converts a list of ints beyond int64 to float, which makes adjacent ones equal."""
-    draws = {random_bits(seed, TRAIN, 0, 1)[0] for seed in (2**63 - 1, 2**63 - 2, 2**62, 2**53 + 1, 2**53)}
-    assert len(draws) == 5
-
-
-def test_the_windows_of_a_step_are_drawn_once(place):
-    """Not once per micro-step: with 200 micro-steps over a small text that took 24 s."""
-    drawn = []
-
-    def starts_of(step):
-        drawn.append(step)
-        return np.arange(12)
-
-    share = share_of(12, 0, 1, 2)
-    args = dict(block_size=8, vocab_size=200)
-    plan = Plan(batch_size=12, gradient_accumulation_steps=1, micro_batch=2, model_args=args)
-    reader = Reader(None, "random", 1, plan, Mesh(), torch.device("cpu"))
-    batches = reader.read(np.arange(99), starts_of, [5, 6], share)
-    assert len(list(batches)) == 12 and drawn == [5, 6]
-
-
-def test_ranks_with_different_settings_do_not_train(zygote, place):
-    """
-    One of two machines was given a different command line: the weights would silently drift apart from the
-    weights of the other machine.
-    """
-    shared = {**MASTER, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
-    runs = []
-    for rank, rate in enumerate(("0.001", "0.002")):
-        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        args = [*TINY, *TINIER, f"--learning_rate={rate}", "--out_dir=new"]
-        runs.append(zygote.start(args, place, env=env))
-    text = "".join(run.wait(30, ok=False).text() for run in runs)
-    assert [run.codes for run in runs] == [[1], [1]]
-    assert "learning_rate" in text and "0.001" in text and "0.002" in text
-    assert not (place / "new").exists()
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_mistake_on_a_different_machine_is_reported_there(elsewhere, name):
+def test_a_mistake_on_a_different_machine_is_reported_there(zygote, place):
     """Rank 0 does not see it and waits for the others: only this rank can report it."""
-    run = elsewhere[name].wait(40, ok=False)
-    assert run.codes == [1] and "Traceback" not in run.text()
-    for text in ELSEWHERE[name].expected:
-        assert text in run.text()
+    args = [*TINY, *TINIER, "--device=cuda"]
+    run = zygote.start(args, place, env={**MASTER, "RANK": "1"}).wait(40, ok=False)
+    assert run.codes == [1] and "device is 'cuda'" in run.text() and "Traceback" not in run.text()

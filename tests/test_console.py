@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import TINY, column, records
+from runs import TINY, column, default_plan, records
 from test_monitor import numbers_of
 
 from isogpt.checkpoint.progress import Progress
@@ -31,7 +31,6 @@ from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import CHARACTERS, first_lines, open_sampler
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.status_line import REDRAW_S, Status, status_text
-from isogpt.parallel.plan import Plan
 from isogpt.speed.clock import WAITING, Clock
 from model import GPT, GPTConfig
 
@@ -144,15 +143,6 @@ def test_one_line_is_drawn_in_place_and_others_above_it(terminal, monkeypatch):
     ]
 
 
-def test_the_line_is_removed_at_the_end(terminal):
-    sink = terminal.sink()
-    sink.status(HALFWAY)
-    sink.done("done: 3 steps in 0:01")
-    sink.print("the loss curve: out/loss.png")
-    sink.close()
-    assert shown(terminal) == ["done: 3 steps in 0:01", "the loss curve: out/loss.png"]
-
-
 def test_short_steps_do_not_flood_a_terminal(terminal):
     sink = terminal.sink()
     for step in range(10_000):
@@ -181,11 +171,6 @@ def test_what_matters_least_is_left_out():
         assert ("tokens/s" in text) == (width >= 80), "a long run with all numbers just misses 80 columns"
         assert ("loss" in text) == (width >= 31)
         assert ("left" in text) == (width >= 47)
-
-
-def test_the_line_before_the_time_left_and_a_val_loss_are_known():
-    text = status_text(HALFWAY._replace(left_s=None), None, 79)
-    assert text == "step 1025/2050  50%  loss 1.4321  15,432 tokens/s"
 
 
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"TERM": ""}, {"CI": "true"}, {"CI": "1"}])
@@ -325,7 +310,7 @@ def test_a_sample_is_what_the_model_writes(arch, work):
         for p in model.parameters():
             p.add_(torch.full_like(p, 0.01))
     config = {"sample_interval": 1, "dataset": "mine", "seed": 5}
-    plan = Plan(model_args=args)
+    plan = default_plan(model_args=args)
     sampler = open_sampler(config, words, plan, Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",)))
     before, state = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
     text = sampler.write(model, torch.autocast("cpu", enabled=False))
@@ -351,16 +336,16 @@ SAMPLED = {"sample_interval": 5, "dataset": "mine", "seed": 1}
 )
 def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
     """The run goes on without samples: the setting may come from a config."""
-    assert open_sampler(SAMPLED, Vocabulary("table", {"a": 0}), Plan(**layout), ALONE) is None
+    assert open_sampler(SAMPLED, Vocabulary("table", {"a": 0}), default_plan(**layout), ALONE) is None
     assert f"but {named} divides it: there are no samples. Run sample.py" in capsys.readouterr().out
 
 
 def test_samples_of_ids_without_a_meaning_are_an_error_at_the_start(capsys):
     words = Vocabulary("unknown", "no meta.pkl")
     with pytest.raises(SystemExit):
-        open_sampler(SAMPLED, words, Plan(model_args={"vocab_size": 9}), ALONE)
+        open_sampler(SAMPLED, words, default_plan(model_args={"vocab_size": 9}), ALONE)
     assert "error: sample_interval: the ids cannot be decoded: no meta.pkl" in capsys.readouterr().err
-    assert open_sampler(SAMPLED | {"sample_interval": 0}, words, Plan(), ALONE) is None
+    assert open_sampler(SAMPLED | {"sample_interval": 0}, words, default_plan(), ALONE) is None
 
 
 def test_two_lines_of_a_sample_are_shown():
@@ -395,7 +380,7 @@ def test_the_share_of_a_step_in_which_a_rank_waits():
     assert math.isnan(clock_after({**step, WAITING: 20}, finds_waiting=False).waiting_share())
     assert math.isnan(Clock(torch.device("cpu")).waiting_share())
     pipeline = {"data": 5, "pipeline": 75, "stages": 50, "reduce": 5, "agree": 5, "clip": 5, "optimizer": 5}
-    assert clock_after(pipeline).waiting_share() == pytest.approx((75 - 50 - 5 + 5 + 5) / 100)
+    assert clock_after(pipeline).waiting_share() == pytest.approx((75 - 50 + 5 + 5) / 100)
 
 
 def test_the_clock_notes_when_the_last_gradient_is_there():
@@ -403,12 +388,13 @@ def test_the_clock_notes_when_the_last_gradient_is_there():
     clock, weight = Clock(torch.device("cpu")), torch.nn.Parameter(torch.ones(3))
     clock.find_waiting(weight)
     (weight * 2).sum().backward()  # not timed
-    with clock("forward"):
-        loss = (weight * 2).sum()
-    assert WAITING not in clock.now
-    with clock("backward"):
-        loss.backward()
-    ((begin, end),), ((start, other),) = clock.now[WAITING], clock.now["backward"]
+    clock.start()
+    loss = (weight * 2).sum()
+    clock.lap("forward")
+    assert WAITING not in clock.spans
+    loss.backward()
+    clock.lap("backward")
+    ((begin, end),), ((start, other),) = clock.spans[WAITING], clock.spans["backward"]
     assert start <= begin <= end == other
     for _ in range(3):
         clock.step()
@@ -474,8 +460,12 @@ def test_with_a_profile_the_parts_of_a_step_are_nvtx_ranges(monkeypatch):
     clock = Clock(gpu, nvtx=True)
     clock.on_gpu = False  # the times are the CPU's
     told.clear()
-    with clock("forward"), clock("inner"):
-        pass
-    with clock.on_cpu("data"):
-        pass
-    assert told == ["forward", "inner", "end", "end", "data", "end"]
+    for _ in range(2):
+        clock.start()
+        clock.lap("data")
+        with clock.part("stages"):
+            pass
+        clock.lap("pipeline")
+        clock.step()
+    first, later = ["stages", "end"], ["data", "end", "pipeline", "stages", "end", "end"]
+    assert told == first + later, "a range begins with its name, which the clock knows from the step before"

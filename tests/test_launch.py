@@ -162,21 +162,16 @@ def test_mfu_uses_the_peak_of_this_device(monkeypatch):
         data_ms=[1, 5],
         memory_gb=[3, 1],
     )
-    columns |= dict(
-        forward_ms=[0, 0], stop=[0, 0], bytes_sent=[1000, 3000], loss_scale=[1, 1], waiting=[0, 0]
-    )
+    columns |= dict(forward_ms=[0, 0], stop=[0, 0], loss_scale=[1, 1], waiting=[0, 0])
     numbers = StepNumbers(**{name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()})
     progress = Progress(tokens_per_step=64, step=7, tokens=576)
     record = step_record(progress, numbers, 1e-3, 1e9, 1e11)
     assert record["tokens"] == 640 and record["grad_norm"] == 5.0
     assert record["loss"] == 3.0 and record["step_ms"] == 200.0 and record["step_ms_max"] == 300.0
     assert record["data_ms"] == 3.0 and record["data_ms_max"] == 5.0 and record["memory_gb_max"] == 3.0
-    assert record["bytes_sent"] == 2000 and record["bytes_sent_max"] == 3000
     assert record["tokens_per_s"] == pytest.approx(320) and record["mfu"] == pytest.approx(1e9 / 0.2 / 1e11)
     assert re.match(r"iter 7: loss 3\.0000, time 200\.00ms, mfu 5\.00%", step_line(record, 61))
-    numbers = numbers._replace(bytes_sent=torch.tensor([math.nan, 3000]))
     unknown = step_record(progress, numbers, 1e-3, 1e9, None)
-    assert unknown["bytes_sent"] is None and unknown["bytes_sent_max"] is None
     assert unknown["mfu"] is None and "mfu n/a" in step_line(unknown, 61)
 
 
@@ -185,7 +180,7 @@ def test_fields_and_events_of_the_metrics(zygote, work):
     lines = records(work / "out")
     step = next(r for r in lines if "loss" in r and "event" not in r)
     names = "iter loss grad_norm lr step_ms data_ms memory_gb tokens_per_s mfu tokens time"
-    names += " step_ms_max data_ms_max memory_gb_max bytes_sent bytes_sent_max"
+    names += " step_ms_max data_ms_max memory_gb_max"
     assert set(names.split()) <= set(step)
     assert step["tokens"] == 2 * 4 * 32 and step["mfu"] > 0
     assert [r["event"] for r in lines if "event" in r] == ["start", "save", "save", "end"]

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from runs import REPO, TINY, children, column, free_port, records, wait_for
+from runs import REPO, TINY, accepted, children, column, free_port, wait_for
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
@@ -529,51 +529,41 @@ def test_a_killed_rank_of_nproc_is_named_in_the_last_line(work):
     assert lines[-1] == "error: rank 1 was ended by SIGKILL", lines[-20:]
 
 
-def migration_rows():
-    """
-    (setting of the other project, our flags) of each row of the tables for users of accelerate and DeepSpeed.
-    """
-    sections = re.split(
-        r"^#+ (?=.*(?:accelerate|DeepSpeed))", (REPO / "docs" / "migrating.md").read_text(), flags=re.M
-    )
-    assert len(sections) >= 3, "a section for accelerate and one for DeepSpeed"
-    for section in sections[1:]:
-        table = re.split(r"^#+ ", section, flags=re.M)[0]
-        for left, right in re.findall(r"^\| (.+) \| (.+) \|$", table, re.M):
-            if flags := re.findall(r"`(--.+?)`", right):
-                yield left, flags[0].split()
+LAUNCHED_BY_ACCELERATE = {  # what it sets if nobody chose anything
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_USE_CPU": "False",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+    "RANK": "0",
+}
 
 
-def test_every_flag_of_the_migration_tables_is_a_setting():
-    rows = list(migration_rows())
-    assert len(rows) >= 30
-    for left, flags in rows:
-        assert all(flag[2:].split("=")[0] in settings_of(TRAIN) for flag in flags), left
+@pytest.mark.parametrize(
+    ("variables", "arguments", "wanted"),
+    [
+        ({}, [], []),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "false"}, [], ["--zero"]),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, [], ["--zero", "--cpu_offload"]),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, ["--layout=auto"], []),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "fp16"},
+            ["--zero=1"],
+            ["--dtype"],
+        ),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, [], ["--gradient_accumulation_steps"]),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_CP_SIZE": "1"}, [], ["--tp"]),
+        ({"ACCELERATE_USE_FSDP": "true", "RANK": "1"}, [], []),
+    ],
+)
+def test_what_accelerate_was_told_is_not_dropped_silently(monkeypatch, capsys, variables, arguments, wanted):
+    for name, value in (LAUNCHED_BY_ACCELERATE | variables).items():
+        monkeypatch.setenv(name, value)
+    launchers.print_unapplied_settings(accepted("train.py", *arguments))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(wanted)
+    assert [word.strip(",") for line in lines for word in line.split() if word.startswith("--")] == wanted
 
 
-@pytest.mark.slow
-def test_every_row_of_the_migration_tables_trains(zygote, work):
-    done = {}
-    for left, flags in migration_rows():
-        key = " ".join(flags)
-        if key not in done:
-            done[key] = f"row{len(done)}"
-            nproc = 1 if "--nproc=2" in flags else 2
-            script = [*TINY, "--max_iters=1", f"--out_dir={done[key]}", *flags]
-            if nproc == 1:  # torchrun, with all its imports
-                subprocess.run(
-                    [sys.executable, TRAIN, *script], cwd=work, check=True, capture_output=True, timeout=120
-                )
-            else:
-                zygote.start(script, work, nproc).wait()
-        start = records(work / done[key])[0]
-        config = start["config"] | {"nproc": start["world_size"]}
-        for flag in flags:
-            # the plan records fsdp as zero 3
-            name, value = ("zero", "3") if flag == "--fsdp=True" else flag[2:].split("=")
-            same = [
-                str(config[name]) == value,
-                isinstance(config[name], float) and config[name] == float(value or 0),
-            ]
-            assert any(same), (left, flag, config[name])
-        assert column(work / done[key], "loss").keys() >= {0}
+def test_the_table_of_accelerates_variables_has_the_defaults_of_train_py():
+    settings = settings_of(TRAIN)
+    assert all(settings[name].default == default for name, default in launchers.ACCELERATE.values())

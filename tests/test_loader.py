@@ -8,32 +8,22 @@ import os
 import pickle
 import threading
 import time
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from runs import REPO, column
+from runs import column, default_plan
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.random_numbers import EVAL_TRAIN, EVAL_VAL, SHUFFLE, TRAIN
 from isogpt.data import dataset
-from isogpt.data.dataset import (
-    GPT2_VOCAB,
-    REPOSITORY,
-    check_ids,
-    open_dataset,
-    prepared_datasets,
-    range_of_ids,
-    read_meta,
-)
+from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets, range_of_ids, read_meta
 from isogpt.data.reader import Reader, read_rows
 from isogpt.data.windows import epoch_order, random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import PADDING, Share, share_of
 
 CPU = torch.device("cpu")
@@ -42,7 +32,9 @@ CPU = torch.device("cpu")
 def plan_for(sequences, micro_batch, vocab_size=65):
     """A plan whose steps consist of this many sequences."""
     args = {"block_size": BLOCK, "vocab_size": vocab_size}
-    return Plan(batch_size=sequences, gradient_accumulation_steps=1, micro_batch=micro_batch, model_args=args)
+    return default_plan(
+        batch_size=sequences, gradient_accumulation_steps=1, micro_batch=micro_batch, model_args=args
+    )
 
 
 # a meta.json
@@ -144,13 +136,6 @@ def test_each_window_appears_once_per_epoch(n):
         assert (a == b).sum() < 10  # the order of each epoch is different, and not the order of the text
 
 
-def test_epochs_do_not_depend_on_the_size_of_a_step():
-    """The order of the windows is the same for any number of windows per step."""
-    by_6 = np.concatenate([shuffled_windows(N, BLOCK, 1, step, 6) for step in range(50)])
-    by_50 = np.concatenate([shuffled_windows(N, BLOCK, 1, step, 50) for step in range(6)])
-    assert by_6.tolist() == by_50.tolist()
-
-
 def test_a_resume_with_a_different_batch_continues_the_epoch():
     """
     No window is repeated or left out; the steps before the change, to which a rollback goes, stay as they
@@ -158,10 +143,10 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
     """
     data = SimpleNamespace(train=np.zeros(N, np.uint16))
 
-    def reader(n, progress):
-        made = Reader(data, "shuffle", 1, plan_for(n, 3), Mesh(), CPU)
-        made.train(progress.step, progress.position, progress.skipped)
-        return made
+    def reader_of_steps(n, progress):
+        reader = Reader(data, "shuffle", 1, plan_for(n, 3), Mesh(), CPU)
+        reader.train(progress.step, progress.position, progress.skipped)
+        return reader
 
     progress, read = Progress(tokens_per_step=6 * BLOCK), []
     for n, steps in ((6, 7), (4, 10), (9, 30)):
@@ -174,7 +159,7 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
         saved = OpenCheckpoint(found=None, run=run)
         progress = Progress(tokens_per_step=n * BLOCK)
         progress.load(saved)
-        first = reader(n, progress)
+        first = reader_of_steps(n, progress)
         for i in range(steps):
             read += first.starts(progress.step).tolist()
             if i == 2:
@@ -183,7 +168,7 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
                 progress.advance()
         again = Progress(tokens_per_step=n * BLOCK)
         again.load(saved)
-        assert reader(n, again).starts(again.step).tolist() == read[len(read) - n * steps :][:n]
+        assert reader_of_steps(n, again).starts(again.step).tolist() == read[len(read) - n * steps :][:n]
     assert (
         progress.position == len(read) * BLOCK and progress.tokens == progress.position - (6 + 4 + 9) * BLOCK
     )
@@ -373,11 +358,7 @@ def test_missing_files_are_named(folder, tmp_path):
         r"data.text.val\.bin does not exist; take it from the end of train\.bin: python .*split\.py "
         r"data.text$"
     )
-    (folder / "test.bin").touch()
-    refused(r"data.text.val\.bin does not exist; rename data.text.test\.bin to val\.bin$")
     (folder / "train.bin").unlink()
-    refused(r"no train\.bin in .*; data.text contains test\.bin: rename the file to train on to train\.bin$")
-    (folder / "test.bin").unlink()
     refused(r"no train\.bin in data.text or .*repository.data.text; prepared data sets: none")
     write_data(tmp_path / "data" / "other")
     refused("prepared data sets: other", name="nosuch")
@@ -431,14 +412,6 @@ def test_samples_for_the_highest_id_of_a_large_file_reach_both_ends():
     assert range_of_ids(np.array([3, 70_000, -5], dtype=np.int32)) == (-5, 70_000)
 
 
-def test_check_ids_accepts_the_last_id():
-    check_ids(64, 65, Path("train.bin"))
-    with pytest.raises(ValueError, match="token id 65"):
-        check_ids(65, 65, Path("train.bin"))
-    with pytest.raises(ValueError, match="token id -1: remove the ids below 0"):
-        check_ids(64, 65, Path("train.bin"), lowest=-1)
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -446,10 +419,10 @@ def test_check_ids_accepts_the_last_id():
             '{"dtype": "float32"}',
             r"meta\.json: dtype is 'float32', possible are uint8, .*, uint32, int64 and uint64",
         ),
-        ('{"dtype": ">u2"}', r"meta\.json: dtype is '>u2', possible are"),
         ('{"dtype": null}', r"meta\.json: dtype is None"),
         ('{"vocab_size": 90', r"meta\.json cannot be read"),
         ("", r"meta\.json cannot be read"),
+        ("\xff\xfe\x00", r"meta\.json cannot be read"),
         ("[90]", r"meta\.json cannot be read"),
         ('{"vocab_size": "many"}', r"vocab_size is 'many'"),
         ('{"vocab_size": null}', r"vocab_size is None"),
@@ -457,13 +430,8 @@ def test_check_ids_accepts_the_last_id():
     ],
 )
 def test_invalid_metadata_is_refused(folder, text, message):
-    (folder / "meta.json").write_text(text)
+    (folder / "meta.json").write_text(text, encoding="latin-1")
     refused(message)
-
-
-def test_metadata_that_is_not_text_is_refused(folder):
-    (folder / "meta.json").write_bytes(b"\xff\xfe\x00")
-    refused(r"meta\.json cannot be read")
 
 
 def test_meta_json_takes_precedence_over_meta_pkl(folder):
@@ -472,6 +440,18 @@ def test_meta_json_takes_precedence_over_meta_pkl(folder):
     (folder / "meta.json").write_text('{"vocab_size": 96}')
     assert open_dataset("text", BLOCK).vocab_size == 96
     assert read_meta(folder) == {"vocab_size": 96, "stoi": {"a": 0}}
+
+
+def test_what_is_read_of_a_meta_pkl(folder):
+    """What nanoGPT reads; forks add entries with names of ours."""
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 95, "tokenizer": "own", "dtype": "int8"}))
+    assert read_meta(folder) == {"vocab_size": 95}
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"char_to_id": {"a": 0}}))
+    refused(
+        r'meta\.pkl contains neither vocab_size nor stoi nor itos, .*: write {"vocab_size": N} .* to data'
+    )
+    (folder / "meta.json").write_text('{"vocab_size": 96}')
+    assert open_dataset("text", BLOCK).vocab_size == 96
 
 
 class Run:
@@ -526,11 +506,11 @@ def test_numpy_numbers_in_a_pickle_are_accepted(folder, kind):
 
 
 def test_where_data_sets_are_searched(tmp_path, monkeypatch):
-    here, working = tmp_path / "repository", tmp_path / "working"
+    repository, working = tmp_path / "repository", tmp_path / "working"
     working.mkdir()
     monkeypatch.chdir(working)
-    monkeypatch.setattr(dataset, "REPOSITORY", here)
-    beside = write_data(here / "data" / "text")
+    monkeypatch.setattr(dataset, "REPOSITORY", repository)
+    beside = write_data(repository / "data" / "text")
     assert open_dataset("text", BLOCK).folder == beside
     write_data(working / "data" / "text", highest=77)
     data = open_dataset("text", BLOCK)  # the working folder's takes precedence
@@ -573,10 +553,6 @@ def test_the_working_folder_as_a_data_set(folder, tmp_path, monkeypatch):
     assert open_dataset("data/text", BLOCK).highest == 89
 
 
-def test_the_repository_is_the_folder_that_contains_the_package():
-    assert REPO == REPOSITORY
-
-
 # ------------------------------------------------------------------------------------------------------------
 # files that others wrote
 
@@ -586,63 +562,54 @@ CHARACTERS = {"vocab_size": 65}
 
 
 def foreign(folder, train, val=None, **meta):
-    """Write the files of somebody else, and their meta.pkl; val: the end of train."""
+    """Write the files of somebody else, and their meta.json; val: the end of train."""
     val = train[-len(train) // 4 :] if val is None else val
     for split, content in (("train", train), ("val", val)):
         (folder / f"{split}.bin").write_bytes(content if isinstance(content, bytes) else content.tobytes())
-    for name in ("meta.pkl", "meta.json"):
-        (folder / name).unlink(missing_ok=True)
-    if meta:
-        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    (folder / "meta.json").write_text(json.dumps(meta))
+    if not meta:
+        (folder / "meta.json").unlink()
 
 
-def assert_read(folder, capsys, expected, note):
-    """The tokens are these, and what is printed contains `note`, or is empty."""
-    capsys.readouterr()
-    data, printed = open_dataset("text", BLOCK), capsys.readouterr().out
-    assert (data.train.tolist(), data.val.tolist()) == (
-        expected.tolist(),
-        expected[-len(expected) // 4 :].tolist(),
-    )
-    assert note in printed and bool(note) == bool(printed)
-    assert printed.count("\n") <= 1
+WIDE = "every second number of 16 bits is 0, as in files with ids of 32 or 64 bits"
 
 
-def test_the_width_of_ids_is_concluded_from_the_content(folder, capsys):
-    high = np.arange(6000) * 11 % 70_001
-    for dtype, bits in ((np.int32, 32), (np.uint32, 32), (np.int64, 64), (np.uint64, 64)):
-        foreign(folder, WORDS.astype(dtype))
-        note = f"train.bin and val.bin in data/text: ids of {bits} bits, read as int{bits}"
-        assert_read(folder, capsys, WORDS, note)
-        foreign(folder, high.astype(dtype), vocab_size=70_001)
-        assert_read(
-            folder, capsys, high, f"ids of {bits} bits, read as int{bits}; if they are uint16, write {{"
+@pytest.mark.parametrize(
+    ("ids", "dtypes", "meta", "message"),
+    [
+        (WORDS, ("int32", "uint32", "int64", "uint64"), {}, WIDE),
+        (LETTERS, ("int32", "int64"), CHARACTERS, WIDE),
+        (LETTERS % 2, ("int32", "int64"), {}, WIDE),
+        (np.arange(6000) * 11 % 50_000 + 40_000, ("int32",), {}, "every second number of 16 bits is small"),
+        (WORDS, ("uint16", "int32"), {"vocab_size": 128_256}, "size is 128256, but ids of 16 bits end at"),
+        (LETTERS, ("uint8",), {}, "no byte is above 127, as in files with ids of 8 bits"),
+        (LETTERS, ("uint8",), CHARACTERS, "no byte is above 127"),
+    ],
+)
+def test_ids_of_a_different_width_are_refused_until_they_are_declared(folder, ids, dtypes, meta, message):
+    for dtype in dtypes:
+        foreign(folder, ids.astype(dtype), **meta)
+        declare = "add .*" if meta else "write .*"
+        refused(
+            f'^data/text/train.bin: .*{message}.*: {declare}"dtype": .* data/text/meta.json, or .*uint64$'
         )
-    foreign(folder, LETTERS.astype(np.int64), **CHARACTERS)
-    assert_read(folder, capsys, LETTERS, ": ids of 64 bits, read as int64")
-    foreign(folder, LETTERS.astype(np.uint8), **CHARACTERS)
-    assert_read(folder, capsys, LETTERS, ": ids of 8 bits, read as uint8")
-    # as few different ids occur in a text in which a space of id 0 follows each letter
-    foreign(folder, LETTERS.astype(np.int32), **CHARACTERS)
-    refused(
-        "32 bits, or ids of 16 bits of which every second is 0: "
-        'write {"dtype": "int32"} to data/text/meta.json'
-    )
-    (folder / "meta.json").write_text('{"dtype": "int32"}')
-    assert_read(folder, capsys, LETTERS, "")
-    foreign(folder, LETTERS.astype(np.uint8))
-    refused('probably ids of 8 bits: write {"dtype": "uint8"} to data/text/meta.json, or with uint16')
-    foreign(folder, WORDS.astype(np.int32), LETTERS.astype(np.uint16))
-    refused(
-        "data/text: train.bin holds ids of 32 bits, but val.bin of 16 bits: write both with the same dtype"
-    )
+        foreign(folder, ids.astype(np.uint16), ids.astype(dtype), **meta)
+        refused(message)  # in val.bin alone, or in both
+        foreign(folder, ids.astype(dtype), **meta, dtype=dtype)
+        data = open_dataset("text", BLOCK, vocab_size=meta.get("vocab_size", 100_000))
+        assert data.train.tolist() == ids.tolist() and data.val.tolist() == ids[-1500:].tolist()
+
+
+def test_ids_below_0_are_refused(folder):
     padded = WORDS.astype(np.int32)
     padded[5::10] = -1
     foreign(folder, padded)
+    refused("holds token id 65535, but the vocabulary size is 50304")
+    foreign(folder, padded, dtype="int32")
     refused("train.bin holds token id -1: remove the ids below 0")
 
 
-def test_uint16_is_never_taken_for_a_different_width(folder, capsys):
+def test_uint16_is_never_taken_for_a_different_width(folder):
     rng = np.random.default_rng(2)
     mostly_zero = np.where(rng.random(6000) < 0.99, 0, rng.integers(0, 65, 6000))
     for ids in (
@@ -654,6 +621,7 @@ def test_uint16_is_never_taken_for_a_different_width(folder, capsys):
         WORDS * 0,
         mostly_zero,
         np.arange(6000) % 40,
+        np.arange(6000) % 2 * 7,
         rng.integers(0, 2**16, 6000),
         rng.integers(32768, 50304, 6000),
         WORDS[:100],
@@ -662,25 +630,7 @@ def test_uint16_is_never_taken_for_a_different_width(folder, capsys):
         for vocab_size in (65536, 0):
             if vocab_size or ids.max() < GPT2_VOCAB:
                 foreign(folder, ids.astype(np.uint16), **({"vocab_size": vocab_size} if vocab_size else {}))
-                assert_read(folder, capsys, ids, "")
-    alternating = np.arange(6000) % 2 * 7
-    for ids in (alternating, alternating[::-1]):
-        foreign(folder, ids.astype(np.uint16))
-        assert_read(
-            folder,
-            capsys,
-            ids,
-            "" if ids[0] == 0 else "train.bin and val.bin in data/text: every second id is 0",
-        )
-    spaced = np.where(np.arange(6000) % 2, 0, LETTERS)
-    foreign(folder, spaced.astype(np.uint16))
-    refused("or with uint16")
-    (folder / "meta.json").write_text('{"dtype": "uint16"}')
-    assert_read(folder, capsys, spaced, "")
-    foreign(folder, WORDS.astype(np.uint16), vocab_size=128_256)
-    assert_read(
-        folder, capsys, WORDS, ": read as uint16, whose ids end at 65535, but the vocabulary size is 128256"
-    )
+                assert open_dataset("text", BLOCK).train.tolist() == ids.tolist()
 
 
 def with_header(ids, magic, version, tokens=None):
@@ -689,13 +639,12 @@ def with_header(ids, magic, version, tokens=None):
     return header.tobytes() + ids.tobytes()
 
 
-def test_the_header_of_llm_c_is_skipped(folder, capsys):
+def test_the_header_of_llm_c_is_skipped(folder):
     for magic, version, dtype in ((20240520, 1, np.uint16), (20240801, 7, np.uint32)):
         ids = WORDS.astype(dtype)
         foreign(folder, with_header(ids, magic, version), with_header(ids[-1500:], magic, version))
         assert open_dataset("text", BLOCK).train.tolist() == ids.tolist()
         assert open_dataset("text", BLOCK).val.tolist() == ids[-1500:].tolist()
-        assert "train.bin begins with llm.c's header, which is skipped" in capsys.readouterr().out
         foreign(folder, with_header(ids, magic, version, 6001), b"")
         (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes())
         refused(
@@ -703,9 +652,6 @@ def test_the_header_of_llm_c_is_skipped(folder, capsys):
         )
         foreign(folder, with_header(ids, magic, 2), with_header(ids, magic, 2))
         refused(f"header {magic} of version 2, but only version {version} is known")
-    questions = with_header(WORDS.astype(np.uint16), 20240522, 1)
-    foreign(folder, questions, questions)
-    refused("llm.c's multiple-choice questions")
     # the end of the file is where the header says, also while the run reads
     ids = WORDS.astype(np.uint16)
     foreign(folder, with_header(ids, 20240520, 1), with_header(ids, 20240520, 1))
@@ -716,52 +662,42 @@ def test_the_header_of_llm_c_is_skipped(folder, capsys):
         list(reader.evaluation("train", 4))
 
 
-def test_files_without_ids_are_named(folder, tmp_path):
-    text = ("First Citizen: Before we proceed — any further, hear me speak.\n" * 2000).encode()
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as z:
-        z.writestr("a", bytes(1000))
-    array = io.BytesIO()
-    np.save(array, WORDS.astype(np.uint16))
-    for content, said in (
-        (array.getvalue(), "is a .npy file, .*: write the ids with numpy's tofile instead of save"),
+def in_archive(save, *args):
+    file = io.BytesIO()
+    save(file, *args)
+    return file.getvalue()
+
+
+TEXT = "First Citizen: Before we proceed \u2014 any further, hear me speak.\n".encode() * 2000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (in_archive(np.save, WORDS), "is a .npy file, .*: write the ids with numpy's tofile"),
+        (in_archive(np.savez, WORDS), "is a zip archive, such as a .npz: write the ids with numpy's tofile"),
+        (gzip.compress(bytes(9999)), "is compressed by gzip: decompress it with gunzip"),
+        (b"version https://git-lfs.github.com/spec/v1\noid 12\n", "is a pointer of Git LFS, .*: run git lfs"),
+        (with_header(WORDS.astype(np.uint16), 20240522, 1), "is llm.c's multiple-choice questions"),
         (
-            b"version https://git-lfs.github.com/spec/v1\noid 12\n",
-            "is a pointer of Git LFS, .*: run git lfs pull in",
-        ),
-        (archive.getvalue(), "is a zip archive"),
-        (gzip.compress(WORDS.astype(np.uint16).tobytes()), "is compressed by gzip"),
-        (b"<!DOCTYPE html><html>" + text, "is a web page"),
-        (
-            text,
+            TEXT,
             "is text, not token ids: rename it to train.txt, then run: python data/shakespeare/prepare.py "
             "--data_files=data/text/train.txt --out=data/text$",
         ),
-    ):
-        foreign(folder, content, content)
-        refused(f"^data/text/train.bin {said}")
-    foreign(folder, text, text, vocab_size=256, dtype=np.uint8)  # the bytes may be ids
-    assert open_dataset("text", BLOCK).train[:5].tolist() == list(text[:5])
+    ],
+)
+def test_files_without_ids_are_named(folder, content, message):
+    foreign(folder, content, content)
+    refused(f"^data/text/train.bin {message}")
 
 
-@pytest.mark.parametrize("name", [np.dtype("int32"), np.int32, "int32", "torch.int32", "np.int32", "<i4"])
-def test_forms_of_a_declared_dtype(folder, name):
-    foreign(folder, LETTERS.astype(np.int32), dtype=name, **CHARACTERS)
-    assert open_dataset("text", BLOCK).train.tolist() == LETTERS.tolist()
-
-
-def test_of_a_foreign_meta_json_only_what_is_meant_is_taken(folder):
-    (folder / "meta.json").write_text(
-        '{"vocab_size": 90, "train_tokens": 1, "tokenizer": "own", "lang": "en"}'
-    )
-    assert read_meta(folder) == {"vocab_size": 90, "tokenizer": "own"}
-    assert open_dataset("text", BLOCK).vocab_size == 90
-    (folder / "meta.json").write_text(json.dumps(OURS))
-    assert read_meta(folder) == OURS
+def test_the_bytes_of_a_text_may_be_ids(folder):
+    foreign(folder, TEXT, vocab_size=256, dtype="uint8")
+    assert open_dataset("text", BLOCK).train[:5].tolist() == list(TEXT[:5])
 
 
 def test_the_same_tokens_in_other_formats_give_the_same_losses(zygote, work):
-    """On two ranks, in training and evaluation; the note is printed once."""
+    """On two ranks, in training and evaluation: with a header, and with a declared dtype."""
     zygote.train(["--out_dir=one", "--max_iters=3", "--eval_interval=2"], work)
     for split in ("train", "val"):
         path = work / "data" / "tiny" / f"{split}.bin"
@@ -769,11 +705,8 @@ def test_the_same_tokens_in_other_formats_give_the_same_losses(zygote, work):
         path.write_bytes(
             with_header(ids, 20240520, 1) if split == "train" else ids.astype(np.int64).tobytes()
         )
-    text = zygote.train(["--out_dir=other", "--max_iters=3", "--eval_interval=2"], work, 2).text()
-    assert (
-        text.count("note: data/tiny/train.bin begins with llm.c's header, which is skipped: uint16 ids") == 1
-    )
-    assert text.count("note: val.bin in data/tiny: ids of 64 bits, read as int64") == 1
+    (work / "data/tiny/meta.json").write_text('{"dtype": "int64"}')
+    zygote.train(["--out_dir=other", "--max_iters=3", "--eval_interval=2"], work, 2)
     for key in ("loss", "val_loss"):
         expected = column(work / "one", key)
         assert expected and column(work / "other", key) == pytest.approx(expected, abs=1e-5)

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records
+from runs import REPO, TINY, column, records, train_defaults
 
-from configurator import settings_of
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.parallel.plan import Plan, plan_of
 from isogpt.speed import devices, memory, prediction
 from model import GPT, GPTConfig
 
-DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
+DEFAULTS = train_defaults()
 
 # raises OutOfMemoryError in every training forward of more than ROWS rows, on the ranks in ON
 INJECT = """
@@ -302,7 +301,7 @@ def test_parameters_and_activations_of_a_block_are_counted(arch, n_expert):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = block(torch.randn(4, 256, 64, requires_grad=True), rope)
     kept = sum(size for where, size in saved.items() if where not in weights) / (4 * 256)
-    assert kept == pytest.approx(memory.block_activations(args, 4, 4, on_cpu=True)[0], rel=0.02), result
+    assert kept == pytest.approx(memory.block_activations(Plan(model_args=args)).kept, rel=0.02), result
 
 
 @pytest.mark.slow

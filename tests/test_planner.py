@@ -8,20 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, column, records
+from runs import column, default_plan, records, train_defaults
 
-from configurator import settings_of
 from isogpt.nn import huggingface
 from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly
-from isogpt.parallel.plan import LAYOUT, Plan, plan_of
+from isogpt.parallel.plan import LAYOUT, plan_of
 from isogpt.parallel.shares import share_of
 from isogpt.speed import layouts, prediction
 from isogpt.speed.devices import HARDWARE, Link, hardware_of, links_of, named_hardware
 from isogpt.training.settings import check_training
 from model import GPT, GPTConfig
 
-DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
+DEFAULTS = train_defaults()
 GPT2 = {"bias": False}
 LLAMA_7B = dict(
     arch="llama", n_layer=32, n_head=32, n_embd=4096, n_hidden=11008, vocab_size=32000, block_size=4096
@@ -67,7 +66,7 @@ def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
     """Against counting the ranks of each ring on each machine."""
     if devices < 16 and settings.get("tp") == 8:
         return
-    mesh, per_node = make_mesh(0, Plan(world_size=devices, **settings)), 8
+    mesh, per_node = make_mesh(0, default_plan(world_size=devices, **settings)), 8
     for axes in (
         ("tp",),
         ("cp",),
@@ -77,7 +76,7 @@ def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
         ("dp_replicate", "ep", "cp"),
     ):
         group = [r for r in range(devices) if all(mesh.index(a, r) == 0 for a in AXES if a not in axes)]
-        n, found = len(group), prediction.ring_s(SIMPLE, mesh, per_node, axes, 8e9)
+        n, found = len(group), prediction.Rings(SIMPLE, mesh, per_node).seconds(axes, 8e9)
         crossings = sum(
             a // per_node != b // per_node for a, b in zip(group, [*group[1:], group[0]], strict=True)
         )
@@ -88,7 +87,7 @@ def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
         expected = 8e9 * (n - 1) / n / bandwidth if n > 1 else 0
         latency = ceil(log2(max(1, crossings))) * 1e-5 + ceil(log2(here)) * 1e-6
         assert found == pytest.approx(expected + latency), (axes, group)
-        found = prediction.ring_s(SIMPLE, mesh, per_node, axes, 8e9, count=3, slowness=2.0)
+        found = prediction.Rings(SIMPLE, mesh, per_node).seconds(axes, 8e9, count=3, slowness=2.0)
         assert found == pytest.approx(2 * expected + 3 * latency), (axes, group)
 
 
@@ -144,9 +143,9 @@ def test_the_number_of_predictions_for_1024_devices(monkeypatch):
         count[0] += 1
         return prediction.predict(*args)
 
-    monkeypatch.setattr(prediction, "predict", counted)
+    monkeypatch.setattr(layouts, "predict", counted)
     assert not layouts.ranked(plan_with(LLAMA_7B, 1024, 1, 1024), HARDWARE["h100"], 8)[0].problem
-    assert count[0] < 16000
+    assert 1000 < count[0] < 16000
 
 
 def test_the_fewest_devices_on_which_a_model_fits():
@@ -245,7 +244,7 @@ def test_only_zero_divides_the_optimizer():
 
 
 def test_a_mesh_of_one_communicates_nothing():
-    assert prediction.ring_s(SIMPLE, Mesh(), 8, ("dp_replicate",), 1e9) == 0
+    assert prediction.Rings(SIMPLE, Mesh(), 8).seconds(("dp_replicate",), 1e9) == 0
     alone = prediction.predict(plan_with(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
     assert alone.seconds["communication"] == 0 and alone.seconds["bubble"] == 0
 

@@ -73,6 +73,7 @@ sys.path.insert(0, os.environ["PRETEND_CUDA_ROOT"])
 import torch
 
 from isogpt.nn import generation
+from isogpt.parallel.attach import replace_seams
 from model import GPT, GPTConfig
 
 
@@ -89,7 +90,7 @@ for changes in (dict(), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1), 
     how = dict(temperature=0.9, top_k=50, top_p=0.9, vocab_size=60, seed=1)
     expected = model.generate(prompts, 20, **how)
     generation.prepare(model.to("cuda"), torch.float32)
-    model.advance = advance
+    replace_seams(model, advance=advance)
     found = model.generate(prompts.to("cuda"), 20, **how).cpu()
     print("same" if torch.equal(found, expected) else "different", len(steps))
 """

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from documented import arguments, commands, documents, script_of
-from mutations import MUTATIONS, places
 from runs import REPO, TINY, accepted, column, free_port
 
 from configurator import configure, settings_of
@@ -169,11 +168,10 @@ import runpy, sys
 for name in {names}:
     sys.modules[name] = None  # importing it raises ImportError
 sys.path.insert(0, {folder!r})
-for script, *args in {commands}:
-    sys.argv = [script, *args]
-    runpy.run_path(script, run_name="__main__")
+sys.argv = [{script!r}, *{args}]
+runpy.run_path({script!r}, run_name="__main__")
 """
-# what is imported where it is used, and takes a second or more
+# what takes a second or more to import, and is imported where it is used; training's optimizers use the first
 NOT_AT_A_START = (
     "torch._dynamo",
     "torch._inductor",
@@ -184,14 +182,11 @@ NOT_AT_A_START = (
 )
 
 
-def test_a_run_and_its_samples_need_no_part_of_torch_that_takes_a_second_to_import(work):
+def test_samples_need_no_module_that_takes_a_second_to_import(zygote, work):
     """The processes from which tests fork runs have imported all of them."""
-    commands = [
-        [str(REPO / "train.py"), *TINY, "--max_iters=0", "--eval_iters=1", "--out_dir=out"],
-        [str(REPO / "train.py"), *TINY, "--max_iters=1", "--out_dir=out", "--init_from=resume"],
-        [str(REPO / "sample.py"), "--out_dir=out", "--device=cpu", "--num_samples=1", "--max_new_tokens=5"],
-    ]
-    code = WITHOUT.format(names=NOT_AT_A_START, folder=str(REPO), commands=commands)
+    zygote.train(["--max_iters=0", "--out_dir=out"], work)
+    args = ["--out_dir=out", "--device=cpu", "--num_samples=1", "--max_new_tokens=5"]
+    code = WITHOUT.format(names=NOT_AT_A_START, folder=str(REPO), script=str(REPO / "sample.py"), args=args)
     done = subprocess.run([sys.executable, "-c", code], cwd=work, capture_output=True, text=True)
     assert done.returncode == 0 and "5 tokens in " in done.stderr, done.stdout[-2000:] + done.stderr[-2000:]
 
@@ -215,12 +210,6 @@ def test_nothing_refers_to_what_is_not_in_the_repository():
             assert not re.search(BANNED, line), f"{path.relative_to(REPO)}, line {number}: {line}"
 
 
-def test_each_mutation_changes_one_place():
-    """Otherwise measure/mutations.py stops when someone runs it, long after the code has changed."""
-    found = {name: places(old, (REPO / file).read_text()) for name, (file, old, *_) in MUTATIONS.items()}
-    assert not {name: len(where) for name, where in found.items() if len(where) != 1}
-
-
 # ------------------------------------------------------------------------------------------------------------
 # settings
 
@@ -236,42 +225,17 @@ def test_settings_that_scripts_share_have_one_default():
                 assert setting.default == train[name].default, f"{script}.{name}"
 
 
+NANOGPT = """
+out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log
+wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
+dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr warmup_iters lr_decay_iters
+min_lr backend device dtype compile
+"""
+SAMPLES = "init_from out_dir start num_samples max_new_tokens temperature top_k seed device dtype compile"
+
+
 def test_settings_and_defaults_of_nanogpt():
-    wanted = [
-        "out_dir",
-        "eval_interval",
-        "log_interval",
-        "eval_iters",
-        "eval_only",
-        "always_save_checkpoint",
-        "init_from",
-        "wandb_log",
-        "wandb_project",
-        "wandb_run_name",
-        "dataset",
-        "gradient_accumulation_steps",
-        "batch_size",
-        "block_size",
-        "n_layer",
-        "n_head",
-        "n_embd",
-        "dropout",
-        "bias",
-        "learning_rate",
-        "max_iters",
-        "weight_decay",
-        "beta1",
-        "beta2",
-        "grad_clip",
-        "decay_lr",
-        "warmup_iters",
-        "lr_decay_iters",
-        "min_lr",
-        "backend",
-        "device",
-        "dtype",
-        "compile",
-    ]
+    wanted = NANOGPT.split()
     train = settings_of(REPO / "train.py")
     assert len(wanted) == 33 and set(wanted) <= set(train)
     for name, value in dict(
@@ -298,20 +262,7 @@ def test_settings_and_defaults_of_nanogpt():
         min_lr=6e-5,
     ).items():
         assert train[name].default == value, name
-    sample = [
-        "init_from",
-        "out_dir",
-        "start",
-        "num_samples",
-        "max_new_tokens",
-        "temperature",
-        "top_k",
-        "seed",
-        "device",
-        "dtype",
-        "compile",
-    ]
-    assert set(sample) <= set(settings_of(REPO / "sample.py"))
+    assert set(SAMPLES.split()) <= set(settings_of(REPO / "sample.py"))
     bench = ["batch_size", "block_size", "bias", "real_data", "seed", "device", "dtype", "compile", "profile"]
     assert set(bench) <= set(settings_of(REPO / "bench.py"))
 
@@ -471,30 +422,6 @@ def test_torchrun_on_one_node_and_on_two_gives_one_curve(zygote, work):
         assert all(losses[s] == pytest.approx(one[s], abs=1e-5) for s in one)
 
 
-@pytest.mark.slow
-def test_bench_alone_and_under_torchrun(zygote, work):
-    """bench.py runs train.py and reads what it recorded, with random data too."""
-    small = [
-        "--n_layer=1",
-        "--n_head=2",
-        "--n_embd=16",
-        "--block_size=16",
-        "--batch_size=2",
-        "--steps=6",
-        "--device=cpu",
-    ]
-    for nproc, more in ((1, ["--real_data=False", "--profile=True"]), (2, ["--dataset=tiny"])):
-        run = zygote.start([*small, *more], work, nproc, script="bench.py").wait()
-        text = run.text()
-        tokens = 2 * 16 * nproc
-        assert f"6 steps of {tokens} tokens on {nproc} process" in text, text
-        for figure in ("tokens/s", "ms per step", "data wait", "memory", "MFU"):
-            assert len(re.findall(rf"^  {figure} +[\d.,]+", text, re.M)) == 1, text
-    assert (work / "bench_trace.json").stat().st_size > 1000
-    run = zygote.start(["--n_layre=1"], work, script="bench.py").wait(ok=False)
-    assert run.codes == [1] and "n_layer" in run.text()
-
-
 def test_sample_from_a_run(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=20", "--eval_interval=10"], work)
     ruin = ["--init_from=resume", "--learning_rate=0.5", "--min_lr=0.5", "--warmup_iters=0"]
@@ -561,12 +488,3 @@ def test_shuffle_has_the_same_curve_on_two_processes(zygote, work):
     assert all(one[s] == pytest.approx(two[s], abs=1e-5) for s in one)
     zygote.train(["--out_dir=random", "--max_iters=5"], work)
     assert one != column(work / "random", "loss")
-
-
-def test_mutations_match_the_code_and_the_tests():
-    from mutations import MUTATIONS, places
-
-    for name, (file, old, _, tests) in MUTATIONS.items():
-        assert len(places(old, (REPO / file).read_text())) == 1, f"{name}: {old!r} in {file}"
-        path, _, test = tests.partition("[")[0].partition("::")
-        assert f"def {test}" in (REPO / path).read_text(), f"{name}: {tests}"

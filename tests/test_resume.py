@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shutil
-import signal
 import time
 
 import pytest
@@ -205,19 +204,6 @@ def test_an_exported_file_of_abandoned_steps_is_not_resumed(zygote, work):
     assert final(out / "abandoned_ckpt.pt_1")["iter_num"] == 3 and final(out)["iter_num"] == 5
 
 
-def test_an_older_ckpt_pt_that_a_user_puts_back_is_named_and_kept(zygote, work):
-    zygote.train(["--out_dir=out", "--save_interval=2", "--keep_last=0", "--max_iters=3"], work)
-    out = work / "out"
-    (out / "ckpt.pt").unlink()
-    shutil.copyfile(out / "step_00000002/ckpt.pt", out / "ckpt.pt")
-    text = zygote.train(["--out_dir=out", "--init_from=resume", "--max_iters=4"], work).text()
-    assert (
-        "warning: out/ckpt.pt, step 2, is not used, since step 4 is further on: to use the file, put it in"
-        in text
-    )
-    assert final(out / "abandoned_ckpt.pt")["iter_num"] == 2 and final(out)["iter_num"] == 5
-
-
 def fresh_run(out, folder):
     """
     A folder to resume from at step 0 with the weights of `out` and without optimizer state: a reference for
@@ -386,14 +372,6 @@ def test_a_run_from_scratch_moves_an_earlier_run_aside(zygote, work):
     assert final(work / "out" / "previous_1")["config"]["seed"] == 1
 
 
-def test_scratch_means_scratch_in_a_folder_of_that_name(zygote, work):
-    """--init_from=scratch is never the name of a run folder."""
-    for _ in range(2):
-        run = zygote.train(["--out_dir=scratch", "--max_iters=2"], work)
-        assert "parameters, from scratch\n" in run.text()
-    assert column(work / "scratch", "loss") == column(work / "scratch" / "previous_1", "loss")
-
-
 def test_the_last_multiple_and_the_state_after_the_last_step_are_both_evaluated_and_saved(zygote, work):
     """
     max_iters + 1 steps are trained, so step max_iters may be a multiple of eval_interval, as in nanoGPT's
@@ -529,29 +507,3 @@ def test_a_torn_metrics_file_is_cut_back(tmp_path):
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["iter"] for r in kept if "event" not in r] == [0, 1, 2, 3, 4]
     assert [r["event"] for r in kept if "event" in r] == ["save", "resume"]
-
-
-def test_sigint_and_sigterm_leave_valid_checkpoints(zygote, work):
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        args = [*TINY, "--out_dir=out", "--init_from=auto", "--save_interval=2", "--max_iters=100000"]
-        run = zygote.start(args, work)
-        run.until(lambda text: text.count("saved ") >= 3)
-        run.kill(sig=sig)
-        run.wait(ok=False)
-        assert run.codes[0] != 0
-        found, reports = newest_checkpoint(str(work / "out"))
-        assert found and not reports
-
-
-@pytest.mark.slow
-def test_auto_starts_from_the_given_weights_once_and_resumes_after_that(zygote, work):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=32, vocab_size=65)
-    transformers.GPT2LMHeadModel(config).save_pretrained(work / "weights")
-    zygote.train(["--init_from=weights", "--out_dir=plain", "--max_iters=3"], work)
-    args = ["--init_from=auto:weights", "--out_dir=out"]
-    zygote.train([*args, "--max_iters=3"], work)
-    assert column(work / "out", "loss") == column(work / "plain", "loss")
-    assert "step_00000004/ckpt.pt, step 4" in zygote.train([*args, "--max_iters=5"], work).text()
-    assert sorted(column(work / "out", "loss")) == list(range(6))
-    assert "possible: scratch" in zygote.train(["--init_from=auto:nowhere"], work, ok=False).text()

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import REPO, free_port, wait_for
+from runs import REPO, free_port, train_defaults, wait_for
 
-from isogpt.checkpoint.save import nanogpt_state
+from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.training import optim
 from model import GPT, GPTConfig
 
@@ -75,7 +75,7 @@ def make_folder(name, out):
         "config": {"dataset": str(data)},
         "isogpt": {},
     }
-    optimizers = optim.make_optimizers(model, optim.OptimizerSettings())
+    optimizers = optim.make_optimizers(model, train_defaults())
     torch.save(nanogpt_state(run, model, optimizers), out / "ckpt.pt")
     subprocess.run([sys.executable, REPO / "export.py", out, "--to=hf"], check=True)
     texts = []

@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
-from runs import REPO, TINY, column, start_faulty
+from runs import REPO, column, start_changed, start_faulty
 from test_parity import same
 
+from isogpt.checkpoint import sharded_files
 from isogpt.parallel.local_parts import LocalPart
 
 SHORT = ["--save_interval=10", "--max_iters=19", "--dropout=0.1"]
@@ -46,8 +47,6 @@ MARKED = [
 
 def tensors(folder):
     """Everything that a checkpoint in shards holds."""
-    from isogpt.checkpoint import sharded_files
-
     state = {name: torch.empty(shape) for name, shape in sharded_files.shapes(folder).items()}
     parts = {name: LocalPart(t.shape, (((0,) * t.dim(), t),)) for name, t in state.items()}
     sharded_files.dcp.load(
@@ -82,8 +81,10 @@ def test_a_resume_with_a_different_rank_resets_powersgd(zygote, work):
             flags = [*args, f"--out_dir={out}{rank}"]
             zygote.train([*flags, f"--grad_compression=powersgd:{first}", "--max_iters=4"], work, 2)
             zygote.train([*flags, f"--grad_compression=powersgd:{rank}", "--init_from=resume"], work, 2)
-        fresh, resumed = (column(work / f"{out}{rank}", "bytes_sent")[9] for out in ("fresh", "resumed"))
-        assert fresh == pytest.approx(resumed, rel=0.01)
+        fresh, resumed = (
+            sharded_files.shapes(work / f"{out}{rank}" / "step_00000010") for out in ("fresh", "resumed")
+        )
+        assert fresh == resumed and any(f"powersgd:{rank}." in name for name in fresh)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -121,26 +122,21 @@ def test_compression_is_near_the_exact_curve(zygote, shared_work, one, name):
     assert column(one, "loss") != column(out, "loss")  # it was compressed
 
 
-# train.py with plain SGD, in which the mean of the islands' weights after a step is DDP's weights
+# plain SGD, in which the mean of the islands' weights after a step is DDP's weights
 SGD = """
-import runpy, sys, torch
-sys.path.insert(0, {repo!r})
+import torch
 from isogpt.training import optim
 
 def make_sgd(model, *_, **options):
-    sgd = torch.optim.SGD([{{"params": list(model.parameters()), "lr_scale": 1.0}}], lr=1.0)
+    sgd = torch.optim.SGD([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=1.0)
     return [sgd]
 
 optim.make_optimizers = make_sgd
-sys.argv[0] = {repo!r} + "/train.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def test_local_sgd_of_one_step_is_ddp(zygote, shared_work):
-    (shared_work / "sgd.py").write_text(SGD.format(repo=str(REPO)))
     flags = [
-        *TINY,
         "--learning_rate=0.03",
         "--grad_clip=0",
         "--weight_decay=0",
@@ -149,51 +145,12 @@ def test_local_sgd_of_one_step_is_ddp(zygote, shared_work):
         "--save_checkpoint=False",
     ]
     islands = ["--islands=4", "--outer_lr=1", "--outer_momentum=0"]
-    zygote.start([*flags, "--out_dir=sgd"], shared_work, 4, script="sgd.py", repo=shared_work).wait()
-    zygote.start(
-        [*flags, *islands, "--out_dir=local"], shared_work, 4, script="sgd.py", repo=shared_work
-    ).wait()
+    start_changed(zygote, SGD, [*flags, "--out_dir=sgd"], shared_work, 4).wait()
+    start_changed(zygote, SGD, [*flags, *islands, "--out_dir=local"], shared_work, 4).wait()
     same(column(shared_work / "sgd", "loss"), column(shared_work / "local", "loss"), absolute=1e-6)
     one, other = column(shared_work / "sgd", "val_loss"), column(shared_work / "local", "val_loss")
     assert one.pop(30) == pytest.approx(other.pop(30), abs=3e-6)  # the final state: rounding of 30 steps
     same(one, other, absolute=1e-6)
-
-
-FORGETFUL = """
-from isogpt.parallel import compression
-
-make = compression.Compression.__post_init__
-
-def make_without_feedback(self):
-    make(self)
-    self.uses_feedback = False
-
-compression.Compression.__post_init__ = make_without_feedback
-"""
-
-
-@pytest.mark.slow
-def test_topk_without_feedback_is_worse(zygote, shared_work):
-    """With plain SGD; with AdamW and 1% of the elements, feedback is no better than none."""
-    script = SGD.format(repo=str(REPO))
-    (shared_work / "sgd.py").write_text(script)
-    (shared_work / "forgetful.py").write_text(script.replace("sys.argv[0] =", FORGETFUL + "sys.argv[0] ="))
-    flags = [
-        *TINY,
-        "--learning_rate=0.01",
-        "--decay_lr=False",
-        "--grad_clip=0",
-        "--max_iters=400",
-        "--eval_interval=400",
-        "--save_checkpoint=False",
-    ]
-    topk, found = ["--grad_compression=topk:0.01"], {}
-    for name, script, mode in (("exact", "sgd", []), ("with", "sgd", topk), ("without", "forgetful", topk)):
-        out = f"--out_dir=topk-{name}"
-        zygote.start([*flags, *mode, out], shared_work, 2, script=f"{script}.py", repo=shared_work).wait()
-        found[name] = column(shared_work / f"topk-{name}", "val_loss")[400]
-    print(found)
-    assert found["with"] - found["exact"] < 0.5 * (found["without"] - found["exact"]), found
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -201,11 +158,12 @@ def test_topk_without_feedback_is_worse(zygote, shared_work):
 
 FORMULAS = """
 import os, sys
+from dataclasses import replace
 sys.path.insert(0, {repo!r})
 import torch, torch.distributed as dist
 from torch import nn
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
+from isogpt.parallel.plan import UNDIVIDED
 from isogpt.parallel.compression import KEPT, Bucket, Compression, mean_over
 from isogpt.parallel.local_sgd import Islands
 
@@ -298,7 +256,8 @@ assert (found.mean(0) - x).abs().max() < 0.2 * x.abs().max() / 127
 for parts, steps in ((1, 2), (2, 4)):
     model = nn.Module()
     model.a, model.b = (nn.Parameter(noise(i, 40)) for i in (1, 2))
-    plan = Plan(world_size=ranks, islands=ranks, local_steps=steps, outer_parts=parts)
+    changes = dict(outer_lr=0.7, outer_momentum=0.9, outer_compression="none", outer_parts=parts)
+    plan = replace(UNDIVIDED, world_size=ranks, islands=ranks, local_steps=steps, **changes)
     islands = Islands(model, Mesh(rank, islands=ranks), plan)
     islands.restart(0)
     outer = {{name: p.detach().clone() for name, p in model.named_parameters()}}
@@ -433,7 +392,7 @@ MISTAKES = [
     ),
     (["--grad_compression=topk:2"], "FRACTION of at most 1, such as topk:0.01"),
     (["--grad_compression=powersgd:0"], "powersgd:RANK such as powersgd:4"),
-    (["--outer_momentum=1"], "outer_momentum is 1.0: it must be in [0, 1)"),
+    (["--outer_momentum=1"], "outer_momentum is 1.0: it must be below 1"),
     (["--zero=3", "--grad_compression=int8"], "set --dp_replicate= to the number of replicas"),
     (["--grad_compression=int8", "--grad_sync=every"], "set --grad_sync=last"),
     (

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records, start_faulty, wait_for
+from runs import REPO, TINY, column, default_plan, records, start_faulty, wait_for
 from test_parallel import MODELS, ONE, WAYS, mark_of
 from test_parity import same
 
@@ -22,9 +22,8 @@ from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.common.random_numbers import TRAIN
 from isogpt.data.windows import random_windows
-from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import share_of
-from isogpt.training.settings import check_degrees
+from isogpt.training.degrees import check_degrees
 
 # train.py with what this process holds: gradients before clipping, sizes of parameters and of saved
 # activations
@@ -380,7 +379,7 @@ def test_degrees_that_do_not_divide(said):
 
 def refuse_degrees(said, world_size, degrees, shape):
     """The message, and what it advises is accepted."""
-    wanted = Plan(world_size=world_size, model_args=SHAPE | shape, **degrees)
+    wanted = default_plan(world_size=world_size, model_args=SHAPE | shape, **degrees)
     with pytest.raises(ValueError) as problem:
         check_degrees(wanted)
     assert str(problem.value) == said
@@ -399,12 +398,12 @@ def test_one_hint_about_tp():
     said = "tp is 3: it must divide the number of processes, 1, the heads, 4, and block_size, 32: set --tp=1"
     said += ", or start 2 processes and set --tp=2"
     with pytest.raises(ValueError, match=f"^{said}$"):
-        check_degrees(Plan(world_size=1, model_args=SHAPE, tp=3))
-    check_degrees(Plan(world_size=2, model_args=SHAPE, tp=2))
+        check_degrees(default_plan(world_size=1, model_args=SHAPE, tp=3))
+    check_degrees(default_plan(world_size=2, model_args=SHAPE, tp=2))
     said = "tp is 3: it must divide the number of processes, 4, the heads, 4, and block_size, 32: set --tp=2"
     with pytest.raises(ValueError, match=f"^{said}$"):
-        check_degrees(Plan(world_size=4, model_args=SHAPE, tp=3))
-    check_degrees(Plan(world_size=4, model_args=SHAPE, tp=2))
+        check_degrees(default_plan(world_size=4, model_args=SHAPE, tp=3))
+    check_degrees(default_plan(world_size=4, model_args=SHAPE, tp=2))
 
 
 @pytest.mark.slow

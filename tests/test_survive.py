@@ -11,27 +11,32 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, TINY, children, column, free_port, records, start_faulty, steps_in, wait_for
+from runs import (
+    REPO,
+    TINY,
+    children,
+    column,
+    free_port,
+    records,
+    start_faulty,
+    steps_in,
+    train_defaults,
+    wait_for,
+)
 
 from isogpt.checkpoint.folder import RunFolder, find_rollback, mark_preempted
 from isogpt.checkpoint.manifest import damage
 from isogpt.checkpoint.owner import write_owner
-from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import newest_checkpoint
-from isogpt.common.files import write_whole
-from isogpt.launch import network, start_checks, together
-from isogpt.launch.process_group import Ranks
+from isogpt.launch import start_checks
 from isogpt.launch.start_checks import check_alike, start_facts
-from isogpt.launch.together import Gathered, gather_numbers, wait_together
+from isogpt.launch.together import Gathered, gather_numbers
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.signals import TIME_IS_UP, Stop, running_s
-from isogpt.monitor.watchdog import Watchdog
 from isogpt.training import optim, optimizer_state
 from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
@@ -192,7 +197,7 @@ def small_model_with_gradients(value: float):
 def test_adamw_clips_without_waiting_for_the_host(monkeypatch, max_norm):
     model, gathered = small_model_with_gradients(0.5)
     expected = copy.deepcopy(model)
-    optimizers = optim.make_optimizers(model, optim.OptimizerSettings("adamw", 1e-2))
+    optimizers = optim.make_optimizers(model, train_defaults(learning_rate=1e-2))
     with monkeypatch.context() as m:
         m.setattr(Gathered, "read", lambda self: pytest.fail("the host waited"))
         optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
@@ -212,7 +217,8 @@ def test_muon_clips(max_norm):
     model, gathered = small_model_with_gradients(0.5)
     expected = copy.deepcopy(model)
     optimizers, others = (
-        optim.make_optimizers(m, optim.OptimizerSettings("muon", 1e-2)) for m in (model, expected)
+        optim.make_optimizers(m, train_defaults(optimizer="muon", learning_rate=1e-2))
+        for m in (model, expected)
     )
     optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
     for p in expected.parameters():
@@ -233,7 +239,7 @@ def test_muon_clips(max_norm):
 def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimizer, loss, gradient):
     model, gathered = small_model_with_gradients(gradient)
     gathered.columns[0] = loss
-    optimizers = optim.make_optimizers(model, optim.OptimizerSettings(optimizer, 1e-2))
+    optimizers = optim.make_optimizers(model, train_defaults(optimizer=optimizer, learning_rate=1e-2))
     before = copy.deepcopy((model.state_dict(), optimizer_state.state_by_name(model, optimizers)))
     optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, 1.0)
     after = model.state_dict(), optimizer_state.state_by_name(model, optimizers)
@@ -584,44 +590,3 @@ def test_a_folder_that_is_not_shared_any_more(zygote, work):
     run.kill(sig=signal.SIGTERM)
     run.wait()
     assert run.text().count("a checkpoint failed") <= failed + 1 and newest_checkpoint(str(work / "out"))[0]
-
-
-def test_a_slow_disk_is_named_and_one_that_hangs_keeps_no_rank_from_exiting(monkeypatch, capsys):
-    monkeypatch.setattr(together, "NOTE_S", 0.0)
-    answers = iter([[True, False, False], [True, True, False], [True, True, True]])
-    monkeypatch.setattr(together, "gather_objects", lambda value: next(answers))
-    wait_together(None)
-    said = (
-        "until rank 1, 2 has read or written files: if this does not end, check the disk or the file system"
-    )
-    assert said in capsys.readouterr().err
-
-    limits, answer_of = [], network.answer_of
-    monkeypatch.setattr(network, "answer_of", lambda request, s: limits.append(s) or answer_of(request, 0.1))
-    hangs = SimpleNamespace(failed=lambda text: threading.Event().wait())
-    ranks, progress = Ranks(0, 1, torch.device("cpu"), "gloo"), Progress(1)
-    dog = Watchdog(ranks, 1.0, progress, hangs)
-    dog.report("no progress for 1 s")
-    assert "no progress for 1 s" in capsys.readouterr().err and limits == [15]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
-def test_a_disk_that_is_full_at_the_start_is_named(tmp_path):
-    path = tmp_path / "owner"
-    os.symlink("/dev/full", tmp_path / "owner.tmp")
-    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
-        write_whole(path, "content")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_data_set_with_different_metadata_on_some_ranks_is_named(zygote, work):
-    """The same tokens, but the models would have different shapes."""
-    shutil.copytree(work / "data/tiny", work / "data/tiny1")
-    (work / "data/tiny1/meta.pkl").unlink()
-    (work / "config.py").write_text('import os\ndataset = "tiny" + os.environ["RANK"].strip("0")\n')
-    run = zygote.start([*TINY, "config.py", "--dist_timeout_s=20"], work, 2).wait(ok=False)
-    said = (
-        "the ranks were started with different settings: the data's vocabulary size is 65 on rank 0, "
-        "50304 on rank 1"
-    )
-    assert run.codes == [1, 1] and run.text().count(said) == 1, run.text()

@@ -115,8 +115,8 @@ def test_an_encoding_of_tiktoken(tmp_path, monkeypatch, pattern):
     encoding = small_encoding(pattern)
     model = tokenizer.of_encoding(encoding).model
     model.ignore_merges = False
-    words = set(tokenizer.of_encoding(encoding).get_vocab()) - SPECIAL.keys()
-    assert sum(len(model.tokenize(word)) > 1 for word in words) > 10  # tokens that no merges lead to
+    tokens = set(tokenizer.of_encoding(encoding).get_vocab()) - SPECIAL.keys()
+    assert sum(len(model.tokenize(token)) > 1 for token in tokens) > 10  # tokens that no merges lead to
     ids = tokenizer.save_tokenizer(tmp_path, use_encoding(monkeypatch, encoding), 2011, 64)
     assert ids == {"bos_token_id": None, "eos_token_id": 2000, "pad_token_id": 2000}
     saved = AutoTokenizer.from_pretrained(tmp_path)
@@ -184,9 +184,9 @@ def test_padding_and_truncation_in_a_file_are_not_applied(tmp_path):
     json_tokenizer.enable_truncation(4)
     json_tokenizer.save(str(tmp_path / "tokenizer.json"))
     saved = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    words = tokenizer.load(vocabulary.of_folder(tmp_path))
+    loaded = tokenizer.load(vocabulary.tokenizer_in(tmp_path))
     for text, ids in (("ab", [0, 1]), ("abababab", [0, 1] * 4)):
-        assert words.encode(text) == saved(text)["input_ids"] == ids
+        assert loaded.encode(text) == saved(text)["input_ids"] == ids
 
 
 def test_a_tokenizer_that_does_not_fit_the_model(tmp_path):
@@ -211,9 +211,6 @@ def test_metadata_that_is_missing(tmp_path, monkeypatch):
             tokenizer.load(unknown)
         with pytest.raises(ValueError, match="the ids cannot be decoded"):
             tokenizer.save_tokenizer(tmp_path, unknown, 65, 64)
-    characters = vocabulary.of_data({"tokenizer": "char", "vocab_size": 65}, tmp_path)
-    with pytest.raises(ValueError, match=r"there is no meta\.pkl with a table of them"):
-        tokenizer.load(characters)
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path, monkeypatch):

@@ -1,22 +1,19 @@
-"""The bytes that each way of parallelism sends are those of the formulas in wire.py (docs/parallelism.md)."""
+"""What ways of parallelism send, by formula and counted (measure/wire.py), and a run over slow links."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
-from runs import REPO
+from hosts import HAS_NAMESPACES, ip
+from runs import REPO, TINY
 from wire import LAYOUTS
 
-HAS_NAMESPACES = (
-    sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
-)
+needs_network = pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root and iproute2")
 
 
 @pytest.mark.extra
-@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs Linux, root, unshare and iproute2")
+@needs_network
 def test_the_bytes_sent_are_those_of_the_formulas():
     names = [key for key in LAYOUTS if key.endswith("2")] + ["tp 4", "pp 4", "ep2 4"]
     command = [sys.executable, str(REPO / "measure" / "wire.py"), *names]
@@ -29,3 +26,32 @@ def test_the_bytes_sent_are_those_of_the_formulas():
     for key, *numbers in rows:
         formula, counted = (int(number.replace(",", "")) for number in numbers)
         assert counted == pytest.approx(formula, rel=0.02), (key, run.stdout)
+
+
+@pytest.mark.slow
+@needs_network
+def test_a_run_over_slow_links(work):
+    """The curve is that of one machine, and a step of DDP sends each gradient once."""
+    args = [*TINY, f"--dataset={work / 'data' / 'tiny'}", "--max_iters=5"]
+    command = [
+        sys.executable,
+        str(REPO / "measure" / "slow_network.py"),
+        "--rate=100mbit",
+        "--hosts=2",
+        "--",
+        *args,
+    ]
+    run = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    (megabytes,) = re.findall(
+        r"^6 steps on 2 hosts at 100mbit: median [\d.]+ ms, ([\d.]+) MB sent", run.stdout, re.M
+    )
+    losses = [float(loss) for loss in re.search(r"^losses: (.+)$", run.stdout, re.M)[1].split()]
+    assert len(losses) == 6 and losses[0] > losses[-1]
+    parameters = 65 * 32 + 32 * 32 + 2 * (12 * 32**2 + 2 * 32) + 32
+    assert float(megabytes) == pytest.approx(4 * parameters / 1e6, rel=0.05)
+    with subprocess.Popen([*command, "--n_head=3"], cwd=work, stderr=subprocess.PIPE, text=True) as failed:
+        assert "error: h1: n_embd is 32" in failed.communicate(timeout=300)[1]
+    assert failed.returncode == 1 and f"iso{failed.pid}" not in ip("netns", "list"), (
+        "no hosts are left behind"
+    )

@@ -10,13 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from runs import REPO, TINY, column
+from runs import REPO, TINY, column, train_defaults
 from test_parity import same
 
-from isogpt.checkpoint import save
+from isogpt.checkpoint import ckpt_file
+from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
 from isogpt.checkpoint.restore import restore_checkpoint
-from isogpt.checkpoint.save import nanogpt_state
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.parallel.local_parts import copy_to_cpu
@@ -184,7 +184,7 @@ def tensors_of(out):
     assert found and not reports
     source = open_checkpoint(found)
     model = empty_model(source)
-    optimizers = optim.make_optimizers(model, optim.OptimizerSettings.of(source.run["config"]))
+    optimizers = optim.make_optimizers(model, source.run["config"])
     restore_checkpoint(source, model, optimizers)
     moments = {
         f"{n}.{k}": v
@@ -434,8 +434,8 @@ def test_copies_from_a_gpu_are_queued_into_pinned_memory(monkeypatch):
 
 def test_a_copy_of_the_state_waits_for_the_queued_copies(monkeypatch):
     waited = Mock()
-    monkeypatch.setattr(save, "synchronize", waited)
+    monkeypatch.setattr(ckpt_file, "synchronize", waited)
     model = GPT(GPTConfig(block_size=8, vocab_size=65, n_layer=1, n_head=2, n_embd=8), 0)
-    optimizers = optim.make_optimizers(model, optim.OptimizerSettings())
+    optimizers = optim.make_optimizers(model, train_defaults())
     nanogpt_state({"model_args": {}, "isogpt": {}}, model, optimizers)
     waited.assert_called_once_with(torch.device("cpu"))

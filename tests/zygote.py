@@ -10,7 +10,7 @@ look at: the matmuls that measure the peak, and the pixels of the plot.
 """
 
 import gc
-import importlib.machinery
+import importlib
 import json
 import os
 import shutil
@@ -36,6 +36,7 @@ import torch.nn.parallel  # noqa: F401
 HOME = Path(__file__).resolve().parent.parent
 # isoGPT's modules that each run must import: they note when and how the process has started
 OF_A_PROCESS = ("isogpt.launch.torch_import", "isogpt.monitor")
+PEAKS = "isogpt.speed.devices"
 
 
 def import_isogpt():
@@ -51,37 +52,13 @@ def import_isogpt():
 def forget_isogpt():
     """For a script that replaces functions of modules before train.py imports the functions."""
     for name in [*sys.modules]:
-        if name.split(".")[0] in ("isogpt", "model", "configurator"):
+        if name.split(".")[0] in ("isogpt", "model", "configurator") and name != PEAKS:
             del sys.modules[name]
 
 
 def assumed_peak(device, dtype, budget=0.0):
     """FLOP/s, as isogpt.speed.devices.measured_matmul returns them."""
     return 1e11
-
-
-class AssumedPeak:
-    """Finds isogpt.speed.devices, and replaces the measurement when the module is imported."""
-
-    def find_spec(self, name, path=None, target=None):
-        spec = None
-        if name == "isogpt.speed.devices":
-            spec = importlib.machinery.PathFinder.find_spec(name, path)
-            load = spec.loader.exec_module
-
-            def load_and_replace(module):
-                load(module)
-                module.measured_matmul = assumed_peak
-
-            spec.loader.exec_module = load_and_replace
-        return spec
-
-
-def assume_peak():
-    """In place of a measurement that takes 0.15 s."""
-    if "isogpt.speed.devices" in sys.modules:
-        sys.modules["isogpt.speed.devices"].measured_matmul = assumed_peak
-    sys.meta_path.insert(0, AssumedPeak())
 
 
 def save_without_drawing(figure, file, **options):
@@ -104,12 +81,10 @@ def child(job, out):
     script = job["argv"][0]
     sys.argv = job["argv"]
     sys.path.insert(0, os.path.dirname(script))
-    if "threads" in job:
-        torch.set_num_threads(job["threads"])
     if os.path.dirname(script) != str(HOME):
         forget_isogpt()
     if not job.get("whole"):
-        assume_peak()
+        sys.modules[PEAKS].measured_matmul = assumed_peak  # in place of a measurement that takes 0.15 s
         matplotlib.figure.Figure.savefig = save_without_drawing
     code = 0
     try:

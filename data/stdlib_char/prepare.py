@@ -32,11 +32,8 @@ def read_library(library: Path) -> tuple[str, int]:
     with non-ASCII characters are skipped, since they would add many rare characters. Raises ValueError if
     there are no files.
     """
-    found = {path.relative_to(library).as_posix(): path for path in library.rglob("*.py")}
-    found = {
-        relative: path for relative, path in found.items() if is_library_source(relative) and path.is_file()
-    }
-    sources = [found[relative].read_bytes() for relative in sorted(found)]
+    paths = {path.relative_to(library).as_posix(): path for path in library.rglob("*.py") if path.is_file()}
+    sources = [paths[name].read_bytes() for name in sorted(paths) if is_library_source(name)]
     texts = [source.decode("ascii") for source in sources if source.isascii()]
     if not texts:
         advice = "use a different Python, or your own text with --data_files="

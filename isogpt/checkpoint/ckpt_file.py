@@ -1,17 +1,23 @@
-"""Read a ckpt.pt, which may be damaged or hostile."""
+"""Read and write a ckpt.pt: torch.load of a file that may be damaged or hostile, torch.save."""
 
 import hashlib
 import json
 import math
 import operator
+import os
 import re
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
-from isogpt.common.files import about_pointer
+from isogpt.checkpoint.forks import MODEL_ARGS
+from isogpt.common.files import about_pointer, reason_of
+from isogpt.launch.device import synchronize
+from isogpt.parallel.local_parts import copy_to_cpu
+from isogpt.training import optimizer_state
 
 # A numpy scalar is plain data: a value and its dtype. NumPy 1 called the module numpy.core.
 SCALAR = np._core.multiarray.scalar if hasattr(np, "_core") else np.core.multiarray.scalar
@@ -91,3 +97,46 @@ def why_not_loaded(error: Exception) -> str:
     if refused:
         return f"it contains {refused[1]}, and only tensors and plain values are read"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """
+    Copy the state to the CPU in nanoGPT's form, which nanoGPT's train.py and sample.py load if the model is a
+    GPT-2.
+    """
+    copied = copied_state(model, optimizers)
+    synchronize(next(model.parameters()).device)
+    return in_nanogpts_form(run, copied)
+
+
+def copied_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
+    """
+    Copy the weights and the optimizer's state to the CPU: complete when the caller has waited for the device.
+    """
+    weights = {name: copy_to_cpu(p.detach()) for name, p in model.named_parameters()}
+    state = optimizer_state.saved_state(model, optimizers)
+    state["state"] = {i: {k: copy_to_cpu(v) for k, v in old.items()} for i, old in state["state"].items()}
+    if model.config.tied:
+        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    return {"model": weights, "optimizer": state}
+
+
+def in_nanogpts_form(run: dict, copied: dict) -> dict:
+    """What nanoGPT stores, from a run's description and `copied_state`."""
+    args, others = {}, {}
+    for name, value in run["model_args"].items():  # other fields are unknown to nanoGPT
+        (args if name in (*MODEL_ARGS, "dropout") else others)[name] = value
+    extra = run["isogpt"] | {"model_args": others}
+    return {**copied, **run, "model_args": args, "isogpt": extra}
+
+
+def write_file(path: Path, state: dict) -> None:
+    """Write a ckpt.pt to the disk, in a new folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as f:
+        try:
+            torch.save(state, f)
+        except RuntimeError as e:  # torch.save hides an OSError, such as a full disk
+            raise OSError(reason_of(e)) from e
+        f.flush()
+        os.fsync(f.fileno())

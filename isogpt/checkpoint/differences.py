@@ -1,14 +1,11 @@
 """Differences between the settings of a run and the settings of the checkpoint that the run starts from."""
 
-from dataclasses import fields
-
 from isogpt.checkpoint.source import OpenCheckpoint
-from isogpt.training.optim import OptimizerSettings
 from isogpt.training.settings import settings_of_model
 
 # settings that change the updates of the weights. max_iters alone does not: it continues a run
 OF_UPDATES = (
-    *(setting.name for setting in fields(OptimizerSettings)),
+    *("optimizer", "learning_rate", "weight_decay", "beta1", "beta2", "muon_lr", "embedding_lr"),
     *("muon_momentum", "grad_clip", "dropout", "lr_scaling", "base_batch"),
     *("decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr"),
 )
@@ -48,7 +45,7 @@ def differences(
         found.append(f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}")
     if is_resume:
         found += reading_differences(config, source) + update_differences(config, source)
-    return [*found, *source.notes] if source else found
+    return found
 
 
 def reading_differences(config: dict, source: OpenCheckpoint) -> list[str]:

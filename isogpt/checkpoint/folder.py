@@ -13,6 +13,7 @@ and on the disk. So a folder called step_* is complete. The checksums detect dam
 import json
 import os
 import shutil
+import socket
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from isogpt.checkpoint.manifest import (
     step_of,
     steps_in,
 )
-from isogpt.checkpoint.owner import check_owner, was_entered_by, write_owner
+from isogpt.checkpoint.owner import check_owner, is_owned, unfinished_folder, was_entered_by, write_owner
 from isogpt.checkpoint.search import (
     FoundCheckpoint,
     best_checkpoint,
@@ -42,11 +43,15 @@ from isogpt.checkpoint.search import (
     newest_checkpoint,
     open_bare,
 )
+from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.files import read_records
 from isogpt.launch.launchers import Launch
-from isogpt.launch.process_group import Ranks
-from isogpt.launch.together import broadcast, exit_together
+from isogpt.launch.process_group import Ranks, rank_names
+from isogpt.launch.together import broadcast, exit_together, gather_objects, is_main, restarts_left
 from isogpt.nn.huggingface import GPT2
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
+from isogpt.parallel.slow_network import keeps_errors
 
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
 
@@ -170,19 +175,82 @@ class RunFolder:
     launch: Launch = Launch()
 
 
-def claim_folder(out_dir: str, found: FoundCheckpoint | None, ranks: Ranks, is_written: bool) -> RunFolder:
+def claim_folder(
+    config: dict, resumed: OpenCheckpoint | None, ranks: Ranks, plan: Plan, mesh: Mesh
+) -> RunFolder:
     """
-    Claim the run's folder, which `enter_folder` prepares (all ranks; rank 0 claims the folder). Exits with a
-    message if this is not possible.
+    Claim the run's folder, which `enter_folder` prepares (all ranks; rank 0 claims the folder). With
+    eval_only nothing is written, and the folder stays as it is. Exits with a message if the folder cannot be
+    written to, or if ranks see different folders and checkpoints would be incomplete.
 
     Args:
-        is_written: False: the run writes nothing, and the folder stays as it is.
+        resumed: the checkpoint whose run continues; None for a new run.
     """
     owner = ""
     with exit_together():
-        if ranks.is_main and is_written:
-            owner = enter_folder(out_dir, found, ranks.launch)
-    return RunFolder(Path(out_dir), broadcast(owner), ranks.launch)
+        if ranks.is_main and not config["eval_only"]:
+            owner = enter_folder(config["out_dir"], resumed and resumed.found, ranks.launch)
+    folder = RunFolder(Path(config["out_dir"]), broadcast(owner), ranks.launch)
+    if folder.owner and config["save_checkpoint"]:
+        check_folder(folder, ranks, is_sharded(plan, mesh), patience_s=min(5.0, mesh.timeout_s / 2))
+    return folder
+
+
+def is_sharded(plan: Plan, mesh: Mesh) -> bool:
+    """Whether ranks hold different parts of the state, so that each writes its part."""
+    has_errors = keeps_errors(plan.grad_compression) and plan.world_size > 1
+    return plan.zero > 0 or mesh.splits_model or mesh.islands > 1 or has_errors
+
+
+def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: float) -> None:
+    """
+    Check that every rank's out_dir is the folder that this run has claimed, and that every rank that writes
+    checkpoints can write there (all ranks). Exits with a message if a checkpoint would be incomplete.
+
+    If rank 0 writes everything, rank 0 may use a folder that other ranks do not see until a checkpoint is
+    read.
+    """
+    out, names = folder.path.absolute(), rank_names(ranks.hosts)
+    seen = gather_objects((is_owned(out, folder.owner, patience_s), str(out)))
+    blind = [f"{names[r]} looks in {path}" for r, (is_seen, path) in enumerate(seen) if not is_seen]
+    others = "; ".join(blind[:4]) + (f"; and {len(blind) - 4} more" if len(blind) > 4 else "")
+    problem = f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: {others}"
+    advice = "set --out_dir= to one folder on a file system that all machines share"
+    with exit_together():
+        if blind and restarts_left():
+            raise ValueError(
+                f"{problem}. torchrun restarts this run after a failure, and then all ranks read the "
+                f"checkpoints, and any rank may be rank 0: {advice}, or type --max-restarts=0"
+            )
+        if blind and is_sharded:
+            raise ValueError(
+                f"{problem}. All ranks write checkpoints, in shards, into one folder: {advice}, or "
+                "--save_checkpoint=False"
+            )
+    if blind and is_main():
+        print(
+            f"warning: {problem}. Rank 0 writes the checkpoints, but all ranks read them on a resume or "
+            f"rollback: {advice}, or copy them before a resume",
+            flush=True,
+        )
+    if is_sharded:
+        check_shards_can_be_written(out, folder.owner, ranks.rank)
+
+
+def check_shards_can_be_written(out: Path, owner: str, rank: int) -> None:
+    """Write a file as a checkpoint in shards does (all ranks). Exits with a message if a rank cannot."""
+    trial = unfinished_folder(out, owner, 0) / f"trial_{rank}"
+    with exit_together():
+        try:
+            trial.parent.mkdir(parents=True, exist_ok=True)
+            trial.write_bytes(b"\0")
+        except OSError as e:
+            raise ValueError(
+                f"out_dir {out} cannot be written to on {socket.gethostname()} ({e.strerror}), and all ranks "
+                "write checkpoints in shards: set a different --out_dir=, or let this user write there"
+            ) from e
+    if is_main():
+        shutil.rmtree(trial.parent, ignore_errors=True)
 
 
 def mark_preempted(folder: RunFolder, step: int, reason: str) -> None:

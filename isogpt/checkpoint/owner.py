@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -54,23 +53,6 @@ def is_owned(out: Path, owner: str, patience_s: float) -> bool:
 def unfinished_folder(out: Path, owner: str, step: int) -> Path:
     """The folder in which `owner` writes a step's checkpoint."""
     return out / f"unfinished_{owner[:8]}_step_{step:08d}"
-
-
-def try_to_write(out: Path, owner: str, rank: int) -> str:
-    """
-    Write a file as a checkpoint in shards does (several ranks). Returns why that is not possible, or ''.
-    """
-    try:
-        trial = unfinished_folder(out, owner, 0) / f"trial_{rank}"
-        trial.parent.mkdir(parents=True, exist_ok=True)
-        trial.write_bytes(b"\0")
-    except OSError as e:
-        return (
-            f"out_dir {out.absolute()} cannot be written to on {socket.gethostname()} ({e.strerror}), and "
-            "all "
-            "ranks write checkpoints in shards: set a different --out_dir=, or let this user write there"
-        )
-    return ""
 
 
 def check_owner(out: Path, owner: str) -> None:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of
+from isogpt.checkpoint.measures import NONE, best_step_of, changed_measures, measures_of, what_is_measured
 from isogpt.checkpoint.source import OpenCheckpoint
 
 
@@ -30,16 +30,17 @@ class Progress:
     kind_of_device: dict[str, str] = field(default_factory=dict)  # with exact, see precision.kind_of_device
 
     def begin(
-        self, measures: dict, source: OpenCheckpoint | None, kind_of_device: dict[str, str]
+        self, config: dict, digest: str, source: OpenCheckpoint | None, kind_of_device: dict[str, str]
     ) -> list[str]:
         """
         Begin a run, or continue a checkpoint's; returns a sentence about each thing that is not continued.
 
         Args:
-            measures: what the run's validation losses depend on, see measures.what_is_measured.
+            digest: of the data. It determines, with settings in `config`, the run's validation losses.
             kind_of_device: with `exact`, what the bits depend on, see precision.kind_of_device; else {}.
         """
-        self.measures, self.kind_of_device = measures, kind_of_device
+        self.measures = what_is_measured(config, digest)
+        self.kind_of_device = kind_of_device
         return self.load(source) if source else []
 
     def load(self, source: OpenCheckpoint) -> list[str]:

@@ -1,15 +1,11 @@
 """Restore a model, its optimizers and the state of the slow network from a checkpoint, on any layout."""
 
-from functools import partial
-
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.files import reason_of
-from isogpt.launch.together import do_together
 from isogpt.parallel.data import reshard
 from isogpt.parallel.local_parts import LocalPart, local_part_of, local_parts_by_name, splits_of
 from isogpt.parallel.slow_network import SlowNetwork
@@ -22,16 +18,13 @@ def restore_checkpoint(
     source: OpenCheckpoint,
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer] | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    progress: Progress | None = None,
     seed: int = 0,
     island: tuple[int, int] = (0, 1),
 ) -> None:
     """
-    Copy a checkpoint into a model, and into its optimizers, scaler and progress if given, on any layout. Each
-    rank reads what it holds, and ranks do not communicate. Position embeddings are cut if the model uses
-    fewer. MLPs are copied to experts if the model contains experts; `seed` then determines the routers'
-    weights.
+    Copy a checkpoint into a model, and into its optimizers if given, on any layout. Each rank reads what it
+    holds, and ranks do not communicate. Position embeddings are cut if the model uses fewer. MLPs are copied
+    to experts if the model contains experts; `seed` then determines the routers' weights.
 
     Args:
         island: (this rank's island, number of islands); islands have separate optimizer state.
@@ -53,10 +46,6 @@ def restore_checkpoint(
         except (KeyError, RuntimeError) as e:
             raise ValueError(f"{source.found.path} does not fit the model: {reason_of(e)[:200]}") from e
         restore_moments(source, state)
-    if progress:
-        progress.rewind(source.run)
-    if scaler and source.run["isogpt"].get("scaler"):
-        scaler.load_state_dict(source.run["isogpt"]["scaler"])
 
 
 def restore_moments(source: OpenCheckpoint, state: dict[str, dict[str, LocalPart]]) -> None:
@@ -121,18 +110,12 @@ def state_parts(
     }
 
 
-def restore_slow_network(source: OpenCheckpoint, slow_network: SlowNetwork, step: int) -> None:
-    """
-    Continue with a checkpoint's errors of compression and state of the islands, after `restore_checkpoint`
-    (all ranks). What the checkpoint lacks starts again; on a different number of ranks, each rank starts with
-    the mean. Exits if a file cannot be read.
-    """
-    do_together(partial(read_slow_network, source, slow_network, step))
-    slow_network.resume()
-
-
 def read_slow_network(source: OpenCheckpoint, slow_network: SlowNetwork, step: int) -> None:
-    """The part of restore_slow_network in which ranks do not communicate."""
+    """
+    Continue with a checkpoint's errors of compression and state of the islands, after `restore_checkpoint`.
+    What the checkpoint lacks starts again; on a different number of ranks, each rank starts with the mean.
+    `slow_network.resume` then sends again what islands were sending.
+    """
     if source.weights is not None:  # a ckpt.pt does not contain this state
         slow_network.restart(step)
         return

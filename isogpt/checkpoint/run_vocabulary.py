@@ -4,9 +4,17 @@ from pathlib import Path
 
 from isogpt.checkpoint.measures import measures_of
 from isogpt.checkpoint.source import OpenCheckpoint
-from isogpt.data import tokenizer, vocabulary
+from isogpt.data import tokenizer
 from isogpt.data.dataset import Dataset, find_dataset, read_meta
-from isogpt.data.vocabulary import Vocabulary
+from isogpt.data.vocabulary import (
+    Vocabulary,
+    check_size,
+    gpt2_or_unknown,
+    recorded,
+    tokenizer_in,
+    unread_tokenizer,
+    vocabulary_of_data,
+)
 from isogpt.nn.huggingface import GPT2
 
 FEW_IDS = 1000  # a page of text contains larger ids of GPT-2, and smaller ids of characters
@@ -14,9 +22,9 @@ FEW_IDS = 1000  # a page of text contains larger ids of GPT-2, and smaller ids o
 
 def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
     """
-    Find the vocabulary of a run: what the run's checkpoint records. If there is no record, as in nanoGPT's
-    runs, it is in the tokenizer's files next to the checkpoints or in the data set. Otherwise it is GPT-2's
-    vocabulary, if the model's size allows this.
+    Find the vocabulary of a run, in order of precedence: what `dataset` says, what the run's checkpoint
+    records, the tokenizer.json next to the checkpoints. nanoGPT's runs have none of these: then it is the
+    vocabulary of the data set that the run's settings name.
 
     Args:
         run: see source.OpenCheckpoint.run.
@@ -26,30 +34,44 @@ def vocabulary_of_run(run: dict, folder: Path, dataset: str = "") -> Vocabulary:
     Raises:
         ValueError: a file cannot be read, or `dataset` does not exist or uses more ids than the model.
     """
-    size = run["model_args"]["vocab_size"]
     if dataset:
-        place = find_dataset(dataset)
-        found = vocabulary.resolve(vocabulary.of_data(read_meta(place), place), size, str(place))
-        vocabulary.check_size(found.size, size)
-        return found
-    if found := vocabulary.recorded(run) or vocabulary.of_folder(folder):
-        return found
-    if not (name := run["config"].get("dataset", "")):
-        return vocabulary.resolve(None, size, "the checkpoint")
+        return vocabulary_of_dataset(dataset, run["model_args"]["vocab_size"])
+    return (
+        recorded(run) or tokenizer_in(folder) or unread_tokenizer(folder) or vocabulary_of_training_data(run)
+    )
+
+
+def vocabulary_of_dataset(dataset: str, vocab_size: int) -> Vocabulary:
+    """
+    Find the vocabulary of the data set that a user names, or GPT-2's, for a model with vocab_size ids. Raises
+    ValueError if the data set does not exist or uses more ids than the model.
+    """
+    folder = find_dataset(dataset)
+    vocabulary = vocabulary_of_data(read_meta(folder), folder) or gpt2_or_unknown(vocab_size, str(folder))
+    check_size(vocabulary.size, vocab_size)
+    return vocabulary
+
+
+def vocabulary_of_training_data(run: dict) -> Vocabulary:
+    """
+    Find the vocabulary of the data set that a run was trained on, if it is still the same, or GPT-2's. Raises
+    ValueError if a file cannot be read.
+    """
+    vocab_size, name = run["model_args"]["vocab_size"], run["config"].get("dataset", "")
+    if not name:
+        return gpt2_or_unknown(vocab_size, "the checkpoint")
     try:
-        place = find_dataset(name)
+        folder = find_dataset(name)
     except ValueError:
-        return vocabulary.resolve(None, size, f"the checkpoint, whose data set {name} is not here,")
-    meta = read_meta(place)
-    found = vocabulary.of_data(meta, place)
-    is_table = found is not None and found.kind in ("table", "bytes")
-    if is_table and size not in (found.size, vocabulary.vocab_size_of(meta)):
-        return Vocabulary(
-            "unknown",
-            f"data set {name} uses {found.size} ids, but the run's model {size}: the data set "
-            "was prepared again since",
-        )
-    return vocabulary.resolve(found, size, str(place))
+        return gpt2_or_unknown(vocab_size, f"the checkpoint, whose data set {name} is not here,")
+    meta = read_meta(folder)
+    vocabulary = vocabulary_of_data(meta, folder)
+    if not vocabulary:
+        return gpt2_or_unknown(vocab_size, str(folder))
+    if vocabulary.kind == "table" and vocab_size not in (vocabulary.size, meta.get("vocab_size")):
+        problem = f"data set {name} uses {vocabulary.size} ids, but the run's model {vocab_size}"
+        return Vocabulary("unknown", f"{problem}: the data set was prepared again since")
+    return vocabulary
 
 
 def vocabulary_of_weights(name: str, vocab_size: int) -> Vocabulary:
@@ -61,8 +83,8 @@ def vocabulary_of_weights(name: str, vocab_size: int) -> Vocabulary:
     """
     if name in GPT2:
         return Vocabulary("tiktoken", "gpt2")
-    found = vocabulary.of_folder(name) or vocabulary.of_other_files(name)
-    return vocabulary.resolve(found, vocab_size, f"{name}, without a tokenizer.json,")
+    vocabulary = tokenizer_in(name) or unread_tokenizer(name)
+    return vocabulary or gpt2_or_unknown(vocab_size, f"{name}, without a tokenizer.json,")
 
 
 def vocabulary_for_run(
@@ -85,26 +107,17 @@ def vocabulary_for_run(
             uses more ids than the model.
     """
     if data.vocabulary:
-        vocabulary.check_size(data.vocabulary.size, vocab_size)
-    before = None
-    if source:
-        place = Path(weights)
-        before = vocabulary_of_run(source.run, place.parent if place.is_file() else place)
-    elif weights not in ("scratch", "auto", "resume"):
-        before = vocabulary_of_weights(weights, vocab_size)
-    now = data.vocabulary or before or vocabulary.resolve(None, vocab_size, str(data.folder))
-    changed = tokenizer.difference(before, now) if before else ""
-    if is_resume and before.kind == "unknown" and now.size not in (None, vocab_size):
-        changed = before.content
+        check_size(data.vocabulary.size, vocab_size)
+    before = vocabulary_of_start(source, weights, vocab_size)
+    now = data.vocabulary or before or gpt2_or_unknown(vocab_size, str(data.folder))
     notes = []
-    if changed:
-        notes.append(
-            f"the token ids of {data.folder} do not mean what they meant to the checkpoint: {changed}"
-        )
-    if changed and is_resume:
-        again = f"prepare the data set with the vocabulary of the run, --tokenizer={weights}"
-        new = f"start a new run from the weights, with --init_from={weights} and a new --out_dir"
-        raise ValueError(f"{notes[0]}: {again}; or {new}")
+    if changed := change_of_meaning(before, now, vocab_size, is_resume):
+        problem = f"the token ids of {data.folder} do not mean what they meant to the checkpoint: {changed}"
+        if is_resume:
+            again = f"prepare the data set with the vocabulary of the run, --tokenizer={weights}"
+            new = f"start a new run from the weights, with --init_from={weights} and a new --out_dir"
+            raise ValueError(f"{problem}: {again}; or {new}")
+        notes.append(problem)
     elif before and (now.size or 0) < (before.size or 0):
         now = before  # text that was prepared again may contain only the first of the run's tokens
     is_taken_for_gpt2 = not data.vocabulary and now.kind == "tiktoken" and not is_resume
@@ -117,3 +130,25 @@ def vocabulary_for_run(
     if is_resume and measures_of(source.run).get("digest") not in (None, data.digest):
         notes.append(f"the tokens of {data.folder} have changed since the checkpoint was written")
     return now, notes
+
+
+def vocabulary_of_start(source: OpenCheckpoint | None, weights: str, vocab_size: int) -> Vocabulary | None:
+    """The vocabulary with which a run's first weights were trained; None for initial weights."""
+    if source:
+        place = Path(weights)
+        return vocabulary_of_run(source.run, place.parent if place.is_file() else place)
+    if weights in ("scratch", "auto", "resume"):
+        return None
+    return vocabulary_of_weights(weights, vocab_size)
+
+
+def change_of_meaning(before: Vocabulary | None, now: Vocabulary, vocab_size: int, is_resume: bool) -> str:
+    """
+    What differs between the vocabulary of a run's first weights and that of the data; '' if nothing is known
+    to differ.
+    """
+    if not before:
+        return ""
+    if is_resume and before.kind == "unknown" and now.size not in (None, vocab_size):
+        return before.content
+    return tokenizer.difference(before, now)

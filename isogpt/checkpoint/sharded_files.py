@@ -6,7 +6,6 @@ parameter name, and reads the parts that it holds from shards of any layout.
 import pickle
 import socket
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -50,14 +49,6 @@ def copies(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]
     return {name: part.copy() for name, part in flat(weights, state).items()}
 
 
-def start_write(folder: Path, content: dict[str, LocalPart], group: dist.ProcessGroup | None) -> Future:
-    """Start to write `copies` of this rank's parts into folder (all ranks of group)."""
-    background = ThreadPoolExecutor(1, thread_name_prefix="shards")
-    return background.submit(
-        dcp.save, content, storage_writer=Writer(folder), planner=SavePlanner(**FLAT), process_group=group
-    )
-
-
 def flat(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> dict[str, LocalPart]:
     """
     The parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for the optimizer's
@@ -69,11 +60,18 @@ def flat(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) 
     }
 
 
-def write(folder: Path, weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> None:
-    """Write everything from one process. Raises OSError."""
+def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | None) -> None:
+    """
+    Write the parts that this rank holds, see `flat`, into a folder (all ranks of `group`; None: one process).
+    Raises OSError if a rank fails.
+    """
     try:
         dcp.save(
-            flat(weights, state), storage_writer=Writer(folder), planner=SavePlanner(**FLAT), no_dist=True
+            parts,
+            storage_writer=Writer(folder),
+            planner=SavePlanner(**FLAT),
+            process_group=group,
+            no_dist=group is None,
         )
     except CheckpointException as e:
         raise OSError(reason_of(e)) from e

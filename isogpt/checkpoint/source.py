@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.forks import nanogpt_args, some_of, without_wrappers
+from isogpt.checkpoint.forks import nanogpt_args, shortened, without_wrappers
 from isogpt.checkpoint.search import FoundCheckpoint, check_same
 from isogpt.launch.device import synchronize
 from isogpt.parallel.local_parts import copy_to_cpu, local
@@ -21,14 +21,13 @@ class OpenCheckpoint:
     """
     An open checkpoint. `run` is everything that is not a tensor: model_args, iter_num, best_val_loss, config,
     isogpt. `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if the tensors
-    are in shards. `notes` are sentences about parts of a fork's checkpoint that are not used.
+    are in shards.
     """
 
     found: FoundCheckpoint
     run: dict
     weights: dict[str, Tensor] | None = None
     optimizer: dict[str, dict[str, Tensor]] | None = None
-    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str | None:
@@ -61,13 +60,10 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
     # nanoGPT without flash attention stores the causal mask of each block
     weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
     run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
-    args, notes = nanogpt_args(path, state["model_args"])
-    run["model_args"] = args | run["isogpt"].get("model_args", {})
+    run["model_args"] = nanogpt_args(path, state["model_args"]) | run["isogpt"].get("model_args", {})
     if "isogpt" not in state:  # a fork's settings may use the same names as ours
         run["config"] = {k: v for k, v in state["config"].items() if v is not None and k != "optimizer"}
-    return OpenCheckpoint(
-        found, run, weights, optimizer_state.by_name(weights, state.get("optimizer")), notes
-    )
+    return OpenCheckpoint(found, run, weights, optimizer_state.by_name(weights, state.get("optimizer")))
 
 
 def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
@@ -85,7 +81,7 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     wanted = used if source.run["model_args"].get("n_expert") else dense  # an MLP is copied to experts
     lacking = sorted(wanted - source.weights.keys())
     if lacking:
-        raise ValueError(f"{path} does not fit the model: it lacks {some_of(lacking)}")
+        raise ValueError(f"{path} does not fit the model: it lacks {shortened(lacking)}")
     if (
         model.config.tied
         and head in source.weights
@@ -97,7 +93,7 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     unused = sorted(source.weights.keys() - wanted - ({head} if model.config.tied else set()))
     if unused:
         raise ValueError(
-            f"{path} does not fit the model: it also contains {some_of(unused)}, which nanoGPT's model "
+            f"{path} does not fit the model: it also contains {shortened(unused)}, which nanoGPT's model "
             "does not contain"
         )
 
@@ -119,5 +115,5 @@ def names_of_not_finite(model: nn.Module) -> list[str]:
 def check_finite(model: nn.Module, where: object) -> None:
     """Raise ValueError if weights from `where` are not finite: nanoGPT also saves such weights."""
     if bad := names_of_not_finite(model):
-        problem = f"weights in {where} are not finite ({some_of(bad)}), so that the model predicts nothing"
+        problem = f"weights in {where} are not finite ({shortened(bad)}), so that the model predicts nothing"
         raise ValueError(f"{problem}: use a checkpoint from before the loss became NaN")

@@ -5,17 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
 
 from isogpt.checkpoint.differences import differences
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import steps_in
-from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.restore import load_weights, restore_checkpoint
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.checkpoint.search import share_found
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
+from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks, rank_names
@@ -75,30 +74,26 @@ class Start:
             if self.checkpoint:
                 check_weights(self.checkpoint, model)
 
-    def load(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        scaler: torch.amp.GradScaler,
-        progress: Progress,
-        seed: int,
-        island: tuple[int, int],
-    ) -> None:
+    def load(self, state: TrainState, seed: int) -> None:
         """
-        Fill the model with weights and, on a resume, the optimizers and the scaler with their state (all
-        ranks). For the arguments see `restore_checkpoint`. Exits if a file cannot be read or does not fit.
+        Fill the state: all of it on a resume, otherwise the model's weights (all ranks). Exits if a file
+        cannot be read or does not fit.
+
+        Args:
+            seed: determines initial weights.
         """
         if self.is_resume:
-            state = partial(restore_checkpoint, self.checkpoint, model, optimizers, scaler, progress)
-            do_together(partial(state, island=island))
-        elif self.checkpoint:
-            do_together(partial(restore_checkpoint, self.checkpoint, model, seed=seed))
+            do_together(partial(state.load, self.checkpoint))
+            return
+        if self.checkpoint:
+            do_together(partial(restore_checkpoint, self.checkpoint, state.model, seed=seed))
         else:
             with exit_together():
                 if self.pretrained:
-                    load_weights(model, self.pretrained.state_dict(), seed)
+                    load_weights(state.model, self.pretrained.state_dict(), seed)
                 else:
-                    init_weights(model, seed)
+                    init_weights(state.model, seed)
+        state.slow_network.restart(state.step)
 
 
 def find_start(

@@ -33,7 +33,7 @@ class Tokenizer:
             configured to add at the end, after which a model begins a new document.
         n_ids: the highest id + 1.
         end_of_text: the id that ends a document; None if there is no such token.
-        note: what a user should know about the way in which text is divided; usually empty.
+        note: what a user should know about the way in which text is encoded; usually empty.
     """
 
     encode: Callable[[str], list[int]]
@@ -57,18 +57,18 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
         ValueError: the ids cannot be decoded, or the tokenizer cannot be loaded. encode raises ValueError for
             a text that it cannot encode.
     """
-    if vocabulary.kind == "unknown":
-        raise ValueError(
-            f"the ids cannot be decoded: {vocabulary.content}; set --dataset= to a data set with these ids"
-        )
+    if vocabulary.kind == "table":
+        return load_table(vocabulary)
+    if vocabulary.kind == "tokenizer.json":
+        return load_json(vocabulary, special_tokens)
     if vocabulary.kind == "tiktoken":
         bpe = load_encoding(vocabulary.content)
         special = "all" if special_tokens else set()
         encode = partial(bpe.encode, allowed_special=special, disallowed_special=())
         return Tokenizer(encode, encode, bpe.decode, bpe.n_vocab, bpe._special_tokens.get(END_OF_TEXT))
-    if vocabulary.kind == "tokenizer.json":
-        return load_json(vocabulary, special_tokens)
-    return load_table(vocabulary)
+    raise ValueError(
+        f"the ids cannot be decoded: {vocabulary.content}; set --dataset= to a data set with these ids"
+    )
 
 
 def load_encoding(name: str) -> "tiktoken.Encoding":
@@ -126,57 +126,25 @@ def parse_json(text: str) -> "tokenizers.Tokenizer":
 
 
 def load_table(vocabulary: Vocabulary) -> Tokenizer:
-    """`load` for a table: text is cut into tokens, the longest token at each place, or into words."""
+    """`load` for a table: each character is encoded, and tokens are joined, as in nanoGPT."""
     ids, tokens = vocabulary.content, vocabulary.tokens
-    is_words, is_bytes = contains_words(vocabulary), vocabulary.kind == "bytes"
-    are_characters = all(len(token) == 1 for token in ids)
-    pattern = re.compile(pattern_of(vocabulary), re.DOTALL)
 
     def encode(text: str) -> list[int]:
-        if is_bytes:
-            text = text.encode("utf-8", "surrogatepass").decode("latin-1")
-        found = text if are_characters else pattern.findall(text)
-        unknown = set(found) - ids.keys()
-        if not are_characters and not is_words:
-            unknown |= set(pattern.sub("", text))
-        if unknown:
+        if unknown := set(text) - ids.keys():
             shown = " ".join(map(repr, sorted(unknown)[:20]))
-            kind = "words" if is_words else "characters"
-            raise ValueError(f"the text contains {kind} that the vocabulary does not contain: {shown}")
-        return [ids[token] for token in found]
+            raise ValueError(f"the text contains characters that the vocabulary does not contain: {shown}")
+        return [ids[character] for character in text]
 
     def decode(sample: list[int]) -> str:
-        text = (" " if is_words else "").join(tokens.get(i, NO_TOKEN) for i in sample)
-        return text.encode("latin-1", "replace").decode("utf-8", "replace") if is_bytes else text
+        return "".join(tokens.get(i, NO_TOKEN) for i in sample)
 
-    note = "the tokens of the vocabulary are words: they are joined with spaces" if is_words else ""
-    if not is_words and not are_characters:
+    note = ""
+    if any(len(token) > 1 for token in ids):
         note = (
-            "some tokens of the vocabulary are longer than a character: text is cut into the longest "
-            "tokens that match"
+            "some tokens of the vocabulary are longer than a character, and text is never encoded to them: "
+            "if it should be, put a tokenizer.json with these ids in the data set's folder"
         )
     return Tokenizer(encode, encode, decode, vocabulary.size, ids.get(END_OF_TEXT), note)
-
-
-def contains_words(vocabulary: Vocabulary) -> bool:
-    """
-    Whether a table's tokens are words: most are longer than a character, and none contains a space or the
-    mark of a space.
-    """
-    if vocabulary.kind == "bytes":
-        return False
-    short = sum(len(token) == 1 for token in vocabulary.content)
-    has_spaces = any(space in token for token in vocabulary.content for space in " \u2581\u0120")
-    return short < len(vocabulary.content) / 2 and not has_spaces
-
-
-def pattern_of(vocabulary: Vocabulary) -> str:
-    """A regular expression that matches a table's tokens, longer tokens first, or words and newlines."""
-    if contains_words(vocabulary):
-        return r"\n|\S+" if "\n" in vocabulary.content else r"\S+"
-    if all(len(token) == 1 for token in vocabulary.content):
-        return r"[\s\S]"
-    return "|".join(map(re.escape, sorted(filter(None, vocabulary.content), key=len, reverse=True)))
 
 
 def cut_at(text: str, stop: str, start: int) -> str:
@@ -216,11 +184,7 @@ def tokens_of(vocabulary: Vocabulary) -> dict[int, str]:
 
 def name_of(vocabulary: Vocabulary) -> str:
     """The kind of tokens, for a message."""
-    names = {
-        "table": "those of a table",
-        "bytes": "those of a table of bytes",
-        "tokenizer.json": "a tokenizer.json's",
-    }
+    names = {"table": "those of a table", "tokenizer.json": "a tokenizer.json's"}
     return names.get(vocabulary.kind) or f"{vocabulary.content}'s"
 
 
@@ -270,39 +234,28 @@ def save_tokenizer(
 
 def converted(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     """The vocabulary as a tokenizer of Hugging Face. Raises ValueError if that is not possible."""
-    if vocabulary.kind == "unknown":
-        raise ValueError(f"the ids cannot be decoded: {vocabulary.content}")
-    if vocabulary.kind == "tiktoken":
-        return of_encoding(load_encoding(vocabulary.content))
+    if vocabulary.kind == "table":
+        return of_table(vocabulary)
     if vocabulary.kind == "tokenizer.json":
         return parse_json(vocabulary.content)
-    if vocabulary.kind == "bytes":
-        advice = (
-            "put a tokenizer.json with the same ids in the data set's folder, and set --dataset= to "
-            "the folder"
-        )
-        raise ValueError(f"transformers contains no equivalent of a table of bytes: {advice}")
-    return of_table(vocabulary)
+    if vocabulary.kind == "tiktoken":
+        return of_encoding(load_encoding(vocabulary.content))
+    raise ValueError(f"the ids cannot be decoded: {vocabulary.content}")
 
 
 def of_table(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     """
-    Make a tokenizer with the tokens of a table. Without an unknown token, it raises an exception for text
-    that is not a token.
+    Make a tokenizer with the tokens of a table, to which each character is encoded. Without an unknown token,
+    it raises an exception for a character that is not a token.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as JsonTokenizer
 
     # no text in UTF-8 contains a lone surrogate
     vocab = {token: i for token, i in vocabulary.content.items() if not re.search("[\ud800-\udfff]", token)}
-    tokenizer = JsonTokenizer(
-        models.WordLevel(vocab, unk_token="<unk>" if "<unk>" not in vocab else "<none>")
-    )
-    if contains_words(vocabulary):
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern_of(vocabulary)), "removed", invert=True)
-        return tokenizer  # without a decoder, tokens are joined with spaces
-    pattern = Regex(pattern_of(Vocabulary("table", vocab)))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    unknown = "<unk>" if "<unk>" not in vocab else "<none>"
+    tokenizer = JsonTokenizer(models.WordLevel(vocab, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()  # the default joins tokens with spaces
     return tokenizer
 

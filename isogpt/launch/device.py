@@ -61,10 +61,8 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     checkpoints and offloaded state. Where PyTorch lacks NCCL, as on Windows, gloo also communicates for GPUs.
 
     Raises:
-        ValueError: the backend is unknown, not part of this PyTorch, or does not support the device.
+        ValueError: the backend is not part of this PyTorch, or does not support the device.
     """
-    if name not in ("auto", "nccl", "gloo"):
-        raise ValueError(f"backend is {name!r}; possible are auto, nccl (GPUs) and gloo (CPU)")
     if name == "nccl" and device.type != "cuda" and world_size > 1:
         raise ValueError(f"backend 'nccl' needs GPUs, the device is {device.type}: set --backend=gloo")
     has_nccl = dist.is_nccl_available()

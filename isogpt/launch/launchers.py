@@ -16,7 +16,6 @@ from pathlib import Path
 from isogpt.common import console
 from isogpt.common.files import REPOSITORY
 from isogpt.launch import network
-from isogpt.options.foreign_settings import unapplied_settings
 
 # The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes
 # before Slurm, since mpirun inside a Slurm job starts its daemons with srun. DeepSpeed, accelerate and
@@ -52,6 +51,28 @@ OF_A_PROCESS = (
     "MPI_LOCALRANKID",
     "MPI_LOCALNRANKS",
 )
+# what `accelerate launch` passes on in variables -> the setting here, and its default
+ACCELERATE = {
+    "ACCELERATE_MIXED_PRECISION": ("dtype", "auto"),
+    "ACCELERATE_USE_CPU": ("device", "auto"),
+    "ACCELERATE_GRADIENT_CLIPPING": ("grad_clip", 1.0),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", 40),
+    "ACCELERATE_USE_FSDP": ("zero", 0),
+    "ACCELERATE_USE_DEEPSPEED": ("zero", 0),
+    "FSDP_OFFLOAD_PARAMS": ("cpu_offload", False),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("activation_checkpointing", "none"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("cpu_offload", False),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("cpu_offload", False),
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": ("dp_replicate", 1),
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": ("zero", 0),
+    "PARALLELISM_CONFIG_TP_SIZE": ("tp", 1),
+    "PARALLELISM_CONFIG_CP_SIZE": ("cp", 1),
+    "MEGATRON_LM_TP_DEGREE": ("tp", 1),
+    "MEGATRON_LM_PP_DEGREE": ("pp", 1),
+}
+# values with which accelerate leaves a setting open or switches it off
+NOT_CHOSEN = ("", "no", "none", "false", "0", "1", "-1", "auto")
+CHOSEN_BY_PLAN = ("zero", "cpu_offload", "dp_replicate", "tp", "pp", "cp")  # with layout=auto
 
 
 @dataclass(frozen=True)
@@ -192,10 +213,24 @@ def start_workers(nproc: int, script: str) -> None:
 
 
 def print_unapplied_settings(config: Mapping[str, object]) -> None:
-    """Warn of settings of `accelerate launch` that the run does not follow (printed by rank 0)."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    if is_main and (sentence := unapplied_settings(config, os.environ)):
-        print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    """
+    Warn of what was set in `accelerate launch`, where the run's setting still has its default (printed by
+    rank 0).
+    """
+    planned = CHOSEN_BY_PLAN if config["layout"] == "auto" else ()
+    dropped, settings = [], []
+    for variable, (name, default) in ACCELERATE.items():
+        value = os.environ.get(variable, "")
+        if value.lower() not in NOT_CHOSEN and config[name] == default and name not in planned:
+            dropped.append(f"{variable}={value}")
+            settings.append(f"--{name}")
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(
+            f"warning: train.py does not read accelerate's {', '.join(dropped)}: set "
+            f"{', '.join(dict.fromkeys(settings))} (docs/migrating.md)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def rank_variables() -> tuple[int, int, int, int]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isogpt.common import console
+from isogpt.common.torch_versions import all_gather_single
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
@@ -113,8 +114,7 @@ def gather_numbers(numbers: Numbers, device: torch.device) -> Gathered[Numbers]:
     rows = mine
     if dist.is_initialized() and dist.get_world_size() > 1:
         rows = mine.new_empty(dist.get_world_size() * len(mine))
-        # the name since torch 2.13, which warns about the old name; torch 2.11 provides only the old name
-        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, mine)
+        all_gather_single(rows, mine)
     columns = rows.view(-1, len(mine)).T  # (fields, world_size)
     # from a GPU the copy goes to pinned memory, behind what has been queued so far
     copy = columns.to("cpu", non_blocking=device.type == "cuda")

@@ -49,7 +49,7 @@ def evaluate(
     for split in sums:
         try:
             for i, (x, y) in enumerate(reader.evaluation(split, sequences)):
-                with clock("evaluation"), autocast:
+                with clock.part("evaluation"), autocast:
                     loss = model(x, y, 1.0)[1]  # the sum over the targets
                     sums[split] += rounded(loss, TOKENS_UNIT) if reader.plan.exact else loss.to(dtype)
                 if stop.in_evaluation(i, device, checkpoint_s):

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.save import Saver
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import exit_together, is_main
 from isogpt.monitor.sink_alerts import Alerts
@@ -89,21 +88,6 @@ class Logger:
     def failed(self, reason: str) -> None:
         """Report why the run ends. The caller prints the reason."""
         self.event("failed", reason=reason)
-
-    def folder_lost(self, reason: str) -> None:
-        """Report that the run's folder was lost, see Saver.check; '': it was not lost."""
-        if reason:
-            self.event("folder_lost", f"warning: {reason}", reason=reason)
-
-    def saved(self, saver: Saver | None) -> None:
-        """Report the checkpoint that a Saver has just completed, or its failure; None: nothing happened."""
-        if saver and saver.problem:
-            folder = saver.run_folder.path
-            text = f"warning: {folder}: a checkpoint failed ({saver.problem}); older checkpoints are kept"
-            self.event("save_failed", text, reason=saver.problem)
-        elif saver:
-            facts = {"folder": saver.folder.name, "seconds": saver.seconds, "stall": saver.stall}
-            self.event("save", f"saved {saver.folder}", iter=saver.step, **facts)
 
     def rolled_back(self, steps: tuple[int, ...], rollback: int) -> None:
         """

@@ -3,17 +3,15 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 
 import numpy as np
 import torch.nn as nn
 
-from isogpt.checkpoint import folder
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.save import Saver
-from isogpt.checkpoint.search import FoundCheckpoint, share_found
+from isogpt.checkpoint.state import TrainState
 from isogpt.data.reader import Reader
-from isogpt.launch.together import do_together, exit_together, is_main
+from isogpt.launch.together import exit_together, is_main
 from isogpt.monitor.log import Logger
 from isogpt.parallel.gradients import gradient_norms
 from isogpt.training.step_numbers import StepNumbers
@@ -69,6 +67,31 @@ class NanPolicy:
         self.rollbacks += 1
         return Verdict(Action.ROLL_BACK, steps)
 
+    def recover(
+        self,
+        verdict: Verdict,
+        numbers: StepNumbers,
+        state: TrainState,
+        reader: Reader,
+        saver: Saver,
+        logger: Logger,
+    ) -> None:
+        """
+        Report a step that was not taken, while the gradients are still there. Then do what `judge` decided:
+        skip the step, or go back to a checkpoint, or exit with a message (all ranks).
+        """
+        problem = report_not_finite(verdict, numbers, state.step, state.model, reader, logger)
+        state.skip()
+        state.model.reset_routing(reader.device)  # the routers' numbers may not be finite either
+        state.slow_network.forget()  # compression errors, which may not be finite either
+        if verdict.action is Action.STOP:
+            saver.wait()  # a checkpoint may be under way
+            stop_run(problem, self, str(saver.run_folder.path), logger)  # exits
+        if verdict.action is Action.ROLL_BACK:
+            saver.roll_back(state, problem)
+            state.progress.skipped.update(verdict.not_finite)
+            logger.rolled_back(verdict.not_finite, self.rollbacks)
+
     def advice(self, can_resume: bool) -> str:
         """Return what a user can do when the run ends."""
         command = "Resume with --init_from=resume and" if can_resume else "Start again with"
@@ -96,26 +119,6 @@ def stop_run(problem: str, nan_policy: NanPolicy, out_dir: str, logger: Logger) 
     with exit_together(logger.failed):
         if is_main():  # rank 0 prints the message
             raise ValueError(f"{problem}; {nan_policy.advice(is_run(out_dir))}")
-
-
-def find_rollback(problem: str, saver: Saver, logger: Logger) -> FoundCheckpoint:
-    """
-    Find the checkpoint to roll back to (all ranks; rank 0 looks). Damaged checkpoints are reported. Exits
-    with a message that begins with `problem` if there is no checkpoint.
-    """
-    found, reports = do_together(partial(look_for_rollback, saver), logger.failed)
-    for report in reports:
-        logger.print(f"warning: {report}")
-    with exit_together(logger.failed):
-        if is_main() and not found:
-            advice = "start again with a lower --learning_rate"
-            raise ValueError(f"{problem}; there is no valid checkpoint to roll back to: {advice}")
-    return share_found(found, str(saver.run_folder.path))
-
-
-def look_for_rollback(saver: Saver) -> tuple[FoundCheckpoint | None, list[str]]:
-    """Return what folder.find_rollback returns, on rank 0; nothing on the other ranks."""
-    return folder.find_rollback(saver.run_folder) if is_main() else (None, [])
 
 
 def describe_not_finite(

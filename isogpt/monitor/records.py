@@ -1,7 +1,6 @@
 """The records of metrics.jsonl and the lines of the console."""
 
 import json
-import math
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ def step_record(
     """
     mean = StepNumbers(*(values.mean().item() for values in numbers))
     most = StepNumbers(*(values.max().item() for values in numbers))
-    step_s, is_counted = mean.step_ms / 1e3, math.isfinite(mean.bytes_sent)
+    step_s = mean.step_ms / 1e3
     return {
         "iter": progress.step,
         "loss": mean.loss,
@@ -38,8 +37,6 @@ def step_record(
         "data_ms_max": most.data_ms,
         "memory_gb": mean.memory_gb,
         "memory_gb_max": most.memory_gb,
-        "bytes_sent": round(mean.bytes_sent) if is_counted else None,
-        "bytes_sent_max": round(most.bytes_sent) if is_counted else None,
         "tokens_per_s": progress.tokens_per_step / step_s,
         "mfu": flops_per_step / step_s / peak_flops if peak_flops else None,
         "tokens": progress.tokens + progress.tokens_per_step,

@@ -16,7 +16,6 @@ from isogpt.monitor.records import duration, routing_record, step_record, waitin
 from isogpt.monitor.signals import Stop
 from isogpt.monitor.status_line import Status
 from isogpt.parallel.compilation import compile_report
-from isogpt.speed.bytes_sent import BytesSent
 from isogpt.speed.usage import utilization
 from isogpt.training.step_numbers import StepNumbers
 
@@ -25,9 +24,9 @@ from isogpt.training.step_numbers import StepNumbers
 class RunReport:
     """
     Turns the numbers of steps and evaluations into records and warnings for the logger. On ranks other than
-    0, the methods only count the steps and the bytes sent.
+    0, the methods only count the steps.
 
-    Constructed just before the first step: estimates the remaining time, and counts bytes, from there on.
+    Constructed just before the first step: estimates the remaining time from there on.
     """
 
     logger: Logger
@@ -48,12 +47,10 @@ class RunReport:
     loss: Smoothed = field(default_factory=Smoothed)
     step_s: Smoothed = field(default_factory=Smoothed)
     time_left: TimeLeft = field(init=False)
-    traffic: BytesSent = field(init=False)
 
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
         self.time_left = TimeLeft(self.max_iters, self.eval_interval)
-        self.traffic = BytesSent(self.ranks.world_size)
 
     def evaluation(self, train_loss: float, val_loss: float, lr: float, digest: str = "") -> None:
         """

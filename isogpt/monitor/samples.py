@@ -89,9 +89,8 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
 
 
 def is_by_character(vocabulary: Vocabulary) -> bool:
-    """Whether each token is a character or a byte."""
-    is_table = vocabulary.kind in ("table", "bytes")
-    return is_table and all(len(token) == 1 for token in vocabulary.content)
+    """Whether each token is a character."""
+    return vocabulary.kind == "table" and all(len(token) == 1 for token in vocabulary.content)
 
 
 def prompt_of(words: Tokenizer, dataset: str) -> list[int]:

@@ -212,7 +212,7 @@ class Watchdog:
     def finish_checkpoint(self) -> None:
         """Wait for a checkpoint under way if this rank can complete the checkpoint alone."""
         if self.saver and self.saver.writes_alone():
-            self.logger.saved(self.saver.wait())
+            self.saver.wait_alone()
 
     def announce(self, key: str, value: str = "") -> None:
         """

@@ -38,6 +38,9 @@ ARCHS = {
     ),
     "llama": Arch(rms_norm=True, rotation=1, activation="swiglu", tied=False),
 }
+# the smallest values of fields, also for models that are made without train.py, which checks its settings
+LEAST = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "n_expert_active": 1}
+LEAST |= {"n_kv_head": 0, "n_hidden": 0, "n_expert": 0}
 
 
 @dataclass
@@ -120,48 +123,47 @@ def problems_of_shape(values: dict) -> list[str]:
         values: some of GPTConfig's fields; the others are assumed to be the defaults.
     """
     c = SimpleNamespace(**{field.name: field.default for field in fields(GPTConfig)} | values)
-    found = []
-    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_expert_active"):
-        if getattr(c, name) < 1:
-            found.append(f"{name} is {getattr(c, name)}: it must be at least 1")
-    for name in ("n_kv_head", "n_hidden", "n_expert"):
-        if getattr(c, name) < 0:
-            found.append(f"{name} is {getattr(c, name)}: it must not be negative")
+    problems = [
+        f"{name} is {getattr(c, name)}: it must be at least {least}"
+        for name, least in LEAST.items()
+        if getattr(c, name) < least
+    ]
     if c.arch not in ARCHS:
         *others, last = ARCHS
-        found.append(f"arch is {c.arch!r}; possible are {', '.join(others)} and {last}")
-    if not 0 <= c.dropout < 1:
-        found.append(f"dropout is {c.dropout}: it must be in [0, 1)")
+        problems.append(f"arch is {c.arch!r}; possible are {', '.join(others)} and {last}")
+    if problems:
+        return problems
     if 0 < c.n_expert < c.n_expert_active:
-        found.append(f"n_expert_active is {c.n_expert_active}: set it to at most n_expert, {c.n_expert}")
-    return found if c.n_head < 1 else found + problems_of_heads(c)
+        problems.append(f"n_expert_active is {c.n_expert_active}: set it to at most n_expert, {c.n_expert}")
+    return problems + problems_of_heads(c)
 
 
 def problems_of_heads(c: SimpleNamespace) -> list[str]:
-    """The sentences of `problems_of_shape` about n_head heads, of which there is at least one."""
-    found, head_size = [], c.n_embd // c.n_head
-    is_rotary = c.arch in ARCHS and ARCHS[c.arch].rotation != 0
-    unit = 2 if is_rotary else 1  # rotary positions rotate pairs of features
-    widths = either("n_embd", c.n_embd, range(unit * c.n_head, 2 * c.n_embd + 2 * c.n_head, unit * c.n_head))
+    """The sentences of `problems_of_shape` about how heads divide the width."""
+    problems = []
+    unit = 2 if ARCHS[c.arch].rotation else 1  # rotary positions rotate pairs of features
+    multiple = unit * c.n_head
+    widths = nearest("n_embd", c.n_embd, range(multiple, 2 * (c.n_embd + c.n_head), multiple))
     if c.n_embd % c.n_head:
         counts = [n for n in range(1, c.n_embd + 1) if c.n_embd % (unit * n) == 0]
-        counts = [n for n in counts if c.n_kv_head < 1 or n % c.n_kv_head == 0]
-        advice = ", or ".join(filter(None, [either("n_head", c.n_head, counts), widths]))
-        found.append(f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}: set {advice}")
-    elif is_rotary and head_size % 2:
-        found.append(f"n_embd / n_head is {head_size}: rotary positions need an even number: set {widths}")
-    if c.n_kv_head > 0 and c.n_head % c.n_kv_head:
-        counts = [n for n in range(1, c.n_head + 1) if c.n_head % n == 0]
-        advice = either("n_kv_head", c.n_kv_head, counts)
-        found.append(f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}: set {advice}")
-    return found
+        if c.n_kv_head:
+            counts = [n for n in counts if n % c.n_kv_head == 0]
+        advice = ", or ".join(filter(None, [nearest("n_head", c.n_head, counts), widths]))
+        problems.append(f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}: set {advice}")
+    elif c.n_embd % multiple:
+        size = c.n_embd // c.n_head
+        problems.append(f"n_embd / n_head is {size}: rotary positions need an even number: set {widths}")
+    if c.n_kv_head and c.n_head % c.n_kv_head:
+        advice = nearest("n_kv_head", c.n_kv_head, [n for n in range(1, c.n_head + 1) if c.n_head % n == 0])
+        problems.append(f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}: set {advice}")
+    return problems
 
 
-def either(name: str, value: int, possible: Iterable[int]) -> str:
+def nearest(name: str, value: int, possible: Iterable[int]) -> str:
     """
     The nearest of the possible values, in ascending order, below and above `value`, as they are typed; "" if
     there are none.
     """
-    below, above = [n for n in possible if n < value], [n for n in possible if n > value]
-    near = [str(n) for n in [*below[-1:], *above[:1]]]
-    return f"--{name}={' or '.join(near)}" if near else ""
+    below = [n for n in possible if n < value][-1:]
+    above = [n for n in possible if n > value][:1]
+    return f"--{name}={' or '.join(map(str, below + above))}" if below + above else ""

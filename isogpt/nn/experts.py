@@ -4,6 +4,8 @@ for each token. Experts are not limited in capacity, so no token is dropped, and
 depend on the other tokens.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from isogpt.nn.kernels import Dropout, compute_dtype, uses_cpu_kernels
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Return x. Tensor and context parallelism replace this function, where several ranks share the work."""
+    """Return x."""
     return x
 
 
@@ -24,16 +26,16 @@ class MoE(nn.Module):
 
     Args:
         experts: maps rows (N, C), sorted by expert, and the number of rows of each expert (E,) to (N, C).
+        seams: model.Seams, of which the router and the experts use two functions.
     """
 
-    def __init__(self, config: GPTConfig, experts: nn.Module) -> None:
+    def __init__(self, config: GPTConfig, experts: nn.Module, seams: Any) -> None:
         super().__init__()
         self.config = config
         self.router = Router(config.n_embd, config.n_expert)
         self.experts = experts
         self.dropout = Dropout(config.dropout)
-        self.add_up = unchanged  # (B, T, C); tensor parallelism replaces it
-        self.count_sequences = unchanged  # tokens per expert (B, E); context parallelism replaces it
+        self.seams = seams
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(B, T, C) -> the experts' weighted sum (B, T, C), and in training what `routing_of` returns."""
@@ -48,11 +50,10 @@ class MoE(nn.Module):
         # the place of each row in `order`
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         rows = Reorder.apply(x.to(compute_dtype(x)).flatten(0, 1), order, place, k)  # (B T k, C)
-        rows = Reorder.apply(self.experts(rows, counts.sum(0)), place, order).view(
-            *chosen.shape, -1
-        )  # (B, T, k, C)
+        rows = self.seams.experts(self.experts, rows, counts.sum(0))  # (B T k, C)
+        rows = Reorder.apply(rows, place, order).view(*chosen.shape, -1)  # (B, T, k, C)
         y = (rows * weights[..., None]).sum(2).to(rows.dtype)  # (B, T, C)
-        return self.dropout(self.add_up(y)), self.routing_of(scores, probs, counts) if self.training else None
+        return self.dropout(y), self.routing_of(scores, probs, counts) if self.training else None
 
     def routing_of(self, scores: Tensor, probs: Tensor, counts: Tensor) -> Tensor:
         """
@@ -64,7 +65,7 @@ class MoE(nn.Module):
         sequence as in arXiv:2412.19437, eq. 17, so that the loss does not depend on the layout). The z-loss
         is the mean squared logsumexp of the scores (Zoph et al. 2022, arXiv:2202.08906, eq. 5).
         """
-        c, totals = self.config, self.count_sequences(counts)
+        c, totals = self.config, self.seams.tokens_per_expert(counts)
         shares = totals / totals.sum(-1, keepdim=True)  # (B, E)
         balance = c.n_expert * (shares * probs.sum(1)).sum(-1)  # (B,)
         z = scores.logsumexp(-1).square().sum(1)
@@ -117,7 +118,6 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_expert * n_out, n_in))
         self.bias = nn.Parameter(torch.empty(n_expert * n_out)) if bias else None
-        self.share_bias = unchanged  # of c_proj, (E, out); tensor parallelism replaces it
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows (N, in), sorted by expert, `counts` (E,) of each -> (N, out)."""
@@ -126,8 +126,12 @@ class ExpertLinear(nn.Module):
         y = grouped_matmul(x.to(dtype), weight, counts)
         if self.bias is None:
             return y
-        bias = self.share_bias(self.bias.to(dtype).view(len(counts), -1))  # (E, out)
+        bias = self.expert_biases(dtype, len(counts))
         return y + bias.repeat_interleave(counts, 0, output_size=len(x))
+
+    def expert_biases(self, dtype: torch.dtype, n_expert: int) -> Tensor:
+        """The bias of each expert, (E, out)."""
+        return self.bias.to(dtype).view(n_expert, -1)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -153,11 +157,9 @@ def has_grouped_kernel(device_type: str) -> bool:
     Whether PyTorch's grouped_mm is a kernel in bfloat16. On GPUs other than Hopper, Blackwell and AMD's
     counterparts it is a loop, for which the host waits in each matmul (torch 2.13).
     """
-    return device_type != "cuda" or torch.cuda.get_device_capability()[0] in (9, 10)
+    # torch.compile takes properties for constants, unlike get_device_capability
+    return device_type != "cuda" or torch.cuda.get_device_properties().major in (9, 10)
 
-
-# torch.compiler.assume_constant_result, which would import torch.compile: half of the time of a start
-has_grouped_kernel._dynamo_marked_constant = True
 
 # Half of the mean number of rows of an expert. Smaller blocks contain fewer rows of zeros, at most one block
 # of each expert, but need more copies of weights.

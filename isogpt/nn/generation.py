@@ -108,11 +108,11 @@ def generate(
     tokens = torch.cat((used, idx.new_empty(B, max_new_tokens)), dim=1)  # (B, T + max_new_tokens)
     samples = Samples(tokens, numbers, caches, torch.tensor([T], device=device))
     known = T
-    if model.advance is None and device.type == "cuda":
-        # caches of one shape, also without a compiled step: on Hopper and Blackwell, attention is planned again
-        # for each new length of the keys, which takes cuDNN 0.4 s
-        model.advance = advance
-    if model.advance and use_cache and max_new_tokens > 1:
+    if model.seams.advance is None and device.type == "cuda":
+        # caches of one shape, also without a compiled step: on Hopper and Blackwell, cuDNN plans attention
+        # again for each new length of the keys, which takes 0.4 s
+        model.seams = replace(model.seams, advance=advance)
+    if model.seams.advance and use_cache and max_new_tokens > 1:
         append_tokens(model, samples, range(T, T + 1), choice, use_cache)
         # the position embeddings of GPT-2 end at block_size
         known = end if model.arch.rotation else min(end, block_size + 1)
@@ -144,21 +144,21 @@ def append_tokens(
 def append_in_fixed_caches(model: nn.Module, samples: Samples, positions: range, choice: Choice) -> None:
     """
     Choose the tokens of these positions, which follow cached positions, in steps of one shape. The host does
-    not wait for a GPU. If `model.advance` cannot be compiled, the steps are not compiled, with a note.
+    not wait for a GPU. If the seam `advance` cannot be compiled, the steps are not compiled, with a note.
     """
     caches = [FixedCache.of(cache, samples.newest) for cache in samples.caches]
     fixed = replace(samples, caches=caches)
     keep_addresses(fixed)
     for position in positions:
         try:
-            model.advance(model, fixed, choice)
+            model.seams.advance(model, fixed, choice)
         except Exception as e:  # a broken compiler can raise nearly anything
-            if model.advance is advance:
+            if model.seams.advance is advance:
                 raise
             reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
             note = f"note: compile: failed, generating without it (slower): {reason}"
             print(note, file=sys.stderr)
-            model.advance = advance
+            model.seams = replace(model.seams, advance=advance)
             fixed.newest.fill_(position - 1)  # the failed step may have increased it
             advance(model, fixed, choice)
 
@@ -172,8 +172,7 @@ def keep_addresses(samples: Samples) -> None:
     for cache in samples.caches:
         tensors += [cache.k, cache.v]
     for tensor in tensors:
-        # torch._dynamo.mark_static_address, whose import takes a second without a compiled step
-        tensor._dynamo_static_input_type = "unguarded"
+        torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def advance(model: nn.Module, samples: Samples, choice: Choice) -> None:

@@ -21,8 +21,8 @@ IGNORE = -1  # targets with this value do not contribute to the loss
 
 def uses_cpu_kernels(x: Tensor) -> bool:
     """
-    Whether operators run the kernels of this module for a CPU. torch.compile fuses PyTorch's operators itself,
-    on any device.
+    Whether operators run the kernels of this module for a CPU. torch.compile fuses PyTorch's operators
+    itself, on any device.
     """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 

@@ -1,10 +1,10 @@
 """
-The one way in which tensor, expert and context parallelism attach to a model that does not know them.
+How tensor, expert and context parallelism attach to a model that does not know them.
 
-Each of these is a plan: a table whose rows name modules, how the parameters of these modules are divided over
-ranks, and which function of the modules is replaced. The function is the forward pass, or a function that the
-model keeps in an attribute so that it can be replaced: `loss`, `attention`, `positions`. `attach` applies a
-plan in one loop.
+A plan is a table. Its rows name modules, how the parameters of these modules are divided over ranks, and what
+surrounds or takes the place of a module: a hook on its inputs, a hook on its outputs, or a different module
+with the same parameters. `attach` applies a plan in one loop. Functions that are not modules are those of
+model.Seams, which `replace_seams` exchanges.
 
 A plan of PyTorch's parallelize_module is a table, too, but makes parameters DTensors, divided in one piece.
 Here, q, k and v are stacked in one parameter and each is divided, and so are several experts. The forward and
@@ -13,7 +13,7 @@ backward pass of a Linear with a DTensor take 0.4 ms more of a CPU (64 x 64, tor
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,19 +35,22 @@ class Attachment:
     A row of a plan.
 
     Args:
-        modules: pattern of the modules' names; the model's own name is "".
+        modules: pattern of the modules' names.
         dim: the dimension along which the modules' parameters are divided. Parameters with fewer dimensions
             stay whole, such as the bias of a Linear whose columns are divided. None: all stay whole.
         sections: what is stacked along `dim`, see `Split`: maps (config, length) to the sections.
-        function: the name of the function that is replaced; "": none.
-        replacement: is called as replacement(ranks, module, *arguments).
+        becomes: makes the module that takes the place: becomes(ranks, module). It holds the same parameters
+            under the same names.
+        inputs: a forward pre-hook that also gets the ranks: inputs(ranks, module, args) -> args.
+        output: a forward hook that also gets the ranks: output(ranks, module, args, result) -> result.
     """
 
     modules: str
     dim: int | None = None
     sections: Callable[[GPTConfig, int], tuple[int, ...]] = one_matrix
-    function: str = ""
-    replacement: Callable | None = None
+    becomes: Callable[[Any, nn.Module], nn.Module] | None = None
+    inputs: Callable | None = None
+    output: Callable | None = None
 
 
 def attach(model: nn.Module, plan: Sequence[Attachment], mesh: Mesh, axis: str, ranks: Any) -> None:
@@ -56,18 +59,30 @@ def attach(model: nn.Module, plan: Sequence[Attachment], mesh: Mesh, axis: str, 
 
     Args:
         axis: the axis of the mesh along which ranks hold different parts of a divided parameter.
-        ranks: what the replacements know of the ranks; their first argument.
+        ranks: what the hooks and the new modules know of the ranks; their first argument.
     """
     for name, module in list(model.named_modules()):  # of a pipeline's stage: the modules that it contains
         for row in plan:
             if not re.fullmatch(row.modules, name):
                 continue
+            if row.becomes:
+                old, module = module, row.becomes(ranks, module)
+                put_in_place(model, old, module)
             if row.dim is not None:
                 divide_parameters(model, name, row, mesh, axis)
-            if row.function:
-                assert row.function != "forward" or "forward" not in vars(module), f"{name}: replaced twice"
-                setattr(module, row.function, partial(row.replacement, ranks, module))
+            if row.inputs:
+                module.register_forward_pre_hook(partial(row.inputs, ranks))
+            if row.output:
+                module.register_forward_hook(partial(row.output, ranks))
     model.tie_weights()
+
+
+def put_in_place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Exchange a module wherever the model holds it: a pipeline's stage holds some modules as well."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is old:
+                parent.add_module(name, new)
 
 
 def divide_parameters(model: nn.Module, name: str, row: Attachment, mesh: Mesh, axis: str) -> None:
@@ -77,3 +92,10 @@ def divide_parameters(model: nn.Module, name: str, row: Attachment, mesh: Mesh, 
             sections = row.sections(model.config, p.size(row.dim))
             split = Split(axis, row.dim, sections, mesh.index(axis), mesh.size(axis))
             keep_local_part(model, f"{name}.{leaf}", split)
+
+
+def replace_seams(model: nn.Module, **functions: Callable) -> None:
+    """Exchange functions that the model's modules call, by their names in model.Seams, in place."""
+    for module in model.modules():
+        if hasattr(module, "seams"):
+            module.seams = replace(module.seams, **functions)

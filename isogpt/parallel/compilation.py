@@ -1,7 +1,5 @@
 """torch.compile: which part of the model is compiled, and whether it works on this machine at all."""
 
-import sys
-
 import torch
 import torch.nn as nn
 
@@ -9,6 +7,7 @@ from isogpt.launch.together import gather_objects
 from isogpt.nn import generation
 from isogpt.nn.experts import MoE
 from isogpt.nn.kernels import summed_loss
+from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.local_parts import is_split
 
 EXCHANGE = "expert parallelism: a step's token counts decide how many rows a rank receives"
@@ -72,7 +71,8 @@ def compile_generation(model: nn.Module, device: torch.device, splits_model: boo
         return "compile: off, since several processes divide the model"
     if problem := trial_compilation(device):
         return f"compile: does not work on this machine, generating without it (slower): {problem}"
-    model.advance = torch.compile(generation.advance, fullgraph=True, dynamic=False, mode="reduce-overhead")
+    advance = torch.compile(generation.advance, fullgraph=True, dynamic=False, mode="reduce-overhead")
+    replace_seams(model, advance=advance)
     return ""
 
 
@@ -84,18 +84,17 @@ def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
     """
     for block in model.transformer.h:
         if isinstance(block.mlp, MoE) and is_split(block.mlp.experts.c_fc.weight, "ep"):
-            block.mlp.experts.forward = torch.compiler.disable(block.mlp.experts.forward, reason=EXCHANGE)
+            exchange = torch.compiler.disable(block.mlp.seams.experts, reason=EXCHANGE)
+            replace_seams(block.mlp, experts=exchange)
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)
     # not the loss of tensor parallelism, which communicates; warning: nor a partial of summed_loss
-    if by_block and model.loss is summed_loss:
-        model.loss = torch.compile(model.loss, dynamic=False, **options)
+    if by_block and model.seams.loss is summed_loss:
+        replace_seams(model, loss=torch.compile(summed_loss, dynamic=False, **options))
 
 
 def compile_report() -> str:
-    """Describe what torch.compile has compiled so far and what failed; '' if torch.compile is not used."""
-    if "torch._dynamo.utils" not in sys.modules:  # importing it takes a second
-        return ""
+    """Describe what torch.compile has compiled so far and what failed; '' if it has compiled nothing."""
     from torch._dynamo.utils import counters
 
     graphs, breaks, frames = counters["stats"]["unique_graphs"], counters["graph_break"], counters["frames"]

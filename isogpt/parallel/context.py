@@ -3,10 +3,11 @@ Context parallelism: each rank of a group holds some positions of each sequence.
 treat positions alike; attention gathers the keys and values of all ranks (as Llama 3 does, arXiv:2407.21783,
 section 3.3.2).
 
-The table PLAN says which functions of the model are replaced; attach.py explains how it is applied.
+No parameter is divided: only functions of model.Seams are replaced.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from isogpt.parallel.attach import Attachment, attach
+from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.sequence_collectives import Gather
 
@@ -37,14 +38,12 @@ class ContextRanks:
     own: list[tuple[int, CausalBias | None]]
 
 
-def positions_here(
-    ranks: ContextRanks, model: nn.Module, start: int, end: int, device: torch.device
-) -> Tensor:
+def own_positions(ranks: ContextRanks, start: int, end: int, device: torch.device) -> Tensor:
     """The positions of a sequence that this rank holds, (T / cp,)."""
     return ranks.positions
 
 
-def sum_of_counts(ranks: ContextRanks, moe: nn.Module, counts: Tensor) -> Tensor:
+def sum_of_counts(ranks: ContextRanks, counts: Tensor) -> Tensor:
     """Return the sum of the ranks' tokens per expert (B, E), which need no gradient."""
     total = counts.clone()
     dist.all_reduce(total, group=ranks.group)
@@ -60,7 +59,7 @@ def last_rows_mask(T: int, S: int, device: torch.device) -> CausalBias | None:
 
 
 def context_attention(
-    ranks: ContextRanks, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, dropout: float, cache: None
+    ranks: ContextRanks, q: Tensor, k: Tensor, v: Tensor, dropout: float, cache: None
 ) -> Tensor:
     """
     Compute kernels.causal_attention of this rank's positions over the positions of all ranks.
@@ -103,15 +102,6 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias | None, dropo
     return y.transpose(1, 2).flatten(2).to(dtype)
 
 
-PLAN = (
-    Attachment("", function="positions", replacement=positions_here),
-    Attachment(r"transformer\.h\.\d+\.attn", function="attention", replacement=context_attention),
-)
-EXPERTS_PLAN = (
-    Attachment(r"transformer\.h\.\d+\.mlp", function="count_sequences", replacement=sum_of_counts),
-)
-
-
 def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
     """
     Make the model compute on this rank's positions of each sequence of block_size tokens, in place (all
@@ -121,5 +111,10 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
     order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
     size = model.config.block_size // len(order)  # tokens of a chunk
     own = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in mesh.chunks(mesh.index("cp"))]
-    plan = PLAN + (EXPERTS_PLAN if model.config.n_expert else ())
-    attach(model, plan, mesh, "cp", ContextRanks(mesh.group("cp"), positions, order, own))
+    ranks = ContextRanks(mesh.group("cp"), positions, order, own)
+    replace_seams(
+        model,
+        positions=partial(own_positions, ranks),
+        attention=partial(context_attention, ranks),
+        tokens_per_expert=partial(sum_of_counts, ranks),
+    )

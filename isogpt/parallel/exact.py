@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from isogpt.common.torch_versions import reduce_scatter_single
 from isogpt.parallel.data import fsdp_units, sum_in_buckets
 from isogpt.parallel.local_parts import is_sharded, local
 from isogpt.parallel.mesh import Mesh
@@ -315,8 +316,7 @@ class IntegerReduceScatter:
             sums.check(self, input_tensor)
             write_rounded(terms, input_tensor, sums.to_units)
         shard = torch.empty_like(output_tensor, dtype=torch.int64)
-        # the name since torch 2.13, which warns about the old name; torch 2.11 provides only the old name
-        getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(shard, terms, group=group)
+        reduce_scatter_single(shard, terms, group=group)
         if self in sums.begun:
             sums.totals[self] += shard
         else:

@@ -2,8 +2,10 @@
 Expert parallelism (Lepikhin et al. 2020, arXiv:2006.16668): each rank of a group holds some of the experts of
 each block. One all-to-all sends tokens to the ranks that hold their experts, and one sends the results back.
 
-The table PLAN says what happens to each module; attach.py explains how it is applied.
+The table PLAN says how the experts' parameters are divided; attach.py explains how it is applied.
 """
+
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from isogpt.nn.experts import Reorder
-from isogpt.parallel.attach import Attachment, attach
+from isogpt.parallel.attach import Attachment, attach, replace_seams
 from isogpt.parallel.mesh import Mesh
 
 
@@ -34,20 +36,18 @@ def exchange_tokens(group: dist.ProcessGroup, experts: nn.Module, x: Tensor, cou
     expert = torch.arange(counts_here.size(1), device=x.device).repeat(ranks)  # (E,)
     order = expert.repeat_interleave(counts_here.flatten(), output_size=sum(received)).argsort(stable=True)
     place = order.argsort()
-    y = type(experts).forward(experts, Reorder.apply(rows, order, place), counts_here.sum(0))
+    y = experts(Reorder.apply(rows, order, place), counts_here.sum(0))
     return all_to_all_single_autograd(Reorder.apply(y, place, order), sent, received, group)
 
 
-EXPERTS = r"transformer\.h\.\d+\.mlp\.experts"
-PLAN = (
-    Attachment(EXPERTS, function="forward", replacement=exchange_tokens),
-    Attachment(rf"{EXPERTS}\.c_\w+", dim=0),  # experts are stacked along this dimension
-)
+# experts are stacked along this dimension
+PLAN = (Attachment(r"transformer\.h\.\d+\.mlp\.experts\.c_\w+", dim=0),)
 
 
 def parallelize_experts(model: nn.Module, mesh: Mesh) -> None:
     """Leave this rank's experts of a model on the meta device, in place (all ranks)."""
-    attach(model, PLAN, mesh, "ep", mesh.group("ep"))
+    attach(model, PLAN, mesh, "ep", ranks=None)
+    replace_seams(model, experts=partial(exchange_tokens, mesh.group("ep")))
     # complete_gradients reduces the experts' gradients, over fewer ranks than DDP
     model._ddp_params_and_buffers_to_ignore = [
         name for name, _ in model.named_parameters() if ".experts." in name

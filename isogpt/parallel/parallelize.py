@@ -13,7 +13,7 @@ from isogpt.parallel.compilation import compile_model
 from isogpt.parallel.data import fsdp_units, shard
 from isogpt.parallel.local_parts import Splits, copy_to_cpu, local_parts_by_name, splits_of
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.pipeline import Pipeline
+from isogpt.parallel.pipeline import Pipeline, split_layers
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute
 
@@ -51,8 +51,6 @@ def split_model(
     how each parameter was split, since fully_shard replaces parameters.
     """
     if mesh.pp > 1:
-        from isogpt.parallel.pipeline import split_layers
-
         split_layers(model, mesh, pp_schedule)
     if mesh.ep > 1:
         from isogpt.parallel.expert import parallelize_experts
@@ -67,15 +65,12 @@ def split_model(
 
 def make_pipeline(
     model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan, splits_sequence: bool = True
-) -> "Pipeline | None":
-    """Make the pipeline of a model from `split_model`, whose forward uses it from now on; None if pp is 1."""
+) -> Pipeline | None:
+    """Make what calls a model from `split_model` whose layers are divided; None if pp is 1."""
     if mesh.pp == 1:
         return None
-    from isogpt.parallel.pipeline import Pipeline
-
-    dtype = (
-        torch.float32 if plan.zero < 2 else plan.torch_dtype
-    )  # autocast leaves the residual stream in float32
+    # autocast leaves the residual stream in float32
+    dtype = torch.float32 if plan.zero < 2 else plan.torch_dtype
     return Pipeline(model, mesh, plan.pp_schedule, dtype, device, mesh.tp if splits_sequence else 1)
 
 

@@ -5,9 +5,8 @@ micro-batches pass through the stages. The schedules are those of torch.distribu
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
@@ -23,7 +22,7 @@ from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.shares import Share
 
-Timer = Callable[[str], AbstractContextManager]  # such as clock.Clock: times a block of code under a name
+Timer = Callable[[str], AbstractContextManager]  # such as Clock.part: times a block of code under a name
 # the last stage returns a view, see Stage.forward: nothing changes the view in place
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 # setting -> class of torch.distributed.pipelining. GPipe: Huang et al. 2018, arXiv:1811.06965. 1F1B and
@@ -124,7 +123,7 @@ class Stage(nn.Module):
         """
         model = self.methods[0]
         if positions is None:  # a training batch
-            positions = model.positions(0, model.config.block_size, device=x.device)
+            positions = model.seams.positions(0, model.config.block_size, device=x.device)
         if self.is_first:
             x = model.embed(x, positions)
         x, own = model.run_blocks(self.blocks.items(), x, positions, caches)
@@ -164,68 +163,53 @@ def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     return stages
 
 
-def timed(function: Callable, clock: Timer, context: AbstractContextManager | None = None) -> Callable:
-    """Wrap a stage's forward or backward pass, so that it is timed: the rest of a step is the bubble."""
-
-    def timed_function(*args: object, **kwargs: object) -> object:
-        with clock("stages"), context or nullcontext():
-            return function(*args, **kwargs)
-
-    return timed_function
-
-
-def summing(backward: Callable, sums: FloatSums | ExactSums, module: nn.Module) -> Callable:
-    """Wrap a stage's backward pass, so that the gradients of a micro-batch are added to the sums."""
-
-    def backward_and_sum(micro_step: int, *args: object, **kwargs: object) -> object:
-        result = backward(micro_step, *args, **kwargs)
-        sums.start_micro_batch(micro_step)
-        sums.add_gradients(module)
-        return result
-
-    return backward_and_sum
-
-
-@dataclass
-class Pipeline:
+class Pipeline(nn.Module):
     """
-    This rank's stages and how micro-batches pass through them. The model's forward also goes through all
-    stages.
+    A model whose layers are divided over the ranks of a group, as it is called: this rank's stages and how
+    micro-batches pass through them.
 
     Args:
+        model: the model that `split_layers` has divided.
         dtype: the dtype of what stages send to each other.
         tp_parts: how many parts a sequence is divided into.
     """
 
-    model: nn.Module
-    mesh: Mesh
-    pp_schedule: str
-    dtype: torch.dtype
-    device: torch.device
-    tp_parts: int
-
-    def __post_init__(self) -> None:
-        self.group, self.stages, pp = self.mesh.group("pp"), self.model.stages, self.mesh.pp
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        pp_schedule: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp_parts: int,
+    ) -> None:
+        super().__init__()
+        self.model, self.mesh, self.pp_schedule = model, mesh, pp_schedule
+        self.dtype, self.device, self.tp_parts = dtype, device, tp_parts
+        self.config, self.arch, self.seams = model.config, model.arch, model.seams  # for generation.generate
+        self.group = mesh.group("pp")
+        self.stages = list(model.stages)
         owners = {
             s: dist.get_global_rank(self.group, r)
-            for r in range(pp)
-            for s in stages_of(r, pp, self.pp_schedule)
+            for r in range(mesh.pp)
+            for s in stages_of(r, mesh.pp, pp_schedule)
         }
         self.owners = [owners[s] for s in sorted(owners)]  # the rank that holds each stage
-        self.numbers = stages_of(self.mesh.index("pp"), pp, self.pp_schedule)
+        self.numbers = stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
         self.has_first, self.has_last = self.stages[0].is_first, self.stages[-1].is_last
-        self.model.forward = self.forward
 
     def prepare(
         self,
         share: Share,
         scaler: torch.amp.GradScaler,
         sums: FloatSums | ExactSums,
-        clock: Timer,
+        timer: Timer,
         autocast: AbstractContextManager,
     ) -> None:
         """Make the schedule for steps with this rank's share of a batch, whose gradients `sums` receives."""
         from torch.distributed import pipelining
+
+        from isogpt.parallel.pipeline_stage import TimedStage
 
         # if a stage fails, the library would log the whole schedule before the error is raised
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
@@ -242,22 +226,26 @@ class Pipeline:
             )
             leaves = (hidden, *routing_shapes(blocks[-1] + 1, share.rows, self.model.config))
             stages.append(
-                pipelining.PipelineStage(
-                    module, number, len(self.owners), self.device, arrives, leaves, group=self.group
+                TimedStage(
+                    module,
+                    number,
+                    len(self.owners),
+                    self.device,
+                    arrives,
+                    leaves,
+                    group=self.group,
+                    timer=timer,
+                    autocast=autocast,
+                    sums=sums,
                 )
             )
-            stages[-1].forward_one_chunk = timed(stages[-1].forward_one_chunk, clock, autocast)
-            backward = timed(stages[-1].backward_one_chunk, clock)
-            stages[-1].backward_one_chunk = summing(backward, sums, module)
-            stages[-1].backward_weight_one_chunk = timed(stages[-1].backward_weight_one_chunk, clock)
 
         def scaled_loss(output: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
             x, routing = output if isinstance(output, tuple) else (output, None)
-            with clock("stages"), autocast:
+            with timer("stages"), autocast:
                 return scaler.scale(self.model.predict(x, routing, targets, sums.loss_divisor)[1])
 
-        self.micro_steps, self.scaler, self.clock = share.micro_steps, scaler, clock
-        self.sums = sums
+        self.scaler, self.sums = scaler, sums
         self.schedule = getattr(pipelining, SCHEDULES[self.pp_schedule])(
             stages if stages_per_rank(self.pp_schedule) > 1 else stages[0],
             share.micro_steps,
@@ -269,7 +257,7 @@ class Pipeline:
         """The shape of what stages send to each other for these token ids."""
         return idx.size(0), idx.size(1) // self.tp_parts, self.model.config.n_embd
 
-    def step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """
         Run the forward and backward passes of a step's micro-batches (all ranks).
 
@@ -277,13 +265,10 @@ class Pipeline:
             This rank's share of the loss, such that the mean over all ranks is the global batch's mean: 0 on
             ranks without the last stage.
         """
-        with self.clock.on_cpu("data"):
-            micro_batches = [next(batches) for _ in range(self.micro_steps)]
         x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
         losses = []
         inputs, target = [x] if self.has_first else [], y if self.has_last else None
-        with self.clock("pipeline"):
-            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         # scaler.get_scale() would wait for the GPU
         scale = self.scaler.scale(torch.ones((), device=self.device))
         if not losses:

@@ -19,49 +19,48 @@ DTYPES = {
 LAYOUT = ("zero", "dp_replicate", "tp", "pp", "pp_schedule", "cp", "ep", "activation_checkpointing")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """
-    How a step is divided and what it computes. Fields that are settings of train.py use the same names and
-    defaults, but nothing is left open: `zero` is 3 with fsdp, `islands` is a number, and `dtype` is the dtype
-    to compute in.
+    How a step is divided and what it computes. Fields that are settings of train.py use the same names, but
+    leave nothing open: `zero` is 3 with fsdp, `islands` is a number, and `dtype` is the dtype to compute in.
     """
 
     # ranks
     world_size: int = 1
     device_type: str = "cpu"
-    dtype: str = "float32"
+    dtype: str
     # model
     model_args: dict = field(default_factory=dict)  # fields of GPTConfig; {}: the model is not known
     # step
-    batch_size: int = 12
-    gradient_accumulation_steps: int = 40
-    micro_batch: int = 12  # most sequences in a micro-batch: batch_size, or fewer where memory is short
-    optimizer: str = "adamw"
+    batch_size: int
+    gradient_accumulation_steps: int
+    micro_batch: int  # most sequences in a micro-batch: batch_size, or fewer where memory is short
+    optimizer: str
     # division
-    zero: int = 0
-    dp_replicate: int = 1
-    tp: int = 1
-    pp: int = 1
-    pp_schedule: str = "1f1b"
-    cp: int = 1
-    shares: str = "equal"
-    ep: int = 1
-    grad_sync: str = "auto"
-    cpu_offload: bool = False
-    grad_compression: str = "none"
-    islands: int = 1
-    local_steps: int = 1
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    outer_compression: str = "none"
-    outer_parts: int = 1
-    ddp_bucket_mb: float = 25.0
-    fsdp_prefetch: int = 1
-    activation_checkpointing: str = "none"
-    compile: bool = True
-    cuda_graphs: bool = False
-    exact: bool = False
+    zero: int
+    dp_replicate: int
+    tp: int
+    pp: int
+    pp_schedule: str
+    cp: int
+    shares: str
+    ep: int
+    grad_sync: str
+    cpu_offload: bool
+    grad_compression: str
+    islands: int
+    local_steps: int
+    outer_lr: float
+    outer_momentum: float
+    outer_compression: str
+    outer_parts: int
+    ddp_bucket_mb: float
+    fsdp_prefetch: int
+    activation_checkpointing: str
+    compile: bool
+    cuda_graphs: bool
+    exact: bool
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -83,13 +82,33 @@ class Plan:
         choices are the smaller micro-batch after running out of memory, and the layout of --layout=auto.
         """
         without_effect = ("micro_batch", "outer_lr", "outer_momentum")
-        found = {name: value for name, value in asdict(self).items() if name not in without_effect}
         coefficients = ("balance_loss", "router_z_loss")
-        found["model_args"] = {k: v for k, v in self.model_args.items() if k not in coefficients}
-        return found
+        model_args = {name: value for name, value in self.model_args.items() if name not in coefficients}
+        settings = {name: value for name, value in asdict(self).items() if name not in without_effect}
+        return settings | {"model_args": model_args}
 
 
-DEFAULTS = Plan()
+# a single process that takes no steps: nothing is divided, and what only training reads is None. sample.py
+# divides the model of this plan, and a planner keeps the settings that differ from it
+UNDIVIDED = Plan(
+    **dict.fromkeys(field.name for field in fields(Plan))
+    | {
+        "world_size": 1,
+        "dtype": "float32",
+        "model_args": {},
+        "zero": 0,
+        "dp_replicate": 1,
+        "tp": 1,
+        "pp": 1,
+        "pp_schedule": "1f1b",
+        "cp": 1,
+        "ep": 1,
+        "islands": 1,
+        "activation_checkpointing": "none",
+        "cuda_graphs": False,
+        "exact": False,
+    }
+)
 
 
 def normalized(config: dict) -> dict:
@@ -105,10 +124,8 @@ def plan_of(config: dict, islands: int, **decided: Any) -> Plan:
         islands: the number of islands. A single island takes no outer steps.
         decided: fields of Plan that are not settings, or that the settings leave open.
     """
-    values = {f.name: config[f.name] for f in fields(Plan) if f.name in config}
+    values = {field.name: config[field.name] for field in fields(Plan) if field.name in config}
     values |= {"zero": normalized(config)["zero"], "micro_batch": config["batch_size"], "islands": islands}
     if islands == 1:
-        values |= {
-            name: getattr(DEFAULTS, name) for name in ("local_steps", "outer_parts", "outer_compression")
-        }
+        values |= {"local_steps": 1, "outer_parts": 1, "outer_compression": "none"}
     return Plan(**values | decided)

@@ -1,6 +1,7 @@
 """Activation checkpointing: less memory for activations, which the backward pass computes again."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -43,19 +44,19 @@ def recompute(model: nn.Module, mode: str) -> None:
         {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if mode == "selective" else {}
     )
     for block in model.transformer.h[::every] if every else []:
-        block.forward = recomputed(block.forward, options)
+        block.seams = replace(block.seams, block=recomputing(options))
 
 
-def recomputed(forward: Callable, options: dict) -> Callable:
+def recomputing(options: dict) -> Callable:
     """
-    Wrap a block's forward so that it is recomputed. A function, since torch.compile skips a partial of
-    `checkpoint`.
+    What calls a block's computation so that it is recomputed. A function, since torch.compile skips a partial
+    of `checkpoint`.
     """
 
-    def recomputed_forward(*args: object) -> Tensor:
-        return checkpoint(forward, *args, use_reentrant=False, **options)
+    def recomputed_block(compute: Callable, *args: object) -> Tensor:
+        return checkpoint(compute, *args, use_reentrant=False, **options)
 
-    return recomputed_forward
+    return recomputed_block
 
 
 def recompute_every(mode: str) -> int:

@@ -7,15 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-# the names since torch 2.13, which warns about the old names; torch 2.11 provides only the old names
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from isogpt.common.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' parts, one after the other: (B, T / n, ...) -> (B, T, ...)."""
     parts = x.new_empty(dist.get_world_size(group), *x.shape)  # (n, B, T / n, ...)
-    all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
+    all_gather_single(parts.view(-1), x.contiguous().view(-1), group=group)
     return parts.movedim(0, 1).flatten(1, 2)
 
 
@@ -23,7 +21,7 @@ def scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the sum over the ranks: (B, T, ...) -> (B, T / n, ...)."""
     parts = x.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0).contiguous()  # (n, B, T / n, ...)
     total = torch.empty_like(parts[0])
-    reduce_scatter(total.view(-1), parts.view(-1), group=group)
+    reduce_scatter_single(total.view(-1), parts.view(-1), group=group)
     return total
 
 

@@ -4,11 +4,20 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
-from itertools import chain, count, pairwise
+from itertools import count, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 PADDING = -1  # the start of a padding row
+
+
+class Island(NamedTuple):
+    """Ranks that read a part of the batch together; without islands, all ranks read all of it."""
+
+    places: range  # of the part in the batch
+    rows_of: tuple[int, ...]  # rows of a micro-batch, by rank of the island
+    rank: int  # this rank's number among them
 
 
 @dataclass(frozen=True)
@@ -25,21 +34,19 @@ class Share:
     islands: tuple[int, ...] = ()  # sequences of each island; (): there are no islands
 
     @property
-    def island_sequences(self) -> int:
-        """How many sequences this rank's island reads; without islands, all of the batch."""
-        return len(self.island()[0])
-
-    def island(self) -> tuple[range, tuple[int, ...], int]:
-        """
-        This rank's island: (places of the island's sequences in the batch, rows of its ranks, this rank's
-        number).
-        """
+    def island(self) -> Island:
+        """This rank's island."""
         counts = self.islands or (self.sequences,)
         size = len(self.rows_of) // len(counts)
         number, rank = divmod(self.data_rank, size)
         start = sum(counts[:number])
-        places = range(start, start + counts[number])
-        return places, self.rows_of[number * size : (number + 1) * size], rank
+        rows_of = self.rows_of[number * size : (number + 1) * size]
+        return Island(range(start, start + counts[number]), rows_of, rank)
+
+    @property
+    def island_sequences(self) -> int:
+        """How many sequences this rank's island reads; without islands, all of the batch."""
+        return len(self.island.places)
 
     @property
     def rows(self) -> int:
@@ -51,18 +58,18 @@ class Share:
         The place in the batch of this rank's first row of a micro-step. Beyond the end of the batch, or of
         the island's part of it, it is the place that the row would have.
         """
-        places, rows_of, rank = self.island()
-        return places.start + micro_step * sum(rows_of) + sum(rows_of[:rank])
+        island = self.island
+        before = micro_step * sum(island.rows_of) + sum(island.rows_of[: island.rank])
+        return island.places.start + before
 
     def pick(self, starts: np.ndarray, micro_step: int) -> np.ndarray:
         """
         This rank's rows (rows,) of one micro-step, from the starts of the global batch; PADDING beyond the
         end of the batch, or of the island's part of it.
         """
-        places, _, _ = self.island()
-        first = self.first(micro_step)
-        mine = starts[min(first, places.stop) : min(first + self.rows, places.stop)]
-        return np.pad(mine, (0, self.rows - len(mine)), constant_values=PADDING)
+        first, end = self.first(micro_step), self.island.places.stop
+        picked = starts[min(first, end) : min(first + self.rows, end)]
+        return np.pad(picked, (0, self.rows - len(picked)), constant_values=PADDING)
 
     def padding(self) -> int:
         """How many rows of the global batch are padding."""
@@ -90,12 +97,10 @@ def share_of(
     """
     if len(set(speeds)) > 1:
         return uneven_share(sequences, data_rank, batch_size, speeds, islands)
-    most = -(-sequences // data_size)
-    micro_steps = -(-most // batch_size)
-    micro_steps = -(-micro_steps // pp) * pp
-    bounds = [i * sequences // islands for i in range(islands + 1)]
-    counts = tuple(end - start for start, end in pairwise(bounds)) if islands > 1 else ()
-    return Share(sequences, data_rank, micro_steps, (-(-most // micro_steps),) * data_size, counts)
+    most = quotient_up(sequences, data_size)
+    micro_steps = multiple_up(quotient_up(most, batch_size), pp)
+    rows = quotient_up(most, micro_steps)
+    return Share(sequences, data_rank, micro_steps, (rows,) * data_size, equal_islands(sequences, islands))
 
 
 def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: int, pp: int = 1) -> Share:
@@ -104,34 +109,26 @@ def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: i
     the layout: the ranks take turns. 8 micro-batches on 3 ranks are 3 micro-steps, and one rank reads only
     padding in the last micro-step.
     """
-    micro_steps = -(-sequences // (batch_size * data_size))
-    return Share(sequences, data_rank, -(-micro_steps // pp) * pp, (batch_size,) * data_size)
+    micro_steps = multiple_up(quotient_up(sequences, batch_size * data_size), pp)
+    return Share(sequences, data_rank, micro_steps, (batch_size,) * data_size)
 
 
-def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
-    """
-    A sentence about data ranks that compute less than they could, with what would use them; "" if all are
-    used. In other tools, more GPUs mean a larger batch; here, the batch of a step is fixed. Shares that a
-    user or a measurement has chosen are not judged.
-    """
-    ranks, rows = len(share.rows_of), share.rows
-    working = min(ranks, -(-share.sequences // rows))
-    if share.islands or len(set(share.rows_of)) > 1:
-        return ""
-    if working < ranks:
-        found = f"{ranks - working} of {ranks} data-parallel ranks read only padding"
-        aim = "To use all ranks"
-    elif rows < batch_size and share.micro_steps <= pp:
-        found = f"each rank computes {rows} sequences at a time, fewer than batch_size, {batch_size}"
-        aim = f"To compute {batch_size} at a time, which is faster for each sequence"
-    else:
-        return ""
-    steps = ranks * pp
-    return (
-        f"{found}: a step reads {share.sequences} sequences on any number of processes, for the same curve. "
-        f"{aim}, set --gradient_accumulation_steps={steps}. A step then reads {steps * batch_size} "
-        "sequences, which changes the curve"
-    )
+def quotient_up(n: int, divisor: int) -> int:
+    """n / divisor, rounded up."""
+    return -(-n // divisor)
+
+
+def multiple_up(n: int, factor: int) -> int:
+    """The smallest multiple of `factor` that is at least n."""
+    return quotient_up(n, factor) * factor
+
+
+def equal_islands(sequences: int, islands: int) -> tuple[int, ...]:
+    """The sequences of each island, which differ by at most one; () for a single island."""
+    if islands == 1:
+        return ()
+    bounds = [i * sequences // islands for i in range(islands + 1)]
+    return tuple(end - start for start, end in pairwise(bounds))
 
 
 def uneven_share(
@@ -141,13 +138,16 @@ def uneven_share(
     `share_of` for speeds that differ. All islands run as many micro-steps as the island that needs most.
     """
     size = len(speeds) // islands
-    by_island = [speeds[i * size : (i + 1) * size] for i in range(islands)]
+    speeds_by_island = [speeds[i * size : (i + 1) * size] for i in range(islands)]
     counts = (sequences,)
     if islands > 1:
-        _, counts = divide_rows(sequences, tuple(map(sum, by_island)), sequences)
-    micro_steps = max(divide_rows(n, own, batch_size)[0] for n, own in zip(counts, by_island, strict=True))
-    rows = [divide_rows(n, own, batch_size, micro_steps)[1] for n, own in zip(counts, by_island, strict=True)]
-    return Share(sequences, data_rank, micro_steps, tuple(chain(*rows)), counts if islands > 1 else ())
+        _, counts = divide_rows(sequences, tuple(map(sum, speeds_by_island)), sequences)
+    parts = list(zip(counts, speeds_by_island, strict=True))
+    micro_steps = max(divide_rows(n, island_speeds, batch_size)[0] for n, island_speeds in parts)
+    rows_of = []
+    for n, island_speeds in parts:
+        rows_of += divide_rows(n, island_speeds, batch_size, micro_steps)[1]
+    return Share(sequences, data_rank, micro_steps, tuple(rows_of), counts if islands > 1 else ())
 
 
 @lru_cache
@@ -156,19 +156,53 @@ def divide_rows(
 ) -> tuple[int, tuple[int, ...]]:
     """
     Return the fewest micro-steps for which no rank runs more than batch_size rows, and the rows of each rank.
-    There are at least `least` micro-steps, and at least 1 row on each rank, in proportion to the speeds. A
-    micro-step takes as long as the largest rows / speed: each row goes to the rank for which that becomes
-    the smallest. 48 sequences for speeds 2, 1 at batch_size 12 are 3 micro-steps of 11 and 5 rows.
+    There are at least `least` micro-steps, and at least 1 row on each rank, in proportion to the speeds. 48
+    sequences for speeds 2, 1 at batch_size 12 are 3 micro-steps of 11 and 5 rows.
     """
-    for micro_steps in count(max(least, -(-sequences // (batch_size * len(speeds))))):
-        rows, times = [1] * len(speeds), [(2 / speed, rank) for rank, speed in enumerate(speeds)]
-        heapify(times)  # each rank's time with one more row
-        for _ in range(len(speeds), -(-sequences // micro_steps)):
-            _, rank = times[0]
-            rows[rank] += 1
-            heapreplace(times, ((rows[rank] + 1) / speeds[rank], rank))
+    for micro_steps in count(max(least, quotient_up(sequences, batch_size * len(speeds)))):
+        rows = rows_by_speed(quotient_up(sequences, micro_steps), speeds)
         if max(rows) <= batch_size:
             return micro_steps, tuple(rows)
+
+
+def rows_by_speed(total: int, speeds: tuple[float, ...]) -> list[int]:
+    """
+    Divide the rows of a micro-step, of which each rank gets at least one. A micro-step takes as long as the
+    largest rows / speed: each row goes to the rank for which that becomes the smallest.
+    """
+    rows = [1] * len(speeds)
+    times = [(2 / speed, rank) for rank, speed in enumerate(speeds)]  # with one more row
+    heapify(times)
+    for _ in range(len(speeds), total):
+        _, rank = times[0]
+        rows[rank] += 1
+        heapreplace(times, ((rows[rank] + 1) / speeds[rank], rank))
+    return rows
+
+
+def about_unused_ranks(share: Share, batch_size: int, pp: int = 1) -> str:
+    """
+    A sentence about data ranks that compute less than they could, with what would use them; "" if all are
+    used. In other tools, more GPUs mean a larger batch; here, the batch of a step is fixed. Shares that a
+    user or a measurement has chosen are not judged.
+    """
+    if share.islands or len(set(share.rows_of)) > 1:
+        return ""
+    ranks, rows = len(share.rows_of), share.rows
+    working = min(ranks, quotient_up(share.sequences, rows))
+    if working < ranks:
+        observation = f"{ranks - working} of {ranks} data-parallel ranks read only padding"
+        aim = "To use all ranks"
+    elif rows < batch_size and share.micro_steps <= pp:
+        observation = f"each rank computes {rows} sequences at a time, fewer than batch_size, {batch_size}"
+        aim = f"To compute {batch_size} at a time, which is faster for each sequence"
+    else:
+        return ""
+    return (
+        f"{observation}: a step reads {share.sequences} sequences on any number of processes, for the same "
+        f"curve. {aim}, set --gradient_accumulation_steps={ranks * pp}. A step then reads "
+        f"{ranks * pp * batch_size} sequences, which changes the curve"
+    )
 
 
 def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]:
@@ -194,12 +228,12 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
         if data_size == 1:
             raise ValueError(
                 f"shares is {shares!r}, but there is only one data-parallel rank: set --shares=equal, or "
-                f"start more processes"
+                "start more processes"
             )
         example = spell_shares((*speeds, *(1.0,) * data_size)[:data_size])
         raise ValueError(
-            f"shares is {shares!r}, {len(speeds)} numbers for {data_size} data-parallel ranks: set one "
-            f"for each, such as --shares={example}"
+            f"shares is {shares!r}, {len(speeds)} numbers for {data_size} data-parallel ranks: set one for "
+            f"each, such as --shares={example}"
         )
     return speeds
 

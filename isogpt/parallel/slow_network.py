@@ -23,10 +23,19 @@ class SlowNetwork:
     compression: "Compression | None" = None
     islands: "Islands | None" = None
 
+    @property
+    def island(self) -> tuple[int, int]:
+        """(the number of this rank's island, how many islands there are)."""
+        return self.islands.mesh.rank_and_size("islands") if self.islands else (0, 1)
+
     def attach(self, model: nn.Module) -> None:
-        """Let DistributedDataParallel send compressed gradients, after its buckets are final."""
+        """
+        Let DistributedDataParallel send compressed gradients, after its buckets are final, and send again
+        what islands were sending when the checkpoint was saved (all ranks).
+        """
         if self.compression:
             self.compression.attach(model)
+        self.resume()
 
     def after_step(self, step: int) -> None:
         """Average the islands' weights, if that is due after this step (all ranks)."""
@@ -93,6 +102,7 @@ def keeps_errors(grad_compression: str) -> bool:
 def make_slow_network(model: nn.Module, mesh: Mesh, plan: Plan) -> SlowNetwork:
     """
     Make the SlowNetwork for the settings grad_compression, islands, local_steps and outer_* (all ranks).
+    `restart` is called when the model contains the weights to start from.
     """
     compression = islands = None
     if plan.grad_compression != "none" and mesh.replicas(plan.zero) > 1:
@@ -104,6 +114,4 @@ def make_slow_network(model: nn.Module, mesh: Mesh, plan: Plan) -> SlowNetwork:
         from isogpt.parallel.local_sgd import Islands
 
         islands = Islands(model, mesh, plan)
-    made = SlowNetwork(model, compression, islands)
-    made.restart(0)
-    return made
+    return SlowNetwork(model, compression, islands)

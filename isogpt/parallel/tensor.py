@@ -8,6 +8,7 @@ The table PLAN says what happens to each module; attach.py explains how it is ap
 """
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import torch
@@ -16,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.experts import ExpertLinear
 from isogpt.nn.kernels import VocabularyPart, summed_loss
-from isogpt.parallel.attach import Attachment, attach
+from isogpt.parallel.attach import Attachment, attach, replace_seams
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.sequence_collectives import Gather, ScatterSum
 
@@ -55,54 +57,77 @@ class TensorRanks:
         return ceil(self.vocab_size / self.count)
 
 
-def embed_own_ids(ranks: TensorRanks, wte: nn.Embedding, idx: Tensor) -> Tensor:
-    """
-    Look up an Embedding of which this rank holds some rows: (B, T) -> (B, T, C), or this rank's positions.
-    """
-    row, n = idx - ranks.longest * ranks.index, wte.weight.size(0)
-    is_mine = (row >= 0) & (row < n)
-    return ranks.sum(F.embedding(row.clamp(0, n - 1), wte.weight) * is_mine[..., None])
+class VocabularyEmbedding(nn.Module):
+    """An Embedding of which this rank holds some rows: (B, T) -> (B, T, C), or this rank's positions."""
+
+    def __init__(self, ranks: TensorRanks, wte: nn.Embedding) -> None:
+        super().__init__()
+        self.ranks, self.weight = ranks, wte.weight
+
+    def forward(self, idx: Tensor) -> Tensor:
+        row, n = idx - self.ranks.longest * self.ranks.index, self.weight.size(0)
+        is_mine = (row >= 0) & (row < n)
+        return self.ranks.sum(F.embedding(row.clamp(0, n - 1), self.weight) * is_mine[..., None])
 
 
-def embed_own_positions(ranks: TensorRanks, wpe: nn.Embedding, positions: Tensor) -> Tensor:
-    """Look up the embeddings of the positions that this rank holds: (T,) -> (T / tp, C)."""
-    if ranks.splits_sequence:
-        positions = positions.chunk(ranks.count)[ranks.index]
-    return type(wpe).forward(wpe, positions)
-
-
-def take_whole_sequence(ranks: TensorRanks, layer: nn.Module, x: Tensor, *others: object) -> object:
-    """Attention and MLP take the whole sequence: (B, T / tp, C) -> (B, T, C)."""
-    return type(layer).forward(layer, ranks.whole_sequence(x), *others)
-
-
-def row_parallel(ranks: TensorRanks, linear: nn.Linear, x: Tensor) -> Tensor:
+class RowParallelLinear(nn.Module):
     """A Linear layer of which each rank holds some columns; the bias is on every rank and is added once."""
-    y = ranks.sum(F.linear(x, linear.weight))
-    return y if linear.bias is None else y + linear.bias.to(y.dtype)
+
+    def __init__(self, ranks: TensorRanks, linear: nn.Linear) -> None:
+        super().__init__()
+        self.ranks, self.weight, self.bias = ranks, linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ranks.sum(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def sum_of_experts(ranks: TensorRanks, moe: nn.Module, y: Tensor) -> Tensor:
-    """The experts' weighted sum, of whose hidden features each rank has added some."""
-    return ranks.sum(y)
+class RowParallelExperts(ExpertLinear):
+    """
+    Linear layers of experts of which each rank holds some columns. The ranks' results are added after they
+    are weighted, see `sum_of_experts`, and so are the biases, which are on every rank.
+    """
+
+    def __init__(self, ranks: TensorRanks, linear: ExpertLinear) -> None:
+        nn.Module.__init__(self)
+        self.ranks, self.weight, self.bias = ranks, linear.weight, linear.bias
+
+    def expert_biases(self, dtype: torch.dtype, n_expert: int) -> Tensor:
+        """This rank's share of the bias of each expert, (E, out)."""
+        return 1 / self.ranks.count * super().expert_biases(dtype, n_expert)
 
 
-def share_of_bias(ranks: TensorRanks, linear: nn.Module, bias: Tensor) -> Tensor:
-    """`sum_of_experts` adds the bias of every rank."""
-    return 1 / ranks.count * bias
+def own_positions(ranks: TensorRanks, wpe: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Position embeddings are looked up for the positions that this rank holds: (T,) -> (T / tp,)."""
+    (positions,) = args
+    return (positions.chunk(ranks.count)[ranks.index] if ranks.splits_sequence else positions,)
 
 
-def share_of_routing(ranks: TensorRanks, moe: nn.Module, *numbers: Tensor) -> Tensor:
+def whole_sequence(ranks: TensorRanks, layer: nn.Module, args: tuple) -> tuple:
+    """Attention and MLP take the whole sequence: (B, T / tp, C) -> (B, T, C)."""
+    x, *others = args
+    return ranks.whole_sequence(x), *others
+
+
+def sum_of_experts(ranks: TensorRanks, dropout: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """The experts' weighted sum, of whose hidden features each rank has added some, goes into the dropout."""
+    (y,) = args
+    return (ranks.sum(y),)
+
+
+def share_of_routing(
+    ranks: TensorRanks, moe: nn.Module, args: tuple, result: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
     """All ranks route the whole sequence: the sum of their shares is the result of one process."""
-    return type(moe).routing_of(moe, *numbers) / ranks.count
+    y, routing = result
+    return y, None if routing is None else routing / ranks.count
 
 
-def gather_logits(ranks: TensorRanks, head: nn.Linear, x: Tensor) -> Tensor:
+def all_logits(ranks: TensorRanks, head: nn.Module, args: tuple, logits: Tensor) -> Tensor:
     """
-    Compute all logits, in generation: (B, T, C) -> (B, T, V). The last rank's part of the vocabulary can be
-    shorter.
+    Gather the logits of the whole vocabulary, in generation: (B, T, V / tp) -> (B, T, V). The last rank's
+    part of the vocabulary can be shorter.
     """
-    logits = type(head).forward(head, x)  # (B, T, V / tp)
     logits = F.pad(logits, (0, ranks.longest - logits.size(-1))).contiguous()
     parts = [torch.empty_like(logits) for _ in range(ranks.count)]
     dist.all_gather(parts, logits, group=ranks.group)
@@ -110,7 +135,7 @@ def gather_logits(ranks: TensorRanks, head: nn.Linear, x: Tensor) -> Tensor:
 
 
 def vocabulary_parallel_loss(
-    ranks: TensorRanks, model: nn.Module, x: Tensor, weight: Tensor, targets: Tensor, cap: float
+    ranks: TensorRanks, x: Tensor, weight: Tensor, targets: Tensor, cap: float
 ) -> Tensor:
     """
     Compute summed_loss on (B, T / tp, C), with each rank's logits of a part of the vocabulary; equal on all
@@ -138,24 +163,23 @@ ATTENTION, MLP = r"transformer\.h\.\d+\.attn", r"transformer\.h\.\d+\.mlp"
 # Column-parallel layers (rows of the weight, dimension 0) come before row-parallel layers (columns of the
 # weight, dimension 1). All parameters without a dimension here are on every rank.
 PLAN = (
-    Attachment(r"transformer\.wte", dim=0, function="forward", replacement=embed_own_ids),
-    Attachment(r"transformer\.wpe", function="forward", replacement=embed_own_positions),
-    Attachment(ATTENTION, function="forward", replacement=take_whole_sequence),
+    Attachment(r"transformer\.wte", dim=0, becomes=VocabularyEmbedding),
+    Attachment(r"transformer\.wpe", inputs=own_positions),
+    Attachment(ATTENTION, inputs=whole_sequence),
     Attachment(rf"{ATTENTION}\.c_attn", dim=0, sections=heads_of_qkv),
-    Attachment(rf"{ATTENTION}\.c_proj", dim=1, function="forward", replacement=row_parallel),
-    Attachment(MLP, function="forward", replacement=take_whole_sequence),
-    Attachment("lm_head", dim=0, function="forward", replacement=gather_logits),
-    Attachment("", function="loss", replacement=vocabulary_parallel_loss),
+    Attachment(rf"{ATTENTION}\.c_proj", dim=1, becomes=RowParallelLinear),
+    Attachment(MLP, inputs=whole_sequence),
+    Attachment("lm_head", dim=0, output=all_logits),
 )
 MLP_PLAN = (
     Attachment(rf"{MLP}\.(c_gate|c_fc)", dim=0),
-    Attachment(rf"{MLP}\.c_proj", dim=1, function="forward", replacement=row_parallel),
+    Attachment(rf"{MLP}\.c_proj", dim=1, becomes=RowParallelLinear),
 )
 EXPERTS_PLAN = (
-    Attachment(MLP, function="routing_of", replacement=share_of_routing),
-    Attachment(MLP, function="add_up", replacement=sum_of_experts),
+    Attachment(MLP, output=share_of_routing),
     Attachment(rf"{MLP}\.experts\.(c_gate|c_fc)", dim=0, sections=features_of_experts),
-    Attachment(rf"{MLP}\.experts\.c_proj", dim=1, function="share_bias", replacement=share_of_bias),
+    Attachment(rf"{MLP}\.experts\.c_proj", dim=1, becomes=RowParallelExperts),
+    Attachment(rf"{MLP}\.dropout", inputs=sum_of_experts),
 )
 
 
@@ -170,3 +194,4 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
     c = model.config
     ranks = TensorRanks(mesh.group("tp"), mesh.index("tp"), mesh.tp, splits_sequence, c.vocab_size)
     attach(model, PLAN + (EXPERTS_PLAN if c.n_expert else MLP_PLAN), mesh, "tp", ranks)
+    replace_seams(model, loss=partial(vocabulary_parallel_loss, ranks))

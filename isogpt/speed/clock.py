@@ -5,63 +5,113 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+TIMED_ON_CPU = ("data",)  # the CPU waits for data; in the GPU's queue there is nothing to see
 WAITING = "after the last gradient"  # the end of a backward pass, see Clock.find_waiting
 NOT_OF_STEPS = ("evaluation", "save")
-INSIDE_OTHERS = (WAITING, "stages")  # parts of parts
+INSIDE_OTHERS = (WAITING, "stages")  # parts of laps
+
+
+class Mark(NamedTuple):
+    """A point in time: of the CPU's clock, and on a GPU also of its queue."""
+
+    seconds: float
+    event: torch.cuda.Event | None
 
 
 class Clock:
     """
-    Times the parts of a step: `with clock("forward"):`. On a GPU a part is timed by events, for which the CPU
-    does not wait; elsewhere by the CPU's clock. The profiler's trace shows the same names.
+    Times the laps of a step, as a stopwatch does: each ends the span that began with the lap before.
+
+        clock.start()
+        x, y = next(batches)
+        clock.lap("data")
+        logits, loss = model(x, y)
+        clock.lap("forward")
+        ...
+        clock.step()
+
+    Laps of a step that have the same name are added. On a GPU a mark is an event in its queue, for which the
+    CPU does not wait; elsewhere the CPU's time. `part` times a block that is not a lap.
+
+    All steps of a run consist of the same laps. From the second step on, the clock thus knows the name of the
+    lap that has begun: the watchdog reports it, and the profiler's trace shows it.
 
     Args:
-        nvtx: on a GPU, also mark the parts as NVTX ranges, which NVIDIA's Nsight Systems shows.
+        nvtx: on a GPU, also mark laps and parts as NVTX ranges, which NVIDIA's Nsight Systems shows.
     """
 
     def __init__(self, device: torch.device, nvtx: bool = False) -> None:
-        self.on_gpu, self.now = device.type == "cuda", {}
+        self.on_gpu = device.type == "cuda"
         self.nvtx = nvtx and self.on_gpu and has_nvtx()
-        self.finds_waiting, self.last_gradient = False, None
-        # for the watchdog: a number that grows with each part, and the current part
+        # for the watchdog: a number that grows with each mark, and what the main thread does
         self.count, self.doing = 0, "the first step"
-        self.cpu = {}  # ms of parts of the current step that are timed on the CPU
-        self.waiting, self.steps = deque(), deque(maxlen=1000)  # {part: ms} for each step
+        self.finds_waiting = False
+        self.previous: Mark | None = None  # where the present lap began
+        self.last_gradient: Mark | None = None
+        self.range = ExitStack()  # the present lap in the profiler's trace
+        self.laps: list[str] = []  # of this step
+        self.laps_of_a_step: list[str] = []  # of the step before
+        self.spans: dict[str, list[tuple[Mark, Mark]]] = {}  # of this step
+        self.cpu: dict[str, float] = {}  # ms of this step's laps that are timed on the CPU
+        self.pending = deque()  # (spans, cpu) of steps whose events the GPU may not have passed
+        self.steps = deque(maxlen=1000)  # {part: ms} of each step
+
+    def start(self) -> None:
+        """Begin a step, and its first lap."""
+        self.laps, self.last_gradient = [], None
+        self.begin_lap(self.mark())
+
+    def lap(self, name: str) -> None:
+        """End a lap: what happened since the lap before, or since `start`. The next lap begins."""
+        now = self.mark()
+        self.range.close()
+        self.laps.append(name)
+        if name in TIMED_ON_CPU:
+            self.cpu[name] = self.cpu_ms(name) + (now.seconds - self.previous.seconds) * 1e3
+        else:
+            self.add(name, self.previous, now)
+        if name == "backward" and self.last_gradient:
+            self.add(WAITING, self.last_gradient, now)
+            self.last_gradient = None
+        self.begin_lap(now)
+
+    def begin_lap(self, now: Mark) -> None:
+        """Begin a lap, whose name is that of the same lap in the step before."""
+        self.previous = now
+        self.count += 1
+        number = len(self.laps)
+        if number < len(self.laps_of_a_step):
+            self.doing = self.laps_of_a_step[number]
+            self.show(self.doing, self.range)
+        elif self.laps:
+            self.doing = f"after {self.laps[-1]}"
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        with torch.profiler.record_function(name), self.range(name):
+    def part(self, name: str) -> Iterator[None]:
+        """Time a block that is not a lap: a piece of a lap, or something between two steps."""
+        with ExitStack() as shown:
+            self.show(name, shown)
             start = self.mark()
             self.count, self.doing = self.count + 1, name
             yield
             self.count, self.doing = self.count + 1, f"after {name}"
-            end = self.mark()
-            self.now.setdefault(name, []).append((start, end))
-            if self.last_gradient:
-                self.now.setdefault(WAITING, []).append((self.last_gradient, end))
-                self.last_gradient = None
+            self.add(name, start, self.mark())
 
-    @contextmanager
-    def on_cpu(self, name: str) -> Iterator[None]:
-        """Time a part by the CPU's clock, such as waiting for data, which the GPU does not see."""
-        start = time.perf_counter()
-        with self.range(name):
-            yield
-        self.cpu[name] = self.cpu_ms(name) + (time.perf_counter() - start) * 1e3
+    def add(self, name: str, start: Mark, end: Mark) -> None:
+        """Add a span to the step."""
+        self.spans.setdefault(name, []).append((start, end))
 
-    @contextmanager
-    def range(self, name: str) -> Iterator[None]:
-        """Mark the block as an NVTX range, if this was asked for."""
+    def show(self, name: str, shown: ExitStack) -> None:
+        """Show what follows in the profiler's trace, and as an NVTX range, until `shown` is closed."""
+        shown.enter_context(torch.profiler.record_function(name))
         if self.nvtx:
-            torch.cuda.nvtx.range_push(name)
-        yield
-        if self.nvtx:
-            torch.cuda.nvtx.range_pop()
+            shown.enter_context(torch.cuda.nvtx.range(name))
 
     def find_waiting(self, last: nn.Parameter | None) -> None:
         """
@@ -79,8 +129,7 @@ class Clock:
 
     def note_gradient(self, gradient: Tensor) -> None:
         """Note that the backward pass has computed all gradients: what follows is communication."""
-        if self.doing == "backward":
-            self.last_gradient = self.mark()
+        self.last_gradient = self.mark()
 
     def waiting_share(self) -> float:
         """
@@ -95,46 +144,50 @@ class Clock:
         ms = self.steps[-1]
         exposed = sum(ms.get(name, 0.0) for name in (WAITING, "reduce", "agree"))
         if "pipeline" in ms:
-            exposed += max(0.0, ms["pipeline"] - ms["stages"] - ms.get("data", 0.0))
+            exposed += max(0.0, ms["pipeline"] - ms["stages"])
         elif "backward" in ms and WAITING not in ms:
             return math.nan
         total = sum(value for name, value in ms.items() if name not in (*NOT_OF_STEPS, *INSIDE_OTHERS))
         return min(1.0, exposed / total)
 
     def cpu_ms(self, name: str) -> float:
-        """The milliseconds that a part timed by `on_cpu` has taken in this step."""
+        """Return the milliseconds of this step's laps with a name of TIMED_ON_CPU, up to now."""
         return self.cpu.get(name, 0.0)
 
-    def mark(self) -> object:
-        """The current time, or an event in the GPU's queue."""
+    def mark(self) -> Mark:
+        """Return the present."""
+        event = None
         if self.on_gpu:
-            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-        return time.perf_counter()
+            event = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return Mark(time.perf_counter(), event)
 
-    def elapsed_ms(self, start: object, end: object) -> float:
-        """Milliseconds between two marks."""
-        return start.elapsed_time(end) if self.on_gpu else (end - start) * 1e3
+    def elapsed_ms(self, start: Mark, end: Mark) -> float:
+        """Return the milliseconds between two marks."""
+        if self.on_gpu:
+            return start.event.elapsed_time(end.event)
+        return (end.seconds - start.seconds) * 1e3
 
     def step(self) -> None:
         """End a step."""
-        self.waiting.append((self.now, self.cpu))
-        self.now, self.cpu = {}, {}
-        if len(self.waiting) > 2:  # the GPU has passed all events of the step before the last one
-            parts, cpu = self.waiting.popleft()
-            self.steps.append(
-                {name: sum(self.elapsed_ms(*m) for m in marks) for name, marks in parts.items()} | cpu
-            )
+        self.laps_of_a_step = self.laps
+        self.pending.append((self.spans, self.cpu))
+        self.discard()
+        if len(self.pending) > 2:  # the GPU has passed all events of the step before the last one
+            spans, cpu = self.pending.popleft()
+            ms = {name: sum(self.elapsed_ms(*span) for span in marks) for name, marks in spans.items()}
+            self.steps.append(ms | cpu)
 
     def discard(self) -> None:
-        """Forget the parts of a step that is not taken."""
-        self.now, self.cpu, self.last_gradient = {}, {}, None
+        """Forget the laps of a step that is not taken."""
+        self.range.close()
+        self.laps, self.spans, self.cpu = [], {}, {}
 
     def last(self, name: str) -> float:
-        """A part's milliseconds in the latest step whose times are known; 0 before."""
+        """Return a part's milliseconds in the latest step whose times are known; 0 before."""
         return self.steps[-1].get(name, 0.0) if self.steps else 0.0
 
     def medians(self) -> dict[str, float]:
-        """The median of each part in milliseconds, over the last thousand steps."""
+        """Return the median of each part in milliseconds, over the last thousand steps."""
         names = self.steps[-1] if self.steps else {}
         return {name: statistics.median(s[name] for s in self.steps if name in s) for name in names}
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
+from isogpt.common.torch_versions import all_gather_single, reduce_scatter_single
 from isogpt.launch.process_group import connect_ranks, leave_process_group
 from isogpt.launch.together import gather_number
 
@@ -63,14 +64,11 @@ def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
     """Measure the collectives of n ranks with messages of `size` bytes, or slightly less (all ranks)."""
     whole, other = (torch.zeros(size // 4 // n * n, device=device) for _ in range(2))
     part, cells = torch.zeros(len(whole) // n, device=device), []
-    # the names since torch 2.13, which warns about the old names; torch 2.11 provides only the old names
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     # factor: bytes that each link carries per byte of the message
     for name, factor, function, *arguments in (
         ("all-reduce", 2 * (n - 1) / n, dist.all_reduce, whole),
-        ("all-gather", (n - 1) / n, gather, whole, part),
-        ("reduce-scatter", (n - 1) / n, scatter, part, whole),
+        ("all-gather", (n - 1) / n, all_gather_single, whole, part),
+        ("reduce-scatter", (n - 1) / n, reduce_scatter_single, part, whole),
         ("broadcast", 1.0, dist.broadcast, whole, 0),
         ("all-to-all", (n - 1) / n, dist.all_to_all_single, other, whole),
     ):

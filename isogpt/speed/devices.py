@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from isogpt.launch.device import synchronize
 from isogpt.launch.network import own_cores
 from isogpt.launch.together import gather_objects
-from isogpt.training.precision import DTYPES, is_emulated, set_numerics
+from isogpt.parallel.plan import DTYPES
+from isogpt.training.precision import is_emulated, set_numerics
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Gpu:
     plan: str = ""
 
 
+MI300X = "AMD Instinct MI300X( OAM)?"
 # data sheets by the device's name without 'NVIDIA', which must match as a whole: laptops' GPUs, MIG slices
 # and cards for PCIe are slower than the GPUs whose names they contain. Devices that are not listed are
 # measured. GeForce: the peak with accumulation in float32, which is half of the peak with accumulation in
@@ -110,9 +112,8 @@ GPUS = {
     "V100-SXM2-(16|32)GB": Gpu(125e12, 0.9e12),
     "V100-PCIE-(16|32)GB": Gpu(112e12),
     "T4": Gpu(65e12, 0.32e12),
-    "AMD Instinct MI300X( OAM)?": Gpu(1307e12, 5.3e12),
+    MI300X: Gpu(1307e12, 5.3e12),
 }
-
 
 BANDWIDTH = 0.85  # fraction of a data sheet's memory bandwidth that is reached
 REACHED = 0.7  # fraction of a data sheet's peak that a large matmul reaches, for --device_tflops
@@ -129,22 +130,16 @@ def described(
 
 
 HARDWARE = {
-    "h100": Hardware(
-        80, 0.65 * 989e12, BANDWIDTH * 3.35e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128
-    ),
-    "h200": Hardware(
-        141, 0.65 * 989e12, BANDWIDTH * 4.8e12, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128
-    ),
-    "a100": Hardware(80, 0.75 * 312e12, BANDWIDTH * 2.0e12, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
-    "4090": Hardware(24, 0.85 * 165e12, BANDWIDTH * 1.0e12, PCIE_4, SLOW_NETWORK),
+    "h100": described("H100( 80GB HBM3)?", 80, 0.65, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
+    "h200": described("H200", 141, 0.65, Link(8e-6, 350e9), Link(2e-5, 8 * 45e9), half=128),
+    "a100": described("A100-SXM4-80GB", 80, 0.75, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
+    "4090": described("RTX 4090", 24, 0.85, PCIE_4, SLOW_NETWORK),
     # The fractions and links from here to "5090" are assumptions: no published run was compared. PCIe has
     # version 3 on a T4, 5 on a 5090 and 4 on the other cards. Without NVLink, 10 Gbit/s between machines are
     # assumed, see --network.
     "a100-40gb": described("A100-SXM4-40GB", 40, 0.75, Link(8e-6, 230e9), Link(2e-5, 8 * 22e9)),
     "b200": described("B200", 180, 0.65, Link(8e-6, 700e9), Link(2e-5, 8 * 45e9), half=128),
-    "mi300x": described(
-        "AMD Instinct MI300X( OAM)?", 192, 0.45, Link(1e-5, 310e9), Link(2e-5, 8 * 45e9), half=128
-    ),
+    "mi300x": described(MI300X, 192, 0.45, Link(1e-5, 310e9), Link(2e-5, 8 * 45e9), half=128),
     "v100": described("V100-SXM2-(16|32)GB", 32, 0.7, Link(1e-5, 120e9), Link(2e-5, 4 * 11e9)),
     "l40s": described("L40S", 48, 0.65, PCIE_4, SLOW_NETWORK),
     "l4": described("L4", 24, 0.5, PCIE_4, SLOW_NETWORK),
@@ -153,11 +148,11 @@ HARDWARE = {
     "5090": described("RTX 5090", 32, 0.85, Link(1e-5, 40e9), SLOW_NETWORK),
     # one core, with gloo; `--hardware=this` measures
     "cpu": Hardware(
-        4,
-        40e9,
-        8e9,
-        Link(5e-4, 1e9),
-        Link(1e-3, 0.12e9),
+        memory_gb=4,
+        matmul=40e9,
+        bytes_per_s=8e9,
+        local=Link(5e-4, 1e9),
+        network=Link(1e-3, 0.12e9),
         half=16,
         attention=0.4,
         kernel_s=8e-6,
@@ -175,11 +170,9 @@ def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
         properties = torch.cuda.get_device_properties(device)
         gpu = known_gpu(properties.name)
         if gpu and gpu.plan:
-            return replace(
-                HARDWARE[gpu.plan],
-                memory_gb=properties.total_memory / 1e9,
-                bytes_per_s=BANDWIDTH * gpu.bytes_per_s,
-            )
+            bandwidth = BANDWIDTH * gpu.bytes_per_s
+            memory_gb = properties.total_memory / 1e9
+            return replace(HARDWARE[gpu.plan], memory_gb=memory_gb, bytes_per_s=bandwidth)
     return hardware_here(device, dtype, nproc, [])
 
 
@@ -194,39 +187,27 @@ def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: lis
     is_gpu, threads, cores = device.type == "cuda", torch.get_num_threads(), len(own_cores())
     if not is_gpu:
         torch.set_num_threads(cores)
-    matmul, narrow = measured_matmul(device, dtype), 64
-    a, b = (torch.randn(size, device=device).to(DTYPES[dtype]) for size in ((1024, narrow), (narrow, 1024)))
-    small = 2 * 1024 * narrow * 1024 / fastest(a.matmul, b)
-    q = torch.randn(4, 8, 512, 64, device=device).to(DTYPES[dtype])
-    causal = partial(F.scaled_dot_product_attention, key=q, value=q, is_causal=True)
-    attention = 2 * q.numel() * q.size(2) / fastest(causal, q)
-    tiny, links = torch.ones(1, device=device), links_of(collectives, is_gpu)
-    memory = (
-        torch.cuda.mem_get_info(device)[1]
-        if is_gpu
-        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
-    half, copy = narrow * max(0.0, matmul / small - 1), measured_copy(device)
-    found = Hardware(
-        memory / 1e9,
+    matmul, one = measured_matmul(device, dtype), torch.ones(1, device=device)
+    machine = Hardware(
+        memory_of(device) / 1e9,
         matmul,
-        copy,
-        half=half,
-        attention=attention / matmul,
-        kernel_s=fastest(tiny.add, tiny),
+        measured_copy(device),
+        half=measured_half(device, dtype, matmul),
+        attention=measured_attention(device, dtype) / matmul,
+        kernel_s=fastest(one.add, one),
         overlaps=is_gpu,
-        **links,
+        **links_of(collectives, is_gpu),
     )
     if is_gpu:
-        return found
+        return machine
     # a process is a device: it uses some of the cores, and shares them if there are more processes than cores
     torch.set_num_threads(threads)
     part = max(1, cores // nproc) / cores
     return replace(
-        found,
-        memory_gb=found.memory_gb / nproc,
-        matmul=part * matmul,
-        bytes_per_s=part * copy,
+        machine,
+        memory_gb=machine.memory_gb / nproc,
+        matmul=part * machine.matmul,
+        bytes_per_s=part * machine.bytes_per_s,
         sharing=max(1.0, nproc * part),
         fixed_gb=0.42 if nproc > 1 else 0.38,
     )
@@ -238,39 +219,50 @@ def links_of(collectives: list[dict], is_gpu: bool) -> dict:
     """
     usual = HARDWARE["4090" if is_gpu else "cpu"]
     links = {name: getattr(usual, name) for name in ("local", "network", "gather", "scatter")}
-    found = {
+    cells = {
         name: [cell for cell in collectives if cell["operation"] == name and "us" in cell]
         for name in ("all-reduce", "all-gather", "reduce-scatter")
     }
-    if not all(found.values()):
+    if not all(cells.values()):
         return links
-    large = [[cell["gb_per_s"] * 1e9 for cell in cells if cell["bytes"] >= 2**20] for cells in found.values()]
-    (reduce, gather, scatter), smallest = map(np.array, large), found["all-reduce"][0]
+    reduce, gather, scatter = (
+        np.array([cell["gb_per_s"] * 1e9 for cell in of_operation if cell["bytes"] >= 2**20])
+        for of_operation in cells.values()
+    )
+    smallest = cells["all-reduce"][0]
     latency = smallest["us"] * 1e-6 / (2 * ceil(log2(smallest["ranks"])))
-    # between computations, threads have to be woken up, which takes as long as a small collective
-    local = Link(latency if is_gpu else 2 * latency, float(np.median(reduce)))
-    slowness = {"gather": float(np.median(reduce / gather)), "scatter": float(np.median(reduce / scatter))}
-    return links | {"local": local} | slowness
+    if not is_gpu:  # between computations, threads have to be woken up, which takes as long
+        latency *= 2
+    return links | {
+        "local": Link(latency, float(np.median(reduce))),
+        "gather": float(np.median(reduce / gather)),
+        "scatter": float(np.median(reduce / scatter)),
+    }
 
 
 def named_hardware(
-    name: str, network_gbit: float, here: Hardware | None = None, memory_gb: float = 0.0, tflops: float = 0.0
+    name: str,
+    network_gbit: float,
+    machine: Hardware | None = None,
+    memory_gb: float = 0.0,
+    tflops: float = 0.0,
 ) -> Hardware:
     """
-    Return the Hardware with a name: a key of HARDWARE, or 'this' for the measured machine.
+    Return the Hardware with a name: a key of HARDWARE, or 'this' for `machine`, which was measured.
 
     Args:
         network_gbit: each machine's bandwidth to other machines (0: usual).
-        memory_gb, tflops: memory and peak of a different device that is otherwise like this one (0: as here).
+        memory_gb, tflops: memory and peak of a different card that is otherwise like this one (0: as here).
     """
-    found = here if name == "this" else HARDWARE[name]
+    hardware = machine if name == "this" else HARDWARE[name]
     if network_gbit:
-        found = replace(found, network=replace(found.network, bytes_per_s=network_gbit * 1e9 / 8 * 0.94))
+        network = replace(hardware.network, bytes_per_s=network_gbit * 1e9 / 8 * 0.94)
+        hardware = replace(hardware, network=network)
     if memory_gb:
-        found = replace(found, memory_gb=memory_gb)
+        hardware = replace(hardware, memory_gb=memory_gb)
     if tflops:
-        found = replace(found, matmul=REACHED * tflops * 1e12)
-    return found
+        hardware = replace(hardware, matmul=REACHED * tflops * 1e12)
+    return hardware
 
 
 def known_gpu(device_name: str) -> Gpu | None:
@@ -284,11 +276,8 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     (matmul FLOP/s of this device in `dtype`, source of the figure): from the data sheet, or measured here;
     (None, 'unknown') if neither is possible.
     """
-    if (
-        device.type == "cuda"
-        and dtype != "float32"
-        and (gpu := known_gpu(torch.cuda.get_device_name(device)))
-    ):
+    gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if gpu and dtype != "float32":
         return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), "data sheet"
     source = "measured matmul"
     if is_emulated(dtype, device):  # the model's kernels convert to float32, a plain matmul takes seconds
@@ -322,6 +311,28 @@ def measured_copy(device: torch.device) -> float:
     """Bytes/s read and written by a copy of 256 MiB."""
     source = torch.ones(2**26, device=device)
     return 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)
+
+
+def measured_half(device: torch.device, dtype: str, peak: float, narrow: int = 64) -> float:
+    """See Hardware.half, from a matmul with a small dimension. `peak`: the FLOP/s of a large matmul."""
+    shapes = ((1024, narrow), (narrow, 1024))
+    a, b = (torch.randn(shape, device=device).to(DTYPES[dtype]) for shape in shapes)
+    flops_per_s = 2 * 1024 * narrow * 1024 / fastest(a.matmul, b)
+    return narrow * max(0.0, peak / flops_per_s - 1)
+
+
+def measured_attention(device: torch.device, dtype: str) -> float:
+    """FLOP/s of causal attention."""
+    q = torch.randn(4, 8, 512, 64, device=device).to(DTYPES[dtype])
+    causal = partial(F.scaled_dot_product_attention, key=q, value=q, is_causal=True)
+    return 2 * q.numel() * q.size(2) / fastest(causal, q)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU's memory, otherwise of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def fastest(

@@ -1,12 +1,17 @@
 """
 Estimate by formula the memory that a training step needs: for `bench.py --estimate`, for plans, and for the
 message after running out of memory.
+
+A rank's memory has four parts: weights, gradients, the optimizer's state, and activations. The first three
+follow from the parameters that the rank holds (`RankPart`) and from how ZeRO divides them. The activations
+follow from the tokens of a micro-batch.
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 from isogpt.nn.architecture import ARCHS, GPTConfig
 from isogpt.nn.kernels import (
@@ -41,98 +46,16 @@ def memory_estimate(plan: Plan) -> dict[str, float]:
 
 
 def rank_estimate(plan: Plan, pp_rank: int) -> dict[str, float]:
-    """
-    `memory_estimate` for one rank of a pipeline. ZeRO divides all but the activations by the number of shards
-    (Rajbhandari et al. 2020, arXiv:1910.02054, section 5). Experts are divided by ep first, and then over the
-    ranks that hold the same experts: into as many shards in total.
-    """
-    zero, tp, ep = plan.zero, plan.tp, plan.ep
-    layers, edges, has_loss = pipeline_part(plan, pp_rank)
-    model_args = plan.model_args | {"n_layer": layers}
-    whole, experts = (count / tp for count in parameter_counts(model_args)[1:])
-    block = whole - experts + experts / ep
-    islands = max(1, plan.islands)
-    shards = max(1, plan.world_size // (islands * plan.dp_replicate * plan.pp * tp))
-    n, shard = block * layers + edges / tp, (whole * layers + edges / tp) / shards
-    size = plan.torch_dtype.itemsize
-    gathered_size = 4 if plan.exact else size  # with exact, autocast converts what has been gathered
-    weights, gradients, moments = 4 * n, 4 * n, 8 * (shard if zero >= 1 else n)
-    if plan.cuda_graphs and plan.device_type == "cuda":
-        gradients *= 2  # gradients of the graph, and gradients to which these are added
-    if plan.optimizer == "muon":  # one moment for the matrices of the blocks
-        moments -= 4 * layers * (whole / shards if zero >= 1 else block)
-    if zero >= 2:  # FSDP: shards in float32, and gathered units in the dtype to compute in
-        gathered_blocks = min(1 + plan.fsdp_prefetch, model_args["n_layer"])
-        # the root unit always stays gathered
-        gathered = n - block * (model_args["n_layer"] - gathered_blocks)
-        # in every micro-step, not only in the last micro-step
-        reduces_always = plan.grad_sync in ("auto", "every")
-        weights = 4 * shard + gathered_size * (n if zero == 2 else gathered)
-        gradients = 4 * shard + size * (gathered if reduces_always else n)
-    if plan.exact:  # the sums of all micro-batches, as 64-bit integers
-        gradients += 8 * (shard if zero >= 2 else n)
-    if plan.cpu_offload:
-        weights, moments = weights - 4 * shard, 0
-        if plan.grad_sync != "auto":  # 'auto' adds up the shards of the gradients on the device
-            gradients -= 4 * shard
-    own = shard if zero >= 2 else n
-    if keeps_errors(plan.grad_compression) and plan.world_size > islands:
-        moments += 4 * own  # the errors
-    # weights and momentum of the outer step; for one part, the weights that are sent and their change
-    if islands > 1:
-        moments += 8 * own + 8 * own / plan.outer_parts
-    mode, on_cpu = plan.activation_checkpointing, plan.device_type == "cpu"
-    activations = activation_bytes(
-        model_args,
-        plan.micro_batch,
-        size,
-        zero,
-        mode,
-        on_cpu,
-        tp,
-        plan.cp,
-        ep,
-        in_flight(plan, pp_rank),
-        has_loss,
-    )
-    parts = {"weights": weights, "gradients": gradients, "optimizer": moments, "activations": activations}
+    """Return `memory_estimate` for one rank of a pipeline."""
+    part = part_of(plan, pp_rank)
+    parts = {
+        "weights": weight_bytes(plan, part),
+        "gradients": gradient_bytes(plan, part),
+        "optimizer": optimizer_bytes(plan, part),
+        "activations": activation_bytes(plan, part, micro_batches_in_flight(plan, pp_rank)),
+    }
     parts["total"] = sum(parts.values())
-    return {name: part / 1e9 for name, part in parts.items()}
-
-
-def pipeline_part(plan: Plan, pp_rank: int) -> tuple[int, int, bool]:
-    """
-    Return a pipeline rank's number of blocks, number of other parameters, and whether the rank computes the
-    loss.
-    """
-    model_args, pp, schedule = plan.model_args, plan.pp, plan.pp_schedule
-    L, C, V = model_args["n_layer"], model_args["n_embd"], model_args["vocab_size"]
-    n, block, _ = parameter_counts(model_args)
-    if pp == 1:
-        return L, n - L * block, True
-    used = block - GPTConfig(**model_args).unused_count // L
-    flops = [2.0 * (used + model_args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
-    flops[-1] += 2.0 * V * C
-    stages, own = pp * stages_per_rank(schedule), stages_of(pp_rank, pp, schedule)
-    runs, is_first, is_last = cut_evenly(tuple(flops), stages), 0 in own, stages - 1 in own
-    edges = n - L * block if is_first else V * C
-    if is_first and not is_last and not model_args["tied"]:
-        edges -= V * C  # the head is on a different rank
-    return sum(len(runs[stage]) for stage in own), edges, is_last
-
-
-def in_flight(plan: Plan, pp_rank: int) -> float:
-    """
-    Return how many micro-batches' activations a pipeline rank holds at once, as a multiple of the activations
-    of all blocks of the rank.
-    """
-    pp, schedule = plan.pp, plan.pp_schedule
-    if pp == 1:
-        return 1
-    data_size = max(1, plan.world_size // (pp * plan.cp * plan.tp))
-    micro_steps = share_of(plan.sequences, 0, data_size, plan.micro_batch, pp).micro_steps
-    most = {"gpipe": micro_steps, "1f1b": pp - pp_rank, "zbv": pp}.get(schedule, (3 * pp - 1) / 2 - pp_rank)
-    return min(micro_steps, most)
+    return {name: size / 1e9 for name, size in parts.items()}
 
 
 def largest_micro_batch(plan: Plan, gb: float) -> int:
@@ -153,7 +76,8 @@ def memory_report(plan: Plan) -> str:
     Describe the parts of memory_estimate(plan), and the settings that would lower the total, each with the
     new total.
     """
-    parts, half = memory_estimate(plan), max(1, plan.micro_batch // 2)
+    parts = memory_estimate(plan)
+    half = max(1, plan.micro_batch // 2)
     full, fsdp = {"activation_checkpointing": "full"}, {"zero": 3}
     options = {f"--batch_size={half}": {"micro_batch": half}, "--activation_checkpointing=full": full}
     if plan.zero < 3 and plan.world_size > 1:
@@ -170,146 +94,346 @@ def memory_report(plan: Plan) -> str:
     return f"{text}; lower totals: {', '.join(lower)}" if lower else text
 
 
-def parameter_counts(model_args: dict) -> tuple[int, int, int]:
-    """Number of parameters of the whole model, of one block, and of all experts of a block."""
+# ------------------------------------------------------------------------------------------------------------
+# parameters
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of parameters."""
+
+    model: int
+    block: int  # of one block, with its experts
+    experts: int  # of all experts of a block
+
+
+def parameter_counts(model_args: dict) -> ParameterCounts:
+    """Count the parameters of a whole model."""
     return counts_of(tuple(model_args.items()))
 
 
 @lru_cache
-def counts_of(model_args: tuple[tuple[str, object], ...]) -> tuple[int, int, int]:
+def counts_of(model_args: tuple[tuple[str, object], ...]) -> ParameterCounts:
     """`parameter_counts`, cached: isogpt/speed/layouts.py asks for them thousands of times."""
     c = GPTConfig(**dict(model_args))
     C, qkv, experts = c.n_embd, sum(c.qkv_rows), c.n_expert * c.mlp_count
     norm = (2 if c.bias else 1) * C if ARCHS[c.arch].norm_weights else 0
     attention = C * (qkv + C) + (qkv + C if c.bias else 0)
-    # including the router
-    block = attention + 2 * norm + (c.n_expert * C + experts if c.n_expert else c.mlp_count)
-    total = c.n_layer * block + norm + c.vocab_size * C * (1 if c.tied else 2)
-    return total + (c.block_size * C if c.arch == "gpt2" else 0), block, experts
+    router_and_mlp = c.n_expert * C + experts if c.n_expert else c.mlp_count
+    block = attention + 2 * norm + router_and_mlp
+    embeddings_and_head = c.vocab_size * C * (1 if c.tied else 2)
+    positions = c.block_size * C if c.arch == "gpt2" else 0
+    return ParameterCounts(c.n_layer * block + norm + embeddings_and_head + positions, block, experts)
 
 
-def activation_bytes(  # noqa: PLR0913  (the terms of a formula)
-    model_args: dict,
-    rows: int,
-    size: int,
-    zero: int,
-    mode: str,
-    on_cpu: bool,
-    tp: int = 1,
-    cp: int = 1,
-    ep: int = 1,
-    in_flight: float = 1,
-    has_loss: bool = True,
-) -> float:
+@dataclass(frozen=True)
+class RankPart:
     """
-    Return the peak bytes of activations and of the backward pass's temporary tensors in a micro-step of
-    `rows` sequences.
+    What a rank of a pipeline holds of the model, before ZeRO divides it.
 
     Args:
-        size: bytes per element of the dtype to compute in.
-        in_flight: micro-batches at once in a pipeline.
-        has_loss: whether this rank computes the loss, as a pipeline's last stage does.
+        layers: number of blocks.
+        block: parameters of a block, without its experts.
+        block_experts: parameters of the experts that the rank holds of a block.
+        edges: parameters outside of the blocks: embeddings, the last norm, the head.
+        has_loss: whether the rank computes the loss, as a pipeline's last stage does.
     """
-    L, C, V = model_args["n_layer"], model_args["n_embd"], ceil(model_args["vocab_size"] / tp)
-    gathered_tokens = rows * model_args["block_size"] // cp  # tokens in attention, the MLP and the loss
-    tokens = gathered_tokens / tp
-    # autocast leaves the residual stream in float32, FSDP's mixed precision does not
-    stream = 4 if zero < 2 else size
-    kept, selective, temporary = block_activations(model_args, size, stream, on_cpu)
-    # the inputs of attention and MLP are gathered, and each rank routes all tokens
-    kept += (2 * size * C + routing_activations(model_args, size)) * (tp - 1)
-    # keys and values, gathered and then ordered, with their gradients
-    keys = 4 * size * C * model_args["n_kv_head"] // model_args["n_head"]
-    temporary += 2 * size * C * (tp - 1) + (2 * keys * cp if cp > 1 else 0)
-    loss_forward, loss_backward = (
-        loss_activations(gathered_tokens, V, C, size, on_cpu) if has_loss else (0, 0)
-    )
-    if model_args["arch"] == "nanochat" and has_loss:  # logits of the soft cap, before and after tanh
-        logits = 8 * gathered_tokens * V
-        loss_forward, loss_backward = loss_forward + logits, loss_backward + logits
 
-    every = recompute_every(mode)
+    layers: int
+    block: float
+    block_experts: float
+    edges: float
+    has_loss: bool
+
+    @property
+    def dense(self) -> float:
+        """Parameters other than experts."""
+        return self.layers * self.block + self.edges
+
+    @property
+    def experts(self) -> float:
+        """Parameters of experts."""
+        return self.layers * self.block_experts
+
+
+def part_of(plan: Plan, pp_rank: int) -> RankPart:
+    """Return what a rank of a pipeline holds."""
+    layers, edges, has_loss = stages_held(plan, pp_rank)
+    counts, tp = parameter_counts(plan.model_args), plan.tp
+    return RankPart(
+        layers=layers,
+        block=(counts.block - counts.experts) / tp,
+        block_experts=counts.experts / tp / plan.ep,
+        edges=edges / tp,
+        has_loss=has_loss,
+    )
+
+
+def stages_held(plan: Plan, pp_rank: int) -> tuple[int, int, bool]:
+    """
+    Return a pipeline rank's number of blocks, number of parameters outside of the blocks, and whether the
+    rank computes the loss.
+    """
+    args, pp, schedule = plan.model_args, plan.pp, plan.pp_schedule
+    L, C, V = args["n_layer"], args["n_embd"], args["vocab_size"]
+    n, block, _ = parameter_counts(args)
+    if pp == 1:
+        return L, n - L * block, True
+    used = block - GPTConfig(**args).unused_count // L
+    flops = [2.0 * (used + args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
+    flops[-1] += 2.0 * V * C
+    n_stages = pp * stages_per_rank(schedule)
+    runs = cut_evenly(tuple(flops), n_stages)
+    held = stages_of(pp_rank, pp, schedule)
+    has_first, has_last = 0 in held, n_stages - 1 in held
+    edges = n - L * block if has_first else V * C
+    if has_first and not has_last and not args["tied"]:
+        edges -= V * C  # the head is on a different rank
+    return sum(len(runs[stage]) for stage in held), edges, has_last
+
+
+# ------------------------------------------------------------------------------------------------------------
+# weights, gradients and the optimizer's state: float32, and with FSDP also units in the dtype to compute in.
+# ZeRO divides them by the number of shards (Rajbhandari et al. 2020, arXiv:1910.02054, section 5)
+
+
+def shard(plan: Plan, dense: float, experts: float) -> float:
+    """
+    Return how many of these parameters a rank's shard contains. Experts are divided by ep first, and then
+    over the ranks that hold the same experts: into as many shards in total.
+    """
+    shards = plan.world_size // (max(1, plan.islands) * plan.dp_replicate * plan.pp * plan.tp)
+    return (dense + experts * plan.ep) / max(1, shards)
+
+
+def gathered(plan: Plan, part: RankPart) -> float:
+    """
+    Return how many parameters ZeRO-3 has gathered at once: the root unit, which stays gathered, and the
+    blocks of which one computes while the others arrive.
+    """
+    blocks = min(1 + plan.fsdp_prefetch, part.layers)
+    return part.edges + blocks * (part.block + part.block_experts)
+
+
+def weight_bytes(plan: Plan, part: RankPart) -> float:
+    """Return the bytes of the weights on a rank's device."""
+    n = part.dense + part.experts
+    if plan.zero < 2:
+        return 4 * n
+    shards = 0 if plan.cpu_offload else 4 * shard(plan, part.dense, part.experts)
+    # with exact, autocast converts what has been gathered
+    size = 4 if plan.exact else plan.torch_dtype.itemsize
+    return shards + size * (n if plan.zero == 2 else gathered(plan, part))
+
+
+def gradient_bytes(plan: Plan, part: RankPart) -> float:
+    """Return the bytes of the gradients on a rank's device."""
+    kept = n = part.dense + part.experts
+    total = 4 * n
+    if plan.cuda_graphs and plan.device_type == "cuda":
+        total += 4 * n  # gradients of the graph, and gradients to which these are added
+    if plan.zero >= 2:
+        kept = shard(plan, part.dense, part.experts)
+        # 'auto' adds up the shards of the gradients on the device, and offloads the sum
+        total = 0 if plan.cpu_offload and plan.grad_sync != "auto" else 4 * kept
+        reduces_always = plan.grad_sync in ("auto", "every")  # in every micro-step, not only in the last
+        total += plan.torch_dtype.itemsize * (gathered(plan, part) if reduces_always else n)
+    if plan.exact:
+        total += 8 * kept  # the sums of all micro-batches, as 64-bit integers
+    return total
+
+
+def optimizer_bytes(plan: Plan, part: RankPart) -> float:
+    """
+    Return the bytes of the optimizer's moments on a rank's device, and of what compression and islands keep.
+    """
+    n, n_shard = part.dense + part.experts, shard(plan, part.dense, part.experts)
+    kept = n_shard if plan.zero >= 2 else n
+    total = 0.0
+    if not plan.cpu_offload:
+        total += 8 * (n_shard if plan.zero >= 1 else n)
+        if plan.optimizer == "muon":  # one moment for the matrices of the blocks
+            blocks = part.layers * part.block, part.experts
+            total -= 4 * (shard(plan, *blocks) if plan.zero >= 1 else sum(blocks))
+    islands = max(1, plan.islands)
+    if keeps_errors(plan.grad_compression) and plan.world_size > islands:
+        total += 4 * kept
+    if islands > 1:  # weights and momentum of the outer step; for one part, what is sent and its change
+        total += 8 * kept + 8 * kept / plan.outer_parts
+    return total
+
+
+# ------------------------------------------------------------------------------------------------------------
+# activations
+
+
+def micro_batches_in_flight(plan: Plan, pp_rank: int) -> float:
+    """
+    Return how many micro-batches' activations a pipeline rank holds at once, as a multiple of the activations
+    of all blocks of the rank.
+    """
+    pp, schedule = plan.pp, plan.pp_schedule
+    if pp == 1:
+        return 1
+    data_size = max(1, plan.world_size // (pp * plan.cp * plan.tp))
+    micro_steps = share_of(plan.sequences, 0, data_size, plan.micro_batch, pp).micro_steps
+    most = {"gpipe": micro_steps, "1f1b": pp - pp_rank, "zbv": pp}.get(schedule, (3 * pp - 1) / 2 - pp_rank)
+    return min(micro_steps, most)
+
+
+def activation_bytes(plan: Plan, part: RankPart, in_flight: float) -> float:
+    """
+    Return the peak bytes of activations and of the backward pass's temporary tensors in a micro-step: the
+    largest of four moments.
+
+    Args:
+        in_flight: see `micro_batches_in_flight`.
+    """
+    args, tp = plan.model_args, plan.tp
+    L, C = part.layers, args["n_embd"]
+    size, stream = plan.torch_dtype.itemsize, stream_size(plan)
+    gathered_tokens = plan.micro_batch * args["block_size"] // plan.cp  # in attention, the MLP and the loss
+    tokens = gathered_tokens / tp
+
+    # what the blocks keep; recomputed blocks keep a checkpoint
+    block = block_activations(plan)
+    # with tp, the inputs of attention and MLP are gathered, and each rank routes all tokens
+    kept = block.kept + (tp - 1) * (2 * size * C + routing_activations(args, size))
+    every = recompute_every(plan.activation_checkpointing)
     recomputed = ceil(L / every) if every else 0
-    checkpoint = selective if mode == "selective" else stream * C
+    checkpoint = block.selective if plan.activation_checkpointing == "selective" else stream * C
     blocks = in_flight * tokens * ((L - recomputed) * kept + recomputed * checkpoint)
-    if model_args.get("dropout"):
-        blocks += tokens * C * (stream if on_cpu else 1)  # the mask of the embeddings' dropout
-    norm = tokens * C * (stream + size)  # input and output of the last LayerNorm
+    if args.get("dropout"):
+        blocks += tokens * C * (stream if plan.device_type == "cpu" else 1)  # mask of the embeddings' dropout
+    last_norm = tokens * C * (stream + size)  # its input and output
 
     # autocast copies the weights; the backward pass of each block frees its copies. Recomputed blocks copy
     # twice: for the forward pass, which frees them at its end, and for their recomputation
-    copied = 2 if size == 2 and zero < 2 else 0  # bytes of a copy's element
-    _, block, experts = parameter_counts(model_args)
-    block_copy, head_copy = copied * (block - experts) / tp, copied * V * C if has_loss else 0
-    expert_copy = copied * experts / (ep * tp)  # not a copy by autocast: a recomputed block frees it at once
-    copies = (L - recomputed) * (block_copy + expert_copy)
-    # gradient of lm_head, to which wte's gradient is added at the end of the backward pass
-    head_gradient = 4 * V * C if has_loss else 0
+    copied = 2 if size == 2 and plan.zero < 2 else 0  # bytes of a copy's element
+    dense_copy = copied * part.block
+    expert_copy = copied * part.block_experts  # a recomputed block frees it at once
+    copies = (L - recomputed) * (dense_copy + expert_copy)
 
-    end_of_forward = blocks + norm + copies + recomputed * block_copy + head_copy + loss_forward
-    start_of_backward = blocks + norm + copies + head_copy + loss_backward
-    last_block = blocks + copies + head_gradient + tokens * temporary
+    # the head and the loss
+    head = ceil(args["vocab_size"] / tp) * C if part.has_loss else 0  # weights
+    loss = loss_of_rank(plan, gathered_tokens) if part.has_loss else LossActivations(0, 0)
+
+    end_of_forward = blocks + last_norm + copies + recomputed * dense_copy + copied * head + loss.in_forward
+    start_of_backward = blocks + last_norm + copies + copied * head + loss.in_backward
+
+    temporary = block.temporary + 2 * size * C * (tp - 1)
+    if plan.cp > 1:  # keys and values, gathered and then ordered, with their gradients
+        temporary += 8 * size * plan.cp * C * args["n_kv_head"] // args["n_head"]
+    # to the gradient of the head, that of the embeddings is added at the end of the backward pass
+    last_block = blocks + copies + 4 * head + tokens * temporary
     # the gradient of the stacked experts
-    last_block += 4 * model_args.get("n_expert", 0) * C * model_args["n_hidden"] / (ep * tp)
+    last_block += 4 * args.get("n_expert", 0) * C * args["n_hidden"] / (plan.ep * tp)
     if recomputed:
-        last_block += block_copy + expert_copy
+        last_block += dense_copy + expert_copy
     if every and (L - 1) % every == 0:  # the last block is recomputed
         last_block += tokens * (kept - checkpoint)
-    # tied: gradients of lm_head and of wte, and their sum, besides the sum of earlier micro-steps
-    end_of_backward = (3 if model_args["tied"] else 1) * head_gradient
+
+    # tied: gradients of the head and of the embeddings, and their sum, besides the sum of earlier micro-steps
+    end_of_backward = (3 if args["tied"] else 1) * 4 * head
     return max(end_of_forward, start_of_backward, last_block, end_of_backward)
 
 
-def block_activations(model_args: dict, size: int, stream: int, on_cpu: bool) -> tuple[float, float, float]:
+def stream_size(plan: Plan) -> int:
     """
-    Return the activations of one block, in bytes per token.
+    Return the bytes of an element of the residual stream: autocast leaves it in float32, FSDP's mixed
+    precision does not.
+    """
+    return 4 if plan.zero < 2 else plan.torch_dtype.itemsize
+
+
+class BlockActivations(NamedTuple):
+    """
+    The activations of one block, in bytes per token.
+
+    Args:
+        kept: for the backward pass.
+        selective: for the backward pass, with selective recomputation.
+        temporary: what the block's backward pass allocates beyond what it has freed by then.
+    """
+
+    kept: float
+    selective: float
+    temporary: float
+
+
+def block_activations(plan: Plan) -> BlockActivations:
+    """
+    Return the activations of one block, as if tp and cp divided nothing.
 
     The derivation follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1), but without attention
     scores if the attention kernel recomputes them.
-
-    Args:
-        size: bytes per element of the dtype to compute in.
-        stream: bytes per element of the residual stream.
-
-    Returns:
-        (kept for the backward pass, kept by selective recomputation, and what the block's backward pass
-        allocates beyond what it has freed by then)
     """
-    C, H, T, dropout = (model_args.get(name, 0) for name in ("n_embd", "n_head", "block_size", "dropout"))
-    arch, hidden, keys = model_args["arch"], model_args["n_hidden"], C * model_args["n_kv_head"] // H
+    args, size, stream = plan.model_args, plan.torch_dtype.itemsize, stream_size(plan)
+    arch, C, hidden = args["arch"], args["n_embd"], args["n_hidden"]
+    keys = C * args["n_kv_head"] // args["n_head"]  # width of the keys, and of the values
     qkv = C + 2 * keys
-    longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO
-    if on_cpu and size == 2 and longest >= T:  # CPUHalfAttention
-        attention, attention_selective = size * (qkv + C), size * C  # q, k, v and the output
-        score_gradients = 3 * size * H * min(T, HALF_ATTENTION_CHUNK)
-        if dropout or T <= HALF_ATTENTION_KEEPS_UP_TO:
-            scores = size * H * min(T, (T + HALF_ATTENTION_CHUNK) / 2)
-            attention += 2 * scores if dropout else scores  # probabilities, and dropout's factors
-    elif on_cpu and dropout:  # PyTorch's CPU kernels lack dropout: attention is composed in float32
-        attention = 4 * qkv + size * C + 12 * H * T  # with three T x T matrices
-        attention_selective = 4 * C + 4 * H * T
-        score_gradients = 4 * H * T
-    else:  # FlashAttention (Dao et al. 2022, arXiv:2205.14135): q, k, v, the output and a logsumexp per head
-        attention, attention_selective, score_gradients = size * (qkv + C) + 4 * H, size * C + 4 * H, 0
+    attention = attention_activations(plan)
+    attention_kept = attention.kept
     if arch != "gpt2":
-        attention += size * (C + keys)  # the rotated queries and keys
+        attention_kept += size * (C + keys)  # the rotated queries and keys
+
     norms = 2 * (stream + size) * C + 16  # inputs, outputs and float32 statistics
     if arch == "llama":
         norms += 2 * size * C  # outputs before the multiplication by the weights
-    gated = arch == "llama"  # SwiGLU keeps the gate, its SiLU, the other factor and the product
-    n_expert = model_args.get("n_expert", 0)
-    active = model_args["n_expert_active"] if n_expert else 1  # MLPs for each token
+
+    n_expert = args.get("n_expert", 0)
+    active = args["n_expert_active"] if n_expert else 1  # MLPs for each token
+    is_gated = arch == "llama"  # SwiGLU keeps the gate, its SiLU, the other factor and the product
     # the hidden layer before and after the activation function
-    mlp = (4 if gated else 2) * size * hidden * active
-    mlp += routing_activations(model_args, size)
-    masks = 2 * C * (size if on_cpu else 1) if dropout else 0  # torch's masks use 1 byte per element
+    mlp = (4 if is_gated else 2) * size * hidden * active
+    mlp += routing_activations(args, size)
+
+    masks = 0
+    if args.get("dropout"):
+        masks = 2 * C * (size if plan.device_type == "cpu" else 1)  # torch's masks use 1 byte per element
     # results of the Linear layers and of the router
-    linear = size * (qkv + C + active * (C + (2 if gated else 1) * hidden)) + 4 * n_expert
+    linear = size * (qkv + C + active * (C + (2 if is_gated else 1) * hidden)) + 4 * n_expert
     # gradients of the residual stream, the block's output and the hidden layer
-    mlp_gradients = stream * C + size * active * (C + (3 if gated else 1) * hidden)
-    attention_gradients = stream * C + 2 * size * qkv + score_gradients - mlp
-    kept, selective = norms + attention + mlp + masks, stream * C + linear + attention_selective
-    return kept, selective, max(mlp_gradients, attention_gradients)
+    mlp_gradients = stream * C + size * active * (C + (3 if is_gated else 1) * hidden)
+    attention_gradients = stream * C + 2 * size * qkv + attention.score_gradients - mlp
+    return BlockActivations(
+        kept=norms + attention_kept + mlp + masks,
+        selective=stream * C + linear + attention.selective,
+        temporary=max(mlp_gradients, attention_gradients),
+    )
+
+
+class AttentionActivations(NamedTuple):
+    """
+    The activations of one attention, in bytes per token.
+
+    Args:
+        kept, selective: see BlockActivations.
+        score_gradients: what the backward pass allocates for the gradients of the scores.
+    """
+
+    kept: float
+    selective: float
+    score_gradients: float
+
+
+def attention_activations(plan: Plan) -> AttentionActivations:
+    """Return the activations of one attention by the kernel that the plan's device uses."""
+    args, size = plan.model_args, plan.torch_dtype.itemsize
+    C, H, T, dropout = args["n_embd"], args["n_head"], args["block_size"], args.get("dropout", 0)
+    on_cpu = plan.device_type == "cpu"
+    qkv = C + 2 * (C * args["n_kv_head"] // H)
+    longest = HALF_ATTENTION_UP_TO // 2 if dropout else HALF_ATTENTION_UP_TO
+    if on_cpu and size == 2 and longest >= T:  # CPUHalfAttention
+        kept = size * (qkv + C)  # q, k, v and the output
+        if dropout or T <= HALF_ATTENTION_KEEPS_UP_TO:
+            scores = size * H * min(T, (T + HALF_ATTENTION_CHUNK) / 2)
+            kept += 2 * scores if dropout else scores  # probabilities, and dropout's factors
+        return AttentionActivations(kept, size * C, 3 * size * H * min(T, HALF_ATTENTION_CHUNK))
+    if on_cpu and dropout:  # PyTorch's CPU kernels lack dropout: attention is composed in float32
+        kept = 4 * qkv + size * C + 12 * H * T  # with three T x T matrices
+        return AttentionActivations(kept, 4 * C + 4 * H * T, 4 * H * T)
+    # FlashAttention (Dao et al. 2022, arXiv:2205.14135): q, k, v, the output and a logsumexp per head
+    return AttentionActivations(size * (qkv + C) + 4 * H, size * C + 4 * H, 0)
 
 
 def routing_activations(model_args: dict, size: int) -> int:
@@ -325,17 +449,35 @@ def routing_activations(model_args: dict, size: int) -> int:
     return rows + (4 - size) * C + 8 * E + 32 * active
 
 
-def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> tuple[int, int]:
-    """Bytes that isogpt.nn.kernels.summed_loss allocates in the forward pass and in the backward pass."""
+class LossActivations(NamedTuple):
+    """Bytes that the head and the loss allocate in the forward pass and in the backward pass."""
+
+    in_forward: int
+    in_backward: int
+
+
+def loss_of_rank(plan: Plan, tokens: int) -> LossActivations:
+    """Return what the head and the loss of a micro-batch's tokens allocate on the rank that computes them."""
+    args = plan.model_args
+    V = ceil(args["vocab_size"] / plan.tp)
+    loss = loss_activations(tokens, V, args["n_embd"], plan.torch_dtype.itemsize, plan.device_type == "cpu")
+    # nanochat's soft cap keeps float32 logits before and after tanh
+    capped = 8 * tokens * V if args["arch"] == "nanochat" else 0
+    return LossActivations(loss.in_forward + capped, loss.in_backward + capped)
+
+
+def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> LossActivations:
+    """Return what isogpt.nn.kernels.summed_loss allocates, with elements of `size` bytes."""
     unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V)
     if tokens <= max(1, unchunked // V):
         # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two
         # gradients
-        return 10 * tokens * V, 12 * tokens * V
+        return LossActivations(10 * tokens * V, 12 * tokens * V)
     gradients = 4 * V * C + size * tokens * C  # gradients of the weight, in float32, and of the hidden states
     logits = size * V * min(tokens, max(1, per_chunk // V))
     weight_part = (size if on_cpu else 4) * min(per_chunk_float, V * C)
     if size == 4:
-        return gradients + logits + weight_part, gradients + 4 * V * C
+        return LossActivations(gradients + logits + weight_part, gradients + 4 * V * C)
     logits_float = 4 * V * min(tokens, max(1, per_chunk_float // V))
-    return gradients + logits + max(logits_float, weight_part), gradients + (4 + size) * V * C
+    in_forward = gradients + logits + max(logits_float, weight_part)
+    return LossActivations(in_forward, gradients + (4 + size) * V * C)

@@ -4,21 +4,29 @@ parallel.plan.Plan; layouts.py ranks the layouts among which --layout=auto choos
 """
 
 from dataclasses import asdict, replace
+from math import gcd
 from pathlib import Path
 
+import torch
+
+from isogpt.checkpoint.folder import make_writable
 from isogpt.checkpoint.start import Start
-from isogpt.common.files import recorded
+from isogpt.common.files import record, recorded
 from isogpt.data.dataset import Dataset
+from isogpt.launch.launchers import rank_variables
 from isogpt.launch.process_group import Ranks, island_count
 from isogpt.launch.together import broadcast, exit_together, gather_objects
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import Plan, plan_of
 from isogpt.parallel.shares import parse_shares
-from isogpt.speed import layouts
+from isogpt.speed.devices import hardware_of
+from isogpt.speed.layouts import best_of_layouts, check_fits, is_valid, ranked, reason, typed
 from isogpt.training import precision
-from isogpt.training.settings import check_degrees, fit_model_args
+from isogpt.training.degrees import check_degrees
+from isogpt.training.settings import fit_model_args
 
+LAYOUT_FILE = "layout.json"  # the layout that layout=auto has chosen, in out_dir
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
 
@@ -56,8 +64,51 @@ def with_best_layout(plan: Plan, ranks: Ranks, out_dir: str) -> Plan:
     settings = {}
     with exit_together():
         if ranks.is_main:
-            settings = layouts.choose(plan, ranks, out_dir)
+            settings = choose_layout(plan, ranks, out_dir)
     return replace(plan, **broadcast(settings))
+
+
+def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
+    """
+    Choose the settings of the fastest layout for these processes, with --layout=auto (rank 0). They are
+    printed with the reason, and recorded in out_dir: a restart of the same job on as many processes uses the
+    same layout. On a different number of processes, the layout is planned again.
+
+    Raises:
+        ValueError: no layout fits, or out_dir cannot be written to.
+    """
+    per_node = gcd(plan.world_size, rank_variables()[3])
+    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
+    job = plan.job() | {"per_node": per_node, "device": name}
+    make_writable(out_dir)
+    path = Path(out_dir) / LAYOUT_FILE
+    settings = recorded(path, job)
+    if settings and is_usable(settings, plan):
+        print(f"layout:  {typed(settings)}, recorded in {path}", flush=True)
+        return settings
+    hw = hardware_of(ranks.device, plan.dtype, per_node)
+    predictions = ranked(plan, hw, per_node)
+    check_fits(predictions, plan, hw, per_node)
+    best, *others = best_of_layouts(predictions)
+    print(
+        f"layout:  {typed(best.settings)}, the fastest of {1 + len(others)} by prediction: "
+        f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB",
+        flush=True,
+    )
+    for other in others[:2]:
+        print(f"         {typed(other.settings)}: {reason(other, best)}", flush=True)
+    record(path, job, best.settings)
+    return best.settings
+
+
+def is_usable(settings: object, plan: Plan) -> bool:
+    """Whether a recorded choice, which someone may have edited, is a layout for the same global batch."""
+    if not isinstance(settings, dict) or not settings.keys() <= plan.layout_settings().keys():
+        return False
+    if any(type(value) is not type(getattr(plan, name)) for name, value in settings.items()):
+        return False
+    new = replace(plan, **settings)
+    return new.sequences == plan.sequences and is_valid(new)
 
 
 def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:

@@ -1,65 +1,153 @@
-"""Report on a launch of train.py, for bench.py: figures, parts of a step, and why the launch failed."""
+"""bench.py's report on one launch: the parts of a step, and how far it is from the limits of the device."""
 
-import re
+import os
+import shutil
 from pathlib import Path
-from statistics import mean, median
 
-from isogpt.common.files import read_records
+import torch
+
+from isogpt.launch.network import own_cores
 from isogpt.parallel.mesh import bubble_formula
 from isogpt.parallel.shares import share_of
 from isogpt.speed.collective_speeds import shown
-from isogpt.speed.memory import OUT_OF_MEMORY
-from isogpt.speed.profiler import traced_collectives
+from isogpt.speed.devices import measured_copy, measured_matmul
+from isogpt.speed.launches import Launches
+from isogpt.training.precision import set_numerics
+
+# files that a launch with a profile may write, and where to look at them. memory.pickle: on a GPU
+VIEWERS = {"trace.json": "ui.perfetto.dev", "memory.pickle": "pytorch.org/memory_viz"}
 
 
-def own_lines(errors: str) -> str:
+def report_step(launches: Launches, settings: dict, steps: int, device: torch.device) -> dict:
     """
-    Return what train.py wrote to stderr, without torchrun's warnings before and torchrun's report of a
-    failure after.
+    Launch train.py (all ranks); print the parts of a step and how close the step is to the device's limits.
+
+    Args:
+        settings: train.py's.
+
+    Raises:
+        ValueError: train.py failed.
     """
-    return re.sub(r"^[WI]\d{4} .*\n", "", re.split(r"^E\d{4} ", errors, flags=re.M)[0], flags=re.M)
+    processes = settings["nproc"]
+    runs = [launches.run(settings, steps, show=True)]
+    if processes > 1 and settings["grad_sync"] != "never" and "problem" not in runs[0]:
+        if launches.rank == 0:
+            print("\nonce more, without communication (grad_sync never)", flush=True)
+        runs.append(launches.run(settings | {"grad_sync": "never"}, steps))
+    for run in runs:
+        if "problem" in run:
+            raise ValueError(f"train.py failed: {run['problem']}")
+    if launches.rank > 0:
+        return {}
+    run, *without_communication = runs
+    report = {"run": run, "split_ms": split_step(*runs), "limits": limits(run, device)}
+    print_step(report, steps)
+    if launches.profile:
+        report["operators"] = keep_profile(Path(run["settings"]["out_dir"]))
+    return report
 
 
-def reason_for(code: int, errors: str) -> str:
-    """Why a launch failed, in one line, from its exit status and stderr."""
-    if OUT_OF_MEMORY.search(errors):
-        return "out of memory"
-    if code == -9 or "Signal 9 (SIGKILL)" in errors:
-        return "killed (SIGKILL), probably because the machine ran out of memory"
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in own_lines(errors).splitlines()]
-    lines = [
-        x
-        for x in lines
-        if x.strip() and not x.startswith((" ", "Traceback")) and "lost the connection" not in x
-    ]
-    messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (messages or lines or [f"exit status {code}"])[-1]
+def print_step(report: dict, steps: int) -> None:
+    """Print a report of a step as a table."""
+    run, best = report["run"], report["limits"]
+    processes = f"{run['processes']} process{'es' if run['processes'] > 1 else ''}"
+    print(f"\n{steps} steps of {run['tokens_a_step']:,} tokens on {processes}, {run['dtype']}; medians:")
+    print(f"  {'':13} {'mean of the ranks':>18} {'slowest rank':>13}")
+    print(f"  {'tokens/s':13} {run['tokens_per_s']:18,.0f}")
+    for name, ms in {"ms per step": run["step_ms"], **report["split_ms"]}.items():
+        print(f"  {name:13} {shown(ms['mean'], '.2f'):>18} {shown(ms['max'], '.2f'):>13}")
+    print(f"  {'memory':13} {run['memory_gb']['mean']:18.2f} {run['memory_gb']['max']:13.2f}  GB, peak")
+    print(f"  {'MFU':13} {shown(run['mfu'], '.1%'):>18}")
+    if "pipeline" in run["spans_ms"]:
+        print(f"  {'bubble share':13} {shown_bubble(bubble(run)):>18}  of the pipeline's time (by formula)")
+    matmul, copy = f"{best['matmul_tflops']:.3g} TFLOP/s", f"{best['copy_gb_per_s']:.1f} GB/s"
+    matmul_ratio, copy_ratio = shown(best["matmul_ratio"], ".1%"), shown(best["copy_ratio"], ".1%")
+    cached = " (the data stays in the cache)" if (best["copy_ratio"] or 0) > 1 else ""
+    print(f"  {'matmul peak':13} {matmul:>18}  of which the step reaches {matmul_ratio}")
+    print(f"  {'copy peak':13} {copy:>18}  of which the optimizer reaches {copy_ratio}{cached}")
 
 
-def figures(out: Path, timed: int) -> dict:
+def keep_profile(out: Path) -> str:
+    """Copy the files of a profile to the working directory, and print and return its table of operators."""
+    for name, viewer in VIEWERS.items():
+        if (out / name).exists():
+            print(f"wrote {shutil.copy(out / name, f'bench_{name}')} (open it in https://{viewer})")
+    operators = (out / "operators.txt").read_text()
+    print(operators)
+    return operators
+
+
+def limits(run: dict, device: torch.device) -> dict[str, float | None]:
     """
-    Return what train.py recorded in folder `out`: mostly medians over the timed steps of the ranks' mean and
-    maximum.
+    Measure the speed of matmuls and of copies on this device, and the fraction of each speed that the run
+    reached.
     """
-    records = read_records(out / "metrics.jsonl")
-    start, steps = records[0], [r for r in records if "step_ms" in r][-timed:]
-    config, mean_ms = start["config"], median(r["step_ms"] for r in steps)
-    tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
-    sends = steps[0]["bytes_sent"] is not None
-    # a mean over the steps, since some steps may send nothing
-    sent = {"mean": "bytes_sent", "max": "bytes_sent_max"}
-    return {name: start[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
-        "processes": start["world_size"],
-        "tokens_a_step": tokens,
-        "tokens_per_s": tokens / mean_ms * 1e3,
-        "step_ms": {"mean": mean_ms, "max": median(r["step_ms_max"] for r in steps)},
-        "spans_ms": records[-1]["spans_ms"],
-        "collectives_ms": traced_collectives(out / "trace.json", config["ep"] > 1),
-        "memory_gb": {"mean": steps[-1]["memory_gb"], "max": steps[-1]["memory_gb_max"]},
-        "mb_sent": {kind: mean(r[key] for r in steps) / 1e6 if sends else None for kind, key in sent.items()},
-        "mfu": median(r["mfu"] for r in steps) if start["peak_flops"] else None,
-        "settings": config,
+    if device.type == "cpu":
+        torch.set_num_threads(len(own_cores()))  # torchrun sets one thread
+    set_numerics(device, run["dtype"], False)
+    matmul, copy = measured_matmul(device, run["dtype"]), measured_copy(device)
+    settings, devices = run["settings"], run["processes"]
+    replicas = settings["dp_replicate"] if settings["zero"] else devices // (settings["tp"] * settings["pp"])
+    if device.type == "cpu":  # the processes of one machine share the cores
+        devices //= int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    # AdamW reads weights, gradients and two moments, and writes all but the gradients: seven float32
+    moved = 28 * run["parameters"] * replicas / (run["spans_ms"]["optimizer"]["mean"] / 1e3)
+    # with ep, ranks hold different numbers of copies of the experts and of the rest
+    is_known = not settings["cpu_offload"] and settings["ep"] == 1
+    return {
+        "matmul_tflops": matmul / 1e12,
+        "matmul_ratio": run["mfu"] * run["peak_flops"] / (matmul * devices) if run["mfu"] else None,
+        "copy_gb_per_s": copy / 1e9,
+        "copy_ratio": moved / (copy * devices) if is_known else None,
     }
+
+
+# ------------------------------------------------------------------------------------------------------------
+# the parts of a step
+
+
+def split_step(run: dict, silent: dict | None = None) -> dict[str, dict[str, float | None]]:
+    """
+    Return the parts of a step in milliseconds, each as the mean over the ranks and the slowest rank's.
+
+    The slowest rank's parts need not add up to the slowest step. In a pipeline, a rank computes in `stages`
+    and waits in the bubble.
+
+    Args:
+        silent: the same launch with grad_sync 'never', whose backward pass does not wait for other ranks. The
+            difference is the exposed communication, which no computation hides. The collectives of tp, cp and
+            ep, and what is reduced after the backward pass, are also exposed.
+    """
+    by_kind = {kind: split_of(run, silent, kind) for kind in ("mean", "max")}
+    return {name: {kind: by_kind[kind][name] for kind in by_kind} for name in by_kind["mean"]}
+
+
+def split_of(run: dict, silent: dict | None, kind: str) -> dict[str, float | None]:
+    """`split_step` for the mean over the ranks ('mean') or for the slowest rank ('max')."""
+    step_ms, ms = run["step_ms"][kind], spans_of(run, kind)
+    optimizer = ms["clip"] + ms["optimizer"]
+    exposed, collectives = None, {}
+    if silent:
+        silent_ms, collectives = spans_of(silent, kind), silent.get("collectives_ms", {})
+        exposed = silent_ms.get("reduce", 0.0) + sum(collectives.values())
+        has_replicas = run["processes"] > run["settings"]["tp"] * run["settings"]["pp"]
+        if has_replicas:  # a slower optimizer in one of the launches is not communication
+            silent_step_ms = silent["step_ms"][kind] - silent_ms["clip"] - silent_ms["optimizer"]
+            exposed += max(0.0, step_ms - optimizer - silent_step_ms)
+        ms["backward"] = min(ms.get("backward", 0.0), silent_ms.get("backward", 0.0))
+    parts = {"data wait": ms["data"]}
+    for name in ("stages",) if "pipeline" in ms else ("forward", "backward"):
+        parts[name] = max(0.0, ms[name] - collectives.get(name, 0.0))
+    if "pipeline" in ms:
+        parts["bubble"] = max(0.0, ms["pipeline"] - ms["stages"])
+    parts |= {"exposed comm": exposed, "optimizer": optimizer}
+    parts["other"] = max(0.0, step_ms - sum(value or 0.0 for value in parts.values()))
+    return parts
+
+
+def spans_of(run: dict, kind: str) -> dict[str, float]:
+    """What train.py's clock measured."""
+    return {name: span[kind] for name, span in run["spans_ms"].items()}
 
 
 def bubble(run: dict) -> dict[str, float | None]:
@@ -72,38 +160,6 @@ def bubble(run: dict) -> dict[str, float | None]:
     return {"measured": 1 - spans["stages"]["mean"] / spans["pipeline"]["mean"], "formula": formula}
 
 
-def shown_bubble(found: dict | None) -> str:
+def shown_bubble(shares: dict | None) -> str:
     """Format both figures of `bubble`; n/a without a pipeline."""
-    return f"{found['measured']:.1%} ({shown(found['formula'], '.1%')})" if found else "n/a"
-
-
-def split_step(run: dict, silent: dict | None) -> dict[str, dict[str, float | None]]:
-    """
-    Return the parts of a step in milliseconds, each as the mean over the ranks and the slowest rank's.
-
-    The slowest rank's parts need not add up to the slowest step. `silent` is the same launch with grad_sync
-    'never', whose backward pass does not wait for other ranks. The difference is the exposed communication,
-    which no computation hides. The collectives of tp, cp and ep, and what is reduced after the backward pass,
-    are also exposed. In a pipeline, a rank computes in `stages` and waits in the bubble.
-    """
-    parts = {}
-    for kind in ("mean", "max"):
-        step_ms, exposed = run["step_ms"][kind], None
-        ms = {name: span[kind] for name, span in run["spans_ms"].items()}
-        waits = (silent or {}).get("collectives_ms", {})
-        if silent:
-            other = {name: span[kind] for name, span in silent["spans_ms"].items()}
-            without = silent["step_ms"][kind] - other["clip"] - other["optimizer"]
-            # whether there are replicas, over which gradients are averaged
-            has_copies = run["processes"] > run["settings"]["tp"] * run["settings"]["pp"]
-            exposed = max(0.0, step_ms - ms["clip"] - ms["optimizer"] - without) if has_copies else 0.0
-            exposed += other.get("reduce", 0.0) + sum(waits.values())
-            ms["backward"] = min(ms.get("backward", 0.0), other.get("backward", 0.0))
-        names, part = ("stages",) if "pipeline" in ms else ("forward", "backward"), {"data wait": ms["data"]}
-        part |= {name: max(0.0, ms[name] - waits.get(name, 0.0)) for name in names}
-        part |= {"bubble": max(0.0, ms["pipeline"] - ms["stages"] - ms["data"])} if "pipeline" in ms else {}
-        part |= {"exposed comm": exposed, "optimizer": ms["clip"] + ms["optimizer"]}
-        part["other"] = max(0.0, step_ms - sum(value or 0.0 for value in part.values()))
-        for name, value in part.items():
-            parts.setdefault(name, {})[kind] = value
-    return parts
+    return f"{shares['measured']:.1%} ({shown(shares['formula'], '.1%')})" if shares else "n/a"

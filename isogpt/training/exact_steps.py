@@ -1,11 +1,9 @@
 """Optimizer steps whose bits do not depend on which rank holds which part of the parameters, for `exact`."""
 
-from functools import partial
-
 import torch
 
 from isogpt.training.muon import Muon
-from isogpt.training.optim import step_local_parts
+from isogpt.training.optim import AdamW
 
 # Fused AdamW on a CPU updates whole vectors of up to this many float32 numbers with different instructions
 # than the rest of a tensor, which rounds differently (torch 2.13). So AdamW's step pads to whole vectors.
@@ -21,5 +19,5 @@ def make_steps_exact(optimizers: list[torch.optim.Optimizer]) -> None:
         inner = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
         if isinstance(inner, Muon):
             inner.separately = True
-        elif inner.defaults["fused"]:
-            inner.step = partial(step_local_parts, inner, multiple=VECTOR)
+        elif isinstance(inner, AdamW) and inner.defaults["fused"]:
+            inner.multiple = VECTOR

@@ -4,18 +4,15 @@ The optimizers: which of them updates a parameter, at which rate and with which 
 Muon is in muon.py, the optimizers' state by parameter name in optimizer_state.py.
 """
 
-import inspect
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass, fields
-from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW
 from torch.optim.adamw import adamw as update_adamw
 
 from isogpt.launch.together import Gathered
@@ -23,7 +20,7 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import is_split, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.training.muon import Muon, Stack, stack_of
-from isogpt.training.optimizer_state import create_state
+from isogpt.training.optimizer_state import create_state, inner_optimizer
 from isogpt.training.step_numbers import StepNumbers
 
 BLOCK_MATRIX = "matrix of a block"  # of attention, of an MLP, or of all experts of a block
@@ -31,6 +28,64 @@ TOKEN_EMBEDDING = "token embedding"  # if it is not tied to the head
 OTHER_MATRIX = "other matrix"  # the head, a token embedding tied to the head, position embeddings, routers
 VECTOR = "vector"  # biases, weights of norms
 NAME_OF_BLOCK_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp|mlp\.experts)\.c_\w+\.weight")
+
+
+ADAMW_OPTIONS = ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
+
+
+class AdamW(torch.optim.AdamW):
+    """
+    torch.optim.AdamW, whose step updates this rank's parts of the parameters, which may be DTensors.
+
+    The arithmetic is the same, without DTensor's dispatch (a step of 148 small parameters takes 1.5 ms
+    instead of 4 on a CPU, torch 2.13), and without the import of torch.compile, only to exclude the step.
+    """
+
+    multiple = 1  # parts are padded to a multiple of this number of elements, see exact_steps.py
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters with a gradient."""
+        create_state(self)
+        # set by `step`, below
+        from_scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in params]
+            parts = [local_tensors(p, state) for p, state in zip(params, states, strict=True)]
+            padded = [pad_to_multiple(tensors, self.multiple) for tensors in parts]
+            beta1, beta2 = group["betas"]
+            update_adamw(
+                *([tensors[i] for tensors in padded] for i in range(4)),
+                max_exp_avg_sqs=[],
+                state_steps=[state["step"] for state in states],
+                beta1=beta1,
+                beta2=beta2,
+                **{name: group[name] for name in ADAMW_OPTIONS},
+                **from_scaler,
+            )
+            for tensors, copies in zip(parts, padded, strict=True):
+                copy_without_padding(copies, tensors)
+
+
+def local_tensors(p: nn.Parameter, state: dict[str, Tensor]) -> list[Tensor]:
+    """What this rank holds of a parameter, its gradient and AdamW's two moments, in AdamW's order."""
+    return [local(tensor) for tensor in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+
+
+def pad_to_multiple(tensors: list[Tensor], multiple: int) -> list[Tensor]:
+    """
+    The tensors, of equal shape, or padded flat copies if their number of elements is not a multiple.
+    """
+    missing = -tensors[0].numel() % multiple
+    return [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in tensors] if missing else tensors
+
+
+def copy_without_padding(padded: list[Tensor], tensors: list[Tensor]) -> None:
+    """Undo `pad_to_multiple`: copy the elements back to where it has taken them from."""
+    for source, target in zip(padded, tensors, strict=True):
+        if source is not target:
+            target.copy_(source[: target.numel()].view_as(target))
 
 
 class Rule(NamedTuple):
@@ -64,33 +119,9 @@ def role_of(name: str, p: Tensor, config: GPTConfig) -> str:
     return OTHER_MATRIX
 
 
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """train.py's settings of the optimizers, with train.py's defaults."""
-
-    optimizer: str = "adamw"
-    learning_rate: float = 6e-4
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    muon_lr: float = 0.02
-    embedding_lr: float = 0.0  # 0: learning_rate
-
-    @classmethod
-    def of(cls, config: dict) -> "OptimizerSettings":
-        """Select the settings of the optimizers from all settings, some of which may be missing."""
-        return cls(**{field.name: config[field.name] for field in fields(cls) if field.name in config})
-
-    def rate(self, name: str) -> float:
-        """The learning rate that a rule names."""
-        if name == "embedding_lr" and not self.embedding_lr:
-            return self.learning_rate
-        return getattr(self, name)
-
-
 def make_optimizers(
     model: nn.Module,
-    settings: OptimizerSettings,
+    config: dict,
     zero: int = 0,
     muon_dtype: torch.dtype = torch.float32,
     mesh: Mesh | None = None,
@@ -103,35 +134,31 @@ def make_optimizers(
     contains an `lr_scale`, see `set_rates`.
 
     Args:
+        config: train.py's settings.
         muon_dtype: the dtype in which Muon orthogonalizes.
         mesh: the ranks over which parameters and optimizer state are divided. Default: a single process.
     """
     mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
-    if device_type == "cpu":
-        # torch's optimizers import torch.compile when they are created, at their first step and when they are
-        # saved, only to exclude themselves. This takes 1 of the 3.4 s to the first step on a CPU, where
-        # nothing is compiled.
-        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-            method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-            method.__dict__.setdefault("__dynamo_disable", method)
-    betas, is_fused = (settings.beta1, settings.beta2), device_type in ("cuda", "cpu", "mps")
-    groups = groups_by_optimizer(model, settings)
+    groups = groups_by_optimizer(model, config)
     optimizers = []
-    for cls in (AdamW, Muon):
-        for are_experts, axes in ((False, ("dp_shard", "ep", "cp")), (True, ("dp_shard", "cp"))):
-            own = groups[cls, are_experts]
-            if not own:  # also on some ranks only: a pipeline's stage can lack embeddings and norms
-                continue
-            options = {"betas": betas, "fused": is_fused}
-            if cls is Muon:
-                options = {"dtype": muon_dtype, "group": mesh.group(*(axes if zero >= 2 else ()), "tp")}
-            optimizers.append(make_optimizer(cls, own, options, zero, mesh.group("dp_replicate", *axes)))
+    for cls, are_experts in product((AdamW, Muon), (False, True)):
+        if not groups[cls, are_experts]:  # as on a pipeline's stage without embeddings and norms
+            continue
+        shards = ("dp_shard", "cp") if are_experts else ("dp_shard", "ep", "cp")
+        if cls is AdamW:
+            is_fused = device_type in ("cuda", "cpu", "mps")
+            options = {"betas": (config["beta1"], config["beta2"]), "fused": is_fused}
+        else:
+            holders = (*shards, "tp") if zero >= 2 else ("tp",)  # of the parts of a matrix
+            options = {"dtype": muon_dtype, "group": mesh.group(*holders)}
+        replicas = mesh.group("dp_replicate", *shards)
+        optimizers.append(make_optimizer(cls, groups[cls, are_experts], options, zero, replicas))
     return optimizers
 
 
 def groups_by_optimizer(
-    model: nn.Module, settings: OptimizerSettings
+    model: nn.Module, config: dict
 ) -> dict[tuple[type[torch.optim.Optimizer], bool], list[dict]]:
     """
     Divide the model's parameters into the groups of each optimizer, by RULES.
@@ -139,7 +166,7 @@ def groups_by_optimizer(
     Returns:
         {(class of the optimizer, whether it updates experts that are divided over ranks): groups}
     """
-    rules = [rule for rule in RULES if rule.optimizer == settings.optimizer]
+    rules = [rule for rule in RULES if rule.optimizer == config["optimizer"]]
     members = defaultdict(list)
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -153,20 +180,20 @@ def groups_by_optimizer(
     # nanoGPT numbers parameters by the order of the rules
     for key in sorted(members, key=lambda key: rules.index(key[0])):
         rule, are_experts, stack = key
-        groups[rule.updated_by, are_experts].append(make_group(members[key], rule, stack, settings))
+        groups[rule.updated_by, are_experts].append(make_group(members[key], rule, stack, config))
     return groups
 
 
-def make_group(
-    params: list[nn.Parameter], rule: Rule, stack: Stack | None, settings: OptimizerSettings
-) -> dict:
+def make_group(params: list[nn.Parameter], rule: Rule, stack: Stack | None, config: dict) -> dict:
     """An optimizer's group of parameters. Muon's also contain the heights of the stacked matrices."""
-    rate = settings.rate(rule.rate)
+    rate = config[rule.rate]
+    if rule.rate == "embedding_lr" and rate == 0:
+        rate = config["learning_rate"]
     group = {
         "params": params,
         "lr": rate,
-        "lr_scale": 1.0 if rate == settings.learning_rate else rate / settings.learning_rate,
-        "weight_decay": getattr(settings, rule.weight_decay) if rule.weight_decay else 0.0,
+        "lr_scale": 1.0 if rate == config["learning_rate"] else rate / config["learning_rate"],
+        "weight_decay": config[rule.weight_decay] if rule.weight_decay else 0.0,
     }
     return group | {"rows": stack.rows} if stack else group
 
@@ -182,52 +209,7 @@ def make_optimizer(
         return ZeroRedundancyOptimizer(
             groups, cls, process_group=replicas, parameters_as_bucket_view=True, **options
         )
-    made = cls(groups, **options)
-    if groups[0]["params"][0].device.type == "cpu":
-        made.step = partial(torch.no_grad()(inspect.unwrap(cls.step)), made)
-    if zero >= 2 and cls is torch.optim.AdamW:
-        made.step = partial(step_local_parts, made)
-    return made
-
-
-@torch.no_grad()
-def step_local_parts(adamw: torch.optim.AdamW, multiple: int = 1) -> None:
-    """
-    Take AdamW's step on this rank's parts of the parameters, which may be DTensors. The arithmetic is the
-    same, without DTensor's dispatch (a step of 148 small parameters takes 1.5 ms instead of 4 on a CPU, torch
-    2.13).
-
-    Args:
-        multiple: parts are padded to a multiple of this number of elements.
-    """
-    create_state(adamw)
-    amp = {name: getattr(adamw, name, None) for name in ("grad_scale", "found_inf")}  # set by GradScaler.step
-    for group in adamw.param_groups:
-        params = [p for p in group["params"] if p.grad is not None]
-        states = [adamw.state[p] for p in params]
-        parts = [
-            [local(t) for t in (p, p.grad, s["exp_avg"], s["exp_avg_sq"])]
-            for p, s in zip(params, states, strict=True)
-        ]
-        padded = [pad_to_multiple(tensors, multiple) for tensors in parts]
-        columns = [list(column) for column in zip(*padded, strict=True)] or [[], [], [], []]
-        settings = {
-            name: group[name] for name in ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
-        }
-        beta1, beta2 = group["betas"]
-        update_adamw(*columns, [], [s["step"] for s in states], beta1=beta1, beta2=beta2, **settings, **amp)
-        for tensors, copies in zip(parts, padded, strict=True):
-            for t, copied in zip(tensors, copies, strict=True):
-                if copied is not t:
-                    t.copy_(copied[: t.numel()].view_as(t))
-
-
-def pad_to_multiple(tensors: list[Tensor], multiple: int) -> list[Tensor]:
-    """
-    The tensors, of equal shape, or padded flat copies if their number of elements is not a multiple.
-    """
-    missing = -tensors[0].numel() % multiple
-    return [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in tensors] if missing else tensors
+    return cls(groups, **options)
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muon_momentum: float) -> None:
@@ -251,32 +233,66 @@ def step(
 ) -> None:
     """
     Clip the gradients and update the parameters, or skip the update if a loss or a gradient is not finite on
-    any rank. In both cases, update float16's loss scale. A fused AdamW clips and skips on the device, so that
-    a GPU does not wait for the host between the backward pass and the optimizer.
+    any rank. In both cases, update float16's loss scale.
 
     Args:
         scaler: the loss scaler, whose `unscale_` was called.
         max_norm: maximum norm of the gradient (0: no clipping).
     """
     for optimizer in optimizers:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        # ZeroRedundancyOptimizer's optimizer for this rank's share
-        inner = getattr(optimizer, "optim", optimizer)
-        # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
-        on_device = inner.defaults.get("fused") and params[0].device.type != "mps"
-        numbers = gathered.on(params[0].device) if on_device else gathered.read()
-        divisor = (numbers.grad_norm + 1e-6) / (max_norm or math.inf)  # as in clip_grad_norm_
-        divisor = divisor.clamp(1.0, torch.finfo(torch.float32).max).float()
-        if on_device:
-            inner.grad_scale, inner.found_inf = divisor, (~numbers.is_finite).float()
-            optimizer.step()
-        elif numbers.is_finite:
-            if divisor > 1:
-                torch._foreach_div_([local(p.grad) for p in params if p.grad is not None], divisor.item())
-            optimizer.step()
-        if scaler.is_enabled():  # the scaler knows only of this rank's gradients
-            for overflowed in scaler._found_inf_per_device(optimizer).values():
-                # computed on the GPU, also for an optimizer that decides on the CPU: copying would wait for
-                # the GPU
-                overflowed.copy_(~gathered.on(overflowed.device).is_finite)
+        if clips_on_device(optimizer):
+            step_on_device(optimizer, gathered, max_norm)
+        else:
+            step_on_host(optimizer, gathered.read(), max_norm)
+        if scaler.is_enabled():
+            report_overflow(scaler, optimizer, gathered)
     scaler.update()
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters that an optimizer updates."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def clips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer can divide gradients, and skip a step, without asking the host: fused AdamW."""
+    # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
+    is_mps = params_of(optimizer)[0].device.type == "mps"
+    return bool(inner_optimizer(optimizer).defaults.get("fused")) and not is_mps
+
+
+def step_on_device(
+    optimizer: torch.optim.Optimizer, gathered: Gathered[StepNumbers], max_norm: float
+) -> None:
+    """Let a GPU decide, so that it does not wait for the host between the backward pass and the optimizer."""
+    numbers = gathered.on(params_of(optimizer)[0].device)
+    inner = inner_optimizer(optimizer)
+    inner.grad_scale = clipping_divisor(numbers.grad_norm, max_norm)
+    inner.found_inf = (~numbers.is_finite).float()
+    optimizer.step()
+
+
+def step_on_host(optimizer: torch.optim.Optimizer, numbers: StepNumbers, max_norm: float) -> None:
+    """Divide the gradients and take the step, unless a number is not finite."""
+    if not numbers.is_finite:
+        return
+    divisor = clipping_divisor(numbers.grad_norm, max_norm)
+    if divisor > 1:
+        grads = [local(p.grad) for p in params_of(optimizer) if p.grad is not None]
+        torch._foreach_div_(grads, divisor.item())
+    optimizer.step()
+
+
+def clipping_divisor(grad_norm: Tensor, max_norm: float) -> Tensor:
+    """By what to divide gradients of this norm, at least 1: as in clip_grad_norm_."""
+    divisor = (grad_norm + 1e-6) / (max_norm or math.inf)
+    return divisor.clamp(1.0, torch.finfo(torch.float32).max).float()
+
+
+def report_overflow(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, gathered: Gathered[StepNumbers]
+) -> None:
+    """Tell the loss scaler, which only knows of this rank's gradients, whether any rank's are not finite."""
+    for overflowed in scaler._found_inf_per_device(optimizer).values():
+        # computed on the GPU, also for an optimizer that decides on the CPU: copying would wait for the GPU
+        overflowed.copy_(~gathered.on(overflowed.device).is_finite)

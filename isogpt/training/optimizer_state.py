@@ -15,13 +15,17 @@ def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> 
     parameters, with ZeRO-2 and 3 a shard of each. State that does not exist before the first step is created
     as the optimizer would create it.
     """
-    names, found = {p: name for name, p in model.named_parameters()}, {}
-    for optimizer in optimizers:
-        # ZeroRedundancyOptimizer's optimizer for this rank's share
-        inner = getattr(optimizer, "optim", optimizer)
-        create_state(inner)
-        found |= {names[p]: inner.state[p] for group in inner.param_groups for p in group["params"]}
-    return found
+    names = {p: name for name, p in model.named_parameters()}
+    states = {}
+    for optimizer in map(inner_optimizer, optimizers):
+        create_state(optimizer)
+        states |= {names[p]: optimizer.state[p] for group in optimizer.param_groups for p in group["params"]}
+    return states
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """ZeroRedundancyOptimizer's optimizer for this rank's share, or the optimizer itself."""
+    return getattr(optimizer, "optim", optimizer)
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:

@@ -8,8 +8,6 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from isogpt.parallel.plan import DTYPES
-
 # if the ranks' dtypes differ, all ranks use the dtype that comes first here
 BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")
 # flags in /proc/cpuinfo, each of which says that the CPU multiplies the dtype in hardware
@@ -42,9 +40,7 @@ def multiplies_tf32(device: torch.device) -> bool:
 
 def cpu_has(feature: str) -> bool:
     """Whether /proc/cpuinfo lists this feature. Without hardware support bfloat16 is slower than float32."""
-    with suppress(OSError), open("/proc/cpuinfo") as f:
-        return any(feature in line.split() for line in f if line.startswith("flags"))
-    return False
+    return any(feature in value.split() for key, value in cpu_info() if key == "flags")
 
 
 def is_emulated(dtype: str, device: torch.device) -> bool:
@@ -69,18 +65,16 @@ def resolve_dtype(wanted: str, device: torch.device, previous: str | None = None
     Choose the dtype to compute in.
 
     Args:
-        wanted: a key of DTYPES, or 'auto': `previous` if this device supports it, else the device's best.
+        wanted: a key of plan.DTYPES, or 'auto': `previous` if the device supports it, else the device's best.
         previous: the dtype of the run that is resumed.
 
     Raises:
-        ValueError: the dtype is unknown or not supported by this device.
+        ValueError: the device does not support the dtype.
     """
     if wanted == "auto":
         with suppress(ValueError):  # the run was started on a different kind of device
             return resolve_dtype(previous or best_dtype(device), device)
         return best_dtype(device)
-    if wanted not in DTYPES:
-        raise ValueError(f"dtype is {wanted!r}; possible are auto, {', '.join(DTYPES)}")
     if wanted == "tf32" and not multiplies_tf32(device):
         raise ValueError(
             f"dtype 'tf32' needs an NVIDIA GPU of the Ampere generation or later, not {device.type}"
@@ -142,49 +136,48 @@ def fix_threads(device: torch.device) -> None:
 
 def threads_of_exact() -> int:
     """OMP_NUM_THREADS, or 1."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return int(wanted) if wanted.isdigit() and int(wanted) else 1
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(threads)) if threads.isdigit() else 1
 
 
 def kind_of_device(device: torch.device, batch_size: int) -> dict[str, str]:
     """What the bits of a run with `exact` depend on besides the settings that determine the loss curve."""
+    kind = {"device": device_name(device), "PyTorch": str(torch.__version__)}
+    if device.type != "cuda":
+        kind["threads"] = str(torch.get_num_threads())
+    return kind | {"batch_size": str(batch_size)}
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a GPU, or of this machine's CPU with the instructions that PyTorch uses."""
     if device.type == "cuda":
-        return {"device": torch.cuda.get_device_name(device), "PyTorch": str(torch.__version__)} | {
-            "batch_size": str(batch_size)
-        }
-    names = {
-        line.partition(":")[2].strip() for line in lines_of("/proc/cpuinfo") if line.startswith("model name")
-    }
-    name = " and ".join(sorted(names)) or platform.processor() or platform.machine()
-    return {
-        "device": f"{name} ({torch.backends.cpu.get_cpu_capability()})",
-        "PyTorch": str(torch.__version__),
-        "threads": str(torch.get_num_threads()),
-        "batch_size": str(batch_size),
-    }
+        return torch.cuda.get_device_name(device)
+    models = {value for key, value in cpu_info() if key == "model name"}
+    model = " and ".join(sorted(models)) or platform.processor() or platform.machine()
+    return f"{model} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def lines_of(path: str) -> list[str]:
-    """The lines of a file; none if it cannot be read."""
-    with suppress(OSError), open(path) as f:
-        return f.readlines()
+def cpu_info() -> list[tuple[str, str]]:
+    """Properties of each core, from /proc/cpuinfo; none where this file does not exist."""
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        pairs = [line.split(":", 1) for line in file if ":" in line]
+        return [(key.strip(), value.strip()) for key, value in pairs]
     return []
 
 
 def differences_of_devices(kinds: list[dict[str, str]]) -> list[str]:
     """A sentence about each difference between the ranks' results of `kind_of_device`."""
-    found = []
+    sentences = []
     for name in kinds[0]:
-        values = dict.fromkeys(kind[name] for kind in kinds)
-        if len(values) > 1:
-            ranks = "; ".join(
-                f"{value} on rank {', '.join(str(r) for r, kind in enumerate(kinds) if kind[name] == value)}"
-                for value in values
+        ranks_of = {}
+        for rank, kind in enumerate(kinds):
+            ranks_of.setdefault(kind[name], []).append(str(rank))
+        if len(ranks_of) > 1:
+            values = "; ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_of.items())
+            sentences.append(
+                f"exact: {name} is not the same on all ranks ({values}): other layouts may give other bits"
             )
-            found.append(
-                f"exact: {name} is not the same on all ranks ({ranks}): other layouts may give other bits"
-            )
-    return found
+    return sentences
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

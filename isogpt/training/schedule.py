@@ -15,7 +15,7 @@ class Schedule:
     warmup_iters: int | float  # steps may be fractions, as in nanoGPT
     lr_decay_iters: int | float
     cooldown_iters: int | float
-    lr_schedule: str  # one of settings.CHOICES
+    lr_schedule: str  # cosine, linear or wsd
     decay_lr: bool
     factor: float = 1.0  # contained in the rates and warmup_iters, see `make_schedule`
 
@@ -37,34 +37,34 @@ class Schedule:
 
     def notes(self, config: dict) -> list[str]:
         """A sentence for each unusual property of these rates in a run with train.py's settings `config`."""
-        found, max_iters, min_lr, peak = [], config["max_iters"], config["min_lr"], config["learning_rate"]
         if not self.decay_lr or config["eval_only"]:
-            return found
+            return []
+        max_iters, peak, min_lr = config["max_iters"], config["learning_rate"], config["min_lr"]
+        notes = []
         if min_lr > peak:
             muon = ", and Muon's in proportion," if config["optimizer"] == "muon" else ""
-            found.append(
+            notes.append(
                 f"min_lr {min_lr:g} is above learning_rate {peak:g}: after the warm-up, the learning rate"
                 f"{muon} rises: set --min_lr={peak / 10:g}, or --decay_lr=False"
             )
         if max_iters < self.warmup_iters:
-            found.append(
+            notes.append(
                 f"the run ends at step {max_iters}, during the {self.warmup_iters} steps of warm-up, with a "
                 f"learning rate of {self.lr(int(max_iters)):.3g}: set a smaller --warmup_iters"
             )
         elif self.warmup_iters >= self.lr_decay_iters:
             decay = f"--lr_decay_iters={max_iters}, or " if max_iters > self.warmup_iters else ""
-            found.append(
+            notes.append(
                 f"the warm-up of {self.warmup_iters} steps does not end before lr_decay_iters, "
-                f"{self.lr_decay_iters}: the learning rate then drops to min_lr at once: set {decay}a "
-                "smaller "
-                "--warmup_iters"
+                f"{self.lr_decay_iters}: the learning rate then drops to min_lr at once: set {decay}"
+                "a smaller --warmup_iters"
             )
-        if self.min_lr == 0 and self.warmup_iters < self.lr_decay_iters < max_iters:
-            found.append(
+        if min_lr == 0 and self.warmup_iters < self.lr_decay_iters < max_iters:
+            notes.append(
                 f"from step {self.lr_decay_iters}, lr_decay_iters, the learning rate is 0 and nothing is "
                 f"learned: set --lr_decay_iters={max_iters}, or a smaller --max_iters"
             )
-        return found
+        return notes
 
     def to_continue(self, step: int) -> str:
         """What to type to continue a complete run, which is at `step`, with twice as many steps."""
@@ -87,15 +87,26 @@ def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
     ratio = sequences_per_step / config["base_batch"] if config["base_batch"] else 1.0
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config["lr_scaling"]]
     warmup = config["warmup_iters"] if factor == 1 else round(factor * config["warmup_iters"])
+    check_warmup(config, warmup, factor)
+    return Schedule(
+        learning_rate=factor * config["learning_rate"],
+        min_lr=factor * config["min_lr"],
+        warmup_iters=warmup,
+        lr_decay_iters=config["lr_decay_iters"],
+        cooldown_iters=config["cooldown_iters"],
+        lr_schedule=config["lr_schedule"],
+        decay_lr=config["decay_lr"],
+        factor=factor,
+    )
+
+
+def check_warmup(config: dict, warmup: int | float, factor: float) -> None:
+    """Raise ValueError if the warm-up leaves no time to decay only because lr_scaling has made it longer."""
     latest, limit = config["lr_decay_iters"], "lr_decay_iters"
     if config["lr_schedule"] == "wsd":
         latest, limit = latest - config["cooldown_iters"], "lr_decay_iters - cooldown_iters"
     if config["decay_lr"] and config["warmup_iters"] <= latest < warmup:
         raise ValueError(
             f"lr_scaling multiplies warmup_iters by {factor:.4g}, to {warmup} steps: more than {limit}, "
-            f"{latest}: set --warmup_iters={int(latest / factor)} or less, or a larger "
-            f"--lr_decay_iters"
+            f"{latest}: set --warmup_iters={int(latest / factor)} or less, or a larger --lr_decay_iters"
         )
-    rates = {name: factor * config[name] for name in ("learning_rate", "min_lr")}
-    same = {name: config[name] for name in ("lr_decay_iters", "cooldown_iters", "lr_schedule", "decay_lr")}
-    return Schedule(**rates, **same, warmup_iters=warmup, factor=factor)

@@ -16,7 +16,6 @@ class StepNumbers(NamedTuple):
     memory_gb: Tensor | float  # peak memory
     forward_ms: Tensor | float
     stop: Tensor | float  # Stop.code
-    bytes_sent: Tensor | float  # BytesSent.per_step
     loss_scale: Tensor | float  # factor of the loss with float16, else 1
     waiting: Tensor | float  # Clock.waiting_share
     # with exact, the squared norm consists of two parts: each is a sum without rounding

@@ -323,7 +323,7 @@ def blocks(dtype: torch.dtype, mode: str = "none", **changes) -> Callable[[], No
     def step() -> None:
         for block in model.transformer.h:
             run_block(block, model, dtype)
-        run_loss(model.loss, model, dtype)
+        run_loss(model.seams.loss, model, dtype)
 
     return step
 

@@ -1,0 +1,144 @@
+"""Launch train.py for some steps, for bench.py, and read what it recorded."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryFile
+
+from isogpt.common import console
+from isogpt.common.files import read_records
+from isogpt.speed.memory import OUT_OF_MEMORY
+from isogpt.speed.profiler import PROFILE_SKIP, PROFILE_STEPS, traced_collectives
+
+# settings of train.py with which a launch only takes steps and logs each
+FIXED = {
+    "out_dir": "",
+    "max_iters": 0,
+    "log_interval": 1,
+    "eval_interval": 10**9,
+    "eval_iters": 1,
+    "eval_only": False,
+    "save_checkpoint": False,
+    "always_save_checkpoint": False,
+    "save_interval": 0,
+    "keep_last": 0,
+    "time_limit_s": 0,
+    "wandb_log": False,
+    "tensorboard_log": False,
+    "alert_command": "",
+    "sample_interval": 0,
+}
+# beginnings of lines that are about the short launch, which ends before the settings' warm-up does
+NOT_SHOWN = ("step ", "done", "waiting", "the loss curve", "no plot", "note:    the run ends")
+
+
+@dataclass(frozen=True)
+class Launches:
+    """
+    Launches train.py, one launch after the other (all ranks). Under a launcher, each rank starts one
+    train.py, which inherits the launcher's variables.
+
+    Args:
+        train_py: the script.
+        folder: where the launches write.
+        is_launched: whether a launcher has started this process.
+        profile: whether a launch that is shown writes a trace.
+        numbers: of the launches, the same on all ranks.
+    """
+
+    train_py: Path
+    folder: Path
+    rank: int
+    is_launched: bool
+    profile: bool
+    numbers: Iterator[int] = field(default_factory=count)
+
+    def run(self, settings: dict, steps: int, show: bool = False) -> dict:
+        """
+        Train for `steps` steps after a warm-up. Returns `figures` on rank 0 and {} on other ranks, or
+        {"problem": why the launch failed}.
+        """
+        nproc = str(settings["nproc"])
+        if not nproc.isdecimal() or int(nproc) == 0:
+            return {"problem": f"nproc is {nproc!r}: it must be a whole number of at least 1"}
+        # with grad_sync never, only the collectives of tp, cp and ep remain: the trace has their durations
+        divides_activations = any(str(settings[name]) != "1" for name in ("tp", "cp", "ep"))
+        is_traced = (self.profile and show) or (settings["grad_sync"] == "never" and divides_activations)
+        warm_up = PROFILE_SKIP + PROFILE_STEPS + 1 if is_traced else max(3, steps // 4)
+        out = self.folder / f"launch{next(self.numbers)}"
+        settings = settings | FIXED
+        settings |= {"profile": is_traced, "out_dir": out, "max_iters": warm_up + steps - 1}
+        settings["gradient_accumulation_steps"] = settings["gradient_accumulation_steps"] or nproc
+        # train.py launches as many processes
+        settings["nproc"] = 0 if self.is_launched or int(nproc) == 1 else nproc
+        code, errors = self.start([f"--{name}={value}" for name, value in settings.items()], show)
+        if code:
+            return {"problem": reason_for(code, errors)}
+        return figures(out, steps) if self.rank == 0 else {}
+
+    def start(self, arguments: list[str], show: bool) -> tuple[int, str]:
+        """Run train.py with these arguments. Returns its exit status and what it wrote to stderr."""
+        env = dict(os.environ)
+        if self.is_launched:  # by torchrun's agent, or by rank 0 of bench.py, which serves the store
+            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        command = [sys.executable, str(self.train_py), *arguments]
+        with TemporaryFile("w+", errors="replace") as stderr:
+            pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
+            with subprocess.Popen(command, text=True, env=env, **pipes) as process:
+                for line in process.stdout:
+                    if show and not line.startswith(NOT_SHOWN):
+                        console.print_line(line.rstrip("\n"))
+            stderr.seek(0)
+            errors = stderr.read()
+        if show:
+            sys.stderr.write(without_torchrun(errors))
+        return process.returncode, errors
+
+
+def without_torchrun(errors: str) -> str:
+    """
+    Return what train.py wrote to stderr, without torchrun's warnings before and torchrun's report of a
+    failure after.
+    """
+    return re.sub(r"^[WI]\d{4} .*\n", "", re.split(r"^E\d{4} ", errors, flags=re.M)[0], flags=re.M)
+
+
+def reason_for(code: int, errors: str) -> str:
+    """Why a launch failed, in one line, from its exit status and stderr."""
+    if OUT_OF_MEMORY.search(errors):
+        return "out of memory"
+    if code == -9 or "Signal 9 (SIGKILL)" in errors:
+        return "killed (SIGKILL), probably because the machine ran out of memory"
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in without_torchrun(errors).splitlines()]
+    lines = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))]
+    lines = [line for line in lines if "lost the connection" not in line]
+    messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (messages or lines or [f"exit status {code}"])[-1]
+
+
+def figures(out: Path, steps: int) -> dict:
+    """
+    Return what train.py recorded in folder `out`: mostly medians over the last `steps` steps of the ranks'
+    mean and maximum.
+    """
+    records = read_records(out / "metrics.jsonl")
+    start, timed = records[0], [record for record in records if "step_ms" in record][-steps:]
+    config, step_ms = start["config"], median(record["step_ms"] for record in timed)
+    tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
+    return {name: start[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {
+        "processes": start["world_size"],
+        "tokens_a_step": tokens,
+        "tokens_per_s": tokens / step_ms * 1e3,
+        "step_ms": {"mean": step_ms, "max": median(record["step_ms_max"] for record in timed)},
+        "spans_ms": records[-1]["spans_ms"],
+        "collectives_ms": traced_collectives(out / "trace.json", config["ep"] > 1),
+        "memory_gb": {"mean": timed[-1]["memory_gb"], "max": timed[-1]["memory_gb_max"]},
+        "mfu": median(record["mfu"] for record in timed) if start["peak_flops"] else None,
+        "settings": config,
+    }

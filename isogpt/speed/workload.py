@@ -1,0 +1,192 @@
+"""What bench.py launches or predicts: a model and a batch, as settings of train.py."""
+
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets
+from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.huggingface import GPT2
+from isogpt.options.values import Setting
+from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, normalized, plan_of
+from isogpt.parallel.shares import parse_shares, share_of
+from isogpt.speed.bench_request import Request
+from isogpt.speed.launches import FIXED
+from isogpt.speed.layouts import BATCH
+from isogpt.speed.memory import largest_micro_batch
+from isogpt.training import precision
+from isogpt.training.settings import check_layout, model_args_of
+
+SMALL = dict(dataset="shakespeare_char", n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8)
+SMALL_VOCAB = 65
+# arguments that choose a model: these settings of train.py, or a config file
+CHOOSES_MODEL = re.compile(r"--(n_layer|n_head|n_embd|block_size|batch_size|init_from)=|(?!--)")
+
+
+def described_for_bench(settings: dict[str, Setting]) -> dict[str, Setting]:
+    """Return train.py's settings with the defaults and descriptions that --help of bench.py shows."""
+    changes = {name: {"default": value, "section": "set by bench.py"} for name, value in FIXED.items()}
+    for name, value in SMALL.items():
+        changes[name] = {"meaning": f"{settings[name].meaning} (small model: {value})"}
+    changes["gradient_accumulation_steps"] = {
+        "range": ">= 0",
+        "default": 0,
+        "meaning": "micro-batches per step (0: one per process)",
+    }
+    return settings | {name: replace(settings[name], **change) for name, change in changes.items()}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """
+    What is trained.
+
+    Args:
+        settings: all of train.py's. gradient_accumulation_steps 0: one micro-batch per process.
+        must_type: settings without which a command for train.py would train a different model.
+        was_set: names of the settings that the user has set.
+        device: of this machine.
+        processes: how many are launched.
+        weak: whether the global batch grows with the processes.
+        is_random: whether the tokens are random.
+    """
+
+    settings: dict
+    must_type: dict
+    was_set: frozenset[str]
+    device: torch.device
+    processes: int
+    weak: bool
+    is_random: bool
+
+    def micro_batches(self, n: int) -> int:
+        """
+        The gradient_accumulation_steps of n processes: what the user has set, times n if the scaling is weak;
+        n if the user has set nothing.
+        """
+        chosen = self.settings["gradient_accumulation_steps"]
+        return chosen * n if chosen and self.weak else chosen or n
+
+    def without_weights(self) -> dict:
+        """
+        Return the settings of a model that starts from scratch, with the shape of the weights that init_from
+        names, such as gpt2-xl.
+
+        Raises:
+            ValueError: init_from is a folder or a file.
+        """
+        start = self.settings["init_from"].removeprefix("auto:")
+        if start in ("scratch", "auto", "resume"):
+            return self.settings
+        if start not in GPT2:
+            raise ValueError(
+                f"init_from is {self.settings['init_from']!r}: a plan and an estimate know the shapes of "
+                f"{', '.join(GPT2)} only. For a different model, set --init_from=scratch, --n_layer, "
+                "--n_head and --n_embd"
+            )
+        shape = GPT2[start] | {"arch": "gpt2", "bias": True, "vocab_size": 50257}
+        return self.settings | shape | {"init_from": "scratch"}
+
+    def plan(self, world_size: int, islands: int, card: str) -> Plan:
+        """
+        Return the plan that the settings describe for this many processes, on devices of a kind.
+
+        Raises:
+            ValueError: the settings do not fit the devices, or the data set that tells the vocabulary is
+                not prepared.
+        """
+        micro_batches = {"gradient_accumulation_steps": self.micro_batches(world_size)}
+        settings = self.without_weights() | micro_batches
+        device_type, dtype = self.device.type, settings["dtype"]
+        if card in ("this", "cpu"):
+            dtype = precision.resolve_dtype(dtype, self.device)
+        elif dtype in ("auto", "bfloat16", "float16"):
+            device_type, dtype = "cuda", dtype.replace("auto", "bfloat16")
+        else:
+            raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
+        vocab_size = settings["vocab_size"] or vocabulary_of(settings["dataset"], settings["block_size"])
+        plan = plan_of(
+            settings,
+            islands,
+            world_size=world_size,
+            device_type=device_type,
+            dtype=dtype,
+            model_args=asdict(GPTConfig(**model_args_of(settings, vocab_size))),
+        )
+        check_layout(plan)
+        data_size = max(1, world_size // (plan.pp * plan.cp * plan.tp))
+        speeds = parse_shares(plan.shares, data_size)
+        share = share_of(plan.sequences, 0, data_size, plan.batch_size, plan.pp, speeds)
+        return replace(plan, micro_batch=max(share.rows_of))
+
+    def command(self, layout: dict, n: int, per_node: int, arguments: Iterable[str]) -> str:
+        """
+        Return the command that trains with a layout on n devices.
+
+        Args:
+            layout: settings that a plan chooses.
+            arguments: bench.py's, of which the command repeats those for train.py.
+        """
+        typed = self.must_type | {
+            name: value
+            for name, value in layout.items()
+            # what a config file sets must be set again
+            if value != getattr(UNDIVIDED, name) or name in self.was_set or name in BATCH
+        }
+        chosen = typed.keys() | set(LAYOUT) | {"fsdp", "nproc", "profile", "layout"}
+        repeated = self.settings.keys() - chosen
+        kept = [word for word in arguments if not word.startswith("--") or name_of(word) in repeated]
+        program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
+        if n > per_node:
+            nodes = f"--nnodes={n // per_node} --node_rank=RANK"
+            program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
+        return f"{program} train.py {shlex.join([*kept, *(f'--{k}={value}' for k, value in typed.items())])}"
+
+
+def name_of(argument: str) -> str:
+    """The name in an argument --name=value."""
+    return argument[2:].partition("=")[0]
+
+
+def vocabulary_of(dataset: str, block_size: int) -> int:
+    """The vocabulary size of a data set. Raises ValueError if the data set is not prepared."""
+    try:
+        return open_dataset(dataset, block_size).vocab_size
+    except ValueError as e:
+        hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
+        raise ValueError(f"{e}{hint}") from e
+
+
+def choose_workload(
+    config: dict, defaults: dict[str, Setting], arguments: list[str], device: torch.device, request: Request
+) -> Workload:
+    """
+    Return the workload that the settings describe. If they choose no model, a GPU trains GPT-2 124M, with the
+    micro-batch that fills its memory, and other devices a small model.
+
+    Args:
+        config: bench.py's settings, and those of train.py's that were set.
+        defaults: train.py's settings, see `described_for_bench`.
+    """
+    chooses_nothing = not any(map(CHOOSES_MODEL.match, arguments))
+    is_small = chooses_nothing and device.type != "cuda" and {*request.cards} <= {"this", "cpu"}
+    must_type = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
+    settings = {name: config.get(name, setting.default) for name, setting in defaults.items()}
+    settings |= must_type | {"nproc": request.processes}
+    if config["plan"] or config["tune"]:
+        settings["layout"] = "manual"
+    settings = normalized(settings)
+    is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
+    is_random = not config["real_data"] or not is_prepared
+    if is_random and not settings["vocab_size"]:
+        settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
+    was_set = frozenset(config)
+    workload = Workload(settings, must_type, was_set, device, request.processes, config["weak"], is_random)
+    if chooses_nothing and device.type == "cuda":
+        plan = workload.plan(request.processes, max(1, settings["islands"]), request.cards[0])
+        memory_gb = torch.cuda.mem_get_info(device)[1] / 1e9
+        settings = settings | {"batch_size": largest_micro_batch(plan, memory_gb)}
+    return replace(workload, settings=settings)
