@@ -202,7 +202,8 @@ def seed_micro_batch(seed: int, step: int, number: int, model: nn.Module, mesh: 
         number: of the micro-batch's first sequence in the step.
     """
     if model.config.dropout:
-        seed_generators(seed, step, number, *mesh.rank_and_size("cp", "tp"))
+        part = mesh.same_sequences
+        seed_generators(seed, step, number, part.index, part.size)
 
 
 def seed_generators(*key: int) -> None:
