@@ -170,7 +170,7 @@ def test_why_a_launch_failed():
 
 def figures(**changes):
     """What a launch of train.py might have recorded."""
-    both, names = {"mean": 10.0, "max": 12.0}, ("data", "forward", "backward", "clip", "optimizer")
+    both, names = {"mean": 10.0, "max": 12.0}, ("data", "forward", "backward", "norm", "optimizer")
     return {
         "tokens_a_step": 64,
         "tokens_per_s": 6400.0,
@@ -255,7 +255,7 @@ def test_a_launch_needs_a_process(tmp_path):
 
 def test_exposed_communication_is_what_the_silent_launch_saves():
     def run(step, backward, clip, optimizer):
-        names = ("data", "forward", "backward", "clip", "optimizer", "agree")
+        names = ("data", "forward", "backward", "norm", "optimizer", "agree")
         ms = dict(zip(names, (1, 30, backward, clip, optimizer, 2), strict=True))
         spans = {name: {"mean": value, "max": value} for name, value in ms.items()}
         return figures(step_ms={"mean": step, "max": step}, spans_ms=spans)
@@ -270,7 +270,7 @@ def test_exposed_communication_is_what_the_silent_launch_saves():
 
 
 def test_the_wait_for_data_is_not_in_the_bubble():
-    ms = {"data": 2, "pipeline": 80, "stages": 50, "clip": 3, "optimizer": 5}
+    ms = {"data": 2, "pipeline": 80, "stages": 50, "norm": 3, "optimizer": 5}
     spans = {name: {"mean": value, "max": value} for name, value in ms.items()}
     parts = split_step(figures(step_ms={"mean": 100, "max": 100}, spans_ms=spans))
     wanted = {"data wait": 2, "stages": 50, "bubble": 30, "exposed comm": None, "optimizer": 8, "other": 10}

@@ -13,12 +13,13 @@ from runs import REPO
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.nn import experts, generation, kernels
 from isogpt.parallel import context
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.compilation import compile_generation, compile_parts, compile_report
-from isogpt.parallel.data_parallel import allocate_gradients, replicate
+from isogpt.parallel.data_parallel import allocate_gradients
 from isogpt.parallel.recompute import recompute
 from model import GPT, GPTConfig
 
@@ -40,9 +41,10 @@ def test_buckets_of_any_size():
     try:
         model = GPT(GPTConfig(block_size=64, vocab_size=96, n_layer=1, n_head=1, n_embd=16))
         model.compile(dynamic=False, backend="eager")
-        ddp = replicate(model, 0.002, dist.group.WORLD)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.002, gradient_as_bucket_view=True)
         x = torch.zeros(2, 64, dtype=torch.long)
         buckets = []
+        assert allocate_gradients(ddp, False, x, x, 128.0, nullcontext(), passes=0)
 
         def reduce(state, bucket):
             buckets.append(bucket.index())

@@ -373,13 +373,13 @@ def clock_after(ms, finds_waiting=True):
 
 def test_the_share_of_a_step_in_which_a_rank_waits():
 
-    step = {"data": 5, "forward": 20, "backward": 50, "reduce": 4, "clip": 1, "agree": 6, "optimizer": 14}
+    step = {"data": 5, "forward": 20, "backward": 50, "reduce": 4, "norm": 1, "agree": 6, "optimizer": 14}
     share = clock_after({**step, WAITING: 20, "evaluation": 1000, "save": 500}).waiting_share()
     assert share == pytest.approx((20 + 4 + 6) / 100)
     assert math.isnan(clock_after(step).waiting_share()), "no gradient was seen"
     assert math.isnan(clock_after({**step, WAITING: 20}, finds_waiting=False).waiting_share())
     assert math.isnan(Clock(torch.device("cpu")).waiting_share())
-    pipeline = {"data": 5, "pipeline": 75, "stages": 50, "reduce": 5, "agree": 5, "clip": 5, "optimizer": 5}
+    pipeline = {"data": 5, "pipeline": 75, "stages": 50, "reduce": 5, "agree": 5, "norm": 5, "optimizer": 5}
     assert clock_after(pipeline).waiting_share() == pytest.approx((75 - 50 + 5 + 5) / 100)
 
 

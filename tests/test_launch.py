@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from runs import column, records
+from runs import column, default_plan, records
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.launch import network, process_group
@@ -18,6 +18,7 @@ from isogpt.launch.process_group import check_gpus, connect_ranks
 from isogpt.monitor import banner
 from isogpt.monitor.records import step_line, step_record
 from isogpt.parallel import compilation
+from isogpt.parallel.mesh import Mesh
 from isogpt.speed import devices
 from isogpt.speed.devices import peak_flops
 from isogpt.training import precision
@@ -112,12 +113,9 @@ def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
 )
 def test_processes_that_share_cores_are_reported(monkeypatch, processes, device, is_said):
     monkeypatch.setattr(banner, "own_cores", lambda: [0, 1])
-    run = SimpleNamespace(
-        ranks=SimpleNamespace(device=torch.device(device), core_sharers=processes),
-        plan=SimpleNamespace(micro_batch=1, batch_size=1),
-        peak_flops=None,
-    )
-    lines = [line for line in banner.Banner.machine_lines(run) if line.startswith("cores:")]
+    ranks = SimpleNamespace(device=torch.device(device), core_sharers=processes)
+    plan = SimpleNamespace(micro_batch=1, batch_size=1)
+    lines = [line for line in banner.about_machine(ranks, plan, None, "") if line.startswith("cores:")]
     said = "cores:   8 processes share 2 CPU cores: this tests a layout, and is slower than --nproc=2"
     assert lines == ([said] if is_said else [])
 
@@ -129,20 +127,20 @@ def test_failing_compilation_is_skipped_on_all_ranks(monkeypatch):
     model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
     compiled = []
     monkeypatch.setattr(GPT, "compile", lambda self: compiled.append(self))
-    assert "off" in compilation.compile_model(model, CPU, by_block=False) and not compiled
+    assert "off" in compilation.compile_model(model, CPU, default_plan(), Mesh()) and not compiled
 
     class OtherDevice:
         type = "xpu"
 
     monkeypatch.setattr(torch, "ones", lambda *a, device=None, **k: torch.full(a, 1.0, **k))
     monkeypatch.setattr(torch, "compile", lambda f: (_ for _ in ()).throw(RuntimeError("no compiler here")))
-    message = compilation.compile_model(model, OtherDevice(), by_block=False)
+    message = compilation.compile_model(model, OtherDevice(), default_plan(), Mesh())
     assert not compiled and "no compiler here" in message and "without it" in message
     monkeypatch.setattr(torch, "compile", lambda f: f)
     monkeypatch.setattr(
         compilation, "gather_objects", lambda mine: [mine, "RuntimeError: the other rank's problem"]
     )
-    message = compilation.compile_model(model, OtherDevice(), by_block=False)
+    message = compilation.compile_model(model, OtherDevice(), default_plan(), Mesh())
     assert not compiled and "other rank's problem" in message
 
 

@@ -70,7 +70,8 @@ def tiny_logger(*sinks, step=3):
 def tiny_watchdog(timeout_s, step=0, store=None):
     """A watchdog of one rank, which is in the forward pass."""
     logger = tiny_logger(step=step)
-    clock, saver = SimpleNamespace(count=5, doing="forward"), SimpleNamespace(writes_alone=lambda: False)
+    clock = SimpleNamespace(count=5, doing="forward", expects_progress=True)
+    saver = SimpleNamespace(writes_alone=lambda: False)
     return Watchdog(one_rank(), timeout_s, logger.progress, logger, store, clock, saver)
 
 
@@ -387,7 +388,6 @@ def test_a_hang_in_which_all_ranks_respond(at, capsys):
     codes = []
     at.set(os, "_exit", lambda status: (codes.append(status), dog.over.set()))
     dog = tiny_watchdog(timeout_s=0.1, step=5, store=dist.HashStore())
-    dog.armed = True
     assert dog.over.wait(20) and codes == [1]
     dog.stop()
     text = (
@@ -441,11 +441,11 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
     at.set(sys, "excepthook", sys.excepthook)
     dog, store = tiny_watchdog(timeout_s=600, step=50), dist.HashStore()
     reader = SimpleNamespace(share=share_of(4, 0, 1, 4), plan=PLAN)
-    memory_use = MemoryUse("out", reader, first_step=50)
+    dog.memory_use = MemoryUse("out", reader, first_step=50)
     dog.ranks = Ranks(3, 4, CPU, "gloo", hosts=("a",) * 4)
     for number, (kind, text) in enumerate(FORMS):
         dog.store = dist.PrefixStore(str(number), store)
-        explain_crashes(dog, memory_use)
+        explain_crashes(dog)
         for is_first in (True, False):
             with pytest.raises(SystemExit):
                 sys.excepthook(kind, kind(text), None)

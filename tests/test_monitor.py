@@ -116,26 +116,41 @@ def test_a_gradient_that_overflows_because_of_the_loss_scale_is_no_reason_to_ski
 # the watchdog
 
 
-def test_a_rank_that_fails_when_the_watchdog_hands_over_is_named(monkeypatch, capsys):
-    """The run's logger tells what the first watchdog may not have noticed."""
+def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsys):
+    """Sinks, the clock and the saver are added to the one watchdog and the one logger."""
     codes, is_over, told = [], threading.Event(), []
-    sink = SimpleNamespace(event=lambda record, text: told.append(record))
     monkeypatch.setattr(os, "_exit", lambda status: (codes.append(status), is_over.set()))
     ranks = Ranks(0, 2, torch.device("cpu"), "gloo", hosts=("a", "a"))
     progress, store = Progress(1, step=4), dist.HashStore()
-    start = Watchdog(ranks, 600.0, progress, Logger(progress, []), store)
-    assert start.position() == (0, "step 4, the start")
-    store.set("failed", "")
-    saver = SimpleNamespace(writes_alone=lambda: False)
-    dog = start.hand_over(Clock(ranks.device), Logger(progress, [sink]), saver)
+    logger = Logger(progress, [])
+    dog = Watchdog(ranks, 600.0, progress, logger)
+    assert dog.position() == (0, "step 4, the start")
+    dog.clock, dog.saver = Clock(ranks.device), SimpleNamespace(writes_alone=lambda: False)
+    logger.sinks.append(SimpleNamespace(event=lambda record, text: told.append(record)))
+    dog.start(store)
     assert dog.position() == (0, "step 4, the first step")
+    store.set("failed", "")
     assert is_over.wait(30)
     dog.stop()
-    start.stop()
     assert set(codes) == {1} and [record["event"] for record in told] == ["failed"]
     said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
     assert said in capsys.readouterr().err
-    assert not any(thread.is_alive() for thread in start.threads)
+    assert not any(thread.is_alive() for thread in dog.threads)
+
+
+def test_only_a_step_after_the_first_is_watched():
+    """Compilation, an evaluation and a slow disk are no hang."""
+    clock = Clock(torch.device("cpu"))
+    watched = []
+    for _ in range(2):
+        watched.append(clock.expects_progress)
+        clock.start()
+        watched.append(clock.expects_progress)
+        clock.lap("forward")
+        clock.step()
+    clock.start()
+    clock.discard()
+    assert watched == [False, False, False, True] and not clock.expects_progress
 
 
 def test_an_alert_contains_the_folder(tmp_path):

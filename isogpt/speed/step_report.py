@@ -125,14 +125,14 @@ def split_step(run: dict, silent: dict | None = None) -> dict[str, dict[str, flo
 def split_of(run: dict, silent: dict | None, kind: str) -> dict[str, float | None]:
     """`split_step` for the mean over the ranks ('mean') or for the slowest rank ('max')."""
     step_ms, ms = run["step_ms"][kind], spans_of(run, kind)
-    optimizer = ms["clip"] + ms["optimizer"]
+    optimizer = ms["norm"] + ms["optimizer"]
     exposed, collectives = None, {}
     if silent:
         silent_ms, collectives = spans_of(silent, kind), silent.get("collectives_ms", {})
         exposed = silent_ms.get("reduce", 0.0) + sum(collectives.values())
         has_replicas = run["processes"] > run["settings"]["tp"] * run["settings"]["pp"]
         if has_replicas:  # a slower optimizer in one of the launches is not communication
-            silent_step_ms = silent["step_ms"][kind] - silent_ms["clip"] - silent_ms["optimizer"]
+            silent_step_ms = silent["step_ms"][kind] - silent_ms["norm"] - silent_ms["optimizer"]
             exposed += max(0.0, step_ms - optimizer - silent_step_ms)
         ms["backward"] = min(ms.get("backward", 0.0), silent_ms.get("backward", 0.0))
     parts = {"data wait": ms["data"]}
