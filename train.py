@@ -19,18 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, fail
 from isogpt.checkpoint.folder import claim_folder
-from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.start import find_start
-from isogpt.checkpoint.state import TrainState
+from isogpt.checkpoint.state import Progress, TrainState
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.launch import launchers, process_group, start_checks, together
-from isogpt.monitor import banner, crashes, log, samples, signals
+from isogpt.monitor import banner, crashes, log, out_of_memory, samples, signals
 from isogpt.monitor.evaluation import Evaluator
 from isogpt.monitor.meter import Meter
 from isogpt.monitor.not_finite import NanPolicy
-from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.run_report import RunReport
 from isogpt.parallel import compare_weights, compilation, data_parallel, parallelize
 from isogpt.parallel.exact import ExactSums
@@ -41,9 +39,8 @@ from isogpt.parallel.slow_network import make_slow_network
 from isogpt.speed import devices, profiling, rank_speeds
 from isogpt.speed.clock import make_clock
 from isogpt.speed.planner import make_plan
-from isogpt.training import optim, precision
+from isogpt.training import optim, precision, settings
 from isogpt.training.schedule import make_schedule
-from isogpt.training.settings import check_training, settings_of_model
 from model import GPT, GPTConfig
 
 # -- run -----------------------------------------------------------------------------------------------------
@@ -157,7 +154,7 @@ base_batch = 0  # with lr_scaling: the sequences per step for which learning_rat
 # 1. settings and processes
 try:
     launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
-    config = check_training(configure(globals()))  # config/*.py and --key=value override the settings
+    config = settings.check_training(configure(globals()))  # config/*.py and --key=value override these
     schedule = make_schedule(config, gradient_accumulation_steps * batch_size)
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
     launchers.print_unapplied_settings(config)  # of accelerate launch (rank 0)
@@ -181,7 +178,7 @@ plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batc
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
-recorded = config | plan.layout_settings() | settings_of_model(plan.model_args)
+recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args)
 logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device)
 # with exact, the bits depend on the kind of device; the best loss counts if evaluations measure the same
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
@@ -190,7 +187,7 @@ logger.notes += progress.begin(config, data.digest, start.resumed, kinds[0])  # 
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 logger.notes += differences + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device)
-watchdog.memory_use = MemoryUse(out_dir, reader, first_step=progress.step)  # explains running out of memory
+watchdog.memory_use = out_of_memory.MemoryUse(out_dir, reader, progress.step)  # explains missing memory
 
 # 3. the model: shapes on the meta device, divide, allocate
 with torch.device("meta"):  # no memory yet: the model may be too large for one rank

@@ -7,7 +7,6 @@ Muon is in muon.py, the optimizers' state by parameter name in optimizer_state.p
 import math
 import re
 from collections import defaultdict
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -142,14 +141,14 @@ def make_optimizers(
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
     groups = groups_by_optimizer(model, config)
     optimizers = []
-    for cls, are_experts in product((AdamW, Muon), (False, True)):
-        if not groups[cls, are_experts]:  # as on a pipeline's stage without embeddings and norms
-            continue
+    # AdamW first, as in nanoGPT's checkpoints, and experts last
+    for cls, are_experts in sorted(groups, key=lambda key: (key[0] is not AdamW, key[1])):
         divided = ("ep",) if are_experts else ()  # axes that have divided the parameters already
+        options = {}
         if cls is AdamW:
             is_fused = device_type in ("cuda", "cpu", "mps")
             options = {"betas": (config["beta1"], config["beta2"]), "fused": is_fused}
-        else:
+        elif cls is Muon:
             options = {"dtype": muon_dtype, "group": mesh.matrix_parts.without(*divided).group}
         replicas = mesh.loss.without(*divided).group
         optimizers.append(make_optimizer(cls, groups[cls, are_experts], options, zero, replicas))
