@@ -436,9 +436,8 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
     "args, messages",
     [
         (
-            ["--steps=0", "--nproc=-1", "--comm", "--tune", "--json_path=nowhere/x"],
-            ["steps is 0: it must be at least 1", "nproc is -1: it must not be negative"]
-            + ["comm, sweep, plan and tune are separate reports: set one of them"]
+            ["--comm", "--tune", "--json_path=nowhere/x"],
+            ["comm, sweep, plan and tune are separate reports: set one of them"]
             + ["json_path is 'nowhere/x': no such folder"],
         ),
         (["--json_path=."], ["json_path is '.': it cannot be written, set a different file"]),
@@ -490,7 +489,7 @@ def test_help_shows_the_defaults_of_bench(zygote, work):
         assert f"  --{option}=" in fixed, option
     assert "--gradient_accumulation_steps=0 " in text
     for option, value in dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8).items():
-        assert re.search(rf"^  --{option}=.*\(small model: {value}\) \[>= 1\]$", text, re.M), option
+        assert re.search(rf"^  --{option}=.*\(small model: {value}\)\s+\[>= 1\]$", text, re.M), option
 
 
 def test_a_comparison_with_nanogpt_needs_a_clone(tmp_path):
