@@ -85,18 +85,18 @@ def say(text: str) -> None:
 
 def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     """Print the GB that a rank needs, without allocating them."""
-    planned = workload.plan(world_size, max(1, workload.settings["islands"]), card)
+    planned = workload.plan(world_size, card)
     micro_batch = f"micro-batches of {planned.micro_batch}"
     say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
     for name, gb in memory_estimate(planned).items():
         say(f"  {name:12} {gb:8.3f}")
 
 
-def this_machine(where: torch.device) -> dict:
+def this_machine(local_device: torch.device) -> dict:
     """The name of the device, the number of cores that this process may use, and the version of torch."""
-    name, cpuinfo = where.type, Path("/proc/cpuinfo")
-    if where.type == "cuda":
-        name = torch.cuda.get_device_name(where)
+    name, cpuinfo = local_device.type, Path("/proc/cpuinfo")
+    if local_device.type == "cuda":
+        name = torch.cuda.get_device_name(local_device)
     elif cpuinfo.exists() and (model := re.search(r"model name\s*: (.+)", cpuinfo.read_text())):
         name = model[1]
     return {"device": name, "cores": len(own_cores()), "torch": torch.__version__}
@@ -126,20 +126,20 @@ try:
     is_launched = "RANK" in os.environ
     train_settings = described_for_bench(settings_of(TRAIN_PY))
     config = configure(globals(), extra=train_settings)
-    where = pick_device(device, 0, 1)
+    local_device = pick_device(device, 0, 1)
     request = read_request(config, is_launched, max(nproc, world_size))
     if is_launched:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
-        start_workers(nproc or (torch.cuda.device_count() if where.type == "cuda" else 2), __file__)
-    workload = choose_workload(config, train_settings, sys.argv[1:], where, request)
+        start_workers(nproc or (torch.cuda.device_count() if local_device.type == "cuda" else 2), __file__)
+    workload = choose_workload(config, train_settings, sys.argv[1:], local_device, request)
 
     # reports for which nothing is trained
     if estimate or estimate_world_size:
         print_estimate(workload, estimate_world_size or request.processes, request.cards[0])
     if estimate_world_size:
         sys.exit()
-    result = {"machine": this_machine(where)}
+    result = {"machine": this_machine(local_device)}
     say("{device}, {cores} cores, torch {torch}".format(**result["machine"]))
     if comm:
         backend, timeout_s = workload.settings["backend"], workload.settings["dist_timeout_s"]
@@ -174,7 +174,7 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
             ranking = predictor.rank(request.processes, request.cards[0])
             result["tune"] = plan_report.tune(predictor, ranking, flops_per_token(ranking.wanted))
         elif not comm:
-            result["report"] = report_step(launches, workload.settings, steps, where)
+            result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:
         fail(str(e))
     finally:

@@ -100,9 +100,9 @@ def configure(
     # the script's settings come first in --help, and take precedence over extra settings of the same name
     known = settings | (extra or {}) | settings
     arguments = sys.argv[1:] if argv is None else argv
-    if flags := [word for word in arguments if word == "-h" or word.partition("=")[0] == "--help"]:
+    if not {"-h", "--help", "--help=all"}.isdisjoint(arguments):
         if _is_rank_0():
-            console.print_line(help_text(script, known, with_rare="--help=all" in flags))
+            console.print_line(help_text(script, known, with_rare="--help=all" in arguments))
         sys.exit(0)
 
     arguments = _with_equals_signs(arguments, known)
@@ -194,6 +194,8 @@ def _read_option(argument: str, known: dict[str, Setting]) -> dict[str, Value]:
     name, equals, text = argument[2:].partition("=")
     if name in ("local_rank", "local-rank") and name not in known:  # added by launchers
         return {}
+    if name == "help":  # --help=zero
+        raise ValueError(f"command line: {argument}: type --help or --help=all")
     if name not in known:
         raise ValueError(f"command line: --{name}: no such setting{_did_you_mean(name, known)}")
     if not equals:

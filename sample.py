@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from configurator import configure, fail
 from isogpt.checkpoint.manifest import advice_on_folder
-from isogpt.checkpoint.restore import load_weights, restore_checkpoint
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
+from isogpt.checkpoint.state import load_weights, restore_checkpoint
 from isogpt.common import console
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import check_size
@@ -81,7 +81,7 @@ try:
     mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
     join_process_group(ranks, dist_timeout_s, even_alone=False)
     if ranks.store:
-        mesh.connect(ranks.device.type, uses_fsdp=False)
+        mesh.connect(ranks.device.type)
 except (ValueError, dist.DistError) as e:
     fail(str(e))
 check_start(ranks, config)
@@ -124,7 +124,7 @@ with exit_together():
         model = GPT(GPTConfig(**model_args))
     if source:
         check_weights(source, model)
-splits = split_model(model, mesh, plan.pp_schedule, splits_sequence=False)
+splits = split_model(model, mesh, plan.pp_schedule, ranks.device, splits_sequence=False)
 materialize(model, torch.device("cpu"), splits)
 with exit_together():
     if source:
@@ -180,7 +180,7 @@ if first < end:
     texts = [
         tokenizer.cut_at(words.decode(sample), stop, len(words.decode(prompt))) for sample in samples.tolist()
     ]
-is_first = mesh.index("pp") == mesh.index("tp") == 0  # the first of the ranks that generate the same samples
+is_first = mesh.same_tokens.index == 0  # the first of the ranks that generate the same samples
 gathered = gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:

@@ -14,53 +14,36 @@ bits. Dropout masks follow the micro-batch: they are the same on any layout that
 
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
-import time
-from dataclasses import replace
-from functools import partial
-
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, fail
-from isogpt.checkpoint.folder import claim_folder, mark_preempted
+from isogpt.checkpoint.folder import claim_folder
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.start import find_start
 from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
-from isogpt.launch.launchers import adopt_launcher_variables, print_unapplied_settings, start_workers
-from isogpt.launch.process_group import connect_ranks, join_process_group, leave_process_group
-from isogpt.launch.start_checks import check_start
-from isogpt.launch.together import do_together, exit_together, gather_numbers, gather_objects
-from isogpt.monitor.banner import Banner
-from isogpt.monitor.crashes import explain_crashes, watch_start
-from isogpt.monitor.evaluation import evaluate
-from isogpt.monitor.log import Logger, open_logger, start_services, start_sinks
-from isogpt.monitor.not_finite import Action, NanPolicy
+from isogpt.launch import launchers, process_group, start_checks, together
+from isogpt.monitor import banner, crashes, log, samples, signals
+from isogpt.monitor.evaluation import Evaluator
+from isogpt.monitor.meter import Meter
+from isogpt.monitor.not_finite import NanPolicy
 from isogpt.monitor.out_of_memory import MemoryUse
 from isogpt.monitor.run_report import RunReport
-from isogpt.monitor.samples import how_to_sample, open_sampler
-from isogpt.monitor.signals import watch_signals
-from isogpt.parallel.compare_weights import check_equal_weights, weights_digest
-from isogpt.parallel.data import allocate_gradients, replicate
+from isogpt.parallel import compare_weights, compilation, data_parallel, parallelize
 from isogpt.parallel.exact import ExactSums
 from isogpt.parallel.float_sums import FloatSums
-from isogpt.parallel.mesh import make_mesh
-from isogpt.parallel.parallelize import make_pipeline, parallelize, take_routing
-from isogpt.parallel.plan import normalized
-from isogpt.parallel.shares import about_unused_ranks, parse_shares
+from isogpt.parallel.mesh import connect_mesh
+from isogpt.parallel.recompute import recompute
 from isogpt.parallel.slow_network import make_slow_network
-from isogpt.speed.clock import Clock, over_ranks
-from isogpt.speed.devices import total_peak_flops
+from isogpt.speed import devices, profiling, rank_speeds
+from isogpt.speed.clock import make_clock
 from isogpt.speed.planner import make_plan
-from isogpt.speed.profiler import start_profiler
-from isogpt.speed.rank_speeds import measured_speeds
-from isogpt.speed.usage import memory_gb
 from isogpt.training import optim, precision
-from isogpt.training.exact_steps import make_steps_exact
 from isogpt.training.schedule import make_schedule
 from isogpt.training.settings import check_training, settings_of_model
-from isogpt.training.step_numbers import StepNumbers
 from model import GPT, GPTConfig
 
 # -- run -----------------------------------------------------------------------------------------------------
@@ -171,118 +154,100 @@ muon_momentum = 0.95  # Muon's momentum, after warming up from 0.85 over 300 ste
 lr_scaling = "none"  # scale rates and warm-up by sequences per step / base_batch [none | linear | sqrt]
 base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen [>= 0]
 # ------------------------------------------------------------------------------------------------------------
-# settings, processes, data
+# 1. settings and processes
 try:
-    adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
-    config = configure(globals())
-    check_training(config)
-    config = normalized(config)  # zero=3 instead of fsdp
-    sequences_per_step = gradient_accumulation_steps * batch_size  # independent of the number of processes
-    eval_sequences = eval_iters * batch_size  # sequences of each split
-    schedule = make_schedule(config, sequences_per_step)
-    start_workers(nproc, __file__)  # with nproc, torchrun replaces this process, and the workers come here
-    print_unapplied_settings(config)  # of accelerate launch (rank 0)
-    ranks = connect_ranks(device, backend, dist_timeout_s)  # through a store, without collectives
-    if exact:  # the bits of some CPU kernels depend on the number of threads
-        precision.fix_threads(ranks.device)
-    progress = Progress(tokens_per_step=sequences_per_step * block_size)
-    start_logger = Logger(progress, start_sinks(ranks, out_dir, alert_command))  # prints and alerts on rank 0
-    start_watchdog = watch_start(ranks, dist_timeout_s, progress, start_logger)  # names a rank that fails
-    join_process_group(ranks, dist_timeout_s, even_alone=config["zero"] > 0)
+    launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
+    config = check_training(configure(globals()))  # config/*.py and --key=value override the settings
+    schedule = make_schedule(config, gradient_accumulation_steps * batch_size)
+    launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
+    launchers.print_unapplied_settings(config)  # of accelerate launch (rank 0)
+    ranks = process_group.connect_ranks(device, backend, dist_timeout_s)  # through a store
+    progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
+    logger = log.Logger(progress, log.start_sinks(ranks, out_dir, alert_command))  # prints, alerts
+    watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)  # names a rank that fails
+    precision.fix_threads(ranks.device, exact)
+    if ranks.store or config["zero"] > 0:  # ZeRO needs a group even for a single process
+        torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
 except ValueError as e:
     fail(str(e))
 
+# 2. data, what the run starts from, and a plan that leaves nothing open
 # from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
-data = do_together(partial(open_dataset, dataset, block_size, vocab_size))
-facts = {"the data's digest": data.digest, "the data's vocabulary size": data.vocab_size}
-# before anything that depends on settings: exits if settings, data, code or torch differ between ranks
-check_start(ranks, config | facts)
-stop = watch_signals(time_limit_s)
-# opens a checkpoint, or loads weights of transformers; start.load, below, fills the model with them
-start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)
+data = together.do_together(open_dataset, dataset, block_size, vocab_size)
+start_checks.check_start(ranks, config | data.facts())  # exits if ranks differ in settings, data or code
+stop = signals.watch_signals(time_limit_s)
+start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # also opens it
 plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
-mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
-mesh.connect(ranks.device.type, uses_fsdp=plan.zero >= 2, offloads=cpu_offload)  # creates process groups
+mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings_of_model(plan.model_args)
+logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device)
+# with exact, the bits depend on the kind of device; the best loss counts if evaluations measure the same
+kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
+logger.notes += precision.differences_of_devices(kinds)
+logger.notes += progress.begin(config, data.digest, start.resumed, kinds[0])  # at a checkpoint's step
+vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
+logger.notes += differences + schedule.notes(config)
+reader = Reader(data, data_order, seed, plan, mesh, ranks.device)
+watchdog.memory_use = MemoryUse(out_dir, reader, first_step=progress.step)  # explains running out of memory
 
-# model: build it on the meta device, distribute and allocate it, then fill it with weights
+# 3. the model: shapes on the meta device, divide, allocate
 with torch.device("meta"):  # no memory yet: the model may be too large for one rank
     raw_model = GPT(GPTConfig(**plan.model_args))
 start.check(raw_model)  # exits if a checkpoint's weights do not fit, before memory is allocated
-# counted before the model is divided over the ranks
-parameter_count, flops_per_token = raw_model.get_num_params(), raw_model.flops_per_token()
-# notes: sentences for the banner, about what the user may not expect
-device_kinds = gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
-notes = precision.differences_of_devices(device_kinds)
-notes += precision.notes_about_dtype(plan.dtype, ranks.device)
-# continues at the checkpoint's step; its best loss counts only if evaluations still measure the same
-notes += progress.begin(config, data.digest, start.resumed, device_kinds[0])
-# differences: settings and data that are not the checkpoint's
-vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
-notes += differences + schedule.notes(config)
-reader = Reader(data, data_order, seed, plan, mesh, ranks.device, parse_shares(shares))
-# until the watchdog of the run takes over, running out of memory is explained as the model's allocation
-explain_crashes(start_watchdog, MemoryUse(out_dir, reader, first_step=progress.step))
-# pp, ep, tp, cp, activation checkpointing, torch.compile and, with zero 2 and 3, FSDP (fully_shard)
-compile_note = parallelize(raw_model, mesh, ranks.device, plan)
-optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
-scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
-if exact:  # how AdamW and Muon round an element must not depend on its shard
-    make_steps_exact(optimizers)
+parameter_count = raw_model.get_num_params()  # of all ranks together
+flops_per_token = raw_model.flops_per_token()
+splits = parallelize.split_model(raw_model, mesh, plan.pp_schedule, ranks.device)  # pp, ep, tp, cp
+recompute(raw_model, plan.activation_checkpointing)
+compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)
+if plan.zero >= 2:
+    data_parallel.shard(raw_model, mesh, ranks.device, plan)  # FSDP2: fully_shard on each block
+parallelize.materialize(raw_model, torch.device("cpu") if cpu_offload else ranks.device, splits)
+pipeline = parallelize.make_pipeline(raw_model, mesh, ranks.device, plan)  # None with pp 1
 # FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast does
-is_cast = (plan.zero < 2 or exact) and plan.torch_dtype.itemsize == 2
+is_cast = plan.torch_dtype.itemsize == 2 and (plan.zero < 2 or exact)
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=is_cast)
-# gradient compression and islands; without either, an object that does nothing
-slow_network = make_slow_network(raw_model, mesh, plan)
-state = TrainState(raw_model, optimizers, scaler, progress, slow_network)  # what a checkpoint stores
-start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 
-# who reads, communicates, saves and logs
-if shares == "auto":  # before DDP, whose hooks communicate
-    if len(progress.shares) != mesh.data_size:  # a resumed run keeps the shares that it began with
-        progress.shares = measured_speeds(raw_model, reader.padding_batch(), autocast, ranks.device)
-    reader = replace(reader, speeds=progress.shares)
-share = reader.share  # this rank's part of a step: micro-batches and their rows
-pipeline = make_pipeline(raw_model, mesh, ranks.device, plan)
+# 4. optimizers, and the state that a checkpoint holds
+optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
+scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)  # a GradScaler
+slow_network = make_slow_network(raw_model, mesh, plan)  # compressed gradients and islands, or nothing
+state = TrainState(raw_model, optimizers, scaler, progress, slow_network)
+start.load(state, seed)  # from a checkpoint, pretrained or initial weights
+if shares == "auto":
+    reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
 model = raw_model
-# ranks that hold the same parameters (except experts) and read different tokens; None: this rank is alone.
-# DDP averages their gradients, fully_shard does with zero 2 and 3, and the part "reduce" of a step with pp
-replicas = mesh.group("dp_replicate", "ep", "cp")
-if replicas and plan.zero < 2 and not pipeline:
-    model = replicate(raw_model, ddp_bucket_mb, replicas)
-services = start_services(recorded, progress)  # wandb (rank 0); before the folder is changed
+if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
+    model = DistributedDataParallel(
+        raw_model,
+        process_group=mesh.replicas.group,
+        bucket_cap_mb=ddp_bucket_mb,
+        gradient_as_bucket_view=True,
+    )
+share = reader.share  # this rank's part of a step: micro-batches and their rows
+if exact:  # gradients are added as integers, which has no order
+    gradients = ExactSums(model, raw_model, mesh, plan, share, scaler)
+else:
+    gradients = FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
+
+# 5. the run's folder, saving and logging (rank 0 writes)
+logger.start_services(recorded)  # wandb; before the folder is changed
 run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)
-logger = open_logger(recorded, progress, run_folder.owner, services)
-# what the run starts with need not be saved
+logger.open_files(recorded, run_folder.owner)
 saver = Saver(run_folder, plan, mesh, recorded, vocabulary, logger, step=state.step)
-clock = Clock(ranks.device, nvtx=profile)
-# not known for layouts that also communicate inside the forward and backward passes
-if ranks.world_size > 1 and plan.zero < 2 and max(plan.tp, plan.cp, plan.ep) == 1:
-    # the gradient of wte is the last that the backward pass computes: then only communication is left
-    clock.find_waiting(None if pipeline else raw_model.transformer.wte.weight)
-watchdog = start_watchdog.hand_over(clock, logger, saver)
-explain_crashes(watchdog, MemoryUse(out_dir, reader, first_step=progress.step))
-sampler = open_sampler(config, vocabulary, plan, ranks)  # None unless rank 0 has to write samples
-peak_flops, peak_source = total_peak_flops(ranks.device, plan.dtype)
-banner = Banner(
-    config=config,
-    ranks=ranks,
-    data=data,
-    plan=plan,
-    parameter_count=parameter_count,
-    origin=start.description,
-    compile_note=compile_note,
-    reader=reader,
-    schedule=schedule,
-    peak_flops=peak_flops,
-    peak_source=peak_source,
-    notes=notes,
-)
-logger.print(str(banner))
-if unused := about_unused_ranks(share, plan.batch_size, plan.pp):
-    logger.print(f"warning: {unused}")
+profiler = profiling.start_profiler(out_dir, max_iters - state.step + 1, ranks) if profile else None
+clock = make_clock(ranks, plan, raw_model, profile, profiler)
+watchdog.clock, watchdog.saver = clock, saver
+if pipeline:
+    pipeline.prepare(share, scaler, gradients, clock.part, autocast)
+peak_flops, peak_source = devices.total_peak_flops(ranks.device, plan.dtype)
+logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
+logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
+logger.print_lines(banner.about_network(config, ranks, mesh))
+logger.print_lines(banner.about_step(config, reader, schedule))
+logger.print_lines(banner.about_machine(ranks, plan, peak_flops, peak_source))
+logger.print_lines([f"note:    {note}" for note in logger.notes] + banner.warnings(reader))
 logger.event(
     "resume" if start.is_resume else "start",
     config=recorded,
@@ -292,185 +257,122 @@ logger.event(
     parameters=parameter_count,
     peak_flops=peak_flops,
 )
-
-
-# ------------------------------------------------------------------------------------------------------------
-# the loop (all ranks; rank-0-only work is inside logger)
-nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
-save_and_fail = partial(saver.save_and_fail, state)  # if an evaluation fails
-if exact:  # gradients are added as integers, which has no order
-    sums = ExactSums(model, raw_model, mesh, plan, share, scaler)
-else:
-    sums = FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
-padding = reader.padding_batch()
-# DDP reorders its buckets after the first pass: without discarded passes, a resume would have other bits.
-# DDP's communication hook, for compressed or exact gradients, is attached after that
-keeps_gradients = allocate_gradients(model, cuda_graphs, *padding, sums.loss_divisor, autocast, sums.passes)
-slow_network.attach(model)
-sums.attach()
-start = None  # frees the memory of the loaded tensors
-if pipeline:
-    pipeline.prepare(share, scaler, sums, clock.part, autocast)
-batches = reader.train(progress.step, progress.position, progress.skipped)
-profiler = None
-if profile and ranks.is_main:
-    profiler = start_profiler(out_dir, max_iters - progress.step + 1)
 flops_per_step = flops_per_token * progress.tokens_per_step
 report = RunReport(logger, ranks, max_iters, eval_interval, log_interval, flops_per_step, peak_flops)
-step_began = time.perf_counter()
+meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, log_interval)
+evaluator = Evaluator(
+    pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
+)
+sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None unless rank 0 has to write samples
+nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
+start = None  # frees the memory of the loaded tensors
 
-is_complete = progress.step > max_iters and not eval_only  # a complete run was resumed: nothing is left to do
-if is_complete:
-    advice = f"to continue, set {schedule.to_continue(progress.step)} or so"
-    logger.print(f"{out_dir} is at step {progress.step}, which is beyond max_iters: {advice}")
+# 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
+gradients.allocate(*reader.padding_batch(), autocast)  # DDP makes its buckets final, in discarded passes
+slow_network.attach(model)  # DDP's communication hook for compressed gradients, after that
+batches = reader.train(state.step, progress.position, progress.skipped)
+is_complete = state.step > max_iters and not eval_only
+if is_complete:  # a complete run was resumed: nothing is left to do
+    advice = f"to continue, set {schedule.to_continue(state.step)} or so"
+    logger.print(f"{out_dir} is at step {state.step}, which is beyond max_iters: {advice}")
 while not is_complete:
-    step, val_loss = progress.step, None
-    is_logged = step % log_interval == 0
-    # a resumed pipeline draws the same dropout masks; without a pipeline, each micro-batch is seeded below
-    precision.seed_step(seed, step, ranks.rank)
+    step = state.step
     lr = schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
+    precision.seed_step(seed, step, ranks.rank)  # a resumed run draws the same dropout masks
 
-    # evaluate and save the state before this step; after the last step, the final state
-    pause_began = time.perf_counter()
+    # evaluate, save and sample the state before the step; after the last step, the final state
+    meter.pause()
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
-        watchdog.armed = False  # the first evaluation compiles a separate graph
-        with exit_together(save_and_fail), slow_network.evaluated_weights():
-            losses = evaluate(
-                pipeline or raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds
-            )
-        if stop.agreed:  # during the evaluation, which returned None
+        evaluator.run(lr)
+        if stop.agreed:  # during the evaluation
             break
-        train_loss, val_loss = losses
-        report.evaluation(train_loss, val_loss, lr, weights_digest(raw_model, mesh) if exact else "")
-    if eval_only:
-        break
-    is_best = val_loss is not None and val_loss < progress.best_val_loss
-    if is_best:
-        progress.best_val_loss, progress.best_step = val_loss, step
-    is_due = is_best or is_complete or (val_loss is not None and always_save_checkpoint)
-    if is_due or (save_interval and step % save_interval == 0):
-        watchdog.armed = False  # waiting for a slow disk is not a hang
+    if saver.is_due(state, is_complete):
         with clock.part("save"):
-            saver.save(state, val_loss)
+            saver.save(state)  # in the background
     if check_ranks_interval and step % check_ranks_interval == 0:
-        check_equal_weights(raw_model, step, logger.failed, mesh.index("islands"))
+        compare_weights.check_equal_weights(raw_model, step, logger.failed, mesh.index("islands"))
     if sampler and (is_complete or step % sample_interval == 0):  # on rank 0; the other ranks wait
         sampler.report(raw_model, autocast, logger)
     if is_complete:
         break
-    step_began += time.perf_counter() - pause_began
+    meter.resume()
     if step in progress.skipped:  # excluded by a rollback; reader.train leaves out the batches of the step
         state.skip()
         continue
 
-    # forward and backward passes of this rank's micro-batches; by default only the last backward pass reduces
-    loss_sum = torch.zeros((), device=ranks.device)
-    sums.start_step()
+    # -- a step: forward and backward passes of this rank's micro-batches
     clock.start()
-    if pipeline:  # forward and backward passes of all micro-batches, each through all stages
+    gradients.start_step()
+    if pipeline:
         micro_batches = [next(batches) for _ in range(share.micro_steps)]
         clock.lap("data")
-        loss_sum = loss_sum + pipeline.step(micro_batches)  # 0 on ranks without the last stage
+        loss_sum = pipeline.step(micro_batches)  # each through all stages; 0 without the last stage
         clock.lap("pipeline")
-    for micro_step in range(0 if pipeline else share.micro_steps):
-        x, y = next(batches)  # (rows, block_size / cp) each
-        clock.lap("data")
-        if plan.model_args["dropout"]:  # masks of whole micro-batches are the same on any number of processes
-            precision.seed_generators(seed, step, share.first(micro_step), *mesh.rank_and_size("cp", "tp"))
-        with sums.micro_batch(micro_step):  # DDP's no_sync but for the last micro-batch
-            with autocast:
-                _, loss = model(x, y, sums.loss_divisor)
-            clock.lap("forward")
-            scaler.scale(loss).backward()
-            clock.lap("backward")
-        loss_sum = loss_sum + sums.loss_term(loss)
-        clock.lap("sum")  # of the micro-batches' gradients and losses
-
-    sums.finish()  # what the backward pass leaves to do with tp, ep and pp
+    else:
+        loss_sum = torch.zeros((), device=ranks.device)
+        for micro_step in range(share.micro_steps):
+            x, y = next(batches)  # (rows, block_size / cp) each
+            clock.lap("data")
+            precision.seed_micro_batch(seed, step, share.first(micro_step), raw_model, mesh)
+            with gradients.micro_batch(micro_step):  # DDP's no_sync but for the last micro-batch
+                with autocast:
+                    _, loss = model(x, y, gradients.loss_divisor)
+                clock.lap("forward")
+                scaler.scale(loss).backward()
+                clock.lap("backward")
+            loss_sum = loss_sum + gradients.loss_term(loss)
+            clock.lap("sum")
+    gradients.finish()  # what the backward pass leaves to do with tp, ep and pp
     clock.lap("reduce")
-    for opt in optimizers:
-        scaler.unscale_(opt)
-    # with exact, two parts, each a sum without rounding; otherwise the second is 0
-    grad_square, grad_square_fine = sums.norm_share()
-    clock.lap("clip")
-
-    # all ranks decide from the same numbers: the one small collective of a step (with experts, two if logged)
-    step_s, step_began = time.perf_counter() - step_began, time.perf_counter()
-    routing = take_routing(raw_model, is_logged, ranks.device)  # arrives with the numbers
-    gathered = gather_numbers(
-        StepNumbers(
-            loss=loss_sum * sums.loss_weight,
-            grad_square=grad_square,
-            grad_square_fine=grad_square_fine,
-            step_ms=step_s * 1e3,
-            data_ms=clock.cpu_ms("data"),
-            memory_gb=memory_gb(ranks.device),
-            forward_ms=clock.last("forward"),
-            stop=stop.code(step_s, saver.seconds),  # 0, a signal, or the time limit
-            # get_scale would wait for the GPU
-            loss_scale=scaler.scale(torch.ones((), device=ranks.device)),
-            waiting=clock.waiting_share(),
-        ),
-        ranks.device,
-    )
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    grad_square = gradients.norm_share()
+    clock.lap("norm")
+    gathered = meter.gather(step, loss_sum * gradients.loss_weight, grad_square)  # the one small collective
     clock.lap("agree")
-    # changes nothing if a loss or gradient is not finite on any rank
-    optim.step(optimizers, scaler, gathered, grad_clip)
+    optim.step(optimizers, scaler, gathered, grad_clip)  # clips; changes nothing if a number is not finite
     clock.lap("optimizer")
     numbers = gathered.read()  # waits until the GPU has finished the backward pass
     clock.lap("agree")
+    # -- the step is computed
 
-    verdict = nan_policy.judge(numbers, step)  # the same on all ranks
-    if verdict.action is not Action.TAKE:
-        watchdog.armed = False  # a report and a rollback may take long
+    if not nan_policy.takes(numbers, step):  # the same on all ranks
         clock.discard()
-        nan_policy.recover(verdict, numbers, state, reader, saver, logger)  # skips, rolls back, or exits
-        model.zero_grad(set_to_none=not keeps_gradients)
-        batches = reader.train(progress.step, progress.position, progress.skipped)
-        step_began = time.perf_counter()  # the next step does not include the report and the rollback
+        nan_policy.recover(numbers, state, reader, saver, logger)  # skips, rolls back, or exits
+        gradients.zero()
+        batches = reader.train(state.step, progress.position, progress.skipped)
+        meter.restart()
         continue
-    model.zero_grad(set_to_none=not keeps_gradients)
+    gradients.zero()
     slow_network.after_step(step)  # averages the weights of islands, if that is due
     clock.step()
-    if profiler:  # on rank 0
-        profiler.step()
-
-    report.step(numbers, lr, routing)
+    report.step(numbers, lr, meter.routing)
     saver.poll()  # reports a checkpoint in the background that is complete or has failed
-    watchdog.armed = True
     state.advance()
     if stop.decide(numbers.stop):
         break
 
-# ------------------------------------------------------------------------------------------------------------
-# the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
-is_preempted = stop.agreed != 0 and progress.step <= max_iters
-step_parts = over_ranks(gather_objects(clock.medians()))
+# 7. the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
+is_preempted = stop.agreed != 0 and state.step <= max_iters
 if stop.agreed:
-    watchdog.armed = False
     with clock.part("save"):
         saver.save(state)
 saver.wait()
-if report.steps_taken:
-    report.done()  # the summary and the plot
-    if ranks.is_main and (command := how_to_sample(out_dir, dataset, vocabulary)):
-        logger.print(command)
-with exit_together(logger.failed):
-    if saver.problem:
-        raise ValueError(f"the final checkpoint could not be written to {out_dir}")
-    if is_preempted and ranks.is_main and not eval_only:
-        mark_preempted(run_folder, progress.step, stop.reason())
+report.done(samples.how_to_sample(out_dir, dataset, vocabulary))  # the summary and the plot
+saver.end(state, preempted_by=stop.reason() if is_preempted else "")  # exits if the last save failed
 slow_network.wait()  # an average in the background still uses the process group
 if exact:
-    logger.print(f"weights: SHA-256 {weights_digest(raw_model, mesh)} before step {progress.step}")
-report.end(out_dir, stop if is_preempted else None, step_parts)
+    logger.print(
+        f"weights: SHA-256 {compare_weights.weights_digest(raw_model, mesh)} before step {state.step}"
+    )
+report.end(out_dir, stop, clock)
 watchdog.stop()
-saver = state = slow_network = sums = None
 # the process group can be destroyed only after the last reference to it is dropped
-model = raw_model = optimizers = batches = pipeline = None
-leave_process_group()
+del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
+del evaluator, meter, saver, watchdog
+process_group.leave_process_group()
 # 128 + the signal, unless a launcher started this process (ranks.store): it would restart the run after an
 # error. The code of the time limit is negative, and the exit status is 0
 if is_preempted and stop.agreed > 0 and not ranks.store:

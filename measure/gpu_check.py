@@ -45,7 +45,7 @@ from isogpt.nn import generation, kernels
 from isogpt.parallel import compilation
 from isogpt.parallel.plan import plan_of
 from isogpt.speed import memory
-from isogpt.speed.profiler import PROFILE_STEPS
+from isogpt.speed.profiling import PROFILE_STEPS
 from isogpt.training import optim
 from isogpt.training.settings import model_args_of
 from isogpt.training.step_numbers import StepNumbers

@@ -10,9 +10,9 @@ from runs import REPO, TINY, column, records, train_defaults
 from test_parity import same
 from test_zero import tensors_of
 
-from isogpt.checkpoint.differences import differences
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
+from isogpt.checkpoint.start import differences
 from isogpt.nn import huggingface
 from isogpt.nn.kernels import CPUNormalize, relu2, rotate
 from isogpt.training import muon, optim

@@ -484,7 +484,7 @@ def test_mistakes_under_a_launcher(at, capsys):
 
 
 def test_help_shows_the_defaults_of_bench(zygote, work):
-    text = zygote.start(["--help"], work, script="bench.py").wait().text()
+    text = zygote.start(["--help=all"], work, script="bench.py").wait().text()
     fixed = text[text.index("set by bench.py") :].split("\n\n")[0]
     for option in ("out_dir", "max_iters", "log_interval", "eval_interval", "save_checkpoint", "wandb_log"):
         assert f"  --{option}=" in fixed, option

@@ -35,7 +35,7 @@ def commands_of(name):
     found = {}
     for _, command in commands():
         args = arguments(command, name)
-        if args is not None and "--help" not in args:
+        if args is not None and not {"--help", "--help=all"} & set(args):
             rest = without(args, *REPLACED) if name == "train.py" else args
             found.setdefault((*rest, processes_of(command)), command)
     return [*found.values()]

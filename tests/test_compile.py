@@ -18,7 +18,7 @@ from isogpt.nn import experts, generation, kernels
 from isogpt.parallel import context
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.compilation import compile_generation, compile_parts, compile_report
-from isogpt.parallel.data import allocate_gradients, replicate
+from isogpt.parallel.data_parallel import allocate_gradients, replicate
 from isogpt.parallel.recompute import recompute
 from model import GPT, GPTConfig
 
@@ -307,14 +307,14 @@ from isogpt.parallel.mesh import Mesh
 from model import GPT, GPTConfig
 dist.init_process_group("gloo")
 mesh = Mesh(dist.get_rank(), **{sys.argv[1]: 2})
-mesh.connect("cpu", uses_fsdp=False)
+mesh.connect("cpu")
 found = []
 for is_compiled in (False, True):
     with torch.device("meta"):
         shape = dict(n_layer=2, n_head=4, n_embd=32, block_size=32, vocab_size=65, bias=False)
         experts = dict(n_expert=4, n_expert_active=2) if mesh.ep > 1 else {}
         model = GPT(GPTConfig(arch=sys.argv[2], **shape, **experts))
-    splits = parallelize.split_model(model, mesh, "1f1b")
+    splits = parallelize.split_model(model, mesh, "1f1b", torch.device("cpu"))
     if mesh.cp > 1:
         parallelize_context(model, mesh, torch.device("cpu"))
     if is_compiled:

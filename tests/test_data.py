@@ -578,107 +578,95 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
 
 # ----- error messages
 
+ANY = [  # (arguments, message) of each kind of data set
+    ("--data_files=absent.txt", "no file matches 'absent.txt'"),
+    ("--data_files=two.jsonl,no*.txt", "no file matches 'no\\*.txt'"),
+    ("--data_files=folder", "no file matches 'folder'"),
+    ("--data_files=", "no file matches ''"),
+    (
+        "--data_files=two.jsonl,table.csv",
+        "table.csv: unknown extension '.csv'; possible: .txt .jsonl .parquet",
+    ),
+    (
+        "--data_files=key.jsonl",
+        "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; .*text_key=",
+    ),
+    ("--data_files=list.jsonl", r"list.jsonl:1: no string at 'text' in \[1\]"),
+    ("--data_files=bad.jsonl", "bad.jsonl:2: not JSON"),
+    ("--data_files=latin.txt", "latin.txt: not UTF-8 at byte 0"),
+    ("--data_files=fake.parquet", "fake.parquet: not readable as Parquet"),
+    ("--data_files=null.parquet", "null.parquet, row 2: no string at 'text' in {'text': None}"),
+    ("--data_file=two.jsonl", "unrecognized arguments: --data_file=two.jsonl; usage: .*--data_files "),
+    ("one.txt two.jsonl", "one.txt two.jsonl: for these files, type --data_files=one.txt,two.jsonl; usage"),
+    ("--val_fraction=much", "--val_fraction: invalid float value: 'much'"),
+    ("--data_files=two.jsonl --tokenizer=gpt", "--tokenizer=gpt: 'gpt' is not an encoding .*gpt2"),
+    ("--data_files=two.jsonl --tokenizer=no/where", "--tokenizer=no/where: no such folder"),
+    (
+        "--data_files=two.jsonl --tokenizer=folder",
+        "folder contains neither a tokenizer.json nor a checkpoint",
+    ),
+]
+ONE_TEXT = [
+    ("--data_files=empty.txt", "found 0 characters, need 2: use files with more text"),
+    ("--data_files=letter.txt", "found 1 characters, need 2: use files with more text"),
+    *(
+        (
+            f"--data_files=two.jsonl --val_fraction={value}",
+            f"={value} of 7 characters leaves .* empty, e.g. --val",
+        )
+        for value in (0.0, 1.5, -0.1, math.inf, math.nan)
+    ),
+    ("--seed=1", "unrecognized arguments: --seed=1"),
+    ("", "could not download file://.*put the text at .*/data/shakespeare_char/input.txt"),
+]
+DOCUMENTS = [
+    ("--data_files=empty.txt", "0 non-empty documents, need 2; use files"),
+    ("--data_files=one.txt", "found 1 non-empty documents, need 2; data/shakespeare/prepare.py splits"),
+    ("--data_files=two.jsonl --val_fraction=1.5", "--val_fraction=1.5 is not between 0 and 1"),
+    ("--data_files=two.jsonl --num_proc=0", "--num_proc=0 is not a number of threads"),
+]
+KINDS = {"shakespeare_char": ANY + ONE_TEXT, "openwebtext": ANY + DOCUMENTS}
 
-@needs_gpt2
-def test_errors_print_one_line_and_exit_with_1(data, tmp_path, monkeypatch, capsys):
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    """Files for --data_files in the working folder."""
     import pyarrow
     import pyarrow.parquet
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(bins.SHAKESPEARE, "url", (tmp_path / "absent").as_uri())
     Path("folder").mkdir()
-    Path("two.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    Path("key.jsonl").write_text('{"text": "one"}\n{"content": "two", "id": 3}\n')
-    Path("list.jsonl").write_text("[1]\n")
-    Path("bad.jsonl").write_text('{"text": "one"}\n{"text": \n')
-    Path("empty.txt").write_text("")
-    Path("one.txt").write_text("one document")
-    Path("letter.txt").write_text("x")
-    Path("latin.txt").write_bytes("é".encode("latin1"))
-    Path("fake.parquet").write_text("not parquet")
-    Path("table.csv").write_text("text")
+    for name, content in {
+        "two.jsonl": '{"text": "one"}\n{"text": "two"}\n',
+        "key.jsonl": '{"text": "one"}\n{"content": "two", "id": 3}\n',
+        "list.jsonl": "[1]\n",
+        "bad.jsonl": '{"text": "one"}\n{"text": \n',
+        "empty.txt": "",
+        "one.txt": "one document",
+        "letter.txt": "x",
+        "latin.txt": "\xe9",
+        "fake.parquet": "not parquet",
+        "table.csv": "text",
+    }.items():
+        Path(name).write_text(content, encoding="latin-1")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), "null.parquet")
 
-    everywhere = [
-        ("--data_files=absent.txt", "no file matches 'absent.txt'"),
-        ("--data_files=two.jsonl,no*.txt", "no file matches 'no*.txt'"),
-        ("--data_files=folder", "no file matches 'folder'"),
-        ("--data_files=", "no file matches ''"),
-        (
-            "--data_files=two.jsonl,table.csv",
-            "table.csv: unknown extension '.csv'; possible: .txt .jsonl .parquet",
-        ),
-        (
-            "--data_files=key.jsonl",
-            "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; .* --text_key=",
-        ),
-        ("--data_files=list.jsonl", "list.jsonl:1: no string at 'text' in [1]"),
-        ("--data_files=bad.jsonl", "bad.jsonl:2: not JSON"),
-        ("--data_files=latin.txt", "latin.txt: not UTF-8 at byte 0"),
-        ("--data_files=fake.parquet", "fake.parquet: not readable as Parquet"),
-        ("--data_files=null.parquet", "null.parquet, row 2: no string at 'text' in {'text': None}"),
-        (
-            "--data_files=empty.txt",
-            ("found 0 characters, need 2: use files", "0 non-empty documents, need 2; use files"),
-        ),
-        (
-            "--data_files=two.jsonl --val_fraction=0",
-            (
-                "--val_fraction=0.0 of 7 characters leaves .* empty, e.g. --val_fraction=0.1",
-                "--val_fraction=0.0 is not between 0 and 1",
-            ),
-        ),
-        *(
-            (
-                f"--data_files=two.jsonl --val_fraction={value}",
-                (
-                    f"--val_fraction={value} of 7 characters leaves .* empty",
-                    f"--val_fraction={value} is not between 0 and 1",
-                ),
-            )
-            for value in (1.5, -0.1, math.inf, math.nan)
-        ),
-        ("--data_file=two.jsonl", "unrecognized arguments: --data_file=two.jsonl; usage: .* --data_files "),
-        (
-            "one.txt two.jsonl",
-            "one.txt two.jsonl: for these files, type --data_files=one.txt,two.jsonl; usage",
-        ),
-        ("--val_fraction=much", "--val_fraction: invalid float value: 'much'"),
-    ]
-    text = [
-        ("--data_files=letter.txt", "found 1 characters, need 2: use files with more text"),
-        ("--seed=1", "unrecognized arguments: --seed=1"),
-    ]
-    bpe = [("--data_files=two.jsonl --tokenizer=gpt", "--tokenizer=gpt: 'gpt' is not an encoding .*gpt2")]
-    documents = [
-        ("--data_files=one.txt", "found 1 non-empty documents, .* shakespeare/prepare.py splits one text"),
-        ("--data_files=two.jsonl --num_proc=0", "--num_proc=0 is not a number of threads"),
-    ]
-    download = [("", f"could not download file://.*put the text at {data}/")]
-    cases = {
-        "stdlib_char": everywhere + text,
-        "shakespeare_char": everywhere + text + download,
-        "shakespeare": everywhere + text + bpe + download,
-        "openwebtext": everywhere + bpe + documents,
-        "fineweb": documents,
-    }
-    for name, mistakes in cases.items():
-        module, before = load_prepare(data, name), contents(data / name)
-        for args, expected in mistakes:
-            argv = args.split() + (
-                ["--num_proc=1"] if mistakes is cases["openwebtext"] and "num_proc" not in args else []
-            )
-            monkeypatch.setattr(sys, "argv", ["prepare.py", *argv])
-            status = bins.run(module.main)
-            lines = capsys.readouterr().err.splitlines()
-            assert (status, len(lines)) == (1, 1), (name, args, lines)
-            assert lines[0].startswith("error: ")
-            for part in (expected[name == "openwebtext"] if isinstance(expected, tuple) else expected).split(
-                ".*"
-            ):
-                assert part.strip() in lines[0], (name, args, lines)
-            assert contents(data / name) == before
 
+@needs_gpt2
+@pytest.mark.parametrize(
+    ("name", "args", "message"), [(name, *case) for name, cases in KINDS.items() for case in cases]
+)
+def test_an_error_is_one_line_and_leaves_the_folder(data, inputs, monkeypatch, capsys, name, args, message):
+    before = contents(data / name)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *args.split()])
+    assert bins.run(load_prepare(data, name).main) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: .*{message}", line), line
+    assert contents(data / name) == before
+
+
+def test_the_exit_status_of_errors(data, inputs, tmp_path, monkeypatch, capsys):
     result = prepare(data, "fineweb", "--data_files=absent.txt", cwd=tmp_path)
     assert (result.returncode, len(result.stderr.splitlines()), result.stdout) == (1, 1, "")
     with pytest.raises(SystemExit) as stop:

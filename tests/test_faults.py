@@ -212,7 +212,7 @@ def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path):
     """
     The metadata names all files: one that is missing or too short is noticed before the checkpoint counts.
     """
-    sharded_files.write(tmp_path, {"w": local_part_of(torch.zeros(1000))}, {})
+    sharded_files.write(tmp_path, {"w": local_part_of(torch.zeros(1000))}, group=None)
     sharded_files.check_complete(tmp_path)
     (file,) = tmp_path.glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
@@ -627,7 +627,7 @@ def test_a_full_disk_is_named(tmp_path):
         write_file(type(tmp_path)("/dev/full"), {"w": torch.zeros(10**5)})
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
-        sharded_files.write(tmp_path, {"w": local_part_of(torch.zeros(10**5))}, {})
+        sharded_files.write(tmp_path, {"w": local_part_of(torch.zeros(10**5))}, group=None)
     with pytest.raises(OSError, match="No space left on device"):
         (tmp_path / "x.tmp").symlink_to("/dev/full")
         write_whole(tmp_path / "x", "text")

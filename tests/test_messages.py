@@ -28,9 +28,9 @@ from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file
 from isogpt.checkpoint.folder import continue_from
 from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.restore import WPE, restore_checkpoint
-from isogpt.checkpoint.search import FoundCheckpoint, newest_checkpoint, share_found
+from isogpt.checkpoint.search import StoredCheckpoint, newest_checkpoint, share_checkpoint
 from isogpt.checkpoint.source import check_weights, open_checkpoint
+from isogpt.checkpoint.state import WPE, restore_checkpoint
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.device import pick_backend, use_gpu
 from isogpt.launch.process_group import Ranks
@@ -110,7 +110,7 @@ def rank_of_two(at, **changes):
 
 def opened(at, **changes):
     """Open a ckpt.pt with changes."""
-    return open_checkpoint(FoundCheckpoint(save_in(at.path / "out", **changes) / "ckpt.pt", 3))
+    return open_checkpoint(StoredCheckpoint(save_in(at.path / "out", **changes) / "ckpt.pt", 3))
 
 
 def fork(at, model=None, args=None, **changes):
@@ -254,7 +254,7 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
         continue_from("rank0", newest_checkpoint("rank0")[0])
     found, sent = newest_checkpoint("rank0")[0], []
     at.set(search, "broadcast", lambda value: sent.append(value) or value)
-    assert share_found(found, "rank0").is_verified
+    assert share_checkpoint(found, "rank0").is_verified
     shutil.copytree("rank0", "copy", symlinks=True)
     os.symlink("rank0", "link")
 
@@ -263,7 +263,7 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
         received = iter(sent)
         with at.context() as others:
             others.setattr(search, "broadcast", lambda _: next(received))
-            found = share_found(None, folder)
+            found = share_checkpoint(None, folder)
         assert found.path.is_relative_to(folder) and found.is_verified == (folder == "link")
         restore_checkpoint(open_checkpoint(found), tiny_model())
 
@@ -302,7 +302,7 @@ def test_checkpoints_of_nanogpts_forks(at):
     numbers = {"iter_num": np.int64(3), "best_val_loss": np.float64(1.5), "config": None, "optimizer": None}
     source = fork(at, args=args, **numbers)
     assert (source.run["iter_num"], source.run["best_val_loss"], source.run["config"]) == (3, 1.5, {})
-    assert set(source.run["model_args"]) == {*SHAPE, "dropout"} and source.found.val_loss == 1.5
+    assert set(source.run["model_args"]) == {*SHAPE, "dropout"} and source.stored.val_loss == 1.5
     # no moments: a resume says so, and nothing else needs them
     for saved in (
         None,
@@ -343,7 +343,7 @@ def test_checkpoints_of_nanogpts_forks(at):
     for changes in ({"best_val_loss": None}, {"best_val_loss": 1.5, "config": {"eval_interval": 2}}):
         shutil.rmtree("out")
         source, progress = fork(at, **changes), Progress(64)
-        assert progress.load(source) == [] and progress.best_step == NONE and source.found.val_loss is None
+        assert progress.load(source) == [] and progress.best_step == NONE and source.stored.val_loss is None
         assert export.list_checkpoints("out").splitlines()[1].split()[:3] == ["3", "bare", "-"]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from test_model import apart, ids, one_thread, roughen, same_states  # noqa: F401  (one_thread: of this file too)
 
-from isogpt.checkpoint.restore import load_weights
+from isogpt.checkpoint.state import load_weights
 from isogpt.monitor.records import routing_record, routing_text
 from isogpt.nn import experts, generation
 from isogpt.nn.experts import grouped_matmul

@@ -4,45 +4,28 @@ import json
 from dataclasses import asdict, replace
 from itertools import combinations, pairwise
 from math import ceil, log2
-from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import column, default_plan, records, train_defaults
 
 from isogpt.nn import huggingface
-from isogpt.parallel.mesh import AXES, Mesh, make_mesh
+from isogpt.parallel.mesh import AXES, make_mesh
 from isogpt.parallel.pipeline import cut_evenly
 from isogpt.parallel.plan import LAYOUT, plan_of
 from isogpt.parallel.shares import share_of
-from isogpt.speed import layouts, prediction
-from isogpt.speed.devices import HARDWARE, Link, hardware_of, links_of, named_hardware
+from isogpt.speed import layouts, plan_report, prediction
+from isogpt.speed.devices import HARDWARE, Link, links_of, named_hardware
 from isogpt.training.settings import check_training
 from model import GPT, GPTConfig
 
 DEFAULTS = train_defaults()
 GPT2 = {"bias": False}
-LLAMA_7B = dict(
-    arch="llama", n_layer=32, n_head=32, n_embd=4096, n_hidden=11008, vocab_size=32000, block_size=4096
-)
-LLAMA_8B = dict(
-    arch="llama",
-    n_layer=32,
-    n_head=32,
-    n_kv_head=8,
-    n_embd=4096,
-    n_hidden=14336,
-    vocab_size=128256,
-    block_size=8192,
-)
-SIMPLE = replace(
-    HARDWARE["h100"],
-    matmul=1e14,
-    bytes_per_s=1e12,
-    local=Link(1e-6, 1e11),
-    network=Link(1e-5, 8e10),
-    half=100,
-)
+LLAMA_7B = {"arch": "llama", "n_layer": 32, "n_head": 32, "n_embd": 4096, "n_hidden": 11008}
+LLAMA_7B |= {"vocab_size": 32000, "block_size": 4096}
+LLAMA_8B = LLAMA_7B | {"n_kv_head": 8, "n_hidden": 14336, "vocab_size": 128256, "block_size": 8192}
+LOCAL, NETWORK = Link(1e-6, 1e11), Link(1e-5, 8e10)
+SIMPLE = replace(HARDWARE["h100"], matmul=1e14, bytes_per_s=1e12, local=LOCAL, network=NETWORK, half=100)
 
 
 def plan_with(model, devices, batch_size, accumulation, dtype="bfloat16", **settings):
@@ -53,42 +36,40 @@ def plan_with(model, devices, batch_size, accumulation, dtype="bfloat16", **sett
 
 def test_a_matmul_takes_its_flops_or_its_memory_traffic():
     assert prediction.matmul_s(SIMPLE, 1000, 2000, 4000, 2) == pytest.approx(2 * 8e9 / 1e14 * 1.1)
-    assert prediction.matmul_s(SIMPLE, 1, 4000, 4000, 2) == pytest.approx(
-        2 * (2 * 4000 + 16e6) / 1e12, rel=0.01
-    )
+    traffic = 2 * (2 * 4000 + 16e6) / 1e12
+    assert prediction.matmul_s(SIMPLE, 1, 4000, 4000, 2) == pytest.approx(traffic, rel=0.01)
+
+
+RINGS = [("tp",), ("cp",), ("pp",), ("dp_replicate",), ("dp_shard", "ep", "cp"), ("dp_replicate", "ep", "cp")]
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"tp": 4}, {"tp": 8, "pp": 2}, {"cp": 2, "tp": 2}, {"zero": 3, "dp_replicate": 4}]
+    "devices, settings",
+    [(4, {}), (32, {}), (4, {"tp": 4}), (32, {"tp": 8, "pp": 2}), (8, {"cp": 2, "tp": 2})]
+    + [(8, {"zero": 3, "dp_replicate": 4}), (32, {"zero": 3, "dp_replicate": 4})],
 )
-@pytest.mark.parametrize("devices", [4, 8, 32])
-def test_a_ring_uses_the_links_of_its_ranks(settings, devices):
+def test_a_ring_uses_the_links_of_its_ranks(devices, settings):
     """Against counting the ranks of each ring on each machine."""
-    if devices < 16 and settings.get("tp") == 8:
-        return
     mesh, per_node = make_mesh(0, default_plan(world_size=devices, **settings)), 8
-    for axes in (
-        ("tp",),
-        ("cp",),
-        ("pp",),
-        ("dp_replicate",),
-        ("dp_shard", "ep", "cp"),
-        ("dp_replicate", "ep", "cp"),
-    ):
+    rings = prediction.Rings(SIMPLE, mesh, per_node)
+    for axes in RINGS:
         group = [r for r in range(devices) if all(mesh.index(a, r) == 0 for a in AXES if a not in axes)]
-        n, found = len(group), prediction.Rings(SIMPLE, mesh, per_node).seconds(axes, 8e9)
-        crossings = sum(
-            a // per_node != b // per_node for a, b in zip(group, [*group[1:], group[0]], strict=True)
-        )
-        here = sum(r < per_node for r in group)
-        bandwidth = min(
-            1e11 if here > 1 else 1e99, 8e10 * here / min(devices, per_node) if crossings else 1e99
-        )
-        expected = 8e9 * (n - 1) / n / bandwidth if n > 1 else 0
-        latency = ceil(log2(max(1, crossings))) * 1e-5 + ceil(log2(here)) * 1e-6
-        assert found == pytest.approx(expected + latency), (axes, group)
-        found = prediction.Rings(SIMPLE, mesh, per_node).seconds(axes, 8e9, count=3, slowness=2.0)
-        assert found == pytest.approx(2 * expected + 3 * latency), (axes, group)
+        n, on_machine = len(group), sum(r < per_node for r in group)
+        neighbours = zip(group, [*group[1:], group[0]], strict=True)
+        crossings = sum(a // per_node != b // per_node for a, b in neighbours)
+        bandwidths = [LOCAL.bytes_per_s] if on_machine > 1 else []
+        if crossings:
+            bandwidths.append(NETWORK.bytes_per_s * on_machine / min(devices, per_node))
+        expected = 8e9 * (n - 1) / n / min(bandwidths) if n > 1 else 0
+        latency = ceil(log2(max(1, crossings))) * 1e-5 + ceil(log2(on_machine)) * 1e-6
+        assert rings.seconds(axes, 8e9) == pytest.approx(expected + latency), (axes, group)
+        three = rings.seconds(axes, 8e9, count=3, slowness=2.0)
+        assert three == pytest.approx(2 * expected + 3 * latency), (axes, group)
+
+
+def test_a_mesh_of_one_communicates_nothing():
+    alone = prediction.predict(plan_with(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
+    assert alone.seconds["communication"] == 0 and alone.seconds["bubble"] == 0
 
 
 def test_layers_are_cut_as_well_as_any_cut_does():
@@ -110,18 +91,14 @@ def test_plans_are_valid_and_have_the_same_global_batch():
     for plan in plans[:: len(plans) // 200]:
         s = plan.settings
         assert s["batch_size"] * s["gradient_accumulation_steps"] == 256
-        config = (
-            DEFAULTS | s | {"arch": "llama", "n_layer": 32, "n_head": 32, "n_embd": 4096, "block_size": 4096}
-        )
-        check_training(config)
+        check_training(DEFAULTS | s | {name: LLAMA_7B[name] for name in LLAMA_7B.keys() & DEFAULTS.keys()})
         data_size = make_mesh(0, plan.plan).data_size
         assert share_of(256, 0, data_size, s["batch_size"], s["pp"]).rows >= 1
         assert bool(plan.problem) == (plan.gb > 80)
     ddp = [plan for plan in plans if layouts.degrees(plan) == (0, 1, 1, 1, 1, 1)]
-    assert ddp and all("does not fit" in plan.problem for plan in ddp), (
-        "16 bytes per parameter are more than 80 GB"
-    )
-    table = layouts.table(plans, 256 * 4096, 64, 4e10)
+    # 16 bytes per parameter are more than 80 GB
+    assert ddp and all("does not fit" in plan.problem for plan in ddp)
+    table = plan_report.table(plans, 256 * 4096, 64, 4e10)
     assert "communication +" in table and "bubble +" in table and "does not fit: " in table
     assert len(table.splitlines()) == 1 + 15 + 3
 
@@ -161,20 +138,12 @@ def test_the_fewest_devices_on_which_a_model_fits():
     assert layouts.smallest_world(huge, HARDWARE["4090"], 8) == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("gpt2", 124_439_808),
-        ("gpt2-medium", 354_823_168),
-        ("gpt2-large", 774_030_080),
-        ("gpt2-xl", 1_557_611_200),
-    ],
-)
-def test_shapes_of_openai_models(name, parameters):
+def test_shapes_of_openai_models():
     """The numbers of parameters that transformers counts in the published weights."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(**huggingface.GPT2[name], vocab_size=50257))
-    assert sum(p.numel() for p in model.parameters()) == parameters
+        models = [GPT(GPTConfig(**shape, vocab_size=50257)) for shape in huggingface.GPT2.values()]
+    counts = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
 
 
 def test_names_of_hardware():
@@ -243,12 +212,6 @@ def test_only_zero_divides_the_optimizer():
     assert optimizer_s(zero=1) == optimizer_s(zero=3, cp=2) == pytest.approx(whole / 4)
 
 
-def test_a_mesh_of_one_communicates_nothing():
-    assert prediction.Rings(SIMPLE, Mesh(), 8).seconds(("dp_replicate",), 1e9) == 0
-    alone = prediction.predict(plan_with(GPT2, 1, 12, 1), HARDWARE["a100"], 1)
-    assert alone.seconds["communication"] == 0 and alone.seconds["bubble"] == 0
-
-
 @pytest.mark.parametrize(
     "settings, kept",
     [
@@ -279,12 +242,6 @@ def test_settings_that_no_layout_can_have(settings, message):
 def test_shares_choose_the_number_of_data_parallel_ranks():
     plans = layouts.ranked(plan_with(LLAMA_7B, 16, 4, 16, shares="2,1"), HARDWARE["h100"], 8)
     assert plans and all(16 // (p.settings["tp"] * p.settings["pp"] * p.settings["cp"]) == 2 for p in plans)
-
-
-def test_known_gpus_are_found_by_name(monkeypatch):
-    found = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85e9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert hardware_of(torch.device("cuda"), "bfloat16", 8) == replace(HARDWARE["h100"], memory_gb=85)
 
 
 @pytest.mark.slow

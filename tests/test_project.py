@@ -143,7 +143,7 @@ def test_the_docs_name_each_module_in_its_room():
 def test_finding_a_checkpoint_does_not_import_what_loads_it():
     reached = reached_from(["isogpt.checkpoint.folder"])
     assert "isogpt.checkpoint.manifest" in reached
-    assert not reached & {"isogpt.checkpoint.restore", "isogpt.checkpoint.save", "isogpt.checkpoint.shards"}
+    assert not {name.split(".")[-1] for name in reached} & {"state", "save", "sharded_files"}
     assert "export" not in imported(REPO / "sample.py")
 
 
@@ -301,7 +301,7 @@ def test_train_accepts_every_command_in_the_docs(at):
         (at.path / folder).mkdir(parents=True)
     seen = 0
     for where, command in commands():
-        if (args := arguments(command, "train.py")) is not None and "--help" not in args:
+        if (args := arguments(command, "train.py")) is not None and not {"--help", "--help=all"} & set(args):
             try:
                 accepted("train.py", *args)
             except (SystemExit, ValueError) as e:

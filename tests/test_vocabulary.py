@@ -25,7 +25,7 @@ import bins
 import export
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run, vocabulary_of_weights
 from isogpt.data import tokenizer, vocabulary
-from isogpt.data.dataset import open_dataset, read_meta
+from isogpt.data.dataset import open_dataset
 from isogpt.data.vocabulary import Vocabulary, gpt2_or_unknown
 
 TEXT = "hello world\n" * 300
@@ -221,20 +221,6 @@ def test_ids_with_the_same_text_are_kept_by_prepare():
     bins.write_meta(files, table, 3, {})
     meta = pickle.loads(files["meta.pkl"].getvalue()) | json.loads(files["meta.json"].getvalue())
     assert of_meta(meta).tokens == {0: "a", 1: "b", 2: "a"} and of_meta(meta).content == table.content
-
-
-def test_plain_classes_in_a_pickle_are_read_and_others_are_not(tmp_path):
-    for value in (
-        collections.Counter("abc"),
-        np.array(["a"]),
-        np.float64(1.5),
-        collections.defaultdict(list, a=[1]),
-    ):
-        (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": value}))
-        assert np.all(read_meta(tmp_path)["itos"] == value)
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"x": collections.ChainMap()}))
-    with pytest.raises(ValueError, match="ChainMap"):
-        read_meta(tmp_path)
 
 
 def test_a_tokenizer_json_next_to_the_data(tmp_path):

@@ -16,9 +16,9 @@ from test_parity import same
 from isogpt.checkpoint import ckpt_file
 from isogpt.checkpoint.ckpt_file import nanogpt_state
 from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed
-from isogpt.checkpoint.restore import restore_checkpoint
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
+from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim, optimizer_state

@@ -34,10 +34,11 @@ from isogpt.checkpoint.manifest import (
     step_folders,
     step_of,
     steps_in,
+    unfinished_folder,
 )
-from isogpt.checkpoint.owner import check_owner, is_owned, unfinished_folder, was_entered_by, write_owner
+from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
 from isogpt.checkpoint.search import (
-    FoundCheckpoint,
+    StoredCheckpoint,
     best_checkpoint,
     best_folder,
     newest_checkpoint,
@@ -58,7 +59,7 @@ MARK = "PREEMPTED"  # this file means that the run was stopped on request and is
 
 def look_for_start(
     init_from: str, out_dir: str, resume_step: int, launch: Launch
-) -> tuple[FoundCheckpoint | None, bool, list[str]]:
+) -> tuple[StoredCheckpoint | None, bool, list[str]]:
     """
     Find what `init_from` means for a training run (rank 0). A restart of the launch that entered the folder
     continues with what this launch has written, and not with what the command says: the first start of the
@@ -73,38 +74,39 @@ def look_for_start(
     weights_from = init_from.removeprefix("auto:")
     is_restart = was_entered_by(Path(out_dir), launch)
     if is_restart or init_from in ("resume", "auto") or weights_from != init_from:
-        found, reports = newest_checkpoint(out_dir, -1 if is_restart else resume_step)
-        if found:
+        newest, reports = newest_checkpoint(out_dir, -1 if is_restart else resume_step)
+        if newest:
             if is_restart:
-                print(
-                    f"restart: continues what this launch has written to {out_dir}, step {found.step}",
-                    flush=True,
-                )
-            return found, True, reports
+                text = f"restart: continues what this launch has written to {out_dir}, step {newest.step}"
+                print(text, flush=True)
+            return newest, True, reports
         if reports or init_from == "resume":
-            problem = f"no checkpoint to resume from in {out_dir}: {advice_on_folder()}"
-            if resume_step != -1:
-                steps = ", ".join(map(str, steps_in(out_dir)))
-                problem = (
-                    f"no step {resume_step} to resume from in {out_dir}, which contains "
-                    f"{steps or 'no checkpoints'}"
-                )
-                problem += ": set --resume_step= to one of these, or --out_dir= to the run's folder"
-            raise ValueError("; ".join([problem, *reports]))
+            raise ValueError("; ".join([about_missing(out_dir, resume_step), *reports]))
     if weights_from in ("scratch", "resume", "auto", *GPT2):
         return None, False, []
     file = Path(weights_from)
     if file.is_file():  # a ckpt.pt
         return open_bare(file, read_file(file, verify=True)), False, []
     if is_run(weights_from):
-        found, reports = best_checkpoint(weights_from)
-        if not found:
+        best, reports = best_checkpoint(weights_from)
+        if not best:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
-        return found, False, reports
+        return best, False, reports
     return None, False, []
 
 
-def find_rollback(folder: "RunFolder") -> tuple[FoundCheckpoint | None, list[str]]:
+def about_missing(out_dir: str, resume_step: int) -> str:
+    """Say that there is no checkpoint to resume from, and what to type."""
+    if resume_step == -1:
+        return f"no checkpoint to resume from in {out_dir}: {advice_on_folder()}"
+    steps = ", ".join(map(str, steps_in(out_dir))) or "no checkpoints"
+    return (
+        f"no step {resume_step} to resume from in {out_dir}, which contains {steps}: set --resume_step= to "
+        "one of these, or --out_dir= to the run's folder"
+    )
+
+
+def find_rollback(folder: "RunFolder") -> tuple[StoredCheckpoint | None, list[str]]:
     """
     Find the checkpoint that the folder's owner rolls back to, as `newest_checkpoint` returns it (rank 0).
     Newer checkpoints, which are damaged, are renamed as on a resume.
@@ -113,10 +115,10 @@ def find_rollback(folder: "RunFolder") -> tuple[FoundCheckpoint | None, list[str
         ValueError: a different run has claimed the folder.
     """
     check_owner(folder.path, folder.owner)
-    found, reports = newest_checkpoint(str(folder.path))
-    if found:
-        continue_from(str(folder.path), found)
-    return found, reports
+    newest, reports = newest_checkpoint(str(folder.path))
+    if newest:
+        continue_from(str(folder.path), newest)
+    return newest, reports
 
 
 def make_writable(out_dir: str) -> None:
@@ -144,9 +146,9 @@ def clean_up(out: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def enter_folder(out_dir: str, found: FoundCheckpoint | None, launch: Launch) -> str:
+def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch) -> str:
     """
-    Prepare the folder for this run, which resumes from `found` or starts from scratch, and make the run the
+    Prepare the folder for this run, which resumes from `resumed` or starts from scratch, and make the run the
     owner. Returns the owner's identifier. If an earlier run is still alive, checkpoints that it writes after
     this do not count.
     """
@@ -155,8 +157,8 @@ def enter_folder(out_dir: str, found: FoundCheckpoint | None, launch: Launch) ->
     is_restart = was_entered_by(out, launch)
     write_owner(out, owner, launch if is_restart else None)
     clean_up(out)
-    if found:
-        continue_from(out_dir, found)
+    if resumed:
+        continue_from(out_dir, resumed)
     elif is_restart:
         pass  # what is there was written by this launch before its first checkpoint
     elif aside := set_aside(out_dir):
@@ -189,7 +191,7 @@ def claim_folder(
     owner = ""
     with exit_together():
         if ranks.is_main and not config["eval_only"]:
-            owner = enter_folder(config["out_dir"], resumed and resumed.found, ranks.launch)
+            owner = enter_folder(config["out_dir"], resumed and resumed.stored, ranks.launch)
     folder = RunFolder(Path(config["out_dir"]), broadcast(owner), ranks.launch)
     if folder.owner and config["save_checkpoint"]:
         check_folder(folder, ranks, is_sharded(plan, mesh), patience_s=min(5.0, mesh.timeout_s / 2))
@@ -265,33 +267,33 @@ def mark_preempted(folder: RunFolder, step: int, reason: str) -> None:
     (folder.path / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")
 
 
-def continue_from(out_dir: str, found: FoundCheckpoint) -> None:
+def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     """
-    Prepare the folder for a run that resumes from `found`. Newer checkpoints, which are damaged or were not
+    Prepare the folder for a run that resumes from `resumed`. Newer checkpoints, which are damaged or were not
     chosen, are renamed, since they must not count as kept. A bare ckpt.pt is turned into a step folder, so
     that the first checkpoint does not overwrite it.
     """
     out = Path(out_dir)
-    if not found.manifest:
-        unfinished = out / f"unfinished_step_{found.step:08d}"
+    if not resumed.manifest:
+        unfinished = out / f"unfinished_step_{resumed.step:08d}"
         unfinished.mkdir()
         try:  # a second name for the file: no copy, and no moment without a name
-            os.link(found.path.resolve(), unfinished / "ckpt.pt")
+            os.link(resumed.path.resolve(), unfinished / "ckpt.pt")
         except OSError:
-            shutil.copyfile(found.path, unfinished / "ckpt.pt")
-        manifest = make_manifest(read_file(found.path), 1, 0, found.val_loss)
+            shutil.copyfile(resumed.path, unfinished / "ckpt.pt")
+        manifest = make_manifest(read_file(resumed.path), 1, 0, resumed.val_loss)
         commit_checkpoint(unfinished, manifest, keep_last=0, replace=True)
     for folder in step_folders(out):
-        if step_of(folder) > found.step:
+        if step_of(folder) > resumed.step:
             kind = "damaged" if damage(folder) else "abandoned"
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
-    if found.manifest:
-        abandon_bare(out, found)
-    folder = step_folder(out, found.step)
+    if resumed.manifest:
+        abandon_bare(out, resumed)
+    folder = step_folder(out, resumed.step)
     link_checkpoints(out, folder, best_folder(out, read_manifest(folder)))
 
 
-def abandon_bare(out: Path, found: FoundCheckpoint) -> None:
+def abandon_bare(out: Path, resumed: StoredCheckpoint) -> None:
     """
     Rename a ckpt.pt that is not a link, such as export.py writes from shards. This is needed if
     `newest_checkpoint` would prefer the file to the step folder that a run resumes from, or if a link would
@@ -302,8 +304,8 @@ def abandon_bare(out: Path, found: FoundCheckpoint) -> None:
         return
     with suppress(ValueError):  # what cannot be read is never chosen
         state = read_file(bare)
-        is_preferred = "isogpt" not in state or state["iter_num"] > found.step
-        is_replaced = found.path.is_file() and state["iter_num"] != found.step
+        is_preferred = "isogpt" not in state or state["iter_num"] > resumed.step
+        is_replaced = resumed.path.is_file() and state["iter_num"] != resumed.step
         if is_preferred or is_replaced:
             os.rename(bare, free_name(out, "abandoned_ckpt.pt"))
 

@@ -21,8 +21,8 @@ def step_folders(out: Path) -> list[Path]:
     """
     The step folders, newest first. A replaced folder counts until the new folder of the step is in place.
     """
-    found = sorted((f for f in out.glob("*step_*") if STEP.fullmatch(f.name)), reverse=True)
-    folders = {step_of(f): f for f in found}  # step_* comes last, and thus counts if a step has two folders
+    paths = sorted((f for f in out.glob("*step_*") if STEP.fullmatch(f.name)), reverse=True)
+    folders = {step_of(f): f for f in paths}  # step_* comes last, and thus counts if a step has two folders
     return [folders[step] for step in sorted(folders, reverse=True)]
 
 
@@ -34,6 +34,11 @@ def step_of(folder: Path) -> int:
 def step_folder(out: Path, step: int) -> Path:
     """The folder of a step's checkpoint."""
     return out / f"step_{step:08d}"
+
+
+def unfinished_folder(out: Path, owner: str, step: int) -> Path:
+    """The folder in which `owner` writes a step's checkpoint until it is complete."""
+    return out / f"unfinished_{owner[:8]}_step_{step:08d}"
 
 
 def steps_in(folder: str) -> list[int]:
@@ -63,10 +68,16 @@ def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None)
         run: the state that is not tensors.
         val_loss: the loss of this state, if it was evaluated.
     """
-    layout = {"world_size": world_size, "zero": zero}
-    facts = {"step": run["iter_num"], "best_step": best_step_of(run), "best_val_loss": run["best_val_loss"]}
-    facts |= {"val_loss": val_loss, "measures": measures_of(run), "layout": layout}
-    return facts | {"block_size": run["model_args"]["block_size"], "torch": torch.__version__}
+    return {
+        "step": run["iter_num"],
+        "best_step": best_step_of(run),
+        "best_val_loss": run["best_val_loss"],
+        "val_loss": val_loss,
+        "measures": measures_of(run),
+        "layout": {"world_size": world_size, "zero": zero},
+        "block_size": run["model_args"]["block_size"],
+        "torch": torch.__version__,
+    }
 
 
 def sealed(manifest: dict) -> str:
@@ -114,11 +125,9 @@ def damaged_file(path: Path, manifest: dict) -> str:
         actual = sha256_of(path)
     except OSError as e:
         return f"{path.name} cannot be read ({e.strerror})"
-    return (
-        ""
-        if actual == manifest["files"][path.name]["sha256"]
-        else f"the checksum of {path.name} does not match"
-    )
+    if actual != manifest["files"][path.name]["sha256"]:
+        return f"the checksum of {path.name} does not match"
+    return ""
 
 
 def val_loss_of(manifest: dict) -> float | None:

@@ -29,10 +29,10 @@ def what_is_measured(config: dict, digest: str | None = None) -> dict:
     What determines the value of a validation loss; None for what is not known. Losses are compared only if
     all of this is equal. The number of processes and their micro-batch are not part of it.
     """
-    found = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
+    settings = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
     counts = [config.get(name) for name in ("eval_iters", "batch_size")]
     sequences = math.prod(counts) if all(isinstance(n, int) for n in counts) else None
-    return found | {"digest": digest, "sequences": sequences}
+    return settings | {"digest": digest, "sequences": sequences}
 
 
 def changed_measures(before: dict, now: dict) -> list[str]:

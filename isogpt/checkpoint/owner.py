@@ -23,8 +23,8 @@ def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
 def read_owner(out: Path) -> dict:
     """Read what write_owner wrote; empty if there is no file."""
     with suppress(OSError, ValueError):
-        found = json.loads((out / "owner").read_text())
-        return found if isinstance(found, dict) else {}
+        record = json.loads((out / "owner").read_text())
+        return record if isinstance(record, dict) else {}
     return {}
 
 
@@ -48,11 +48,6 @@ def is_owned(out: Path, owner: str, patience_s: float) -> bool:
         if time.monotonic() >= end:
             return False
         time.sleep(0.1)
-
-
-def unfinished_folder(out: Path, owner: str, step: int) -> Path:
-    """The folder in which `owner` writes a step's checkpoint."""
-    return out / f"unfinished_{owner[:8]}_step_{step:08d}"
 
 
 def check_owner(out: Path, owner: str) -> None:

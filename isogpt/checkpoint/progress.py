@@ -24,6 +24,7 @@ class Progress:
     position: int = 0  # tokens read by the steps before `step`, including skipped steps
     best_val_loss: float = math.inf
     best_step: int = NONE
+    val_loss: float | None = None  # of the weights before `step`; None: not evaluated
     skipped: set[int] = field(default_factory=set)
     wandb_id: str | None = None
     shares: tuple[float, ...] = ()  # the measured speeds of the data ranks, with shares=auto
@@ -45,12 +46,12 @@ class Progress:
 
     def load(self, source: OpenCheckpoint) -> list[str]:
         """Continue a checkpoint's run; returns a sentence about each thing that is not continued."""
-        run, notes = source.run, []
-        ours = run["isogpt"]
+        run, ours = source.run, source.run["isogpt"]
         self.rewind(run)
-        self.skipped, self.wandb_id = set(ours.get("left_out", [])), ours.get("wandb_id")
+        self.skipped = set(ours.get("left_out", []))
+        self.wandb_id = ours.get("wandb_id")
         self.shares = tuple(ours.get("shares", ()))
-        notes += changed_bits(ours.get("kind_of_device") or {}, self.kind_of_device)
+        notes = changed_bits(ours.get("kind_of_device") or {}, self.kind_of_device)
         changed = changed_measures(measures_of(run), self.measures)
         if not changed:
             self.best_val_loss = run["best_val_loss"]
@@ -61,24 +62,36 @@ class Progress:
                 f"evaluations measure something different: {', '.join(changed)}"
             )
         if source.optimizer == {}:
-            notes.append(f"{source.found.path} contains no state of AdamW: the moments start at zero")
-        if unused := source.unused_state:
+            notes.append(f"{source.stored.path} contains no state of AdamW: the moments start at zero")
+        if unused := ", ".join(source.unused_state):
             notes.append(
-                f"{source.found.path} contains {', '.join(unused)} of an optimizer that is not used here: "
-                "the "
-                "run continues with AdamW, whose steps are different"
+                f"{source.stored.path} contains {unused} of an optimizer that is not used here: the run "
+                "continues with AdamW, whose steps are different"
             )
         return notes
 
     def rewind(self, run: dict) -> None:
         """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
+        self.val_loss = None
         self.step = run["iter_num"]
         ours = run["isogpt"]
         self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
         self.position = ours.get("position", self.step * self.tokens_per_step)
 
+    @property
+    def is_best(self) -> bool:
+        """Whether the weights before `step` have the lowest loss so far."""
+        return self.best_step == self.step
+
+    def evaluated(self, val_loss: float) -> None:
+        """Note the validation loss of the weights before `step`."""
+        self.val_loss = val_loss
+        if val_loss < self.best_val_loss:
+            self.best_val_loss, self.best_step = val_loss, self.step
+
     def skip(self) -> None:
         """Leave out a step."""
+        self.val_loss = None
         self.step += 1
         self.position += self.tokens_per_step
 

@@ -5,7 +5,6 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,11 +13,11 @@ from torch import nn
 
 from isogpt.checkpoint.ckpt_file import in_nanogpts_form, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
-from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded
+from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded, mark_preempted
 from isogpt.checkpoint.forks import shortened
-from isogpt.checkpoint.manifest import make_manifest, step_folder
-from isogpt.checkpoint.owner import check_owner, claim_again, unfinished_folder
-from isogpt.checkpoint.search import FoundCheckpoint, share_found
+from isogpt.checkpoint.manifest import make_manifest, step_folder, unfinished_folder
+from isogpt.checkpoint.owner import check_owner, claim_again
+from isogpt.checkpoint.search import StoredCheckpoint, share_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
 from isogpt.common.files import reason_of
@@ -75,14 +74,24 @@ class Saver:
             # long, since disks may be slow; set now that the group is connected
             self.group = self.mesh.limit(group, timeout_s=7 * 24 * 3600)
 
-    def save(self, state: TrainState, val_loss: float | None = None) -> None:
+    def is_due(self, state: TrainState, is_last: bool) -> bool:
+        """
+        Whether to save this state: always the last one and the best one so far, and others as
+        always_save_checkpoint and save_interval say.
+        """
+        c, progress = self.config, state.progress
+        if c["eval_only"]:
+            return False
+        was_evaluated = progress.val_loss is not None
+        if is_last or (was_evaluated and (progress.is_best or c["always_save_checkpoint"])):
+            return True
+        return c["save_interval"] > 0 and state.step % c["save_interval"] == 0
+
+    def save(self, state: TrainState) -> None:
         """
         Start to write a checkpoint, in the background; first wait until the one before it is complete (all
         ranks). Does nothing with save_checkpoint=False, or if this step is on the disk. Exits with a message
         if weights are not finite, or if a different run has claimed the folder.
-
-        Args:
-            val_loss: the validation loss, if this state was evaluated.
         """
         if not self.config["save_checkpoint"] or state.step == self.step:
             return
@@ -94,7 +103,7 @@ class Saver:
             about_folder = self.keep_folder()
         if about_folder:
             self.log.event("folder_lost", f"warning: {about_folder}", reason=about_folder)
-        self.start(copied, self.describe(state), val_loss)
+        self.start(copied, self.describe(state), state.progress.val_loss)
         self.stall = time.perf_counter() - self.began
 
     def save_and_fail(self, state: TrainState, reason: str) -> None:
@@ -183,6 +192,20 @@ class Saver:
         wait_together(self.pending)
         self.wait_alone()
 
+    def end(self, state: TrainState, preempted_by: str) -> None:
+        """
+        End a run (all ranks). Exits with a message if its last checkpoint could not be written.
+
+        Args:
+            preempted_by: the signal or the setting that stopped the run before its end, which the folder
+                records; "": none.
+        """
+        with exit_together(self.log.failed):
+            if self.problem:
+                raise ValueError(f"the final checkpoint could not be written to {self.config['out_dir']}")
+            if preempted_by and is_main() and self.run_folder.owner:
+                mark_preempted(self.run_folder, state.step, preempted_by)
+
     def wait_alone(self) -> None:
         """Wait for what this rank writes of the checkpoint under way, if there is one, and report it."""
         if not self.pending:
@@ -209,19 +232,19 @@ class Saver:
         message that begins with `reason`.
         """
         self.wait()
-        found, reports = do_together(self.look_for_rollback, self.log.failed)
+        stored, reports = do_together(self.look_for_rollback, on_error=self.log.failed)
         for report in reports:
             self.log.print(f"warning: {report}")
         with exit_together(self.log.failed):
-            if is_main() and not found:
+            if is_main() and not stored:
                 advice = "start again with a lower --learning_rate"
                 raise ValueError(f"{reason}; there is no valid checkpoint to roll back to: {advice}")
-        found = share_found(found, str(self.run_folder.path))
-        checkpoint = do_together(partial(open_checkpoint, found), self.log.failed)
-        do_together(partial(state.load, checkpoint), self.log.failed)
+        stored = share_checkpoint(stored, str(self.run_folder.path))
+        checkpoint = do_together(open_checkpoint, stored, on_error=self.log.failed)
+        do_together(state.load, checkpoint, on_error=self.log.failed)
         state.slow_network.resume()
         self.step = state.step
 
-    def look_for_rollback(self) -> tuple[FoundCheckpoint | None, list[str]]:
+    def look_for_rollback(self) -> tuple[StoredCheckpoint | None, list[str]]:
         """Return what folder.find_rollback returns, on rank 0; nothing on the other ranks."""
         return find_rollback(self.run_folder) if is_main() else (None, [])

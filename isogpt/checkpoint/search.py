@@ -21,13 +21,13 @@ from isogpt.launch.together import broadcast
 
 
 @dataclass(frozen=True)
-class FoundCheckpoint:
+class StoredCheckpoint:
     """
     A checkpoint on disk: the ckpt.pt or the folder of shards, the step, the manifest (empty for a bare
     ckpt.pt), and the validation loss of the weights (None if not known).
 
     `records` is the digest_of_records of a bare ckpt.pt. `is_verified` says whether rank 0 has compared the
-    checksums of this very file or folder, not of a copy, see `share_found`.
+    checksums of this very file or folder, not of a copy, see `share_checkpoint`.
     """
 
     path: Path
@@ -38,21 +38,21 @@ class FoundCheckpoint:
     is_verified: bool = True
 
 
-def open_folder(folder: Path) -> FoundCheckpoint:
+def open_folder(folder: Path) -> StoredCheckpoint:
     """The checkpoint in a step folder that is not damaged."""
     manifest = read_manifest(folder)
     path = folder / "ckpt.pt" if "ckpt.pt" in manifest["files"] else folder
-    return FoundCheckpoint(path, manifest["step"], manifest, val_loss_of(manifest))
+    return StoredCheckpoint(path, manifest["step"], manifest, val_loss_of(manifest))
 
 
-def open_bare(path: Path, state: dict) -> FoundCheckpoint:
+def open_bare(path: Path, state: dict) -> StoredCheckpoint:
     """The checkpoint in a ckpt.pt without a manifest."""
     is_best = best_step_of(state) == state["iter_num"]
     val_loss = state["best_val_loss"] if is_best else None
-    return FoundCheckpoint(path, state["iter_num"], val_loss=val_loss, records=digest_of_records(path))
+    return StoredCheckpoint(path, state["iter_num"], val_loss=val_loss, records=digest_of_records(path))
 
 
-def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | None, list[str]]:
+def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[StoredCheckpoint | None, list[str]]:
     """
     Find the checkpoint to resume from: the newest undamaged step folder, or a bare ckpt.pt that nanoGPT
     wrote.
@@ -64,26 +64,26 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | N
         (the checkpoint or None, a sentence for each newer checkpoint that is damaged, and for an older bare
         ckpt.pt)
     """
-    out, reports, found = Path(out_dir), [], None
+    out, newest, reports = Path(out_dir), None, []
     for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
         if not (problem := damage(folder)):
-            found = open_folder(folder)
+            newest = open_folder(folder)
             break
         reports.append(f"{folder} is damaged: {problem}")
     bare = out / "ckpt.pt"
     if not bare.exists() or step != -1:
-        return found, reports
+        return newest, reports
     # ckpt.pt is normally our link to a checkpoint that was verified above. A file that nanoGPT wrote, perhaps
     # through the link, is newer than all of ours, since each of our checkpoints restores the link. A copy of
     # a checkpoint of ours is used if its step is later than that of what was found.
     linked = STEP.fullmatch(bare.resolve().parent.name)
-    if linked and found and int(linked[1]) <= found.step and not any(linked[0] in r for r in reports):
-        return found, reports
+    if linked and newest and int(linked[1]) <= newest.step and not any(linked[0] in r for r in reports):
+        return newest, reports
     try:
         state = read_file(bare, verify=True)
     except ValueError as e:
-        return found, reports if linked else [*reports, str(e)]
-    step = found.step if found else -1
+        return newest, reports if linked else [*reports, str(e)]
+    step = newest.step if newest else -1
     if "isogpt" not in state or (not linked and state["iter_num"] > step):
         return open_bare(bare, state), reports
     if not linked and state["iter_num"] < step:
@@ -91,27 +91,27 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[FoundCheckpoint | N
             f"{bare}, step {state['iter_num']}, is not used, since step {step} is further on: to use the "
             "file, put it in an empty folder, and set --out_dir= to the folder"
         )
-    return found, reports
+    return newest, reports
 
 
-def best_checkpoint(out_dir: str) -> tuple[FoundCheckpoint | None, list[str]]:
+def best_checkpoint(out_dir: str) -> tuple[StoredCheckpoint | None, list[str]]:
     """
     Find the checkpoint with the best validation loss, or the newest if the best is damaged; returned as by
     `newest_checkpoint`.
     """
-    found, reports = newest_checkpoint(out_dir)
+    newest, reports = newest_checkpoint(out_dir)
     alone = Path(out_dir) / "ckpt_best.pt"
-    if not found and alone.exists() and not alone.is_symlink():  # the file was copied without its folder
+    if not newest and alone.exists() and not alone.is_symlink():  # the file was copied without its folder
         return open_bare(alone, read_file(alone, verify=True)), reports
-    folder = best_folder(Path(out_dir), found.manifest) if found and found.manifest else None
+    folder = best_folder(Path(out_dir), newest.manifest) if newest and newest.manifest else None
     if not folder:
-        return found, reports
+        return newest, reports
     if problem := damage(folder):
-        return found, [*reports, f"{folder} is damaged: {problem}"]
-    its_best = open_folder(folder)
-    if its_best.step == found.manifest["best_step"]:  # the state may be evaluated only after it was saved
-        its_best = replace(its_best, val_loss=found.manifest["best_val_loss"])
-    return its_best, reports
+        return newest, [*reports, f"{folder} is damaged: {problem}"]
+    best = open_folder(folder)
+    if best.step == newest.manifest["best_step"]:  # the state may be evaluated only after it was saved
+        best = replace(best, val_loss=newest.manifest["best_val_loss"])
+    return best, reports
 
 
 def best_folder(out: Path, manifest: dict) -> Path | None:
@@ -133,39 +133,40 @@ def best_folder(out: Path, manifest: dict) -> Path | None:
     return min(losses, key=losses.get, default=None)
 
 
-def share_found(found: FoundCheckpoint | None, folder: str) -> FoundCheckpoint | None:
+def share_checkpoint(stored: StoredCheckpoint | None, folder: str) -> StoredCheckpoint | None:
     """
-    Share rank 0's `found`, which is in `folder`, with the path under which this rank sees it (all ranks).
+    Share rank 0's `stored`, which is in `folder`, with the path under which this rank sees it (all ranks).
     Machines may mount the same folder under different paths, or contain copies. `check_same` compares the
     contents.
     """
     # only a name below the folder is sent: rank 0's path need not exist on other machines
-    name = broadcast(str(found.path.relative_to(folder)) if found else None)
-    found, verified = broadcast((found, identity(found.path) if found else None))
-    if not found:
+    name = broadcast(str(stored.path.relative_to(folder)) if stored else None)
+    stored, verified = broadcast((stored, identity(stored.path) if stored else None))
+    if not stored:
         return None
     path = Path(folder) / name
-    return replace(found, path=path, is_verified=identity(path) == verified)
+    return replace(stored, path=path, is_verified=identity(path) == verified)
 
 
-def check_same(found: FoundCheckpoint) -> None:
+def check_same(stored: StoredCheckpoint) -> None:
     """
-    Raise ValueError if this machine's disk does not contain `found`, which may come from rank 0. A ckpt.pt
+    Raise ValueError if this machine's disk does not contain `stored`, which may come from rank 0. A ckpt.pt
     that rank 0 has not read here is also verified. Shards are verified by the ranks that read them.
     """
-    folder = found.path if found.path.is_dir() else found.path.parent
-    where = f"{found.path.absolute()} on {socket.gethostname()}"
-    if found.manifest:
-        is_there = read_manifest(folder) == found.manifest
+    folder = stored.path if stored.path.is_dir() else stored.path.parent
+    where = f"{stored.path.absolute()} on {socket.gethostname()}"
+    if stored.manifest:
+        is_there = read_manifest(folder) == stored.manifest
     else:
-        is_there = found.path.exists() and found.records in ("", digest_of_records(found.path))
+        is_there = stored.path.exists() and stored.records in ("", digest_of_records(stored.path))
     if not is_there:
         raise ValueError(
             f"{where} is not the checkpoint that rank 0 found, and all ranks read it: use a folder on a "
             "file system that all machines share, or copy the checkpoint from rank 0's machine to the "
             "others"
         )
-    if not found.is_verified and found.path.is_file():
-        problem = damaged_zip(found.path) if not found.manifest else damaged_file(found.path, found.manifest)
+    if not stored.is_verified and stored.path.is_file():
+        manifest = stored.manifest
+        problem = damaged_file(stored.path, manifest) if manifest else damaged_zip(stored.path)
         if problem:
             raise ValueError(f"{where} is damaged: {problem}. Copy it from rank 0's machine again")

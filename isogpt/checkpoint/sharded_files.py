@@ -6,6 +6,8 @@ parameter name, and reads the parts that it holds from shards of any layout.
 import pickle
 import socket
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,7 +24,6 @@ from isogpt.common.files import load_pickle, reason_of
 from isogpt.parallel.local_parts import LocalPart
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
-ERRORS = (Exception, CheckpointException)
 FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # the state contains no nested dicts
 PATHS = {"PosixPath", "Path", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 # the classes in the pickle of DCP's metadata
@@ -44,25 +45,9 @@ METADATA = {
 }
 
 
-def copies(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> dict[str, LocalPart]:
-    """Copies of this rank's parts on the CPU, see `flat`: complete when the device has been waited for."""
-    return {name: part.copy() for name, part in flat(weights, state).items()}
-
-
-def flat(weights: dict[str, LocalPart], state: dict[str, dict[str, LocalPart]]) -> dict[str, LocalPart]:
-    """
-    The parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for the optimizer's
-    state.
-    """
-    found = {f"model.{name}": part for name, part in weights.items()}
-    return found | {
-        f"optim.{name}.{key}": part for name, parts in state.items() for key, part in parts.items()
-    }
-
-
 def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | None) -> None:
     """
-    Write the parts that this rank holds, see `flat`, into a folder (all ranks of `group`; None: one process).
+    Write the parts that this rank holds, by name, into a folder (all ranks of `group`; None: one process).
     Raises OSError if a rank fails.
     """
     try:
@@ -94,44 +79,53 @@ def check_complete(folder: Path) -> None:
         )
 
 
-def shapes(folder: Path) -> dict[str, torch.Size]:
-    """The shape of each saved tensor, by name."""
-    return {
-        name: saved.size for name, saved in PlainReader(folder).read_metadata().state_dict_metadata.items()
-    }
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Raise ValueError if reading a folder in the block fails; damaged files raise nearly anything."""
+    try:
+        yield
+    except (Exception, CheckpointException) as e:
+        raise ValueError(f"{folder} cannot be loaded: {reason_of(e)[:300]}") from e
 
 
-def read(
-    folder: Path,
-    weights: dict[str, LocalPart],
-    state: dict[str, dict[str, LocalPart]],
-    is_optional: bool = False,
-    manifest: dict | None = None,
-) -> None:
+def shapes(folder: Path, manifest: dict | None = None) -> dict[str, torch.Size]:
+    """The shape of each saved tensor, by name. For the manifest and errors see `read`."""
+    with explained(folder):
+        saved = PlainReader(folder, manifest).read_metadata().state_dict_metadata
+    return {name: tensor.size for name, tensor in saved.items()}
+
+
+def read(folder: Path, parts: dict[str, LocalPart], manifest: dict | None = None) -> None:
     """
-    Fill parts from the saved parts that overlap with them. Rows of a stack are filled from the saved rows if
-    there are as many, otherwise from the mean of the saved rows.
+    Fill parts from the saved parts that overlap with them, by name. A row of a stack is filled from the saved
+    row if there are as many, otherwise from the mean of the saved rows, or from a saved tensor that is no
+    stack.
 
     Args:
-        is_optional: whether to leave out what was not saved.
         manifest: the folder's manifest, to verify each file that this rank reads; None: the files have been
             verified.
 
     Raises:
-        any of ERRORS: a file is damaged, or its pickle would run code.
+        ValueError: a tensor is missing or has a different shape, a file is damaged, or its pickle would run
+            code.
     """
     reader = PlainReader(folder, manifest)
-    saved = reader.read_metadata().state_dict_metadata  # DCP reads it again, but would wrap an error of ours
-    wanted, stacks = {}, []
-    for name, part in flat(weights, state).items():
-        if name in saved:
-            wanted[name], rows = part.fitted(saved[name].size)
-            stacks += rows
-        elif not is_optional:
-            raise ValueError(f"it lacks {name}")
-    dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
-    for piece, rows in stacks:
-        piece.copy_(rows.mean(0))
+    with explained(folder):
+        saved = reader.read_metadata().state_dict_metadata
+        if missing := parts.keys() - saved.keys():
+            raise ValueError(f"it lacks {min(missing)}")
+        targets, stacks = {}, {}
+        for name, part in parts.items():
+            size, single = saved[name].size, part.unstacked()
+            if size == part.shape:
+                targets[name] = part
+            elif len(size) == len(single.shape) + 1:  # a different number of ranks has saved its rows
+                targets[name] = stacks[name] = single.new_stack(size[0])
+            else:
+                targets[name] = single
+        dcp.load(targets, storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
+    for name, stack in stacks.items():
+        parts[name].unstacked().put_mean(stack)
 
 
 class Writer(dcp.FileSystemWriter):
@@ -188,7 +182,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return dcp.LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].piece(index.offset)
+        # by number: pieces that are copies of each other have the same offset
+        return self.state_dict[index.fqn].pieces[index.index][1]
 
 
 def chunk_of(offsets: tuple[int, ...], piece: Tensor) -> dcp.ChunkStorageMetadata:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.forks import nanogpt_args, shortened, without_wrappers
-from isogpt.checkpoint.search import FoundCheckpoint, check_same
+from isogpt.checkpoint.search import StoredCheckpoint, check_same
 from isogpt.launch.device import synchronize
 from isogpt.parallel.local_parts import copy_to_cpu, local
 from isogpt.training import optimizer_state
@@ -24,10 +24,20 @@ class OpenCheckpoint:
     are in shards.
     """
 
-    found: FoundCheckpoint
+    stored: StoredCheckpoint
     run: dict
     weights: dict[str, Tensor] | None = None
     optimizer: dict[str, dict[str, Tensor]] | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the tensors are in shards."""
+        return self.weights is None
+
+    @property
+    def unverified(self) -> dict | None:
+        """The manifest by which a rank verifies shards that rank 0 has not read; None: they are verified."""
+        return None if self.stored.is_verified else self.stored.manifest
 
     @property
     def dtype(self) -> str | None:
@@ -42,7 +52,7 @@ class OpenCheckpoint:
         return sorted({key for moments in self.optimizer.values() for key in moments} - ADAMW_STATE)
 
 
-def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
+def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
     """
     Read everything but the tensors.
 
@@ -50,10 +60,10 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
         ValueError: the file does not have the form of a nanoGPT or isoGPT checkpoint, is not what rank 0
             found, or is a damaged copy of it.
     """
-    check_same(found)
-    if found.path.is_dir():
-        return OpenCheckpoint(found, found.manifest["run"])
-    path, state = found.path, read_file(found.path)
+    check_same(stored)
+    if stored.path.is_dir():
+        return OpenCheckpoint(stored, stored.manifest["run"])
+    path, state = stored.path, read_file(stored.path)
     if not isinstance(state["model"], dict) or not all(torch.is_tensor(w) for w in state["model"].values()):
         raise ValueError(f"{path}: the model is not a dict of tensors")
     weights = {without_wrappers(name): w for name, w in state["model"].items()}
@@ -63,7 +73,7 @@ def open_checkpoint(found: FoundCheckpoint) -> OpenCheckpoint:
     run["model_args"] = nanogpt_args(path, state["model_args"]) | run["isogpt"].get("model_args", {})
     if "isogpt" not in state:  # a fork's settings may use the same names as ours
         run["config"] = {k: v for k, v in state["config"].items() if v is not None and k != "optimizer"}
-    return OpenCheckpoint(found, run, weights, optimizer_state.by_name(weights, state.get("optimizer")))
+    return OpenCheckpoint(stored, run, weights, optimizer_state.by_name(weights, state.get("optimizer")))
 
 
 def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
@@ -73,9 +83,9 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     Raises:
         ValueError: weights are missing or not used.
     """
-    if source.weights is None:  # in shards, which only this program writes
+    if source.is_sharded:  # only this program writes shards
         return
-    path, head, wte = source.found.path, "lm_head.weight", "transformer.wte.weight"
+    path, head, wte = source.stored.path, "lm_head.weight", "transformer.wte.weight"
     used = {name for name, _ in model.named_parameters()}
     dense = {name.replace(".experts.", ".") for name in used if ".router." not in name}
     wanted = used if source.run["model_args"].get("n_expert") else dense  # an MLP is copied to experts

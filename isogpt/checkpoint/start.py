@@ -7,14 +7,12 @@ from functools import partial
 
 from torch import nn
 
-from isogpt.checkpoint.differences import differences
 from isogpt.checkpoint.folder import look_for_start
 from isogpt.checkpoint.manifest import steps_in
-from isogpt.checkpoint.restore import load_weights, restore_checkpoint
 from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
-from isogpt.checkpoint.search import share_found
+from isogpt.checkpoint.search import share_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
-from isogpt.checkpoint.state import TrainState
+from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks, rank_names
@@ -27,7 +25,14 @@ from isogpt.launch.together import (
     wait_together,
 )
 from isogpt.parallel.parallelize import init_weights
-from isogpt.training.settings import model_args_of
+from isogpt.training.settings import model_args_of, settings_of_model
+
+# settings that change the updates of the weights. max_iters alone does not: it continues a run
+OF_UPDATES = (
+    *("optimizer", "learning_rate", "weight_decay", "beta1", "beta2", "muon_lr", "embedding_lr"),
+    *("muon_momentum", "grad_clip", "dropout", "lr_scaling", "base_batch"),
+    *("decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr"),
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Start:
         """Where the weights are from, for the user."""
         if not self.checkpoint:
             return self.name
-        return f"{self.checkpoint.found.path}, step {self.checkpoint.found.step}"
+        return f"{self.checkpoint.stored.path}, step {self.checkpoint.stored.step}"
 
     def model_args(self, config: dict, vocab_size: int) -> dict:
         """The fields of GPTConfig of the model to start with, which settings describe if it is new."""
@@ -64,9 +69,11 @@ class Start:
         """
         weights_from = config["out_dir"] if self.is_resume else self.name
         with exit_together():
-            found, notes = vocabulary_for_run(data, self.checkpoint, weights_from, vocab_size, self.is_resume)
+            vocabulary, notes = vocabulary_for_run(
+                data, self.checkpoint, weights_from, vocab_size, self.is_resume
+            )
             args = self.model_args(config, data.vocab_size)
-            return found, differences(config, args, self.checkpoint, self.is_resume) + notes
+            return vocabulary, differences(config, args, self.checkpoint, self.is_resume) + notes
 
     def check(self, model: nn.Module) -> None:
         """Exit if a checkpoint's weights do not fit the model, which is not divided yet (all ranks)."""
@@ -83,7 +90,7 @@ class Start:
             seed: determines initial weights.
         """
         if self.is_resume:
-            do_together(partial(state.load, self.checkpoint))
+            do_together(state.load, self.checkpoint)
             return
         if self.checkpoint:
             do_together(partial(restore_checkpoint, self.checkpoint, state.model, seed=seed))
@@ -107,24 +114,25 @@ def find_start(
         from_pretrained: loads a model with weights of transformers, by name.
     """
     name = init_from.removeprefix("auto:")
-    found, is_resume, steps_seen = None, False, gather_objects(steps_in(out_dir))
+    stored, is_resume = None, False
+    steps_seen = gather_objects(steps_in(out_dir))
     look = partial(look_for_start, init_from, out_dir, resume_step, ranks.launch)
     future = ThreadPoolExecutor(1).submit(look) if is_main() else None
     wait_together(future)  # verifying a large checkpoint can take longer than the collectives' timeout
     with exit_together():
         if future:
-            found, is_resume, reports = future.result()
+            stored, is_resume, reports = future.result()
             for report in reports:
                 print(f"warning: {report}", flush=True)
             if is_resume or init_from.split(":")[0] == "auto":
-                check_views(out_dir, found.step if found else -1, steps_seen, rank_names(ranks.hosts))
+                check_views(out_dir, stored.step if stored else -1, steps_seen, rank_names(ranks.hosts))
     is_resume = broadcast(is_resume)
-    found = share_found(found, out_dir if is_resume else name)
-    if found:  # opening may verify a copy, which takes long
-        return Start(name, is_resume, do_together(partial(open_checkpoint, found)))
+    stored = share_checkpoint(stored, out_dir if is_resume else name)
+    if stored:  # opening may verify a copy, which takes long
+        return Start(name, is_resume, do_together(open_checkpoint, stored))
     if name in ("scratch", "auto"):
         return Start(name)
-    return Start(name, pretrained=do_together(partial(from_pretrained, name)))
+    return Start(name, pretrained=do_together(from_pretrained, name))
 
 
 def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: list[str]) -> None:
@@ -138,14 +146,83 @@ def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: lis
     Raises:
         ValueError: a rank sees a newer checkpoint: out_dir is not one folder.
     """
-    newer = [[s for s in steps if s > step and s not in steps_seen[0]] for steps in steps_seen]
-    found = [f"{name} sees step {', '.join(map(str, s))}" for name, s in zip(names, newer, strict=True) if s]
-    if found:
-        own = f"step {step} is the newest one" if step >= 0 else "there is none"
+    newer = []  # a phrase for each rank that sees more
+    for name, steps in zip(names, steps_seen, strict=True):
+        unseen = [str(s) for s in steps if s > step and s not in steps_seen[0]]
+        if unseen:
+            newer.append(f"{name} sees step {', '.join(unseen)}")
+    if newer:
+        newest = f"step {step} is the newest one" if step >= 0 else "there is none"
         raise ValueError(
-            f"{'; '.join(found)} in out_dir {out_dir}, but on {names[0]} {own}: the ranks' out_dir is not "
-            "the same "
-            "folder. Set --out_dir= to a folder on a file system that all machines share, or copy the "
-            "checkpoint "
-            f"to the machine of {names[0]}"
+            f"{'; '.join(newer)} in out_dir {out_dir}, but on {names[0]} {newest}: the ranks' out_dir is not "
+            "the same folder. Set --out_dir= to a folder on a file system that all machines share, or copy "
+            f"the checkpoint to the machine of {names[0]}"
         )
+
+
+def differences(
+    config: dict, model_args: dict, source: OpenCheckpoint | None, is_resume: bool = False
+) -> list[str]:
+    """
+    Describe settings that differ from the model's or the checkpoint's, a sentence for each.
+
+    Args:
+        model_args: the fields of GPTConfig of the model that the run starts with.
+        source: the checkpoint that contains the model, if there is one.
+    """
+    model, sentences = settings_of_model(model_args), []
+    ignored = [
+        name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]
+    ]
+    ignored += [
+        name
+        for name in ("n_kv_head", "n_hidden", "vocab_size", "head")
+        if config[name] not in (0, "auto", model.get(name, config[name]))
+    ]
+    if model.get("n_expert") and config["n_expert_active"] != model["n_expert_active"]:
+        ignored.append("n_expert_active")
+    origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
+    if ignored:
+        used, unused = (", ".join(f"{name} {values[name]}" for name in ignored) for values in (model, config))
+        sentences.append(f"{used} of {origin} {'is' if len(ignored) == 1 else 'are'} used, not {unused}")
+    if config["n_expert"] and not model.get("n_expert"):
+        sentences.append(
+            f"{origin} contains no experts: each of the {config['n_expert']} starts as a copy of the MLP"
+        )
+    before = source.run["config"].get("dataset", config["dataset"]) if source else config["dataset"]
+    if before != config["dataset"]:
+        sentences.append(
+            f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}"
+        )
+    if is_resume:
+        sentences += reading_differences(config, source) + update_differences(config, source)
+    return sentences
+
+
+def reading_differences(config: dict, source: OpenCheckpoint) -> list[str]:
+    """Describe settings that change which sequences a resumed run reads, a sentence for each."""
+    before, sentences = config | source.run["config"], []
+    was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (before, config))
+    if was != now:
+        sentences.append(
+            f"the checkpoint's steps read {was} sequences, this run's read {now}: the loss curve changes"
+        )
+    names, effect = ["seed", "data_order"], "it draws different sequences"
+    if "shuffle" in (before["data_order"], config["data_order"]):
+        names.append("block_size")
+        effect = "of this epoch, some sequences are read twice and some not at all"
+    for name in names:
+        if before[name] != config[name]:
+            sentences.append(
+                f"the checkpoint was trained with {name} {before[name]}, this run uses {config[name]}: "
+                f"{effect}"
+            )
+    return sentences
+
+
+def update_differences(config: dict, source: OpenCheckpoint) -> list[str]:
+    """Describe settings that change the updates of a resumed run's weights, all in one sentence."""
+    before = source.run["config"]
+    changed = [name for name in OF_UPDATES if name in before and before[name] != config[name]]
+    pairs = ", ".join(f"{name} {config[name]} (was {before[name]})" for name in changed)
+    return [f"this run continues with {pairs}: the loss curve changes"] if changed else []

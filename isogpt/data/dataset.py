@@ -41,6 +41,10 @@ class Dataset:
     digest: str  # digest of lengths and samples of the files, to compare machines
     vocabulary: Vocabulary | None = None  # what the ids mean; None if the folder does not say
 
+    def facts(self) -> dict:
+        """What must be the same on all ranks, named as in messages."""
+        return {"the data's digest": self.digest, "the data's vocabulary size": self.vocab_size}
+
 
 def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     """

@@ -17,7 +17,7 @@ from isogpt.data.dataset import DataError, Dataset, check_ids, release_pages
 from isogpt.data.windows import random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-from isogpt.parallel.shares import PADDING, Share, share_of, share_of_whole
+from isogpt.parallel.shares import PADDING, Share, parse_shares, share_of, share_of_whole
 
 Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size / cp)
 
@@ -47,8 +47,13 @@ class Reader:
     plan: Plan
     mesh: Mesh
     device: torch.device
-    speeds: tuple[float, ...] = ()  # of the data ranks, whose shares are in proportion; (): equal
+    # of the data ranks, whose shares are in proportion; (): equal; None: as the plan's shares say
+    speeds: tuple[float, ...] | None = None
     shift: int = 0  # see shuffled_windows
+
+    def __post_init__(self) -> None:
+        if self.speeds is None:
+            self.speeds = parse_shares(self.plan.shares)
 
     @property
     def block_size(self) -> int:

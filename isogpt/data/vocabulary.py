@@ -213,7 +213,10 @@ def unread_tokenizer(folder: Path | str) -> Vocabulary | None:
     names = [name for name in names if name not in ("tokenizer.json", "tokenizer_config.json")]
     if not names:
         return None
-    reason = f"{folder} contains {names[0]}, but only a tokenizer.json is read"
+    reason = (
+        f"{folder} contains {names[0]}, but only a tokenizer.json is read: write it with transformers' "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
     if (folder / "train.bin").exists():
         reason += f'. If the ids are GPT-2\'s, write {{"tokenizer": "gpt2"}} to {folder / "meta.json"}'
     return Vocabulary("unknown", reason)

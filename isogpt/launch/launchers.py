@@ -192,7 +192,7 @@ def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
 def start_workers(nproc: int, script: str) -> None:
     """
     Replace this process by torchrun, with `nproc` workers of `script` on this machine and the same arguments.
-    Returns if nproc is 0 or a launcher has started this process.
+    Returns if nproc is 0 or a launcher has started this process: the workers come here, too.
 
     Raises:
         ValueError: the launcher started a different number of processes.

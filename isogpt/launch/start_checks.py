@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from isogpt.common.files import REPOSITORY
-from isogpt.launch.process_group import Ranks, rank_names
+from isogpt.launch.process_group import Ranks, check_debug_level, rank_names
 from isogpt.launch.together import exit_together, gather_objects
 
 
@@ -19,6 +19,8 @@ def check_start(ranks: Ranks, config: dict) -> None:
     facts, n = gather_objects(start_facts(config)), ranks.world_size
     with exit_together():
         check_alike(facts)
+        if n > 1 and config.get("zero") in (0, 1) and config["pp"] == 1:  # DistributedDataParallel is used
+            check_debug_level()
     if n == 1:
         return
     total = torch.full((), ranks.rank + 1.0, device=ranks.device)

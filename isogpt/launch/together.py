@@ -208,16 +208,18 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
     os._exit(1)
 
 
-def do_together(work: Callable[[], Result], on_error: Callable[[str], object] | None = None) -> Result:
+def do_together(
+    work: Callable[..., Result], *arguments: object, on_error: Callable[[str], object] | None = None
+) -> Result:
     """
-    Return what `work` returns on this rank (all ranks; no collectives inside). `work`, such as reading files,
-    runs in a thread, while the ranks communicate: on some ranks it may take longer than the collectives'
-    timeout. Exits like exit_together.
+    Return `work(*arguments)` of this rank (all ranks; no collectives inside). The work, such as reading
+    files, runs in a thread, while the ranks communicate: on some ranks it may take longer than the
+    collectives' timeout. Exits like exit_together.
     """
     thread = {}
     if torch.cuda.is_initialized():  # a new thread would use GPU 0
         thread = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
-    future = ThreadPoolExecutor(1, **thread).submit(work)
+    future = ThreadPoolExecutor(1, **thread).submit(work, *arguments)
     wait_together(future)
     with exit_together(on_error):
         return future.result()

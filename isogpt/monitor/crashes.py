@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from isogpt.common import console
 from isogpt.data.dataset import DataError
 from isogpt.launch.process_group import Ranks, connect_store
 from isogpt.monitor.log import Logger
-from isogpt.monitor.out_of_memory import MemoryUse, explain_out_of_memory, is_out_of_memory, line_of
+from isogpt.monitor.out_of_memory import explain_out_of_memory, is_out_of_memory, line_of
 from isogpt.monitor.watchdog import STORE_TIMEOUT_S, Watchdog
 
 # parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
@@ -38,29 +37,20 @@ def watch_start(ranks: Ranks, timeout_s: float, progress: Progress, logger: Logg
     """
     watchdog = Watchdog(ranks, timeout_s, progress, logger)
     explain_crashes(watchdog)  # also a store that does not respond
-    if ranks.world_size == 1 or not ranks.store:
-        return watchdog
-    # a separate connection, since a request blocks all others on the same connection
-    store = dist.PrefixStore(ranks.start, connect_store(timeout_s))
-    store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-    watchdog = replace(watchdog, store=store)
-    explain_crashes(watchdog)
+    if ranks.world_size > 1 and ranks.store:
+        # a separate connection, since a request blocks all others on the same connection
+        store = dist.PrefixStore(ranks.start, connect_store(timeout_s))
+        store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        watchdog.start(store)
     return watchdog
 
 
-def explain_crashes(watchdog: Watchdog, memory_use: MemoryUse | None = None) -> None:
-    """
-    Install an excepthook that explains an exception, tells the other ranks and ends the process. It replaces
-    the hook of an earlier watchdog.
-
-    Args:
-        memory_use: explains running out of memory, see `explain_out_of_memory`; None: not known yet, then a
-            traceback is printed.
-    """
+def explain_crashes(watchdog: Watchdog) -> None:
+    """Install an excepthook that explains an exception, tells the other ranks and ends the process."""
 
     def hook(kind: type, error: BaseException, trace: object) -> None:
         try:
-            explain(watchdog, memory_use, kind, error, trace)
+            explain(watchdog, kind, error, trace)
         except Exception as e:  # an explanation that fails must not keep the process from exiting
             console.print_to_stderr(f"error: {error} (and while explaining it: {e})")
         watchdog.announce(f"error/{watchdog.ranks.rank}", summary_of(cause_of(error)))
@@ -74,9 +64,7 @@ def explain_crashes(watchdog: Watchdog, memory_use: MemoryUse | None = None) -> 
     sys.excepthook = hook
 
 
-def explain(
-    watchdog: Watchdog, memory_use: MemoryUse | None, kind: type, raised: BaseException, trace: object
-) -> None:
+def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object) -> None:
     """
     Print a message instead of a traceback if the cause of an exception is known: a different rank, the data
     or too little memory. If several ranks run out of memory, the first rank explains it.
@@ -85,9 +73,9 @@ def explain(
     if isinstance(error, DataError):
         console.print_error(str(error), f"rank {watchdog.ranks.rank}: ")
         watchdog.logger.failed(str(error))
-    elif memory_use and is_out_of_memory(error):
+    elif watchdog.memory_use and is_out_of_memory(error):
         if watchdog.is_first("out of memory"):
-            explain_out_of_memory(watchdog, memory_use, error)
+            explain_out_of_memory(watchdog, error)
         else:  # rank 0 records and alerts, whichever rank explains
             watchdog.logger.failed(f"out of memory: {line_of(error)}")
         watchdog.let_others_finish()  # they may be about to ask whether they are the first

@@ -1,18 +1,66 @@
 """Evaluation: the loss over fixed sequences, divided over the ranks."""
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from isogpt.checkpoint.save import Saver
+from isogpt.checkpoint.state import TrainState
 from isogpt.data.dataset import DataError
 from isogpt.data.reader import Reader
-from isogpt.launch.together import gather_numbers, gather_objects, number_dtype
+from isogpt.launch.together import exit_together, gather_numbers, gather_objects, number_dtype
+from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.signals import Stop
-from isogpt.parallel.data import reshard
+from isogpt.parallel.compare_weights import weights_digest
+from isogpt.parallel.data_parallel import reshard
 from isogpt.parallel.exact import TOKENS_UNIT, rounded
 from isogpt.speed.clock import Clock
+
+
+@dataclass
+class Evaluator:
+    """Evaluates a run's state and reports the losses."""
+
+    model: nn.Module  # as it is called: with a pipeline, through all stages
+    state: TrainState
+    reader: Reader
+    sequences: int  # of each split
+    autocast: AbstractContextManager
+    clock: Clock
+    stop: Stop
+    saver: Saver
+    report: RunReport
+
+    def run(self, lr: float) -> None:
+        """
+        Evaluate the state (all ranks). If this fails, the state is saved and the run exits with a message. If
+        a stop was requested meanwhile, `stop.agreed` is set, and there is no result.
+
+        Args:
+            lr: the learning rate of the next step, which is reported.
+        """
+        state = self.state
+        on_error = partial(self.saver.save_and_fail, state)
+        with exit_together(on_error), state.slow_network.evaluated_weights():
+            losses = evaluate(
+                self.model,
+                self.reader,
+                self.sequences,
+                self.autocast,
+                self.stop,
+                self.clock,
+                self.saver.seconds,
+            )
+        if losses:
+            train_loss, val_loss = losses
+            state.progress.evaluated(val_loss)
+            is_exact = self.reader.plan.exact
+            digest = weights_digest(state.model, self.reader.mesh) if is_exact else ""
+            self.report.evaluation(train_loss, val_loss, lr, digest)
 
 
 class SplitSums(NamedTuple):
@@ -62,10 +110,8 @@ def evaluate(
     model.train()
     reshard(model)
     raise_together("; ".join(problems))
-    sharing = reader.mesh.pp * reader.mesh.tp  # ranks with the same tokens
-    totals = [
-        over_ranks.sum().item() / sharing for over_ranks in gather_numbers(SplitSums(**sums), device).read()
-    ]
+    over_ranks = gather_numbers(SplitSums(**sums), device).read()
+    totals = [values.sum().item() / reader.mesh.same_tokens.size for values in over_ranks]
     train_loss, val_loss = (total / (sequences * reader.block_size) for total in totals)
     return None if stop.agreed else (train_loss, val_loss)
 

@@ -1,6 +1,6 @@
 """The logger, which distributes what a run reports to sinks, and the sinks of a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from isogpt.checkpoint.progress import Progress
@@ -58,17 +58,18 @@ class Sink(Protocol):
         """Close files and connections at the end of the run."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Logger:
     """
     Distributes lines, events, steps and evaluations to sinks. On ranks other than 0 there are no sinks.
 
-    train.py uses two loggers: until the run's folder is claimed, a logger with `start_sinks`; then the logger
-    that `open_logger` returns.
+    At the start, a run prints and alerts (`start_sinks`). Services and the files in the run's folder are
+    added by `start_services` and `open_files`.
     """
 
     progress: Progress
     sinks: list[Any]  # each defines some methods of Sink
+    notes: list[str] = field(default_factory=list)  # what a user should know, printed before the first step
     interrupted_at: float | None = None  # see MetricsFile
 
     def tell(self, method: str, *args: object) -> None:
@@ -80,6 +81,11 @@ class Logger:
     def print(self, text: str) -> None:
         """Report a line for the user."""
         self.tell("print", text)
+
+    def print_lines(self, lines: list[str]) -> None:
+        """Report several lines for the user."""
+        if lines:
+            self.print("\n".join(lines))
 
     def event(self, name: str, text: str = "", **facts: object) -> None:
         """Report an event: a sentence for the user, if there is one, and the facts."""
@@ -101,51 +107,45 @@ class Logger:
         self.event("rollback", text, to=step, left_out=excluded, rollback=rollback)
         self.tell("rewind", step)
 
+    def start_services(self, config: dict) -> None:
+        """
+        Start what may fail before the run's folder is changed (all ranks; rank 0 starts): a wandb run, which
+        continues the run progress.wandb_id. Also check that TensorBoard is installed if it is used. Exits
+        with a message if something cannot start.
+        """
+        with exit_together():
+            if is_main() and config["tensorboard_log"]:
+                check_tensorboard()
+            if is_main() and config["wandb_log"]:
+                service = Wandb(config, self.progress.wandb_id)
+                self.progress.wandb_id = service.run.id
+                self.insert(service)
+
+    def open_files(self, config: dict, owner: str) -> None:
+        """
+        Open the files of a run that continues at progress.step (all ranks; rank 0 opens). Exits with a
+        message if a file cannot be written.
+
+        Args:
+            owner: who has claimed the run's folder; '': nobody, then no files are written.
+        """
+        with exit_together():
+            if not (is_main() and owner):
+                return
+            out_dir, step = config["out_dir"], self.progress.step
+            console = next(sink for sink in self.sinks if isinstance(sink, Console))
+            metrics = MetricsFile(config, owner, console, step)
+            self.interrupted_at = metrics.interrupted_at
+            self.insert(metrics)
+            self.insert(Plot(out_dir, console))
+            if config["tensorboard_log"]:
+                self.insert(TensorBoard(out_dir, step))
+
+    def insert(self, sink: object) -> None:
+        """Add a sink before the alerts, whose command may read what the others have written."""
+        self.sinks.insert(len(self.sinks) - 1, sink)
+
 
 def start_sinks(ranks: Ranks, out_dir: str, alert_command: str) -> list[Any]:
     """Return the sinks that work before the run's folder is claimed; no sinks on ranks other than 0."""
     return [Console(), Alerts(alert_command, out_dir)] if ranks.is_main else []
-
-
-def start_services(config: dict, progress: Progress) -> list[Wandb]:
-    """
-    Start what may fail before the run's folder is changed (all ranks; rank 0 starts): a wandb run, which
-    continues the run progress.wandb_id. Also check that TensorBoard is installed if it is used. Exits with a
-    message if something cannot start.
-
-    Returns:
-        The sinks that were started, for `open_logger`.
-    """
-    services = []
-    with exit_together():
-        if is_main() and config["tensorboard_log"]:
-            check_tensorboard()
-        if is_main() and config["wandb_log"]:
-            services.append(Wandb(config, progress.wandb_id))
-            progress.wandb_id = services[0].run.id
-    return services
-
-
-def open_logger(config: dict, progress: Progress, owner: str, services: list[Wandb]) -> Logger:
-    """
-    Return the logger of a run that continues at progress.step (all ranks). Exits with a message if a file
-    cannot be written.
-
-    Args:
-        owner: who has claimed the run's folder; '': nobody, then no files are written.
-        services: from `start_services`.
-    """
-    with exit_together():
-        if not is_main():
-            return Logger(progress, sinks=[])
-        out_dir, console = config["out_dir"], Console()
-        sinks, interrupted_at = [console], None
-        if owner:
-            metrics = MetricsFile(config, owner, console, progress.step)
-            interrupted_at = metrics.interrupted_at
-            sinks += [metrics, Plot(out_dir, console)]
-            if config["tensorboard_log"]:
-                sinks.append(TensorBoard(out_dir, progress.step))
-        sinks += services
-        sinks.append(Alerts(config["alert_command"], out_dir))  # last: the command may read metrics.jsonl
-        return Logger(progress, sinks, interrupted_at)

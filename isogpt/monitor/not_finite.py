@@ -43,6 +43,7 @@ class NanPolicy:
     max_rollbacks: int
     consecutive: list[int] = field(default_factory=list)  # the steps since the last finite step or rollback
     rollbacks: int = 0
+    verdict: Verdict = Verdict(Action.TAKE)  # about the last step
 
     def judge(self, numbers: StepNumbers, step: int) -> Verdict:
         """
@@ -67,19 +68,19 @@ class NanPolicy:
         self.rollbacks += 1
         return Verdict(Action.ROLL_BACK, steps)
 
+    def takes(self, numbers: StepNumbers, step: int) -> bool:
+        """Whether a step is taken; `recover` does what must be done if it is not."""
+        self.verdict = self.judge(numbers, step)
+        return self.verdict.action is Action.TAKE
+
     def recover(
-        self,
-        verdict: Verdict,
-        numbers: StepNumbers,
-        state: TrainState,
-        reader: Reader,
-        saver: Saver,
-        logger: Logger,
+        self, numbers: StepNumbers, state: TrainState, reader: Reader, saver: Saver, logger: Logger
     ) -> None:
         """
-        Report a step that was not taken, while the gradients are still there. Then do what `judge` decided:
+        Report a step that is not taken, while the gradients are still there. Then do what `judge` decided:
         skip the step, or go back to a checkpoint, or exit with a message (all ranks).
         """
+        verdict = self.verdict
         problem = report_not_finite(verdict, numbers, state.step, state.model, reader, logger)
         state.skip()
         state.model.reset_routing(reader.device)  # the routers' numbers may not be finite either

@@ -32,7 +32,7 @@ class MemoryUse:
     first_step: int  # the step at which this process starts
 
 
-def explain_out_of_memory(watchdog: Watchdog, use: MemoryUse, error: BaseException) -> None:
+def explain_out_of_memory(watchdog: Watchdog, error: BaseException) -> None:
     """
     Print what the memory consists of and what would reduce it. In the first steps, also record half of the
     rows as the micro-batch size, so that the same command, repeated or restarted by torchrun --max-restarts,
@@ -41,6 +41,7 @@ def explain_out_of_memory(watchdog: Watchdog, use: MemoryUse, error: BaseExcepti
     Often all ranks run out alike, but the last stage of a pipeline computes the loss, and other programs may
     use a GPU.
     """
+    use = watchdog.memory_use
     is_allocating = watchdog.clock is None  # the model and the optimizer
     rows, most = use.reader.share.rows, max(use.reader.share.rows_of)
     cause = "while the model was allocated" if is_allocating else f"with micro-batches of {rows}"

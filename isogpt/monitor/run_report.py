@@ -9,6 +9,7 @@ from torch import Tensor
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.measures import NONE
 from isogpt.launch.process_group import Ranks
+from isogpt.launch.together import gather_objects
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.pace import SLOW_STEPS, Means, Smoothed, TimeLeft
@@ -16,6 +17,7 @@ from isogpt.monitor.records import duration, routing_record, step_record, waitin
 from isogpt.monitor.signals import Stop
 from isogpt.monitor.status_line import Status
 from isogpt.parallel.compilation import compile_report
+from isogpt.speed.clock import Clock, over_ranks
 from isogpt.speed.usage import utilization
 from isogpt.training.step_numbers import StepNumbers
 
@@ -43,7 +45,6 @@ class RunReport:
     overflows: Overflows = field(default_factory=Overflows)
     since_log: Means = field(default_factory=Means)  # of the steps since the last logged step
     throughout: Means = field(default_factory=Means)  # of all steps
-    val_loss: float | None = None  # of the state now; None: not evaluated
     loss: Smoothed = field(default_factory=Smoothed)
     step_s: Smoothed = field(default_factory=Smoothed)
     time_left: TimeLeft = field(init=False)
@@ -58,7 +59,6 @@ class RunReport:
         """
         step = self.progress.step
         self.time_left.evaluated()
-        self.val_loss = val_loss
         record = {"iter": step, "train_loss": train_loss, "val_loss": val_loss}
         self.logger.tell("evaluation", record | ({"weights": digest} if digest else {}), lr)
         if self.steps_taken and step <= self.max_iters:  # `done` plots after the last step
@@ -70,7 +70,6 @@ class RunReport:
         parallelize.take_routing.
         """
         self.steps_taken += 1
-        self.val_loss = None
         if not self.ranks.is_main:
             return
         if self.steps_taken == 1:
@@ -131,22 +130,29 @@ class RunReport:
         for slow in self.slow_ranks.seen({name: values.tolist() for name, values in columns.items()}):
             self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
 
-    def done(self) -> None:
-        """Report the end of training."""
+    def done(self, advice: str) -> None:
+        """Report the end of training, and advice for the user; nothing if no step was taken."""
+        if not self.steps_taken:
+            return
         p, took = self.progress, duration(time.perf_counter() - self.began)
         best = last = ""
-        if self.val_loss is not None and p.best_step != p.step:
-            last = f", val loss {self.val_loss:.4f}"
+        if p.val_loss is not None and not p.is_best:
+            last = f", val loss {p.val_loss:.4f}"
         if math.isfinite(p.best_val_loss):
             at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
             best = f", best val loss {p.best_val_loss:.4f}{at_step}"
         if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
             self.logger.print(text)
         self.logger.tell("done", f"done: {self.steps_taken} steps in {took}{last}{best}")
+        if advice:
+            self.logger.print(advice)
 
-    def end(self, out_dir: str, stop: Stop | None, spans_ms: dict) -> None:
-        """Report the end of the run, or the reason why the run stopped early, and close the sinks."""
-        if stop:
+    def end(self, out_dir: str, stop: Stop, clock: Clock) -> None:
+        """
+        Report the end of the run, or that it stopped early, and close the sinks (all ranks).
+        """
+        spans_ms = over_ranks(gather_objects(clock.medians()))
+        if stop.agreed and self.progress.step <= self.max_iters:
             hint = "there is no checkpoint to resume"
             if is_run(out_dir):
                 hint = "resume with --init_from=resume or auto"

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -20,6 +21,9 @@ from isogpt.launch import network
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.monitor.log import Logger
 from isogpt.speed.clock import Clock
+
+if TYPE_CHECKING:
+    from isogpt.monitor.out_of_memory import MemoryUse
 
 STORE_TIMEOUT_S = 5
 SILENT_S = 8  # seconds of silence after which a rank counts as failed, if other ranks also wait for something
@@ -37,13 +41,12 @@ class Watchdog:
 
     One thread writes the position of this rank to the store four times a second, and checks that the next
     rank does the same. The other thread ends the process if the main thread makes no progress for timeout_s
-    while `armed`, for instance in a hung collective. After a different rank has failed, a moment without
+    in a step, for instance in a hung collective. After a different rank has failed, a moment without
     progress is enough. Gloo notices a lost connection, NCCL does not.
 
     With a single process there is no store and nothing to watch, but the crash hook uses the same report.
 
-    train.py uses two watchdogs: crashes.watch_start returns the first, which has neither a clock nor a saver
-    yet; `hand_over` returns the watchdog of the run.
+    It begins before there are a clock and a saver; train.py sets these when they exist.
     """
 
     ranks: Ranks
@@ -54,8 +57,7 @@ class Watchdog:
     clock: Clock | None = None  # None: the run starts, and its steps are not timed yet
     saver: Saver | None = None  # None: there is no checkpoint yet
     default_hook: Callable = field(default_factory=current_hook)  # the excepthook that ours replaces
-    # disarmed while a step may take long: compilation in the first step, a slow disk at a checkpoint
-    armed: bool = False
+    memory_use: "MemoryUse | None" = None  # explains running out of memory; None: a traceback does
     has_failed: bool = False  # whether a different rank has failed
     silent: list[int] = field(default_factory=list)
     reported: threading.Lock = field(default_factory=threading.Lock)
@@ -63,21 +65,16 @@ class Watchdog:
     threads: list[threading.Thread] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.store is None:
-            return
+        if self.store:
+            self.start(self.store)
+
+    def start(self, store: dist.Store) -> None:
+        """Begin to watch, through a store that reaches all ranks."""
+        self.store = store
         # two threads: if the network is cut, a request to the store may never return
         self.threads = [threading.Thread(target=target, daemon=True) for target in (self.beat, self.watch)]
         for thread in self.threads:
             thread.start()
-
-    def hand_over(self, clock: Clock, logger: Logger, saver: Saver) -> "Watchdog":
-        """
-        End this watch, and return the watchdog of the run, which goes on over the same connection. Its
-        threads start before those of this watchdog end, so that no failure goes unnoticed.
-        """
-        watchdog = replace(self, clock=clock, logger=logger, saver=saver)
-        self.over.set()
-        return watchdog
 
     def position(self) -> tuple[int, str]:
         """Return (a number that grows with each part of a step, where the main thread is)."""
@@ -92,7 +89,8 @@ class Watchdog:
             if now != last:
                 last, since = now, time.monotonic()
             patience = 3.0 if self.has_failed else self.timeout_s
-            if (self.armed or self.has_failed) and time.monotonic() - since > patience:
+            is_in_step = self.clock is not None and self.clock.expects_progress
+            if (is_in_step or self.has_failed) and time.monotonic() - since > patience:
                 self.report(
                     "a different rank has failed"
                     if self.has_failed

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from isogpt.launch.together import exit_together, gather_objects
-from isogpt.parallel.local_parts import is_sharded, local_parts_by_name, whole_tensors
-from isogpt.parallel.mesh import DATA_AXES, Mesh
+from isogpt.parallel.local_parts import local_parts_by_name, whole_tensors
+from isogpt.parallel.mesh import Mesh
 
 DIGITS = 12  # of a digest that people compare
 
@@ -57,8 +57,8 @@ def weights_digest(model: nn.Module, mesh: Mesh) -> str:
     Return the first digits of the SHA-256 of the weights, the same on any layout (all ranks). It is the
     digest of the parameters' digests, which the ranks that hold a parameter divide among themselves.
     """
-    number, copies = mesh.rank_and_size(*DATA_AXES)
-    shards = mesh.group("dp_shard", "ep", "cp") if any(is_sharded(p) for p in model.parameters()) else None
+    number, copies = mesh.loss.index, mesh.loss.size
+    shards = mesh.shards.group
     mine = {}
     for i, (name, part) in enumerate(local_parts_by_name(model).items()):
         if not shards and i % copies != number:

@@ -9,37 +9,37 @@ from isogpt.nn.experts import MoE
 from isogpt.nn.kernels import summed_loss
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.local_parts import is_split
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
 
 EXCHANGE = "expert parallelism: a step's token counts decide how many rows a rank receives"
 
 
-def compile_model(
-    model: nn.Module, device: torch.device, by_block: bool, cuda_graphs: bool = False, is_exact: bool = False
-) -> str:
+def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh) -> str:
     """
-    Compile the model in place (all ranks); parameters keep their names. The model stays uncompiled on a CPU,
-    where compilation takes 10 s and gains nothing. It also stays uncompiled if a trial compilation fails on
-    any rank, for instance because there is no C compiler.
+    Compile the model in place (all ranks), if the plan says so; parameters keep their names. The model stays
+    uncompiled on a CPU, where compilation takes 10 s and gains nothing. It also stays uncompiled if a trial
+    compilation fails on any rank, for instance because there is no C compiler.
 
-    Args:
-        by_block: compile each block and the loss separately, as FSDP requires.
-        cuda_graphs: record the kernels of a forward or backward pass in a CUDA graph and launch them
-            together. Gradients must be allocated before; see `allocate_gradients`.
-        is_exact: do not divide graphs where DistributedDataParallel's buckets are full: other layouts use no
-            buckets.
+    FSDP and divided models are compiled by block. So are all layouts with exact, whose compiled parts must be
+    the same. With cuda_graphs, the kernels of a forward or backward pass are recorded in a CUDA graph and
+    launched together; gradients must be allocated before, see data_parallel.allocate_gradients.
 
     Returns:
         A sentence for the user about what was done.
     """
+    if not plan.compile:
+        return "compile: off"
     if device.type == "cpu":
         return "compile: off, since it gains nothing on a CPU"
     if problem := trial_compilation(device):
         return f"compile: does not work on this machine, training without it (slower): {problem}"
     # functions that fail to compile later run uncompiled, with a warning
     torch._dynamo.config.suppress_errors = True
-    if is_exact:
+    if plan.exact:  # other layouts have no buckets at which DDP's graphs would be divided
         torch._dynamo.config.optimize_ddp = False
-    compile_parts(model, by_block, mode="reduce-overhead" if cuda_graphs else None)
+    by_block = plan.zero >= 2 or mesh.splits_model or plan.exact
+    compile_parts(model, by_block, mode="reduce-overhead" if plan.cuda_graphs else None)
     return "compile: the first step takes about a minute longer"
 
 

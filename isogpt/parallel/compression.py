@@ -22,8 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.parallel.data import in_buckets, views_of
-from isogpt.parallel.local_parts import LocalPart, is_sharded, is_split, local, local_part_of, splits_of
+from isogpt.parallel.data_parallel import in_buckets, views_of
+from isogpt.parallel.local_parts import LocalPart, is_sharded, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
 
 BLOCKS = {"int8": 256, "sign": 64}  # elements that share a scale
@@ -149,7 +149,7 @@ class Compression:
         Start without errors before a step.
 
         Args:
-            saved: the names (see sharded_files.flat) and shapes in a checkpoint; makes room for PowerSGD's
+            saved: the names (see state.flat) and shapes in a checkpoint; makes room for PowerSGD's
                 factors.
         """
         self.forget()
@@ -172,12 +172,9 @@ class Compression:
         """
         found = {}
         for name, p in model.named_parameters() if self.kind not in HALF else ():
-            axes = (
-                ("islands", "dp_replicate")
-                if is_sharded(p)
-                else ("islands", "dp_replicate", "ep", "cp", "tp")
-            )
-            row = self.mesh.rank_and_size(*(axis for axis in axes if not is_split(p, axis)))
+            holders = self.mesh.holders(p)
+            if is_sharded(p):  # the sum over tp comes first
+                holders = holders.without("tp")
             is_second = (
                 self.mesh.index("pp") > 0
                 and p is getattr(model.lm_head, "weight", None)
@@ -185,7 +182,8 @@ class Compression:
             )
             # wte and the head, tied on different ranks, have separate errors
             key = "error_of_head" if is_second else "error"
-            found[name] = {key: local_part_of(self.error_of(p), splits_of(p)).in_row(*row)}
+            part = local_part_of(self.error_of(p), splits_of(p))
+            found[name] = {key: part.in_row(holders.index, holders.size)}
         factors = {
             f"{key}.{letter}": local_part_of(t)
             for key, pair in self.factors.items()

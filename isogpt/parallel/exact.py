@@ -13,7 +13,7 @@ Gradients of a micro-batch arrive in one of three ways:
 """
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.common.torch_versions import reduce_scatter_single
-from isogpt.parallel.data import fsdp_units, sum_in_buckets
-from isogpt.parallel.local_parts import is_sharded, local
+from isogpt.parallel.data_parallel import allocate_gradients, fsdp_units, sum_in_buckets
+from isogpt.parallel.local_parts import local
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import Share
@@ -110,7 +110,6 @@ class ExactSums:
         scaler: the scaler of the loss, whose scale is a power of two.
         loss_divisor: the loss that is differentiated is a sum over tokens, divided by the tokens of a step.
         loss_weight: the weight of this rank's loss in the mean over all ranks, the loss of the batch.
-        passes: see data.allocate_gradients.
     """
 
     wrapped: nn.Module
@@ -119,7 +118,7 @@ class ExactSums:
     plan: Plan
     share: Share
     scaler: torch.amp.GradScaler
-    passes: int = 2
+    keeps_memory: bool = field(init=False, default=False)  # see FloatSums
     totals: dict[Hashable, Tensor] = field(default_factory=dict)  # int64 sums, by bucket, unit or parameter
     begun: set[Hashable] = field(default_factory=set)  # sums that contain a term of this step
     fits: dict[Hashable, Tensor] = field(default_factory=dict)  # whether this rank's terms of a sum did fit
@@ -131,22 +130,26 @@ class ExactSums:
         self.device = next(self.model.parameters()).device
         self.loss_divisor = float(self.plan.sequences * self.plan.model_args["block_size"])
         self.loss_weight = self.mesh.data_size
-        is_replicated = not any(is_sharded(p) for p in self.model.parameters())
-        axes = ("dp_replicate", "dp_shard", "ep", "cp") if is_replicated else ("dp_replicate",)
-        self.group = self.mesh.group(*axes)  # the ranks with the same parameters
-        number, copies = self.mesh.rank_and_size(*axes)
+        replicas = self.mesh.replicas
+        self.group = replicas.group  # the ranks with the same parameters
         # each parameter's norm is computed by one of the ranks that hold it
-        self.counted = [p for i, p in enumerate(self.model.parameters()) if i % copies == number]
+        self.counted = list(self.model.parameters())[replicas.index :: replicas.size]
         # of a micro-batch's integers; the number of micro-batches does not depend on the layout
         self.largest = LARGEST_SUM / (self.share.sequences // self.share.rows)
-        self.reduces_shards = not is_replicated and self.mesh.dp_shard > 1
+        self.reduces_shards = self.mesh.shards.size > 1
         for unit in fsdp_units(self.model) if self.reduces_shards else ():
             unit.set_custom_reduce_scatter(IntegerReduceScatter(self))
             unit.set_gradient_divide_factor(1.0)  # the loss is divided by the targets of the batch
             unit.set_force_sum_reduction_for_comms(True)
 
-    def attach(self) -> None:
-        """Reduce the buckets of DistributedDataParallel as integers, after the buckets are final."""
+    def allocate(self, x: Tensor, y: Tensor, autocast: AbstractContextManager) -> None:
+        """
+        Allocate gradients before the first step (all ranks), see data_parallel.allocate_gradients. From here
+        on, the buckets of DistributedDataParallel are final, and they are reduced as integers.
+        """
+        self.keeps_memory = allocate_gradients(
+            self.wrapped, self.plan.cuda_graphs, x, y, self.loss_divisor, autocast, passes=2
+        )
         if not isinstance(self.wrapped, DistributedDataParallel):
             return
         flat = {p.grad.untyped_storage().data_ptr(): p.grad for p in self.model.parameters()}
@@ -154,6 +157,10 @@ class ExactSums:
             grad.as_strided((grad.untyped_storage().nbytes() // 4,), (1,), 0) for grad in flat.values()
         ]
         self.wrapped.register_comm_hook(self, reduce_bucket)
+
+    def zero(self) -> None:
+        """Set the gradients to zero after a step."""
+        self.wrapped.zero_grad(set_to_none=not self.keeps_memory)
 
     @torch.no_grad()
     def start_step(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from isogpt.parallel.compression import Compression
-from isogpt.parallel.data import no_sync
+from isogpt.parallel.data_parallel import allocate_gradients, no_sync
 from isogpt.parallel.gradients import complete_gradients, norm_share, parameters_by_replica_count
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -24,7 +24,7 @@ class FloatSums:
         loss_divisor: the loss that is differentiated is a sum over tokens, divided by this number. So the
             mean over the ranks of an island is the mean over the island's tokens.
         loss_weight: the weight of this rank's loss in the mean over all ranks, the loss of the batch.
-        passes: see data.allocate_gradients.
+        keeps_memory: whether gradients stay where they are, so that DDP or CUDA graphs find them.
     """
 
     model: nn.Module  # wrapped with DistributedDataParallel if this is used
@@ -35,12 +35,12 @@ class FloatSums:
     compression: Compression | None = None
     loss_divisor: float = field(init=False)
     loss_weight: float = field(init=False)
-    passes: int = 1
+    keeps_memory: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         plan, share = self.plan, self.share
-        copies = self.mesh.data_size // self.mesh.islands * self.mesh.cp  # ranks of an island with own tokens
-        self.loss_divisor = share.island_sequences * plan.model_args["block_size"] / copies
+        tokens = share.island_sequences * plan.model_args["block_size"]
+        self.loss_divisor = tokens / self.mesh.loss.size
         self.loss_weight = share.island_sequences * self.mesh.islands / plan.sequences
         self.by_replica_count = parameters_by_replica_count(self.raw_model, self.mesh)
         is_auto = plan.grad_sync == "auto"
@@ -49,8 +49,15 @@ class FloatSums:
         )
         self.adds_shards = is_auto and plan.cpu_offload  # copied to the CPU in the last micro-step
 
-    def attach(self) -> None:
-        """Nothing: DDP reduces the buckets."""
+    def allocate(self, x: Tensor, y: Tensor, autocast: AbstractContextManager) -> None:
+        """Allocate gradients before the first step (all ranks), see data_parallel.allocate_gradients."""
+        self.keeps_memory = allocate_gradients(
+            self.model, self.plan.cuda_graphs, x, y, self.loss_divisor, autocast
+        )
+
+    def zero(self) -> None:
+        """Set the gradients to zero after a step; those whose memory is kept are not None afterwards."""
+        self.model.zero_grad(set_to_none=not self.keeps_memory)
 
     def start_step(self) -> None:
         """Nothing: gradients were set to zero after the step before."""

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.launch.together import gather_objects, number_dtype
-from isogpt.parallel.data import sum_in_buckets
-from isogpt.parallel.local_parts import is_sharded, is_split, local, local_part_of, splits_of
-from isogpt.parallel.mesh import DATA_AXES, Mesh
+from isogpt.parallel.data_parallel import sum_in_buckets
+from isogpt.parallel.local_parts import is_split, local, local_part_of, splits_of
+from isogpt.parallel.mesh import Mesh, Role
 
 if TYPE_CHECKING:
     from isogpt.parallel.compression import Compression
@@ -42,11 +42,12 @@ def complete_gradients(
     if experts:
         torch._foreach_div_([local(p.grad) for p in experts], mesh.ep)
     if zero >= 2 and compression and reduces_data:
-        average(params, mesh, compression, "dp_replicate")
+        average(params, mesh.replicas, compression, "dp_replicate")
     if zero < 2 and reduces_data:
-        average(experts, mesh, compression, "dp_replicate", "cp")
+        average(experts, mesh.replicas.without("ep"), compression, "dp_replicate cp")
     if mesh.pp > 1 and zero < 2 and reduces_data:
-        average([p for p in params if not is_split(p, "ep")], mesh, compression, *DATA_AXES)
+        others = [p for p in params if not is_split(p, "ep")]
+        average(others, mesh.replicas, compression, "dp_replicate dp_shard ep cp")
     if mesh.pp > 1 and is_tied_over_ranks(model):
         grad, group = local(model.lm_head.weight.grad), mesh.group("pp")
         peer = dist.get_global_rank(group, mesh.pp - 1 if mesh.index("pp") == 0 else 0)
@@ -60,13 +61,16 @@ def complete_gradients(
         grad += theirs
 
 
-def average(params: list[nn.Parameter], mesh: Mesh, compression: "Compression | None", *axes: str) -> None:
-    """Replace gradients by the mean over the ranks along these axes (all of these ranks)."""
-    group = mesh.group(*axes)
+def average(params: list[nn.Parameter], ranks: Role, compression: "Compression | None", name: str) -> None:
+    """
+    Replace gradients by the mean over these ranks (all of these ranks); `name` is what compression calls
+    their buckets in checkpoints.
+    """
+    group = ranks.group
     if not (group and params):
         return
     if compression:
-        compression.average_all(params, group, " ".join(axes))
+        compression.average_all(params, group, name)
         return
     grads = [local(p.grad) for p in params]
     sum_in_buckets(grads, group)
@@ -88,8 +92,7 @@ def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[
     """
     found = defaultdict(list)
     for p in model.parameters():
-        copied_over = ["islands", "tp", "dp_replicate"] + ([] if is_sharded(p) else ["dp_shard", "ep", "cp"])
-        copies = mesh.size(*(axis for axis in copied_over if not is_split(p, axis)))
+        copies = mesh.holders(p).size
         if mesh.pp > 1 and p is getattr(model.lm_head, "weight", None) and is_tied_over_ranks(model):
             copies *= 2
         found[copies].append(p)

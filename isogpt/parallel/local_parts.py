@@ -40,13 +40,14 @@ class Split:
 
     def place(self, offsets: Offsets, piece: Tensor) -> Iterator[tuple[Offsets, Tensor]]:
         """Yield the parts of a piece in each section, with their offsets in the whole parameter."""
-        dim, start = self.dim, 0  # start: where a section begins in this rank's part
+        dim = self.dim
         first, end = offsets[dim], offsets[dim] + piece.size(dim)
+        start = 0  # where a section begins in this rank's part
         for begin, length in self.ranges():
             low, high = max(start, first), min(start + length, end)
             if low < high:
-                where = (*offsets[:dim], begin + low - start, *offsets[dim + 1 :])
-                yield where, piece.narrow(dim, low - first, high - low)
+                whole_offsets = (*offsets[:dim], begin + low - start, *offsets[dim + 1 :])
+                yield whole_offsets, piece.narrow(dim, low - first, high - low)
             start += length
 
 
@@ -60,9 +61,7 @@ class LocalPart:
 
     shape: torch.Size
     pieces: tuple[tuple[Offsets, Tensor], ...]
-    # whether the tensor is a stack, whose first dimension counts the groups of ranks that hold different
-    # values
-    is_row: bool = False
+    is_row: bool = False  # whether the tensor is a stack with a row for each group of ranks
 
     def in_row(self, index: int, count: int) -> "LocalPart":
         """This part as row `index` of a stack of `count`; a stack of one is the tensor itself."""
@@ -77,25 +76,31 @@ class LocalPart:
             return self
         return LocalPart(self.shape[1:], tuple((offsets[1:], piece[0]) for offsets, piece in self.pieces))
 
-    def fitted(self, saved: torch.Size) -> tuple["LocalPart", list[tuple[Tensor, Tensor]]]:
-        """
-        Return the part to read from a saved tensor, which a different number of groups of ranks may have
-        stacked.
+    def new_stack(self, count: int) -> "LocalPart":
+        """Memory for this part in all rows of a stack of `count`."""
+        stacks = (((0, *offsets), piece.new_empty(count, *piece.shape)) for offsets, piece in self.pieces)
+        return LocalPart(torch.Size((count, *self.shape)), tuple(stacks))
 
-        Returns:
-            (the part, [(a piece of this part, the rows that are read for it)]); the piece is to be the mean
-            of the rows
+    @torch.no_grad()
+    def put_mean(self, stack: "LocalPart") -> None:
+        """Copy the mean of the rows of a stack, see `new_stack`, to this part."""
+        for (_, piece), (_, rows) in zip(self.pieces, stack.pieces, strict=True):
+            piece.copy_(rows.mean(0))
+
+    def as_copies_of(self, shape: torch.Size) -> "LocalPart":
         """
-        if saved == self.shape:
-            return self, []
-        single = self.unstacked()
-        if not saved or saved[1:] != single.shape:
-            return single, []
-        rows = [(piece, piece.new_empty(saved[0], *piece.shape)) for _, piece in single.pieces]
-        stacks = (
-            ((0, *offsets), stack) for (offsets, _), (_, stack) in zip(single.pieces, rows, strict=True)
-        )
-        return LocalPart(saved, tuple(stacks)), rows
+        This part of a tensor that consists of copies of a smaller tensor of this shape, one below the other,
+        as pieces of the smaller tensor.
+        """
+        pieces = []
+        for (first, *others), piece in self.pieces:
+            start = 0
+            while start < len(piece):
+                row = (first + start) % shape[0]
+                end = min(start + shape[0] - row, len(piece))
+                pieces.append(((row, *others), piece[start:end]))
+                start = end
+        return LocalPart(shape, tuple(pieces))
 
     def size(self) -> torch.Size:
         """The whole tensor's shape; torch.distributed.checkpoint compares it with the saved tensor's."""
@@ -132,23 +137,22 @@ Splits = tuple[Split, ...]  # how a parameter is split, first by expert, then by
 
 def local_part_of(tensor: Tensor, splits: Splits = ()) -> LocalPart:
     """Return this rank's part of a tensor that may be split, and may then be a DTensor of fully_shard."""
-    here, offsets, shape = local(tensor), (0,) * tensor.dim(), list(tensor.shape)
+    piece, offsets, shape = local(tensor), (0,) * tensor.dim(), list(tensor.shape)
     if is_sharded(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        offsets = tuple(
-            compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)[1]
-        )
-    pieces = [(offsets, here)] if here.numel() or not shape else []
+        _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    pieces = [(tuple(offsets), piece)] if piece.numel() or not shape else []
     for split in reversed(splits) if shape else ():
-        pieces = [placed for piece in pieces for placed in split.place(*piece)]
+        pieces = [placed for offsets, piece in pieces for placed in split.place(offsets, piece)]
         shape[split.dim] = sum(split.sections)
     return LocalPart(torch.Size(shape), tuple(pieces))
 
 
 def keep_local_part(model: nn.Module, name: str, split: Split) -> None:
     """Replace a parameter on the meta device by this rank's part of it."""
-    p, (owner, _, leaf) = model.get_parameter(name), name.rpartition(".")
+    p = model.get_parameter(name)
+    owner, _, leaf = name.rpartition(".")
     shape = [split.length() if dim == split.dim else n for dim, n in enumerate(p.shape)]
     part = nn.Parameter(torch.empty(shape, device=p.device))
     part.splits = (*splits_of(p), split)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.parallel.compression import mean_over
-from isogpt.parallel.data import in_buckets, reshard, views_of
+from isogpt.parallel.data_parallel import in_buckets, reshard, views_of
 from isogpt.parallel.local_parts import LocalPart, local, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -40,6 +40,7 @@ class Islands:
     mesh: Mesh
     plan: Plan
     group: dist.ProcessGroup = field(init=False)
+    params: dict[str, nn.Parameter] = field(init=False)
     names: list[list[str]] = field(init=False)  # names of the parameters in each part
     weights: dict[str, Tensor] = field(init=False)  # weights after the last outer step, equal on all islands
     momentum: dict[str, Tensor] = field(init=False)
@@ -54,24 +55,30 @@ class Islands:
     )
 
     def __post_init__(self) -> None:
-        count, ranks = self.mesh.islands, dist.get_world_size() // self.mesh.islands
-        groups = [[rank + i * ranks for i in range(count)] for rank in range(ranks)]
+        ranks = dist.get_world_size() // self.mesh.islands  # of an island
+        groups = [[rank + i * ranks for i in range(self.mesh.islands)] for rank in range(ranks)]
         # a separate group, since the background thread uses it
-        group = dist.new_subgroups_by_enumeration(groups, timedelta(seconds=self.mesh.timeout_s))[0]
+        group, _ = dist.new_subgroups_by_enumeration(groups, timedelta(seconds=self.mesh.timeout_s))
         self.group = self.mesh.limit(group)
         self.params = dict(self.model.named_parameters())
-        total, before = sum(p.numel() for p in self.params.values()), 0
-        self.names = [[] for _ in range(self.plan.outer_parts)]
+        self.names = self.names_by_part()
+
+    def names_by_part(self) -> list[list[str]]:
+        """Divide the parameters, in their order, into outer_parts parts of about equal size."""
+        total = sum(p.numel() for p in self.params.values())
+        names = [[] for _ in range(self.plan.outer_parts)]
+        before = 0
         for name, p in self.params.items():
-            self.names[before * self.plan.outer_parts // total].append(name)
+            names[before * self.plan.outer_parts // total].append(name)
             before += p.numel()
+        return names
 
     def restart(self, step: int, saved: Collection[str] = (), averaged_at: int | None = None) -> None:
         """
         Start from the model's weights before step `step`, without momentum.
 
         Args:
-            saved: the names (see sharded_files.flat) in a checkpoint; allocates what was being sent.
+            saved: the names (see state.flat) in a checkpoint; allocates what was being sent.
             averaged_at: from the checkpoint; None: no average is due from earlier steps.
         """
         self.wait()
@@ -186,16 +193,17 @@ class Islands:
 
     def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """The outer momentum, each island's current weights, and the weights that the island has sent."""
-        index, found = self.mesh.rank_and_size("islands"), {}
+        island = self.mesh.rank_and_size("islands")
+        parts = {}
         for name, p in self.params.items():
             splits = splits_of(p)
-            found[name] = {
+            parts[name] = {
                 "outer_momentum": local_part_of(self.momentum[name], splits),
-                "inner": local_part_of(p.detach(), splits).in_row(*index),
+                "inner": local_part_of(p.detach(), splits).in_row(*island),
             }
             if name in self.sent:
-                found[name]["sent"] = local_part_of(self.sent[name], splits).in_row(*index)
-        return found
+                parts[name]["sent"] = local_part_of(self.sent[name], splits).in_row(*island)
+        return parts
 
     def resume(self) -> None:
         """Send again what was being sent when the checkpoint was saved (all ranks)."""

@@ -1,5 +1,9 @@
 """
-How the ranks divide the work: the axes of the mesh, this rank's coordinates, and the arithmetic of degrees.
+How the ranks divide the work: the axes of the mesh, the roles that ranks have for each other, this rank's
+coordinates, and the arithmetic of degrees.
+
+A way of dividing the work knows its axis. All other code asks for roles, such as `mesh.readers` or
+`mesh.shards`, so that a new axis is added to the roles in this file.
 """
 
 import warnings
@@ -13,14 +17,44 @@ from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, get_backend_config
 
 from isogpt.launch.device import collectives_timeout
+from isogpt.parallel.local_parts import is_split
 from isogpt.parallel.plan import Plan
 
 # HSDP with further axes needs a slice of a flattened mesh dimension: torch 2.13 offers no other way
 warnings.filterwarnings("ignore", message="Slicing a flattened dim")
 # neighbouring ranks differ in tp, which communicates most
 AXES = ("islands", "pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-DATA_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # the ranks along these average their gradients
-READING_AXES = ("islands", "dp_replicate", "dp_shard", "ep")  # the ranks along these read different sequences
+
+
+@dataclass(frozen=True)
+class Role:
+    """The ranks that differ from this rank only along some axes of the mesh."""
+
+    mesh: "Mesh"
+    axes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """How many ranks these are, with this rank."""
+        return self.mesh.size(*self.axes)
+
+    @property
+    def index(self) -> int:
+        """The number of this rank among them."""
+        return self.mesh.rank_and_size(*self.axes)[0]
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Their process group (all ranks); None if this rank is alone."""
+        return self.mesh.group(*self.axes)
+
+    def without(self, *axes: str) -> "Role":
+        """Those that do not differ along these axes."""
+        return Role(self.mesh, tuple(axis for axis in self.axes if axis not in axes))
+
+    def of(self, p: Tensor) -> "Role":
+        """Those that hold the same part of a parameter that expert or tensor parallelism may divide."""
+        return Role(self.mesh, tuple(axis for axis in self.axes if not is_split(p, axis)))
 
 
 @dataclass
@@ -46,6 +80,7 @@ class Mesh:
     cp: int = 1
     tp: int = 1
     timeout_s: float = 600.0  # timeout of collectives in the groups of the mesh
+    shards_parameters: bool = False  # whether fully_shard divides the parameters (zero 2 and 3)
     devices: DeviceMesh | None = field(default=None, compare=False)  # the axes with more than one rank
 
     def size(self, *axes: str) -> int:
@@ -65,18 +100,57 @@ class Mesh:
         return number, self.size(*axes)
 
     @property
+    def readers(self) -> Role:
+        """Ranks that read different sequences of the batch."""
+        return Role(self, ("islands", "dp_replicate", "dp_shard", "ep"))
+
+    @property
+    def same_sequences(self) -> Role:
+        """Ranks that read the same sequences, each for some of the layers, positions or features."""
+        return Role(self, ("pp", "cp", "tp"))
+
+    @property
+    def same_tokens(self) -> Role:
+        """Ranks that read the same tokens, and so all know the loss of these."""
+        return Role(self, ("pp", "tp"))
+
+    @property
+    def loss(self) -> Role:
+        """Ranks over which an island's loss is summed, and over which gradients are averaged."""
+        return Role(self, ("dp_replicate", "dp_shard", "ep", "cp"))
+
+    @property
+    def replicas(self) -> Role:
+        """Those of `loss` that hold the same parameters (except experts), or the same shards of them."""
+        return Role(self, ("dp_replicate",)) if self.shards_parameters else self.loss
+
+    @property
+    def shards(self) -> Role:
+        """Those of `loss` that hold different shards of the parameters."""
+        return Role(self, ("dp_shard", "ep", "cp") if self.shards_parameters else ())
+
+    @property
+    def matrix_parts(self) -> Role:
+        """Ranks that together hold each whole matrix of a pipeline's stage."""
+        return Role(self, (*self.shards.axes, "tp"))
+
+    def holders(self, p: Tensor) -> Role:
+        """Ranks that hold the same part of a parameter; islands hold it with values of their own."""
+        return Role(self, ("islands", *self.replicas.axes, "tp")).of(p)
+
+    @property
     def data_rank(self) -> int:
         """Which share of the batch this rank reads."""
         return self.data_rank_of(self.rank)
 
     def data_rank_of(self, rank: int) -> int:
         """Which share of the batch a rank reads."""
-        return self.rank_and_size(*READING_AXES, rank=rank)[0]
+        return self.rank_and_size(*self.readers.axes, rank=rank)[0]
 
     @property
     def data_size(self) -> int:
         """How many shares a batch is divided into."""
-        return self.size(*READING_AXES)
+        return self.readers.size
 
     def chunks(self, index: int) -> tuple[int, int]:
         """
@@ -95,27 +169,23 @@ class Mesh:
         chunks = torch.arange(length).chunk(2 * self.cp)
         return torch.cat([chunks[c] for c in self.chunks(self.index("cp"))])
 
-    def replicas(self, zero: int) -> int:
-        """How many ranks of an island average gradients of the same parameters, with a ZeRO stage."""
-        return self.dp_replicate if zero >= 2 else self.size(*DATA_AXES)
-
     @property
     def splits_model(self) -> bool:
         """Whether a rank holds only some of the layers or experts, or parts of matrices."""
         return self.pp > 1 or self.tp > 1 or self.ep > 1
 
-    def connect(self, device_type: str, uses_fsdp: bool, offloads: bool = False) -> None:
+    def connect(self, device_type: str, offloads: bool = False) -> None:
         """
         Create the process groups (all ranks).
 
         Args:
-            uses_fsdp: whether fully_shard is used (zero 2 and 3), which needs a mesh even for a single rank.
             offloads: with cpu_offload, the mesh needs an axis of replicas even for a single replica, see
-                data.no_sync.
+                data_parallel.no_sync.
         """
-        kept = {"dp_shard": uses_fsdp, "dp_replicate": uses_fsdp and offloads}
+        # fully_shard needs a mesh even for a single rank
+        kept = {"dp_shard": self.shards_parameters, "dp_replicate": self.shards_parameters and offloads}
         sizes = {a: self.size(a) for a in AXES if self.size(a) > 1 or kept.get(a)}
-        if len(sizes) > 1 or uses_fsdp:  # for one axis the default group will do
+        if len(sizes) > 1 or self.shards_parameters:  # for one axis the default group will do
             self.devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             for axis in sizes:
                 self.limit(self.devices.get_group(axis))
@@ -151,9 +221,12 @@ class Mesh:
             return dist.group.WORLD
         return self.submesh(*axes).get_group()
 
-    def fsdp_mesh(self, has_replicas: bool, *shard_axes: str) -> DeviceMesh:
-        """The mesh for fully_shard: one axis, or (replicas, shards) for HSDP if has_replicas (all ranks)."""
-        shards = self.submesh(*shard_axes)
+    def fsdp_mesh(self, role: Role, has_replicas: bool) -> DeviceMesh:
+        """
+        The mesh for fully_shard over the ranks of a role: one axis, or (replicas, shards) for HSDP if
+        has_replicas (all ranks).
+        """
+        shards = self.submesh(*role.axes)
         if not has_replicas or "dp_replicate" not in self.devices.mesh_dim_names:
             return shards
         return self.devices["dp_replicate", shards.mesh_dim_names[0]]
@@ -169,7 +242,25 @@ def make_mesh(rank: int, plan: Plan, timeout_s: float = 600.0) -> Mesh:
     replicate, shard = left, 1
     if plan.zero >= 2:
         replicate, shard = plan.dp_replicate, left // plan.dp_replicate
-    return Mesh(rank, plan.islands, plan.pp, replicate, shard, plan.ep, plan.cp, plan.tp, timeout_s)
+    return Mesh(
+        rank,
+        islands=plan.islands,
+        pp=plan.pp,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        ep=plan.ep,
+        cp=plan.cp,
+        tp=plan.tp,
+        timeout_s=timeout_s,
+        shards_parameters=plan.zero >= 2,
+    )
+
+
+def connect_mesh(rank: int, plan: Plan, timeout_s: float) -> Mesh:
+    """Make the mesh of a plan, and create its process groups (all ranks)."""
+    mesh = make_mesh(rank, plan, timeout_s)
+    mesh.connect(plan.device_type, offloads=plan.cpu_offload)
+    return mesh
 
 
 def stages_per_rank(pp_schedule: str) -> int:

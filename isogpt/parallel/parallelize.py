@@ -1,54 +1,30 @@
 """
-Apply the ways of distributing a model in the order that works, to a model that does not know them.
+Steps that distribute a model that does not know of processes. train.py calls them in the order that works.
 
-`parallelize` works on the meta device, so that no rank ever holds a model that is larger than its memory.
-train.py then fills the model with weights and, with zero 0 and 1, wraps it with DistributedDataParallel.
+The model is on the meta device until `materialize`, so that no rank ever holds a model that is larger than
+its memory.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isogpt.parallel.compilation import compile_model
-from isogpt.parallel.data import fsdp_units, shard
+from isogpt.parallel.data_parallel import fsdp_units
 from isogpt.parallel.local_parts import Splits, copy_to_cpu, local_parts_by_name, splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.pipeline import Pipeline, split_layers
 from isogpt.parallel.plan import Plan
-from isogpt.parallel.recompute import recompute
-
-
-def parallelize(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> str:
-    """
-    Distribute a model on the meta device, in place, and allocate this rank's part of it (all ranks). The
-    order of the steps matters: each step applies to the result of the step before.
-
-    Returns:
-        A sentence for the user about torch.compile.
-    """
-    splits = split_model(model, mesh, plan.pp_schedule)
-    if mesh.cp > 1:
-        from isogpt.parallel.context import parallelize_context
-
-        parallelize_context(model, mesh, device)
-    recompute(model, plan.activation_checkpointing)
-    # with exact, the compiled parts are the same on all layouts
-    by_block, note = plan.zero >= 2 or mesh.splits_model or plan.exact, "compile: off"
-    if plan.compile:
-        note = compile_model(model, device, by_block, plan.cuda_graphs, plan.exact)
-    if plan.zero >= 2:
-        shard(model, mesh, device, plan)
-    materialize(model, torch.device("cpu") if plan.cpu_offload else device, splits)
-    model.reset_routing(device)
-    return note
 
 
 def split_model(
-    model: nn.Module, mesh: Mesh, pp_schedule: str, splits_sequence: bool = True
+    model: nn.Module, mesh: Mesh, pp_schedule: str, device: torch.device, splits_sequence: bool = True
 ) -> dict[str, Splits]:
     """
-    Leave this rank's layers and experts, and its part of each matrix, of a model on the meta device. Returns
-    how each parameter was split, since fully_shard replaces parameters.
+    Leave this rank's layers and experts, its part of each matrix and its part of each sequence, of a model on
+    the meta device, with pp, ep, tp and cp. Nothing changes where these are 1.
+
+    Returns:
+        How each parameter was split, for `materialize`, since fully_shard replaces parameters.
     """
     if mesh.pp > 1:
         split_layers(model, mesh, pp_schedule)
@@ -60,6 +36,10 @@ def split_model(
         from isogpt.parallel.tensor import parallelize_tensors
 
         parallelize_tensors(model, mesh, splits_sequence)
+    if mesh.cp > 1:
+        from isogpt.parallel.context import parallelize_context
+
+        parallelize_context(model, mesh, device)
     return {name: splits_of(p) for name, p in model.named_parameters()}
 
 
@@ -90,6 +70,7 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits
     model.tie_weights()
     for name, p in model.named_parameters() if splits else ():
         p.splits = splits[name]
+    model.reset_routing(device)
 
 
 def init_weights(model: nn.Module, seed: int) -> None:

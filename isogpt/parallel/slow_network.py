@@ -80,7 +80,7 @@ class SlowNetwork:
         """
         Start from the model's weights at a step, without errors or an outer momentum.
 
-        Tensors are allocated for what a checkpoint saved, by names (see sharded_files.flat) and shapes.
+        Tensors are allocated for what a checkpoint saved, by names (see state.flat) and shapes.
         `averaged_at` is what the checkpoint recorded of `describe`.
         """
         if self.compression:
@@ -105,7 +105,7 @@ def make_slow_network(model: nn.Module, mesh: Mesh, plan: Plan) -> SlowNetwork:
     `restart` is called when the model contains the weights to start from.
     """
     compression = islands = None
-    if plan.grad_compression != "none" and mesh.replicas(plan.zero) > 1:
+    if plan.grad_compression != "none" and mesh.replicas.size > 1:
         from isogpt.parallel.compression import Compression
 
         kind, _, amount = plan.grad_compression.partition(":")

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isogpt.launch.process_group import Ranks
+from isogpt.parallel.plan import Plan
+
 TIMED_ON_CPU = ("data",)  # the CPU waits for data; in the GPU's queue there is nothing to see
 WAITING = "after the last gradient"  # the end of a backward pass, see Clock.find_waiting
 NOT_OF_STEPS = ("evaluation", "save")
@@ -44,14 +47,19 @@ class Clock:
 
     Args:
         nvtx: on a GPU, also mark laps and parts as NVTX ranges, which NVIDIA's Nsight Systems shows.
+        profiler: is told of each step that was taken.
     """
 
-    def __init__(self, device: torch.device, nvtx: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, nvtx: bool = False, profiler: torch.profiler.profile | None = None
+    ) -> None:
         self.on_gpu = device.type == "cuda"
         self.nvtx = nvtx and self.on_gpu and has_nvtx()
+        self.profiler = profiler
         # for the watchdog: a number that grows with each mark, and what the main thread does
         self.count, self.doing = 0, "the first step"
         self.finds_waiting = False
+        self.is_in_step = False
         self.previous: Mark | None = None  # where the present lap began
         self.last_gradient: Mark | None = None
         self.range = ExitStack()  # the present lap in the profiler's trace
@@ -64,6 +72,7 @@ class Clock:
 
     def start(self) -> None:
         """Begin a step, and its first lap."""
+        self.is_in_step = True
         self.laps, self.last_gradient = [], None
         self.begin_lap(self.mark())
 
@@ -91,6 +100,14 @@ class Clock:
             self.show(self.doing, self.range)
         elif self.laps:
             self.doing = f"after {self.laps[-1]}"
+
+    @property
+    def expects_progress(self) -> bool:
+        """
+        Whether marks should follow each other: in a step, but not in the first one, which may compile for
+        minutes. Between steps, the disk or an evaluation may be slow.
+        """
+        return self.is_in_step and bool(self.laps_of_a_step)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -170,6 +187,8 @@ class Clock:
     def step(self) -> None:
         """End a step."""
         self.laps_of_a_step = self.laps
+        if self.profiler:
+            self.profiler.step()
         self.pending.append((self.spans, self.cpu))
         self.discard()
         if len(self.pending) > 2:  # the GPU has passed all events of the step before the last one
@@ -179,6 +198,7 @@ class Clock:
 
     def discard(self) -> None:
         """Forget the laps of a step that is not taken."""
+        self.is_in_step = False
         self.range.close()
         self.laps, self.spans, self.cpu = [], {}, {}
 
@@ -199,6 +219,25 @@ def has_nvtx() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def make_clock(
+    ranks: Ranks, plan: Plan, model: nn.Module, profile: bool, profiler: torch.profiler.profile | None
+) -> Clock:
+    """
+    Make the clock of a run. It finds the share of a step in which ranks wait for each other, except on
+    layouts that also communicate inside the forward and backward passes.
+
+    Args:
+        model: not wrapped with DistributedDataParallel.
+        profile: whether the run is profiled, on any rank.
+        profiler: see Clock; only rank 0 has one.
+    """
+    clock = Clock(ranks.device, nvtx=profile, profiler=profiler)
+    if ranks.world_size > 1 and plan.zero < 2 and max(plan.tp, plan.cp, plan.ep) == 1:
+        # the gradient of wte is the last that the backward pass computes: then only communication is left
+        clock.find_waiting(None if plan.pp > 1 else model.transformer.wte.weight)
+    return clock
 
 
 def over_ranks(medians: list[dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -36,23 +36,24 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
         row = measure_all(size, ranks.world_size, ranks.device)
         if ranks.is_main:
             if not cells:
-                print(
-                    f"{ranks.world_size} processes on {ranks.device.type}, {ranks.network}; bus bandwidth "
-                    "in GB/s:"
-                )
-                print(f"  {'message':>12}" + "".join(f"{cell['operation']:>16}" for cell in row))
-            figures = "".join(f"{shown(cell.get('gb_per_s'), '.3f'):>16}" for cell in row)
-            print(f"  {size / 1024:9,.0f} KB{figures}", flush=True)
+                devices = f"{ranks.world_size} processes on {ranks.device.type}, {ranks.network}"
+                print(f"{devices}; bus bandwidth in GB/s:")
+                print(f"  {'message':>12}" + columns(row, "operation"))
+            print(f"  {size / 1024:9,.0f} KB" + columns(row, "gb_per_s", ".3f"), flush=True)
         cells += row
     if ranks.is_main:
         smallest = [cell for cell in cells if cell["bytes"] == cells[0]["bytes"]]
-        print(f"  {'1 KB, in µs':>12}" + "".join(f"{shown(cell.get('us'), '.1f'):>16}" for cell in smallest))
-        print(
-            "".join(f"  {cell['operation']}: {cell['problem']}\n" for cell in smallest if "problem" in cell),
-            end="",
-        )
+        print(f"  {'1 KB, in µs':>12}" + columns(smallest, "us", ".1f"))
+        for cell in smallest:
+            if "problem" in cell:
+                print(f"  {cell['operation']}: {cell['problem']}")
     leave_process_group()
     return cells
+
+
+def columns(cells: list[dict], key: str, form: str = "") -> str:
+    """One figure, or the name, of each cell of a row."""
+    return "".join(f"{shown(cell.get(key), form):>16}" for cell in cells)
 
 
 def shown(value: float | None, form: str) -> str:
@@ -63,7 +64,8 @@ def shown(value: float | None, form: str) -> str:
 def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
     """Measure the collectives of n ranks with messages of `size` bytes, or slightly less (all ranks)."""
     whole, other = (torch.zeros(size // 4 // n * n, device=device) for _ in range(2))
-    part, cells = torch.zeros(len(whole) // n, device=device), []
+    part = torch.zeros(len(whole) // n, device=device)
+    cells = []
     # factor: bytes that each link carries per byte of the message
     for name, factor, function, *arguments in (
         ("all-reduce", 2 * (n - 1) / n, dist.all_reduce, whole),

@@ -14,7 +14,7 @@ from tempfile import TemporaryFile
 from isogpt.common import console
 from isogpt.common.files import read_records
 from isogpt.speed.memory import OUT_OF_MEMORY
-from isogpt.speed.profiler import PROFILE_SKIP, PROFILE_STEPS, traced_collectives
+from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS, traced_collectives
 
 # settings of train.py with which a launch only takes steps and logs each
 FIXED = {

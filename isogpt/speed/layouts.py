@@ -121,7 +121,7 @@ def micro_batches(wanted: Plan, layout: Plan) -> list[int]:
 def allows(wanted: Plan, layout: Plan, schedule: str) -> bool:
     """
     Whether there are enough layers for the schedule. Without a pipeline, one schedule is enough; with the
-    zero-bubble schedules, ZeRO-3 equals ZeRO-2 (isogpt/parallel/data.py).
+    zero-bubble schedules, ZeRO-3 equals ZeRO-2 (isogpt/parallel/data_parallel.py).
     """
     if layout.pp == 1:
         return schedule in (UNDIVIDED.pp_schedule, wanted.pp_schedule)

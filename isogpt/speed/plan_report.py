@@ -57,7 +57,7 @@ class Predictor:
         on_machine = min(n, self.per_node)
         one_step = {"out_dir": "out", "gradient_accumulation_steps": 1}
         check_training(self.workload.without_weights() | one_step)
-        wanted = self.workload.plan(n, self.workload.settings["islands"] or n // on_machine, card)
+        wanted = self.workload.plan(n, card, machines=n // on_machine)
         machine = self.measured_machine(wanted, on_machine) if card == "this" else None
         hardware = named_hardware(card, self.network_gbit, machine, self.memory_gb, self.tflops)
         return Ranking(wanted, card, hardware, ranked(wanted, hardware, on_machine))

@@ -103,12 +103,12 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
 
 def is_usable(settings: object, plan: Plan) -> bool:
     """Whether a recorded choice, which someone may have edited, is a layout for the same global batch."""
-    if not isinstance(settings, dict) or not settings.keys() <= plan.layout_settings().keys():
+    try:
+        layout = replace(plan, **settings)
+        is_known = settings.keys() <= plan.layout_settings().keys()
+        return is_known and layout.sequences == plan.sequences and is_valid(layout)
+    except TypeError:  # a name or a value of a wrong type
         return False
-    if any(type(value) is not type(getattr(plan, name)) for name, value in settings.items()):
-        return False
-    new = replace(plan, **settings)
-    return new.sequences == plan.sequences and is_valid(new)
 
 
 def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:

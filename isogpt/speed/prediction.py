@@ -12,14 +12,13 @@ from math import ceil, inf, log2
 from typing import NamedTuple
 
 from isogpt.nn.architecture import ARCHS
-from isogpt.parallel.mesh import AXES, DATA_AXES, Mesh, make_mesh, stages_per_rank
+from isogpt.parallel.mesh import AXES, Mesh, make_mesh, stages_per_rank
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.speed.devices import Hardware
 from isogpt.speed.memory import RankPart, block_activations, memory_estimate, parameter_counts, part_of
 
-SHARD_AXES = ("dp_shard", "ep", "cp")  # axes over which ZeRO stages 2 and 3 shard
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
 # gradients of weights, and zbv nearly all (Qi et al. 2023, arXiv:2401.10241, table 2)
@@ -248,7 +247,7 @@ def replicated_weights_s(
     `weights_s` of ZeRO-0 and 1. They reduce gradients in float32, in buckets, the last of which is always
     exposed; ZeRO-1 then sends the weights.
     """
-    axes, bucket = ("dp_replicate", "ep", "cp"), bucket_size(plan)
+    axes, bucket = rings.mesh.replicas.axes, bucket_size(plan)
     reductions = micro_steps if plan.grad_sync == "every" else 1
     reduction = 2 * rings.all_parameters(part, axes, 4, bucket)
     last_bucket = min(1.0, bucket / part.dense) * reduction
@@ -265,17 +264,18 @@ def sharded_weights_s(rings: Rings, plan: Plan, part: RankPart, micro_steps: int
     reduce the shards.
     """
     hw, size = rings.hw, plan.torch_dtype.itemsize
+    shards = rings.mesh.shards
     unit = 1 / (part.layers + 1)  # a block, or the rest, as a fraction of the parameters
     piece = unit * (part.dense + part.experts)
     reductions = micro_steps if plan.grad_sync in ("auto", "every") else 1
-    gather = rings.all_parameters(part, SHARD_AXES, size, piece, hw.gather)
+    gather = rings.all_parameters(part, shards.axes, size, piece, hw.gather)
     gather_again = gather if plan.zero == 3 else 0.0
-    scatter = rings.all_parameters(part, SHARD_AXES, 4, piece, hw.scatter)
+    scatter = rings.all_parameters(part, shards.axes, 4, piece, hw.scatter)
     exposed = micro_steps * max(gather - hidden_by.forward, unit * gather)
     exposed += reductions * max(gather_again + scatter - hidden_by.backward, unit * scatter)
     exposed += (micro_steps - reductions) * max(gather_again - hidden_by.backward, unit * gather_again)
-    shard = 4 / rings.mesh.size(*SHARD_AXES)
-    return exposed + reductions * 2 * rings.all_parameters(part, ("dp_replicate",), shard, piece)
+    shard = 4 / shards.size
+    return exposed + reductions * 2 * rings.all_parameters(part, rings.mesh.replicas.axes, shard, piece)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -321,10 +321,9 @@ def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
     but the gradients; clipping scales the gradients first.
     """
     part = part_of(plan, 0)
-    axes = {0: (), 1: DATA_AXES}.get(plan.zero, SHARD_AXES)
+    shards = mesh.loss if plan.zero == 1 else mesh.shards
     # ZeRO divides experts less, since ep has divided them already
-    expert_axes = (axis for axis in axes if axis != "ep")
-    updated = part.dense / mesh.size(*axes) + part.experts / mesh.size(*expert_axes)
+    updated = part.dense / shards.size + part.experts / shards.without("ep").size
     return 40 * updated / hw.bytes_per_s * hw.sharing
 
 

@@ -2,12 +2,26 @@
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from isogpt.checkpoint.state import TrainState
+from isogpt.data.reader import Reader
 from isogpt.launch.device import synchronize
 from isogpt.launch.together import gather_number
+
+
+def with_measured_shares(reader: Reader, state: TrainState, autocast: AbstractContextManager) -> Reader:
+    """
+    Return a reader whose shares of a step are in proportion to the ranks' speeds (all ranks), with
+    shares=auto. A resumed run keeps the shares that it began with.
+    """
+    progress = state.progress
+    if len(progress.shares) != reader.mesh.data_size:
+        progress.shares = measured_speeds(state.model, reader.padding_batch(), autocast, reader.device)
+    return replace(reader, speeds=progress.shares)
 
 
 def measured_speeds(

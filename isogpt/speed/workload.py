@@ -90,9 +90,12 @@ class Workload:
         shape = GPT2[start] | {"arch": "gpt2", "bias": True, "vocab_size": 50257}
         return self.settings | shape | {"init_from": "scratch"}
 
-    def plan(self, world_size: int, islands: int, card: str) -> Plan:
+    def plan(self, world_size: int, card: str, machines: int = 1) -> Plan:
         """
         Return the plan that the settings describe for this many processes, on devices of a kind.
+
+        Args:
+            machines: the number of islands if the setting islands is 0.
 
         Raises:
             ValueError: the settings do not fit the devices, or the data set that tells the vocabulary is
@@ -110,7 +113,7 @@ class Workload:
         vocab_size = settings["vocab_size"] or vocabulary_of(settings["dataset"], settings["block_size"])
         plan = plan_of(
             settings,
-            islands,
+            settings["islands"] or machines,
             world_size=world_size,
             device_type=device_type,
             dtype=dtype,
@@ -186,7 +189,7 @@ def choose_workload(
     was_set = frozenset(config)
     workload = Workload(settings, must_type, was_set, device, request.processes, config["weak"], is_random)
     if chooses_nothing and device.type == "cuda":
-        plan = workload.plan(request.processes, max(1, settings["islands"]), request.cards[0])
+        plan = workload.plan(request.processes, request.cards[0])
         memory_gb = torch.cuda.mem_get_info(device)[1] / 1e9
         settings = settings | {"batch_size": largest_micro_batch(plan, memory_gb)}
     return replace(workload, settings=settings)

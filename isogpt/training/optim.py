@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw as update_adamw
 
 from isogpt.launch.together import Gathered
 from isogpt.nn.architecture import GPTConfig
-from isogpt.parallel.local_parts import is_split, local
+from isogpt.parallel.local_parts import is_sharded, is_split, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.training.muon import Muon, Stack, stack_of
 from isogpt.training.optimizer_state import create_state, inner_optimizer
@@ -51,14 +51,13 @@ class AdamW(torch.optim.AdamW):
         from_scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in params]
-            parts = [local_tensors(p, state) for p, state in zip(params, states, strict=True)]
+            parts = [local_tensors(p, self.state[p]) for p in params]
             padded = [pad_to_multiple(tensors, self.multiple) for tensors in parts]
             beta1, beta2 = group["betas"]
             update_adamw(
                 *([tensors[i] for tensors in padded] for i in range(4)),
                 max_exp_avg_sqs=[],
-                state_steps=[state["step"] for state in states],
+                state_steps=[self.state[p]["step"] for p in params],
                 beta1=beta1,
                 beta2=beta2,
                 **{name: group[name] for name in ADAMW_OPTIONS},
@@ -69,8 +68,9 @@ class AdamW(torch.optim.AdamW):
 
 
 def local_tensors(p: nn.Parameter, state: dict[str, Tensor]) -> list[Tensor]:
-    """What this rank holds of a parameter, its gradient and AdamW's two moments, in AdamW's order."""
-    return [local(tensor) for tensor in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+    """This rank's part of a parameter, of its gradient and of AdamW's moments."""
+    tensors = [p, p.grad, state["exp_avg"], state["exp_avg_sq"]]
+    return [local(t) for t in tensors] if is_sharded(p) else tensors
 
 
 def pad_to_multiple(tensors: list[Tensor], multiple: int) -> list[Tensor]:
@@ -145,14 +145,13 @@ def make_optimizers(
     for cls, are_experts in product((AdamW, Muon), (False, True)):
         if not groups[cls, are_experts]:  # as on a pipeline's stage without embeddings and norms
             continue
-        shards = ("dp_shard", "cp") if are_experts else ("dp_shard", "ep", "cp")
+        divided = ("ep",) if are_experts else ()  # axes that have divided the parameters already
         if cls is AdamW:
             is_fused = device_type in ("cuda", "cpu", "mps")
             options = {"betas": (config["beta1"], config["beta2"]), "fused": is_fused}
         else:
-            holders = (*shards, "tp") if zero >= 2 else ("tp",)  # of the parts of a matrix
-            options = {"dtype": muon_dtype, "group": mesh.group(*holders)}
-        replicas = mesh.group("dp_replicate", *shards)
+            options = {"dtype": muon_dtype, "group": mesh.matrix_parts.without(*divided).group}
+        replicas = mesh.loss.without(*divided).group
         optimizers.append(make_optimizer(cls, groups[cls, are_experts], options, zero, replicas))
     return optimizers
 

@@ -7,6 +7,9 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from torch import nn
+
+from isogpt.parallel.mesh import Mesh
 
 # if the ranks' dtypes differ, all ranks use the dtype that comes first here
 BY_PRECISION = ("float32", "tf32", "float16", "bfloat16")
@@ -120,12 +123,14 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def fix_threads(device: torch.device) -> None:
+def fix_threads(device: torch.device, exact: bool = True) -> None:
     """
-    Let each process on a CPU use OMP_NUM_THREADS threads, by default 1. The bits of some kernels, such as the
-    backward pass of LayerNorm, depend on the number of threads, which otherwise depends on the number of
-    processes.
+    With `exact`, let each process on a CPU use OMP_NUM_THREADS threads, by default 1. The bits of some
+    kernels, such as the backward pass of LayerNorm, depend on the number of threads, which otherwise depends
+    on the number of processes.
     """
+    if not exact:
+        return
     if device.type == "mps":
         raise ValueError(
             "exact needs float64 numbers, which device 'mps' lacks: set --exact=False or --device=cpu"
@@ -186,6 +191,19 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     run draws the same masks without any saved random state.
     """
     seed_generators(seed, step, rank)
+
+
+def seed_micro_batch(seed: int, step: int, number: int, model: nn.Module, mesh: Mesh) -> None:
+    """
+    Seed all generators for a micro-batch, if the model uses dropout: its masks are the same on any number of
+    processes that keep micro-batches whole.
+
+    Args:
+        number: of the micro-batch's first sequence in the step.
+    """
+    if model.config.dropout:
+        part = mesh.same_sequences
+        seed_generators(seed, step, number, part.index, part.size)
 
 
 def seed_generators(*key: int) -> None:

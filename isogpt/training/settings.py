@@ -36,9 +36,9 @@ SHAPE = (
 )
 
 
-def check_training(config: dict) -> None:
+def check_training(config: dict) -> dict:
     """
-    Check that train.py's settings fit each other.
+    Check that train.py's settings fit each other. Returns them in their normal form, see plan.normalized.
 
     Raises:
         ValueError: one line for each problem.
@@ -53,6 +53,7 @@ def check_training(config: dict) -> None:
     if settings.exact:
         problems += [f"exact: {reason}, or --exact=False" for reason in rules_of_exact(settings)]
     report(problems)
+    return normalized(config)
 
 
 def check_layout(plan: Plan) -> None:

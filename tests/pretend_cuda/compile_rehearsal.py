@@ -335,7 +335,7 @@ def divided(dtype: torch.dtype, by_block: bool = True, **changes) -> Callable[[]
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model = make(**changes)
     mesh = Mesh(0, **degrees)
-    split_model(model, mesh, "1f1b")
+    split_model(model, mesh, "1f1b", torch.device("cpu"))
     if mesh.cp > 1:
         real_positions = mesh.own_positions
 

@@ -6,16 +6,21 @@ from pathlib import Path
 
 import torch
 
+from isogpt.launch.process_group import Ranks
+
 PROFILE_SKIP, PROFILE_STEPS = 5, 5  # the first steps are not typical
 
 
-def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
+def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> torch.profiler.profile | None:
     """
-    Start a profiler for a run of `steps` steps that skips 5 steps, records 5, and writes files to out_dir.
-    These are trace.json, operators.txt (the operators by self time) and on a GPU memory.pickle, a snapshot
-    for https://pytorch.org/memory_viz. The caller calls step() after each step.
+    Start a profiler for a run of `steps` steps, on rank 0; None on other ranks. It skips 5 steps, records 5,
+    and writes files to out_dir: trace.json, operators.txt (the operators by self time) and on a GPU
+    memory.pickle, a snapshot for https://pytorch.org/memory_viz. The caller calls step() after each step.
     """
-    out, on_gpu, needed = Path(out_dir), torch.cuda.is_available(), PROFILE_SKIP + PROFILE_STEPS
+    if not ranks.is_main:
+        return None
+    out, on_gpu = Path(out_dir), torch.cuda.is_available()
+    needed = PROFILE_SKIP + PROFILE_STEPS
     if steps < needed:
         text = f"--profile traces the steps after the fifth: {steps} steps give no trace, {needed} do"
         print(f"warning: {text}", flush=True)
@@ -23,10 +28,8 @@ def start_profiler(out_dir: str, steps: int) -> torch.profiler.profile:
     def write(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(out / "trace.json"))
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        averages = profiler.key_averages()
-        (out / "operators.txt").write_text(
-            averages.table(sort_by=key, row_limit=15, max_name_column_width=50)
-        )
+        operators = profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50)
+        (out / "operators.txt").write_text(operators)
         if on_gpu:
             torch.cuda.memory._dump_snapshot(str(out / "memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -54,10 +57,11 @@ def traced_collectives(path: Path, has_ep: bool) -> dict[str, float]:
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
     kernels = "All|Reduce|SendRecv" if has_ep else "All|Reduce"  # a pipeline's messages are also SendRecv
     calls = [e for e in events if re.match(rf"gloo:(all|reduce)|ncclDevKernel_({kernels})", e["name"])]
-    kinds, found = {e["cat"] for e in calls}, {}  # on a GPU, spans of the GPU's queue
-    kinds = {"gpu_user_annotation"} if "kernel" in kinds else {"user_annotation"}
+    on_gpu = any(e["cat"] == "kernel" for e in calls)
+    kind = "gpu_user_annotation" if on_gpu else "user_annotation"  # on a GPU, spans of the GPU's queue
+    ms = {}
     for part in ("forward", "backward", "stages"):
-        spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == part and e["cat"] in kinds]
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == part and e["cat"] == kind]
         us = sum(e["dur"] for e in calls if any(start <= e["ts"] < end for start, end in spans))
-        found[part] = us / 1e3 / PROFILE_STEPS
-    return found
+        ms[part] = us / 1e3 / PROFILE_STEPS
+    return ms

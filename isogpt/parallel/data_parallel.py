@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.launch.process_group import check_debug_level
-from isogpt.launch.together import exit_together
 from isogpt.nn.experts import MoE
 from isogpt.parallel.local_parts import is_sharded
 from isogpt.parallel.mesh import Mesh
@@ -38,7 +36,7 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     root_policy = replace(policy, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reduces_replicas = plan.grad_compression == "none" and not plan.exact
-    settings = dict(mesh=mesh.fsdp_mesh(reduces_replicas, "dp_shard", "ep", "cp"), offload_policy=offload)
+    settings = dict(mesh=mesh.fsdp_mesh(mesh.shards, reduces_replicas), offload_policy=offload)
     blocks, prefetch = list(model.transformer.h), plan.fsdp_prefetch
     delays_weights = mesh.pp > 1 and plan.pp_schedule in ("zero_bubble", "zbv")
     reshards = plan.zero == 3 and not delays_weights
@@ -47,7 +45,8 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
             # routers compute in float32
             fully_shard(block.mlp.router, reshard_after_forward=reshards, **settings)
         if mesh.ep > 1:
-            expert_settings = settings | {"mesh": mesh.fsdp_mesh(reduces_replicas, "dp_shard", "cp")}
+            expert_mesh = mesh.fsdp_mesh(mesh.shards.without("ep"), reduces_replicas)
+            expert_settings = settings | {"mesh": expert_mesh}
             fully_shard(
                 block.mlp.experts, reshard_after_forward=reshards, mp_policy=policy, **expert_settings
             )
@@ -61,23 +60,6 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
         # rank
         done = {p for p in root.parameters() if is_sharded(p)}
         fully_shard(root, reshard_after_forward=False, mp_policy=root_policy, ignored_params=done, **settings)
-
-
-def replicate(model: nn.Module, bucket_mb: float, group: dist.ProcessGroup) -> DistributedDataParallel:
-    """
-    Wrap a model with DistributedDataParallel over a group (all its ranks). Gradients are reduced in buckets
-    of bucket_mb MiB. They are views of the buckets: there are no copies. Exits with a message if PyTorch
-    would crash.
-    """
-    with exit_together():
-        check_debug_level()
-    ddp = DistributedDataParallel(
-        model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, process_group=group
-    )
-    # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this
-    # (torch 2.13). The attribute is for torch.compile only: DDP has made its buckets.
-    ddp.bucket_bytes_cap = max(ddp.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
-    return ddp
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
@@ -138,6 +120,9 @@ def allocate_gradients(
         passes: how many passes are discarded. After two, gradients are views of the reordered buckets.
     """
     if isinstance(model, DistributedDataParallel):
+        # torch.compile divides the graph where a bucket is full, and fails if buckets are smaller than this
+        # (torch 2.13). The attribute is for torch.compile only: DDP has made its buckets.
+        model.bucket_bytes_cap = max(model.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
         for _ in range(passes):
             with autocast:
                 _, loss = model(x, y, target_count)
