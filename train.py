@@ -292,7 +292,6 @@ logger.event(
 # ------------------------------------------------------------------------------------------------------------
 # the loop (all ranks; rank-0-only work is inside logger)
 nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
-save_and_fail = partial(saver.save_and_fail, state)  # if an evaluation fails
 if exact:  # gradients are added as integers, which has no order
     sums = ExactSums(model, raw_model, mesh, plan, share, scaler)
 else:
@@ -331,7 +330,11 @@ while not is_complete:
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         watchdog.armed = False  # the first evaluation compiles a separate graph
-        with exit_together(save_and_fail), slow_network.evaluated_weights(), report.traffic.paused():
+        with (
+            exit_together(partial(saver.save_and_fail, state)),
+            slow_network.evaluated_weights(),
+            report.traffic.paused(),
+        ):
             losses = evaluate(raw_model, reader, eval_sequences, autocast, stop, clock, saver.seconds)
         if stop.agreed:  # during the evaluation, which returned None
             break
