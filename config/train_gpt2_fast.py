@@ -1,7 +1,7 @@
 # A model of the size of GPT-2 124M: nanochat's architecture, Muon, and a constant learning rate that decays
 # at the end. The model contains 162M parameters, because the head is not tied to the embeddings; a token
 # costs as many FLOPs as in GPT-2 124M. The learning rates are those of nanochat. This config has not been run
-# to the end: no GPU was available. See docs/recipes.md.
+# to the end. See docs/recipes.md.
 # $ python data/openwebtext/prepare.py
 # $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py
 
