@@ -276,9 +276,10 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     (matmul FLOP/s of this device in `dtype`, source of the figure): from the data sheet, or measured here;
     (None, 'unknown') if neither is possible.
     """
-    gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if gpu and dtype != "float32":
-        return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), "data sheet"
+    if device.type == "cuda" and dtype != "float32":
+        gpu = known_gpu(torch.cuda.get_device_name(device))
+        if gpu:
+            return (gpu.matmul / 2 if dtype == "tf32" else gpu.matmul), "data sheet"
     source = "measured matmul"
     if is_emulated(dtype, device):  # the model's kernels convert to float32, a plain matmul takes seconds
         dtype, source = "float32", "measured matmul in float32"
