@@ -65,10 +65,10 @@ class SlowNetwork:
 
     def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """What a checkpoint stores besides the model's weights and the optimizer's state."""
-        found = self.compression.saved_parts(self.model) if self.compression else {}
-        for name, parts in (self.islands.saved_parts() if self.islands else {}).items():
-            found[name] = found.get(name, {}) | parts
-        return found
+        parts = self.compression.saved_parts(self.model) if self.compression else {}
+        for name, others in (self.islands.saved_parts() if self.islands else {}).items():
+            parts[name] = parts.get(name, {}) | others
+        return parts
 
     def describe(self) -> dict:
         """What a checkpoint stores of this object that is not a tensor."""
