@@ -80,26 +80,34 @@ def test_a_run_with_fractional_steps(zygote, work):
 
 MUON_RISES = dict(min_lr=3e-3, optimizer="muon", lr_scaling="sqrt", base_batch=160)
 NOTES = {
-    "min_lr 6e-05 is above learning_rate 1e-05: after the warm-up, the learning rate rises: set "
-    "--min_lr=1e-06, or "
-    "--decay_lr=False": dict(learning_rate=1e-5),
-    "min_lr 0.003 is above learning_rate 0.0006: after the warm-up, the learning rate, and Muon's in "
-    "proportion, "
-    "rises: set --min_lr=6e-05, or --decay_lr=False": MUON_RISES,
-    "the run ends at step 999, during the 2000 steps of warm-up, with a learning rate of 0.0003: set a "
-    "smaller "
-    "--warmup_iters": dict(max_iters=999),
-    "the run ends at step 3000, during the 4000 steps of warm-up, with a learning rate of 0.0009: set a "
-    "smaller "
-    "--warmup_iters": dict(max_iters=3000, lr_scaling="linear", base_batch=240),
-    "the warm-up of 2000 steps does not end before lr_decay_iters, 2000: the learning rate then drops to "
-    "min_lr at "
-    "once: set --lr_decay_iters=600000, or a smaller --warmup_iters": dict(lr_decay_iters=2000),
-    "the warm-up of 5.5 steps does not end before lr_decay_iters, 4: the learning rate then drops to min_lr "
-    "at once: "
-    "set a smaller --warmup_iters": dict(warmup_iters=5.5, lr_decay_iters=4, max_iters=5.5),
-    "from step 3000, lr_decay_iters, the learning rate is 0 and nothing is learned: set "
-    "--lr_decay_iters=4000, or a smaller --max_iters": dict(max_iters=4000, lr_decay_iters=3000, min_lr=0.0),
+    (
+        "min_lr 6e-05 is above learning_rate 1e-05: after the warm-up, the learning rate rises: set "
+        "--min_lr=1e-06, or --decay_lr=False"
+    ): dict(learning_rate=1e-5),
+    (
+        "min_lr 0.003 is above learning_rate 0.0006: after the warm-up, the learning rate, and Muon's in "
+        "proportion, rises: set --min_lr=6e-05, or --decay_lr=False"
+    ): MUON_RISES,
+    (
+        "the run ends at step 999, during the 2000 steps of warm-up, with a learning rate of 0.0003: set a "
+        "smaller --warmup_iters"
+    ): dict(max_iters=999),
+    (
+        "the run ends at step 3000, during the 4000 steps of warm-up, with a learning rate of 0.0009: set a "
+        "smaller --warmup_iters"
+    ): dict(max_iters=3000, lr_scaling="linear", base_batch=240),
+    (
+        "the warm-up of 2000 steps does not end before lr_decay_iters, 2000: the learning rate then drops to "
+        "min_lr at once: set --lr_decay_iters=600000, or a smaller --warmup_iters"
+    ): dict(lr_decay_iters=2000),
+    (
+        "the warm-up of 5.5 steps does not end before lr_decay_iters, 4: the learning rate then drops to "
+        "min_lr at once: set a smaller --warmup_iters"
+    ): dict(warmup_iters=5.5, lr_decay_iters=4, max_iters=5.5),
+    (
+        "from step 3000, lr_decay_iters, the learning rate is 0 and nothing is learned: set "
+        "--lr_decay_iters=4000, or a smaller --max_iters"
+    ): dict(max_iters=4000, lr_decay_iters=3000, min_lr=0.0),
 }
 
 
