@@ -31,8 +31,7 @@ from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import PADDING, share_of_whole
 from isogpt.training import muon, precision
-from isogpt.training.exact_steps import VECTOR, make_steps_exact
-from isogpt.training.optim import AdamW
+from isogpt.training.optim import WHOLE_VECTORS, AdamW, make_steps_exact
 from model import GPT, GPTConfig
 
 # rates of a recipe for short runs, at which one process and two differ by 1e-2 after 15 steps
@@ -407,11 +406,11 @@ def test_a_fused_step_on_a_shard_has_the_bits_of_the_whole():
         adamw.step()
         return torch.stack((p.detach(), *(adamw.state[p][name] for name in moments)))
 
-    whole = stepped(0, 4003, VECTOR)
+    whole = stepped(0, 4003, WHOLE_VECTORS)
     for start in range(0, 4003, 13):
         end = min(start + 13, 4003)
-        assert torch.equal(stepped(start, end, VECTOR), whole[:, start:end])
-    assert stepped(5, 5, VECTOR).numel() == 0
+        assert torch.equal(stepped(start, end, WHOLE_VECTORS), whole[:, start:end])
+    assert stepped(5, 5, WHOLE_VECTORS).numel() == 0
     usual = stepped(0, 4003, 1)
     assert (whole - usual).abs().max() < 1e-6
 

@@ -29,6 +29,9 @@ VECTOR = "vector"  # biases, weights of norms
 NAME_OF_BLOCK_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp|mlp\.experts)\.c_\w+\.weight")
 
 
+# Fused AdamW on a CPU updates whole vectors of up to this many float32 numbers with different instructions
+# than the rest of a tensor, which rounds differently (torch 2.13). So the step with exact pads to these.
+WHOLE_VECTORS = 16
 ADAMW_OPTIONS = ("lr", "weight_decay", "eps", "fused", "amsgrad", "maximize")
 
 
@@ -40,7 +43,7 @@ class AdamW(torch.optim.AdamW):
     instead of 4 on a CPU, torch 2.13), and without the import of torch.compile, only to exclude the step.
     """
 
-    multiple = 1  # parts are padded to a multiple of this number of elements, see exact_steps.py
+    multiple = 1  # parts are padded to a multiple of this number of elements, see make_steps_exact
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -152,7 +155,22 @@ def make_optimizers(
             options = {"dtype": muon_dtype, "group": mesh.matrix_parts.without(*divided).group}
         replicas = mesh.loss.without(*divided).group
         optimizers.append(make_optimizer(cls, groups[cls, are_experts], options, zero, replicas))
+    if config.get("exact"):
+        make_steps_exact(optimizers)
     return optimizers
+
+
+def make_steps_exact(optimizers: list[torch.optim.Optimizer]) -> None:
+    """
+    Let the optimizers compute an element's update in the same way in any shard and next to any other
+    parameters, in place. The step of other layouts is the same up to rounding.
+    """
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
+        if isinstance(inner, Muon):
+            inner.separately = True
+        elif isinstance(inner, AdamW) and inner.defaults["fused"]:
+            inner.multiple = WHOLE_VECTORS
 
 
 def groups_by_optimizer(
