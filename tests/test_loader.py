@@ -691,7 +691,7 @@ TEXT = "First Citizen: Before we proceed \u2014 any further, hear me speak.\n".e
     [
         (in_archive(np.save, WORDS), "is a .npy file, .*: write the ids with numpy's tofile"),
         (in_archive(np.savez, WORDS), "is a zip archive, such as a .npz: write the ids with numpy's tofile"),
-        (gzip.compress(bytes(9999)), "is compressed by gzip: decompress it with gunzip"),
+        (gzip.compress(bytes(9999), mtime=0), "is compressed by gzip: decompress it with gunzip"),
         (b"version https://git-lfs.github.com/spec/v1\noid 12\n", "is a pointer of Git LFS, .*: run git lfs"),
         (with_header(WORDS.astype(np.uint16), 20240522, 1), "is llm.c's multiple-choice questions"),
         (
