@@ -165,6 +165,7 @@ try:
     precision.fix_threads(ranks.device, exact)
     if ranks.store or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
+        crashes.explain_crashes(watchdog)  # again, since the group hides what an exception prints
 except ValueError as e:
     fail(str(e))
 

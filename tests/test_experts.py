@@ -11,6 +11,7 @@ from test_parallel import ONE, compare, compare_texts, resume_with_the_same_bits
 from test_parity import same
 from test_split import PROBE, lose_a_rank, refuse_degrees, same_gradients
 
+from isogpt.checkpoint.forks import MODEL_ARGS
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.common.random_numbers import TRAIN
@@ -244,7 +245,8 @@ def lopsided(shared_work):
         with torch.no_grad():
             block.ln_2.bias[0] = 50.0
             block.mlp.router.weight[:, 0] = torch.tensor(scores)
-    state = {"model": model.state_dict(), "model_args": model.describe(), "iter_num": 0, "best_val_loss": 9.0}
+    nanogpts = {name: value for name, value in model.describe().items() if name in MODEL_ARGS}
+    state = {"model": model.state_dict(), "model_args": nanogpts, "iter_num": 0, "best_val_loss": 9.0}
     state["isogpt"] = {"model_args": model.describe()}
     (shared_work / "lopsided").mkdir()
     torch.save(state, shared_work / "lopsided/ckpt.pt")

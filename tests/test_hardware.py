@@ -175,7 +175,7 @@ from isogpt.speed.usage import memory_gb
 
 before = memory_gb(torch.device("cpu"))
 data = dataset.open_dataset(sys.argv[1], 1024)
-plan = replace(UNDIVIDED, batch_size=64, gradient_accumulation_steps=1, micro_batch=64,
+plan = replace(UNDIVIDED, batch_size=64, gradient_accumulation_steps=1, micro_batch=64, shares="equal",
                model_args=dict(block_size=1024, vocab_size=data.vocab_size))
 reader = reader_module.Reader(data, "random", 1, plan, Mesh(), torch.device("cpu"))
 for split in ("train", "val"):

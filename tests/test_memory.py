@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, TINY, column, records, train_defaults
+from runs import REPO, TINY, column, default_plan, records, train_defaults
 
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.parallel.plan import Plan, plan_of
@@ -292,7 +292,9 @@ def test_parameters_and_activations_of_a_block_are_counted(arch, n_expert):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = block(torch.randn(4, 256, 64, requires_grad=True), rope)
     kept = sum(size for where, size in saved.items() if where not in weights) / (4 * 256)
-    assert kept == pytest.approx(memory.block_activations(Plan(model_args=args)).kept, rel=0.02), result
+    assert kept == pytest.approx(memory.block_activations(default_plan(model_args=args)).kept, rel=0.02), (
+        result
+    )
 
 
 def parts_of_estimate(zygote, work, *args):
@@ -374,9 +376,9 @@ def test_a_run_survives_a_full_disk(zygote, work, flags):
 GRADIENTS = """
 from contextlib import contextmanager
 from isogpt.launch import process_group
-from isogpt.parallel import data
+from isogpt.parallel import data_parallel
 from model import GPTConfig
-no_sync, leave, storages = data.no_sync, process_group.leave_process_group, set()
+no_sync, leave, storages = data_parallel.no_sync, process_group.leave_process_group, set()
 @contextmanager
 def watched(model, *args):
     with no_sync(model, *args):
@@ -385,7 +387,7 @@ def watched(model, *args):
 def tell():
     print(f"gradients in {len(storages)} storages", flush=True)
     leave()
-data.no_sync, process_group.leave_process_group = watched, tell
+data_parallel.no_sync, process_group.leave_process_group = watched, tell
 """
 
 

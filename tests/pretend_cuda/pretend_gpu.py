@@ -23,7 +23,7 @@ def step_now() -> object:
     """The step of train.py's loop, 'start' before it, 'end' after it."""
     main = vars(sys.modules.get("__main__", types))
     progress = main.get("progress")
-    if "step_began" not in main or progress is None:
+    if "batches" not in main or progress is None:
         return "start"
     return "end" if "is_preempted" in main else progress.step
 
