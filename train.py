@@ -154,63 +154,69 @@ base_batch = 0  # with lr_scaling: the sequences per step for which learning_rat
 # 1. settings and processes
 try:
     launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
-    config = settings.check_training(configure(globals()))  # config/*.py and --key=value override these
+    # config/*.py and --key=value override the globals above; in config, fsdp has become zero=3
+    config = settings.check_training(configure(globals()))
     schedule = make_schedule(config, gradient_accumulation_steps * batch_size)
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
-    launchers.print_unapplied_settings(config)  # of accelerate launch (rank 0)
-    ranks = process_group.connect_ranks(device, backend, dist_timeout_s)  # through a store
+    launchers.print_unapplied_settings(config)  # options of accelerate launch that are not read here (rank 0)
+    # sets this process's device, and numbers the ranks by machine through a store: no process group yet
+    ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
     logger = log.Logger(progress, log.start_sinks(ranks, out_dir, alert_command))  # prints, alerts
-    watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)  # names a rank that fails
-    precision.fix_threads(ranks.device, exact)
-    if ranks.store or config["zero"] > 0:  # ZeRO needs a group even for a single process
+    # sets sys.excepthook; from here on, a rank that fails is named
+    watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)
+    if exact:  # the bits of some CPU kernels depend on the number of threads
+        precision.fix_threads(ranks.device)
+    if ranks.has_launcher or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
         crashes.explain_crashes(watchdog)  # again, since the group hides what an exception prints
 except ValueError as e:
     fail(str(e))
 
-# 2. data, what the run starts from, and a plan that leaves nothing open
+# 2. data, what the run starts from, and the resolved settings: the plan
 # from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
-data = together.do_together(open_dataset, dataset, block_size, vocab_size)
+data = together.do_together(open_dataset, dataset, block_size, vocab_size)  # in a thread: disks may be slow
 start_checks.check_start(ranks, config | data.facts())  # exits if ranks differ in settings, data or code
-stop = signals.watch_signals(time_limit_s)
-start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # also opens it
+stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once in a step
+start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
 plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
-precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)
+precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args)
-logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device)
-# with exact, the bits depend on the kind of device; the best loss counts if evaluations measure the same
+# with exact, the bits depend on the kind of device
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
-logger.notes += precision.differences_of_devices(kinds)
-logger.notes += progress.begin(config, data.digest, start.resumed, kinds[0])  # at a checkpoint's step
+# continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable
+not_continued = progress.begin(config, data.digest, start.resumed, kinds[0])
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
-logger.notes += differences + schedule.notes(config)
+logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device)
+logger.notes += precision.differences_of_devices(kinds) + not_continued + differences + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device)
-watchdog.memory_use = out_of_memory.MemoryUse(out_dir, reader, progress.step)  # explains missing memory
+# for the message after an out-of-memory error, and a smaller micro-batch at the next start
+watchdog.memory_use = out_of_memory.MemoryUse(out_dir, reader, progress.step)
 
 # 3. the model: shapes on the meta device, divide, allocate
 with torch.device("meta"):  # no memory yet: the model may be too large for one rank
     raw_model = GPT(GPTConfig(**plan.model_args))
 start.check(raw_model)  # exits if a checkpoint's weights do not fit, before memory is allocated
-parameter_count = raw_model.get_num_params()  # of all ranks together
+parameter_count = raw_model.get_num_params()  # over all ranks
 flops_per_token = raw_model.flops_per_token()
 splits = parallelize.split_model(raw_model, mesh, plan.pp_schedule, ranks.device)  # pp, ep, tp, cp
 recompute(raw_model, plan.activation_checkpointing)
-compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)
+compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)  # torch.compile, in place
 if plan.zero >= 2:
     data_parallel.shard(raw_model, mesh, ranks.device, plan)  # FSDP2: fully_shard on each block
 parallelize.materialize(raw_model, torch.device("cpu") if cpu_offload else ranks.device, splits)
 pipeline = parallelize.make_pipeline(raw_model, mesh, ranks.device, plan)  # None with pp 1
-# FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast does
+# FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast is used instead
 is_cast = plan.torch_dtype.itemsize == 2 and (plan.zero < 2 or exact)
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=is_cast)
 
 # 4. optimizers, and the state that a checkpoint holds
 optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
-scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)  # a GradScaler
-slow_network = make_slow_network(raw_model, mesh, plan)  # compressed gradients and islands, or nothing
+# a GradScaler, whose scale is where the gradients are: with cpu_offload, on the CPU
+scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
+slow_network = make_slow_network(raw_model, mesh, plan)  # compressed gradients, islands, or a no-op
 state = TrainState(raw_model, optimizers, scaler, progress, slow_network)
 start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 if shares == "auto":
@@ -224,15 +230,16 @@ if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
         gradient_as_bucket_view=True,
     )
 share = reader.share  # this rank's part of a step: micro-batches and their rows
-if exact:  # gradients are added as integers, which has no order
+if exact:  # gradients are summed as int64, so that the result does not depend on the order of reduction
     gradients = ExactSums(model, raw_model, mesh, plan, share, scaler)
 else:
     gradients = FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
 
 # 5. the run's folder, saving and logging (rank 0 writes)
 logger.start_services(recorded)  # wandb; before the folder is changed
-run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)
+run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)  # a new run moves an earlier one aside
 logger.open_files(recorded, run_folder.owner)
+# the state of this step need not be saved
 saver = Saver(run_folder, plan, mesh, recorded, vocabulary, logger, step=state.step)
 profiler = profiling.start_profiler(out_dir, max_iters - state.step + 1, ranks) if profile else None
 clock = make_clock(ranks, plan, raw_model, profile, profiler)
@@ -261,13 +268,15 @@ meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, log_interval)
 evaluator = Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
-sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None unless rank 0 has to write samples
+sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None on other ranks, and without samples
 nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
 start = None  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
-gradients.allocate(*reader.padding_batch(), autocast)  # DDP makes its buckets final, in discarded passes
-slow_network.attach(model)  # DDP's communication hook for compressed gradients, after that
+# DDP reorders its buckets after the first backward pass: without discarded passes, a resume would differ in
+# the last bits
+gradients.allocate(*reader.padding_batch(), autocast)
+slow_network.attach(model)  # DDP's communication hook for compressed gradients: must follow allocate
 batches = reader.train(state.step, progress.position, progress.skipped)
 is_complete = state.step > max_iters and not eval_only
 if is_complete:  # a complete run was resumed: nothing is left to do
@@ -277,18 +286,20 @@ while not is_complete:
     step = state.step
     lr = schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
-    precision.seed_step(seed, step, ranks.rank)  # a resumed run draws the same dropout masks
+    precision.seed_step(
+        seed, step, ranks.rank
+    )  # dropout masks of a pipeline; else each micro-batch is seeded
 
     # evaluate, save and sample the state before the step; after the last step, the final state
     meter.pause()
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         evaluator.run(lr)
-        if stop.agreed:  # during the evaluation
+        if stop.agreed:  # a stop was requested during the evaluation
             break
     if saver.is_due(state, is_complete):
         with clock.part("save"):
-            saver.save(state)  # in the background
+            saver.save(state)  # asynchronous
     if check_ranks_interval and step % check_ranks_interval == 0:
         compare_weights.check_equal_weights(raw_model, step, logger.failed, mesh.index("islands"))
     if sampler and (is_complete or step % sample_interval == 0):  # on rank 0; the other ranks wait
@@ -300,7 +311,8 @@ while not is_complete:
         state.skip()
         continue
 
-    # -- a step: forward and backward passes of this rank's micro-batches
+    # -- a step: forward and backward passes of this rank's micro-batches. The model returns the loss summed
+    # over tokens, divided by loss_divisor: a step's tokens for each rank over which gradients are averaged
     clock.start()
     gradients.start_step()
     if pipeline:
@@ -322,25 +334,28 @@ while not is_complete:
                 clock.lap("backward")
             loss_sum = loss_sum + gradients.loss_term(loss)
             clock.lap("sum")
-    gradients.finish()  # what the backward pass leaves to do with tp, ep and pp
+    gradients.finish()  # reduces what DDP and FSDP do not reduce: with tp, ep and pp
     clock.lap("reduce")
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     grad_square = gradients.norm_share()
     clock.lap("norm")
-    gathered = meter.gather(step, loss_sum * gradients.loss_weight, grad_square)  # the one small collective
+    # all-gathers loss, norm, times and requests to stop; loss_weight: the mean over ranks is the batch's loss
+    gathered = meter.gather(step, loss_sum * gradients.loss_weight, grad_square)
     clock.lap("agree")
-    optim.step(optimizers, scaler, gathered, grad_clip)  # clips; changes nothing if a number is not finite
+    optim.clip_and_step(optimizers, scaler, gathered, grad_clip)  # no update if loss or norm is not finite
     clock.lap("optimizer")
-    numbers = gathered.read()  # waits until the GPU has finished the backward pass
+    numbers = gathered.read()  # synchronizes: waits for the GPU's backward pass
     clock.lap("agree")
-    # -- the step is computed
+    # -- after the step
 
-    if not nan_policy.takes(numbers, step):  # the same on all ranks
+    if not nan_policy.takes(numbers, step):  # all ranks decide alike; a float16 overflow counts as taken
         clock.discard()
         nan_policy.recover(numbers, state, reader, saver, logger)  # skips, rolls back, or exits
         gradients.zero()
-        batches = reader.train(state.step, progress.position, progress.skipped)
+        batches = reader.train(
+            state.step, progress.position, progress.skipped
+        )  # after a rollback, from its step
         meter.restart()
         continue
     gradients.zero()
@@ -360,7 +375,7 @@ if stop.agreed:
 saver.wait()
 report.done(samples.how_to_sample(out_dir, dataset, vocabulary))  # the summary and the plot
 saver.end(state, preempted_by=stop.reason() if is_preempted else "")  # exits if the last save failed
-slow_network.wait()  # an average in the background still uses the process group
+slow_network.wait()  # an asynchronous average may still use the process group
 if exact:
     logger.print(
         f"weights: SHA-256 {compare_weights.weights_digest(raw_model, mesh)} before step {state.step}"
@@ -371,7 +386,7 @@ watchdog.stop()
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
 del evaluator, meter, saver, watchdog
 process_group.leave_process_group()
-# 128 + the signal, unless a launcher started this process (ranks.store): it would restart the run after an
-# error. The code of the time limit is negative, and the exit status is 0
-if is_preempted and stop.agreed > 0 and not ranks.store:
+# 128 + the signal, unless there is a launcher, which would restart the run after an error. The code of the
+# time limit is negative, and the exit status is 0
+if is_preempted and stop.agreed > 0 and not ranks.has_launcher:
     raise SystemExit(128 + stop.agreed)

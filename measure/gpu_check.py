@@ -556,7 +556,7 @@ def parts(place: Place) -> Iterator[Line]:
     if place.on_gpu:
         torch.cuda.set_sync_debug_mode("error")  # an operation that waits for the GPU raises
     try:
-        optim.step([optimizer], torch.amp.GradScaler(place.device, enabled=False), gathered, 0.5)
+        optim.clip_and_step([optimizer], torch.amp.GradScaler(place.device, enabled=False), gathered, 0.5)
     except RuntimeError as e:
         said = str(e)
     if place.on_gpu:

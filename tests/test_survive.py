@@ -181,7 +181,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_ranks(faulty, z
 
 def small_model_with_gradients(value: float):
     """
-    A model whose gradients are all `value`, and what `optim.step` decides by; reading it on the host is an
+    A model whose gradients are all `value`, and what `clip_and_step` decides by; reading it on the host is an
     error.
     """
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32))
@@ -200,7 +200,7 @@ def test_adamw_clips_without_waiting_for_the_host(monkeypatch, max_norm):
     optimizers = optim.make_optimizers(model, train_defaults(learning_rate=1e-2))
     with monkeypatch.context() as m:
         m.setattr(Gathered, "read", lambda self: pytest.fail("the host waited"))
-        optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
+        optim.clip_and_step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
     for p in expected.parameters():
         p.grad = torch.full_like(p, 0.5)
     if max_norm:
@@ -220,7 +220,7 @@ def test_muon_clips(max_norm):
         optim.make_optimizers(m, train_defaults(optimizer="muon", learning_rate=1e-2))
         for m in (model, expected)
     )
-    optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
+    optim.clip_and_step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, max_norm)
     for p in expected.parameters():
         p.grad = torch.full_like(p, 0.5)
     torch.nn.utils.clip_grad_norm_(expected.parameters(), max_norm)
@@ -241,7 +241,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimize
     gathered.columns[0] = loss
     optimizers = optim.make_optimizers(model, train_defaults(optimizer=optimizer, learning_rate=1e-2))
     before = copy.deepcopy((model.state_dict(), optimizer_state.state_by_name(model, optimizers)))
-    optim.step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, 1.0)
+    optim.clip_and_step(optimizers, torch.amp.GradScaler("cpu", enabled=False), gathered, 1.0)
     after = model.state_dict(), optimizer_state.state_by_name(model, optimizers)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     # for the report

@@ -45,6 +45,11 @@ class Ranks:
     core_sharers: int = 1  # ranks that may run on this rank's CPU cores, with this rank
 
     @property
+    def has_launcher(self) -> bool:
+        """Whether a launcher started this process."""
+        return self.store is not None
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints, logs and writes what only one process should write."""
         return self.rank == 0

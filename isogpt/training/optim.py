@@ -49,7 +49,7 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:
         """Update all parameters with a gradient."""
         create_state(self)
-        # set by `step`, below
+        # set by `clip_and_step`
         from_scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -241,7 +241,7 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muo
                 group["momentum"] = momentum
 
 
-def step(
+def clip_and_step(
     optimizers: list[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler,
     gathered: Gathered[StepNumbers],
