@@ -207,6 +207,7 @@ def make_group(params: list[nn.Parameter], rule: Rule, stack: Stack | None, conf
         rate = config["learning_rate"]
     group = {
         "params": params,
+        "optimizer": rule.optimizer,
         "lr": rate,
         "lr_scale": 1.0 if rate == config["learning_rate"] else rate / config["learning_rate"],
         "weight_decay": config[rule.weight_decay] if rule.weight_decay else 0.0,
@@ -237,7 +238,7 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muo
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-            if "momentum" in group:
+            if "rows" in group:  # Muon's
                 group["momentum"] = momentum
 
 

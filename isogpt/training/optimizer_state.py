@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 def kind_of(optimizers: list[torch.optim.Optimizer]) -> str:
     """The setting `optimizer` for which `optim.make_optimizers` made the optimizers."""
-    return "muon" if any("momentum" in group for o in optimizers for group in o.param_groups) else "adamw"
+    names = {group.get("optimizer", "adamw") for o in optimizers for group in o.param_groups}
+    return names.pop()
 
 
 def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, dict[str, Tensor]]:
@@ -38,11 +39,13 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
     """
-    Return an optimizer's state for a parameter before the first step: Muon's, whose groups contain a
-    momentum, or AdamW's.
+    Return an optimizer's state for a parameter before the first step: Muon's, whose groups contain the heights
+    of stacked matrices, or AdamW's. Others create it in their first step.
     """
-    if "momentum" in group:
+    if "rows" in group:
         return {"momentum_buffer": torch.zeros_like(p)}
+    if "betas" not in group:
+        return {}
     step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
@@ -53,11 +56,12 @@ def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> di
     parameter name.
     """
     state = state_by_name(model, optimizers)  # creates the state before the first step
-    if len(optimizers) > 1 or model.config.arch != "gpt2":
+    if kind_of(optimizers) != "adamw" or model.config.arch != "gpt2":
         return {"state": state}
     state = optimizers[0].state_dict()
     for group in state["param_groups"]:
         group.pop("lr_scale", None)
+        group.pop("optimizer", None)
     return state
 
 

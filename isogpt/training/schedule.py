@@ -31,8 +31,11 @@ class Schedule:
         if self.lr_schedule == "wsd":
             start = max(start, self.lr_decay_iters - self.cooldown_iters)
         decayed = max(0, step - start) / (self.lr_decay_iters - start)  # grows from 0 to 1
-        # falls from 1 to 0; linearly for each kind without a branch
-        remaining = 0.5 * (1 + math.cos(math.pi * decayed)) if self.lr_schedule == "cosine" else 1 - decayed
+        if self.lr_schedule == "cosine":
+            remaining = 0.5 * (1 + math.cos(math.pi * decayed))
+        else:
+            assert self.lr_schedule in ("linear", "wsd"), f"lr has no branch for {self.lr_schedule}"
+            remaining = 1 - decayed
         return self.min_lr + remaining * (self.learning_rate - self.min_lr)
 
     def notes(self, config: dict) -> list[str]:
