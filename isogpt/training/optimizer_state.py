@@ -39,8 +39,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
     """
-    Return an optimizer's state for a parameter before the first step: Muon's, whose groups contain the heights
-    of stacked matrices, or AdamW's. Others create it in their first step.
+    Return an optimizer's state for a parameter before the first step: Muon's, whose groups contain the
+    heights of stacked matrices, or AdamW's. Others create it in their first step.
     """
     if "rows" in group:
         return {"momentum_buffer": torch.zeros_like(p)}
