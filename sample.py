@@ -35,7 +35,7 @@ from isogpt.common import console
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import check_size
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables
-from isogpt.launch.process_group import connect_ranks, join_process_group, leave_process_group
+from isogpt.launch.process_group import connect_ranks, leave_process_group
 from isogpt.launch.start_checks import check_start
 from isogpt.launch.together import broadcast, exit_together, gather_objects
 from isogpt.nn import generation
@@ -79,7 +79,8 @@ try:
     check_degrees(plan)
     ranks = connect_ranks(device, "auto" if tp * pp > 1 else "gloo", dist_timeout_s)
     mesh = make_mesh(ranks.rank, plan, dist_timeout_s)
-    join_process_group(ranks, dist_timeout_s, even_alone=False)
+    if ranks.has_launcher:
+        dist.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
     if ranks.store:
         mesh.connect(ranks.device.type)
 except (ValueError, dist.DistError) as e:

@@ -84,12 +84,6 @@ def rank_names(hosts: Sequence[str]) -> list[str]:
     return [f"rank {r} ({host})" if len(set(hosts)) > 1 else f"rank {r}" for r, host in enumerate(hosts)]
 
 
-def machine_count() -> int:
-    """How many machines the processes are on, if each machine runs equally many."""
-    _, world_size, _, local_world_size = rank_variables()
-    return max(1, world_size // local_world_size)
-
-
 def island_count(ranks: Ranks) -> int:
     """
     Return the number of islands if each machine is an island.
@@ -139,7 +133,7 @@ def check_gpus(machines: Sequence[tuple[str, str]], gpus: Sequence[list[str]]) -
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     """
     Set up this process's device, and connect to the other ranks' store if a launcher started several ranks.
-    Waits for all ranks and numbers them by machine. There are no collectives before `join_process_group`.
+    Waits for all ranks and numbers them by machine. There are no collectives before init_process_group.
 
     Raises:
         ValueError: the device or the backend is not available here, or other ranks are missing after
@@ -205,15 +199,6 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     return Ranks(
         rank, world_size, chosen, group_backend, store, start, hosts, used, launch, local_sizes, core_sharers
     )
-
-
-def join_process_group(ranks: Ranks, timeout_s: float, even_alone: bool) -> None:
-    """
-    Create the process group if a launcher started this process, or if `even_alone`: ZeRO needs a group even
-    for a single process (all ranks). Collectives work from here on.
-    """
-    if ranks.store or even_alone:
-        dist.init_process_group(ranks.backend, **ranks.group_options(timeout_s))
 
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:

@@ -53,7 +53,7 @@ class AdamW(torch.optim.AdamW):
         from_scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            parts = [local_tensors(p, self.state[p]) for p in params]
+            parts = [adamw_tensors(p, self.state[p]) for p in params]
             padded = [pad_to_multiple(tensors, self.multiple) for tensors in parts]
             beta1, beta2 = group["betas"]
             update_adamw(
@@ -69,7 +69,7 @@ class AdamW(torch.optim.AdamW):
                 copy_without_padding(copies, tensors)
 
 
-def local_tensors(p: nn.Parameter, state: dict[str, Tensor]) -> list[Tensor]:
+def adamw_tensors(p: nn.Parameter, state: dict[str, Tensor]) -> list[Tensor]:
     """This rank's part of a parameter, of its gradient and of AdamW's moments."""
     tensors = [p, p.grad, state["exp_avg"], state["exp_avg_sq"]]
     return [local(t) for t in tensors] if is_sharded(p) else tensors
