@@ -210,8 +210,8 @@ def uniform_numbers(seed: int, samples: range, n: int) -> Tensor:
 
 def running_sum(values: Tensor, width: int = 256) -> Tensor:
     """
-    Return the running sum of (B, V) along V: in pieces of `width`, then over the sums of the pieces. torch.compile
-    in torch 2.11 cannot split the sum of a whole vocabulary over a GPU's blocks.
+    Return the running sum of (B, V) along V: in pieces of `width`, then over the sums of the pieces. In one
+    piece, torch.compile of torch 2.11 cannot divide the sum over a GPU's blocks.
     """
     pieces = F.pad(values, (0, -values.size(1) % width)).unflatten(1, (-1, width))  # (B, V / width, width)
     within = pieces.cumsum(-1)
