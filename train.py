@@ -15,7 +15,6 @@ bits. Dropout masks follow the micro-batch: they are the same on any layout that
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from configurator import configure, fail
 from isogpt.checkpoint.folder import claim_folder
@@ -25,20 +24,31 @@ from isogpt.checkpoint.state import Progress, TrainState
 from isogpt.data.dataset import open_dataset
 from isogpt.data.reader import Reader
 from isogpt.launch import launchers, process_group, start_checks, together
-from isogpt.monitor import banner, crashes, log, out_of_memory, samples, signals
-from isogpt.monitor.evaluation import Evaluator
+from isogpt.monitor import (
+    banner,
+    crashes,
+    evaluation,
+    log,
+    not_finite,
+    out_of_memory,
+    run_report,
+    samples,
+    signals,
+)
 from isogpt.monitor.meter import Meter
-from isogpt.monitor.not_finite import NanPolicy
-from isogpt.monitor.run_report import RunReport
-from isogpt.parallel import compare_weights, compilation, data_parallel, parallelize
-from isogpt.parallel.exact import ExactSums
-from isogpt.parallel.float_sums import FloatSums
+from isogpt.parallel import (
+    compare_weights,
+    compilation,
+    data_parallel,
+    float_sums,
+    integer_sums,
+    parallelize,
+    recompute,
+)
 from isogpt.parallel.mesh import connect_mesh
-from isogpt.parallel.recompute import recompute
 from isogpt.parallel.slow_network import make_slow_network
-from isogpt.speed import devices, profiling, rank_speeds
+from isogpt.speed import devices, planner, profiling, rank_speeds
 from isogpt.speed.clock import make_clock
-from isogpt.speed.planner import make_plan
 from isogpt.training import optim, precision, settings
 from isogpt.training.schedule import make_schedule
 from model import GPT, GPTConfig
@@ -179,7 +189,7 @@ data = together.do_together(open_dataset, dataset, block_size, vocab_size)  # in
 start_checks.check_start(ranks, config | data.facts())  # exits if ranks differ in settings, data or code
 stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once in a step
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
-plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
+plan = planner.make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
 # what checkpoints and logs record: the settings, and what the plan decided
@@ -202,7 +212,7 @@ start.check(raw_model)  # exits if a checkpoint's weights do not fit, before mem
 parameter_count = raw_model.get_num_params()  # over all ranks
 flops_per_token = raw_model.flops_per_token()
 splits = parallelize.split_model(raw_model, mesh, plan.pp_schedule, ranks.device)  # pp, ep, tp, cp
-recompute(raw_model, plan.activation_checkpointing)
+recompute.recompute(raw_model, plan.activation_checkpointing)
 compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)  # torch.compile, in place
 if plan.zero >= 2:
     data_parallel.shard(raw_model, mesh, ranks.device, plan)  # FSDP2: fully_shard on each block
@@ -223,7 +233,7 @@ if shares == "auto":
     reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
 model = raw_model
 if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
-    model = DistributedDataParallel(
+    model = torch.nn.parallel.DistributedDataParallel(
         raw_model,
         process_group=mesh.replicas.group,
         bucket_cap_mb=ddp_bucket_mb,
@@ -231,9 +241,9 @@ if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
     )
 share = reader.share  # this rank's part of a step: micro-batches and their rows
 if exact:  # gradients are summed as int64, so that the result does not depend on the order of reduction
-    gradients = ExactSums(model, raw_model, mesh, plan, share, scaler)
+    gradients = integer_sums.ExactSums(model, raw_model, mesh, plan, share, scaler)
 else:
-    gradients = FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
+    gradients = float_sums.FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
 
 # 5. the run's folder, saving and logging (rank 0 writes)
 logger.start_services(recorded)  # wandb; before the folder is changed
@@ -263,13 +273,15 @@ logger.event(
     peak_flops=peak_flops,
 )
 flops_per_step = flops_per_token * progress.tokens_per_step
-report = RunReport(logger, ranks, max_iters, eval_interval, log_interval, flops_per_step, peak_flops)
 meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, log_interval)
-evaluator = Evaluator(
+report = run_report.RunReport(
+    logger, meter, ranks, max_iters, eval_interval, log_interval, flops_per_step, peak_flops
+)
+evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
 sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None on other ranks, and without samples
-nan_policy = NanPolicy(on_nan, nan_patience, max_rollbacks)
+nan_policy = not_finite.NanPolicy(on_nan, nan_patience, max_rollbacks)
 start = None  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
@@ -286,12 +298,10 @@ while not is_complete:
     step = state.step
     lr = schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
-    precision.seed_step(
-        seed, step, ranks.rank
-    )  # dropout masks of a pipeline; else each micro-batch is seeded
+    precision.seed_step(seed, step, ranks.rank)  # dropout of a pipeline; else each micro-batch is seeded
 
     # evaluate, save and sample the state before the step; after the last step, the final state
-    meter.pause()
+    clock.pause()
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         evaluator.run(lr)
@@ -301,27 +311,26 @@ while not is_complete:
         with clock.part("save"):
             saver.save(state)  # asynchronous
     if check_ranks_interval and step % check_ranks_interval == 0:
-        compare_weights.check_equal_weights(raw_model, step, logger.failed, mesh.index("islands"))
+        compare_weights.check_equal_weights(raw_model, mesh, step, logger.failed)
     if sampler and (is_complete or step % sample_interval == 0):  # on rank 0; the other ranks wait
         sampler.report(raw_model, autocast, logger)
     if is_complete:
         break
-    meter.resume()
-    if step in progress.skipped:  # excluded by a rollback; reader.train leaves out the batches of the step
+    if state.is_excluded:  # by a rollback; `batches` does not contain the step's
         state.skip()
         continue
 
     # -- a step: forward and backward passes of this rank's micro-batches. The model returns the loss summed
     # over tokens, divided by loss_divisor: a step's tokens for each rank over which gradients are averaged
     clock.start()
-    gradients.start_step()
+    gradients.start_step()  # zero
     if pipeline:
         micro_batches = [next(batches) for _ in range(share.micro_steps)]
         clock.lap("data")
         loss_sum = pipeline.step(micro_batches)  # each through all stages; 0 without the last stage
         clock.lap("pipeline")
     else:
-        loss_sum = torch.zeros((), device=ranks.device)
+        loss_sum = 0.0
         for micro_step in range(share.micro_steps):
             x, y = next(batches)  # (rows, block_size / cp) each
             clock.lap("data")
@@ -332,7 +341,7 @@ while not is_complete:
                 clock.lap("forward")
                 scaler.scale(loss).backward()
                 clock.lap("backward")
-            loss_sum = loss_sum + gradients.loss_term(loss)
+            loss_sum += gradients.loss_term(loss)
             clock.lap("sum")
     gradients.finish()  # reduces what DDP and FSDP do not reduce: with tp, ep and pp
     clock.lap("reduce")
@@ -350,18 +359,12 @@ while not is_complete:
     # -- after the step
 
     if not nan_policy.takes(numbers, step):  # all ranks decide alike; a float16 overflow counts as taken
+        batches = nan_policy.recover(numbers, state, reader, saver, logger)  # skips, rolls back, or exits
         clock.discard()
-        nan_policy.recover(numbers, state, reader, saver, logger)  # skips, rolls back, or exits
-        gradients.zero()
-        batches = reader.train(
-            state.step, progress.position, progress.skipped
-        )  # after a rollback, from its step
-        meter.restart()
         continue
-    gradients.zero()
     slow_network.after_step(step)  # averages the weights of islands, if that is due
     clock.step()
-    report.step(numbers, lr, meter.routing)
+    report.step(numbers, lr)
     saver.poll()  # reports a checkpoint in the background that is complete or has failed
     state.advance()
     if stop.decide(numbers.stop):

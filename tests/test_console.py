@@ -260,10 +260,11 @@ def test_a_run_reports_where_it_is_after_each_step():
     sink = SimpleNamespace(status=told.append, step=lambda record, left_s: told.append(left_s))
     progress = Progress(tokens_per_step=1000)
     ranks = Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",))
-    report = RunReport(Logger(progress, [sink]), ranks, 20, 5, 10, 1.0, None)
+    meter = SimpleNamespace(routing=None)
+    report = RunReport(Logger(progress, [sink]), meter, ranks, 20, 5, 10, 1.0, None)
     numbers = numbers_of(3.0, 1.0)._replace(step_ms=torch.tensor([50.0, 150.0], dtype=torch.double))
     for _ in range(20):
-        report.step(numbers, 1e-3, None)
+        report.step(numbers, 1e-3)
         progress.advance()
     statuses = [status for status in told if isinstance(status, Status)]
     assert [status.step for status in statuses] == [*range(20)] and len(told) == 22

@@ -26,7 +26,7 @@ from runs import (
 )
 
 from isogpt.checkpoint.progress import changed_bits
-from isogpt.parallel import exact
+from isogpt.parallel import integer_sums as exact
 from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.shares import PADDING, share_of_whole
@@ -206,7 +206,7 @@ FAULTY = """
 import json, os, sys
 sys.path.insert(0, os.environ["REPO"])
 import model
-from isogpt.parallel import exact
+from isogpt.parallel import integer_sums as exact
 from isogpt.training import muon, precision
 fault, now = json.loads(os.environ["FAULT"]), {}
 forward, start, seed_step = model.GPT.forward, exact.ExactSums.start_micro_batch, precision.seed_step

@@ -37,6 +37,11 @@ class TrainState:
         """The next step."""
         return self.progress.step
 
+    @property
+    def is_excluded(self) -> bool:
+        """Whether a rollback has excluded the next step."""
+        return self.step in self.progress.skipped
+
     def load(self, checkpoint: OpenCheckpoint) -> None:
         """
         Continue with a checkpoint's state, on any layout; the best loss and the skipped steps stay. Each rank

@@ -17,7 +17,7 @@ from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.signals import Stop
 from isogpt.parallel.compare_weights import weights_digest
 from isogpt.parallel.data_parallel import reshard
-from isogpt.parallel.exact import TOKENS_UNIT, rounded
+from isogpt.parallel.integer_sums import TOKENS_UNIT, rounded
 from isogpt.speed.clock import Clock
 
 

@@ -1,7 +1,6 @@
 """What a step's numbers contain besides the loss and the gradient: times, memory, and requests to stop."""
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,7 @@ from isogpt.training.step_numbers import StepNumbers
 
 @dataclass
 class Meter:
-    """
-    Measures steps, and gathers what all ranks decide from.
-
-    A step takes the time from the one before to its `gather`, without what stands between `pause` and
-    `resume`: evaluations, checkpoints and samples.
-    """
+    """Gathers what all ranks decide from and report after a step."""
 
     model: nn.Module
     device: torch.device
@@ -31,21 +25,7 @@ class Meter:
     stop: Stop
     saver: Saver
     log_interval: int
-    began: float = field(default_factory=time.perf_counter)
-    paused_at: float = 0.0
     routing: Tensor | None = None  # of the step, see parallelize.take_routing; arrives with its numbers
-
-    def pause(self) -> None:
-        """What follows does not belong to a step."""
-        self.paused_at = time.perf_counter()
-
-    def resume(self) -> None:
-        """A step goes on, or begins."""
-        self.began += time.perf_counter() - self.paused_at
-
-    def restart(self) -> None:
-        """Begin to measure a step, after one that was not taken."""
-        self.began = time.perf_counter()
 
     def gather(self, step: int, loss: Tensor, grad_square: tuple[Tensor, Tensor | float]) -> Gathered:
         """
@@ -55,8 +35,7 @@ class Meter:
         Args:
             loss, grad_square: see StepNumbers.
         """
-        now = time.perf_counter()
-        step_s, self.began = now - self.began, now
+        step_s = self.clock.step_s()
         self.routing = take_routing(self.model, step % self.log_interval == 0, self.device)
         coarse, fine = grad_square
         return gather_numbers(

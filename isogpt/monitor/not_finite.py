@@ -10,7 +10,7 @@ import torch.nn as nn
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.state import TrainState
-from isogpt.data.reader import Reader
+from isogpt.data.reader import Batches, Reader
 from isogpt.launch.together import exit_together, is_main
 from isogpt.monitor.log import Logger
 from isogpt.parallel.gradients import gradient_norms
@@ -75,10 +75,11 @@ class NanPolicy:
 
     def recover(
         self, numbers: StepNumbers, state: TrainState, reader: Reader, saver: Saver, logger: Logger
-    ) -> None:
+    ) -> Batches:
         """
         Report a step that is not taken, while the gradients are still there. Then do what `judge` decided:
-        skip the step, or go back to a checkpoint, or exit with a message (all ranks).
+        skip the step, or go back to a checkpoint, or exit with a message (all ranks). Returns the batches to
+        continue with.
         """
         verdict = self.verdict
         problem = report_not_finite(verdict, numbers, state.step, state.model, reader, logger)
@@ -92,6 +93,7 @@ class NanPolicy:
             saver.roll_back(state, problem)
             state.progress.skipped.update(verdict.not_finite)
             logger.rolled_back(verdict.not_finite, self.rollbacks)
+        return reader.train(state.step, state.progress.position, state.progress.skipped)
 
     def advice(self, can_resume: bool) -> str:
         """Return what a user can do when the run ends."""

@@ -4,14 +4,13 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.measures import NONE
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import gather_objects
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.log import Logger
+from isogpt.monitor.meter import Meter
 from isogpt.monitor.pace import SLOW_STEPS, Means, Smoothed, TimeLeft
 from isogpt.monitor.records import duration, routing_record, step_record, waiting_percent, waiting_text
 from isogpt.monitor.signals import Stop
@@ -32,6 +31,7 @@ class RunReport:
     """
 
     logger: Logger
+    meter: Meter
     ranks: Ranks
     max_iters: int
     eval_interval: int
@@ -64,11 +64,8 @@ class RunReport:
         if self.steps_taken and step <= self.max_iters:  # `done` plots after the last step
             self.logger.tell("draw")
 
-    def step(self, numbers: StepNumbers, lr: float, routing: Tensor | None) -> None:
-        """
-        Report a step, and a loss spike or a slow rank if there is one. For `routing` see
-        parallelize.take_routing.
-        """
+    def step(self, numbers: StepNumbers, lr: float) -> None:
+        """Report a step, and a loss spike or a slow rank if there is one."""
         self.steps_taken += 1
         if not self.ranks.is_main:
             return
@@ -85,8 +82,8 @@ class RunReport:
         record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)
         record["gpu_percent"] = utilization(self.ranks.device)
         record |= self.since_log.read()
-        if routing is not None:
-            record |= routing_record(routing, self.progress.tokens_per_step)
+        if self.meter.routing is not None:
+            record |= routing_record(self.meter.routing, self.progress.tokens_per_step)
         self.logger.tell("step", record, left_s)
         self.look_for_anomalies(record["loss"], numbers)
 

@@ -208,6 +208,18 @@ def uniform_numbers(seed: int, samples: range, n: int) -> Tensor:
     return torch.from_numpy((bits >> np.uint64(41)).astype(np.float32) / 2**23)[:, :, None]
 
 
+def running_sum(values: Tensor, width: int = 256) -> Tensor:
+    """
+    Return the running sum of (B, V) along V: in pieces of `width`, then over the sums of the pieces. In one
+    piece, torch.compile of torch 2.11 cannot divide the sum over a GPU's blocks.
+    """
+    pieces = F.pad(values, (0, -values.size(1) % width)).unflatten(1, (-1, width))  # (B, V / width, width)
+    within = pieces.cumsum(-1)
+    sums = within[:, :, -1].cumsum(-1)  # (B, V / width)
+    before = F.pad(sums[:, :-1], (1, 0))
+    return (within + before[:, :, None]).flatten(1)[:, : values.size(1)].contiguous()
+
+
 def next_token(
     logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
@@ -229,7 +241,7 @@ def next_token(
     is_nucleus = top_p is not None and top_p < 1
     if is_nucleus or k < V:
         logits, ids = logits.topk(k)  # (B, k) each, the most likely token first
-    cumulative = (logits / temperature).softmax(-1).cumsum(-1)  # (B, k)
+    cumulative = running_sum((logits / temperature).softmax(-1))  # (B, k)
     total = cumulative[:, -1:]  # (B, 1)
     if is_nucleus:  # the nucleus ends with the token that brings the sum to top_p
         # not searchsorted, which Triton cannot compile for a constant (torch 2.13)

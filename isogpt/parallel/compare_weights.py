@@ -14,12 +14,12 @@ from isogpt.parallel.mesh import Mesh
 DIGITS = 12  # of a digest that people compare
 
 
-def check_equal_weights(model: nn.Module, step: int, on_error: Callable, island: int = 0) -> None:
+def check_equal_weights(model: nn.Module, mesh: Mesh, step: int, on_error: Callable) -> None:
     """
     Compare the weights of ranks that hold the same parameters, and exit with a message if they differ (all
     ranks).
     """
-    differences = weight_differences(model, island)
+    differences = weight_differences(model, mesh.index("islands"))
     with exit_together(on_error):
         if differences:
             raise ValueError(f"step {step}: weights differ across ranks: {differences}")

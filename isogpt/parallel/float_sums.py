@@ -17,8 +17,8 @@ from isogpt.parallel.shares import Share
 class FloatSums:
     """
     Which micro-batches reduce gradients over the ranks, what the losses are divided by, and the gradient's
-    norm. Every rank calls the same methods in each step. exact.ExactSums has the same methods: some of them
-    do nothing here, since autograd, DDP and FSDP add the gradients.
+    norm. Every rank calls the same methods in each step. integer_sums.ExactSums has the same methods: some of
+    them do nothing here, since autograd, DDP and FSDP add the gradients.
 
     Attributes:
         loss_divisor: the loss that is differentiated is a sum over tokens, divided by this number. So the
@@ -55,12 +55,9 @@ class FloatSums:
             self.model, self.plan.cuda_graphs, x, y, self.loss_divisor, autocast
         )
 
-    def zero(self) -> None:
-        """Set the gradients to zero after a step; those whose memory is kept are not None afterwards."""
-        self.model.zero_grad(set_to_none=not self.keeps_memory)
-
     def start_step(self) -> None:
-        """Nothing: gradients were set to zero after the step before."""
+        """Set the gradients to zero; those whose memory is kept are not None afterwards."""
+        self.model.zero_grad(set_to_none=not self.keeps_memory)
 
     def start_micro_batch(self, micro_step: int) -> None:
         """Nothing: no sum depends on the number of the micro-batch."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.kernels import KVCache
-from isogpt.parallel.exact import ExactSums
 from isogpt.parallel.float_sums import FloatSums
+from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
 from isogpt.parallel.shares import Share
 

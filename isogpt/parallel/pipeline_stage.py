@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
-from isogpt.parallel.exact import ExactSums
 from isogpt.parallel.float_sums import FloatSums
+from isogpt.parallel.integer_sums import ExactSums
 
 
 class TimedStage(PipelineStage):

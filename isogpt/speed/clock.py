@@ -42,6 +42,9 @@ class Clock:
     Laps of a step that have the same name are added. On a GPU a mark is an event in its queue, for which the
     CPU does not wait; elsewhere the CPU's time. `part` times a block that is not a lap.
 
+    A step takes the time from the one before to its `step_s`, without what stands between `pause` and
+    `start`: evaluations, checkpoints and samples.
+
     All steps of a run consist of the same laps. From the second step on, the clock thus knows the name of the
     lap that has begun: the watchdog reports it, and the profiler's trace shows it.
 
@@ -60,6 +63,8 @@ class Clock:
         self.count, self.doing = 0, "the first step"
         self.finds_waiting = False
         self.is_in_step = False
+        self.began = time.perf_counter()  # when the step began
+        self.paused_at: float | None = None
         self.previous: Mark | None = None  # where the present lap began
         self.last_gradient: Mark | None = None
         self.range = ExitStack()  # the present lap in the profiler's trace
@@ -70,8 +75,16 @@ class Clock:
         self.pending = deque()  # (spans, cpu) of steps whose events the GPU may not have passed
         self.steps = deque(maxlen=1000)  # {part: ms} of each step
 
+    def pause(self) -> None:
+        """What follows, until `start`, does not belong to a step."""
+        if self.paused_at is None:
+            self.paused_at = time.perf_counter()
+
     def start(self) -> None:
         """Begin a step, and its first lap."""
+        if self.paused_at is not None:
+            self.began += time.perf_counter() - self.paused_at
+            self.paused_at = None
         self.is_in_step = True
         self.laps, self.last_gradient = [], None
         self.begin_lap(self.mark())
@@ -167,6 +180,11 @@ class Clock:
         total = sum(value for name, value in ms.items() if name not in (*NOT_OF_STEPS, *INSIDE_OTHERS))
         return min(1.0, exposed / total)
 
+    def step_s(self) -> float:
+        """Return the seconds of the step that ends now; the next step begins."""
+        before, self.began = self.began, time.perf_counter()
+        return self.began - before
+
     def cpu_ms(self, name: str) -> float:
         """Return the milliseconds of this step's laps with a name of TIMED_ON_CPU, up to now."""
         return self.cpu.get(name, 0.0)
@@ -190,14 +208,19 @@ class Clock:
         if self.profiler:
             self.profiler.step()
         self.pending.append((self.spans, self.cpu))
-        self.discard()
+        self.forget_laps()
         if len(self.pending) > 2:  # the GPU has passed all events of the step before the last one
             spans, cpu = self.pending.popleft()
             ms = {name: sum(self.elapsed_ms(*span) for span in marks) for name, marks in spans.items()}
             self.steps.append(ms | cpu)
 
     def discard(self) -> None:
-        """Forget the laps of a step that is not taken."""
+        """Forget a step that is not taken; the next step begins."""
+        self.forget_laps()
+        self.began = time.perf_counter()
+
+    def forget_laps(self) -> None:
+        """Forget the laps of this step."""
         self.is_in_step = False
         self.range.close()
         self.laps, self.spans, self.cpu = [], {}, {}

@@ -158,13 +158,10 @@ class ExactSums:
         ]
         self.wrapped.register_comm_hook(self, reduce_bucket)
 
-    def zero(self) -> None:
-        """Set the gradients to zero after a step."""
-        self.wrapped.zero_grad(set_to_none=not self.keeps_memory)
-
     @torch.no_grad()
     def start_step(self) -> None:
-        """Begin new sums, and read the loss scale."""
+        """Set the gradients to zero, begin new sums, and read the loss scale."""
+        self.wrapped.zero_grad(set_to_none=not self.keeps_memory)
         scale = self.scaler.scale(torch.ones((), device=self.device))
         self.to_units, self.from_units = 1 / (UNIT * scale), UNIT * scale
         self.begun.clear()
