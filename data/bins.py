@@ -95,16 +95,6 @@ def cut_for(n: int, val_fraction: float, unit: str) -> int:
     return cut
 
 
-def documents_parser(description: str) -> argparse.ArgumentParser:
-    """The options of a prepare.py that writes documents."""
-    parser = make_parser(description, val_fraction=0.0005, tokenizer="gpt2")
-    parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
-    parser.add_argument(
-        "--num_proc", type=int, default=os.cpu_count() or 1, help="number of tokenizing threads"
-    )
-    return parser
-
-
 def run(main: Callable[[list[str]], None]) -> int:
     """
     Call main(arguments) and return the exit status: 1, with a one-line message, for errors that a user can
@@ -132,9 +122,15 @@ def prepare_text(
     tokenizer: str = "char",
 ) -> None:
     """
-    Parse `argv` and write one text to --out or the folder of `script`. The text is that of --data_files, or
-    the text and its source that read(folder of `script`) returns. `tokenizer` is char, or the default of
-    --tokenizer.
+    Parse `argv` and write a data set of one text, without end-of-text tokens, to --out or the folder of
+    `script`: the first part of the text is train.bin, the rest val.bin.
+
+    Args:
+        read: read(folder of `script`) returns the text and its source, if there are no --data_files.
+        tokenizer: the default of --tokenizer. With char, there is one id per character, in sort order.
+
+    Raises:
+        ValueError: the text is too short, or contains a character that the vocabulary lacks.
     """
     args = make_parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
     if args.data_files is None:
@@ -142,39 +138,20 @@ def prepare_text(
     else:
         text = "\n".join(read_documents(args.data_files, args.text_key))
         source = {"data_files": args.data_files}
-    folder, special_tokens = folder_to_write(script, args.out), args.special_tokens == "True"
-    meta = write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction, special_tokens)
-    report(folder, meta)
-
-
-def write_text_dataset(
-    folder: Path,
-    text: str,
-    source: dict,
-    tokenizer: str = "char",
-    val_fraction: float = 0.1,
-    special_tokens: bool = True,
-) -> dict:
-    """
-    Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin
-    (the rest) and its metadata; returns the content of meta.json. With tokenizer char, there is one id per
-    character, in sort order. `source` describes the origin of the text. Raises ValueError if the text is too
-    short, or contains a character that the vocabulary lacks.
-    """
-    cut = cut_for(len(text), val_fraction, "characters")
+    cut = cut_for(len(text), args.val_fraction, "characters")
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
-    vocabulary = characters_of(text) if tokenizer == "char" else vocabulary_named(tokenizer)
-    loaded = load(vocabulary, special_tokens)
+    source |= {"characters": len(text), "sha256": digest, "val_fraction": args.val_fraction}
+    if args.tokenizer == "char":
+        vocabulary = Vocabulary("table", {c: i for i, c in enumerate(sorted(set(text)))})
+    else:
+        vocabulary = vocabulary_named(args.tokenizer)
+    loaded = load(vocabulary, args.special_tokens == "True")
+    folder = folder_to_write(script, args.out)
     with atomic_files(folder, *names_of(vocabulary)) as files:
         files["train.bin"].write(pack_ids(loaded.encode(text[:cut]), loaded.n_ids))
         files["val.bin"].write(pack_ids(loaded.encode(text[cut:]), loaded.n_ids))
-        return write_meta(files, vocabulary, loaded.n_ids, source)
-
-
-def characters_of(text: str) -> Vocabulary:
-    """The vocabulary of the characters of a text, in their sort order."""
-    return Vocabulary("table", {character: number for number, character in enumerate(sorted(set(text)))})
+        meta = write_meta(files, vocabulary, loaded.n_ids, source)
+    report(folder, meta)
 
 
 def prepare_documents(
@@ -188,16 +165,29 @@ def prepare_documents(
 ) -> None:
     """
     Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
-    folder of `script`.
+    folder of `script`. The documents keep their order, and each is followed by the end-of-text token.
 
     Args:
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
         rows: expected number of documents; 0 if unknown.
         options: other arguments of datasets.load_dataset.
+
+    Raises:
+        ValueError: there are fewer than two documents, or the tokenizer lacks an end-of-text token.
     """
     from tqdm import tqdm
 
-    args = documents_parser(description).parse_args(argv)
+    parser = make_parser(description, val_fraction=0.0005, tokenizer="gpt2")
+    threads = os.cpu_count() or 1
+    parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
+    parser.add_argument("--num_proc", type=int, default=threads, help="number of tokenizing threads")
+    args = parser.parse_args(argv)
+    vocabulary = vocabulary_named(args.tokenizer)
+    tokenizer = load(vocabulary, args.special_tokens == "True")
+    if tokenizer.end_of_text is None:
+        problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
+        advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
+        raise ValueError(f"{problem}: {advice}")
     if args.data_files is None:
         documents, total = open_hub(dataset, selection, options, args.text_key, rows)
         source = {"dataset": dataset, **selection}
@@ -206,26 +196,7 @@ def prepare_documents(
         source = {"data_files": args.data_files}
     # disable=None: no progress bar if stderr is not a terminal
     documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
-    folder = folder_to_write(script, args.out)
-    report(folder, write_documents(folder, documents, source, args))
-
-
-def write_documents(folder: Path, documents: Iterable[str], source: dict, args: argparse.Namespace) -> dict:
-    """
-    Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
-    documents keep their order, and each is followed by the end-of-text token. Raises ValueError if there are
-    fewer than two documents, or the tokenizer lacks an end-of-text token.
-
-    Args:
-        args: val_fraction, seed, tokenizer, special_tokens, and num_proc, which does not change the result.
-    """
-    vocabulary = vocabulary_named(args.tokenizer)
-    tokenizer = load(vocabulary, args.special_tokens == "True")
-    if tokenizer.end_of_text is None:
-        problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
-        advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
-        raise ValueError(f"{problem}: {advice}")
-    count = 0
+    folder, count = folder_to_write(script, args.out), 0
     with atomic_files(folder, *names_of(vocabulary)) as files:
         for count, ids in enumerate(tokenize(documents, tokenizer, args.num_proc), 1):
             is_val = goes_to_val(args.seed, count - 1, args.val_fraction)
@@ -233,8 +204,9 @@ def write_documents(folder: Path, documents: Iterable[str], source: dict, args: 
         if count < 2:
             advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
             raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
-        source = source | {"val_fraction": args.val_fraction, "seed": args.seed}
-        return write_meta(files, vocabulary, tokenizer.n_ids, source, documents=count)
+        source |= {"val_fraction": args.val_fraction, "seed": args.seed}
+        meta = write_meta(files, vocabulary, tokenizer.n_ids, source, documents=count)
+    report(folder, meta)
 
 
 def tokenize(documents: Iterable[str], tokenizer: Tokenizer, num_proc: int) -> Iterator[bytes]:

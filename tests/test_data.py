@@ -67,6 +67,11 @@ def load_prepare(data, name):
     return module
 
 
+def write_text(folder, text):
+    """Write a data set of the characters of a text."""
+    bins.prepare_text(__file__, "", [f"--out={folder}"], lambda _: (text, {}))
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
@@ -253,7 +258,8 @@ def test_ids_are_never_wrapped(tmp_path):
             bins.pack_ids(ids, size)
     text = "".join(chr(code) for code in range(70_000) if not 0xD800 <= code < 0xE000)
     text += "".join(chr(code) for code in range(100_000, 105_000)) + "\0"
-    meta = bins.write_text_dataset(tmp_path, text, {})
+    write_text(tmp_path, text)
+    meta, _, _ = read(tmp_path)
     assert meta["dtype"] == "uint32" and meta["vocab_size"] == len(text) - 1 > 65536
     assert decode_characters(tmp_path)[1] == text
 
@@ -359,28 +365,24 @@ def test_a_failure_leaves_the_earlier_files(data, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         module.main([files, "--num_proc=1"])
     with pytest.raises(OSError, match="No space left"):
-        bins.write_text_dataset(folder, "some text", {})
+        write_text(folder, "some text")
     assert contents(folder) == before
 
 
 ENDLESS = """
 import sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, sys.argv.pop(1))
 import bins
 bins.CHUNK_DOCUMENTS = 2
 
-def documents():
+def documents(*_):
     for i in range(12):
         yield f"document {i}"
     print("reading", flush=True)
     time.sleep(60)
 
-def write(argv):
-    parser = bins.documents_parser("a test")
-    bins.write_documents(Path(sys.argv[2]), documents(), {}, parser.parse_args(["--num_proc=2"]))
-
-sys.exit(bins.run(write))
+bins.read_documents = documents
+sys.exit(bins.run(lambda argv: bins.prepare_documents("", "", argv, "", {})))
 """
 
 
@@ -391,7 +393,7 @@ def test_a_killed_prepare_leaves_the_earlier_files(data, tmp_path):
         folder = tmp_path / sent.name
         folder.mkdir()
         (folder / "train.bin").write_bytes(b"earlier")
-        command = [sys.executable, "-c", ENDLESS, str(data), str(folder)]
+        command = [sys.executable, "-c", ENDLESS, str(data), f"--out={folder}", "--data_files=x"]
         started[sent] = folder, subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for sent, (folder, process) in started.items():
         assert process.stdout.readline() == "reading\n"

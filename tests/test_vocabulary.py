@@ -182,7 +182,7 @@ def test_no_tokens_next_to_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
     """A prepare.py that is killed between two renames leaves no data set."""
     rename = os.replace
     for last in range(4):
-        bins.write_text_dataset(tmp_path, "ABC" * 100, {})
+        bins.prepare_text("", "", [f"--out={tmp_path}"], lambda _: ("ABC" * 100, {}))
         renamed = []
 
         def killed_later(old, new, last=last, renamed=renamed):
@@ -194,7 +194,7 @@ def test_no_tokens_next_to_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(os, "replace", killed_later)
             with pytest.raises(InterruptedError):
-                bins.write_text_dataset(tmp_path, "XYZ" * 100, {})
+                bins.prepare_text("", "", [f"--out={tmp_path}"], lambda _: ("XYZ" * 100, {}))
         with pytest.raises(ValueError, match=r"no train\.bin in"):
             open_dataset(str(tmp_path), 16)
 
