@@ -5,8 +5,8 @@ import dataclasses
 import itertools
 import math
 import re
+import shutil
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +16,16 @@ from runs import train_defaults
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.nn import generation
-from isogpt.nn.generation import next_token, uniform_numbers
-from isogpt.nn.kernels import ChunkedLoss, CPUHalfAttention, Dropout, KVCache, dropout_factors, summed_loss
+from isogpt.nn.generation import next_token
+from isogpt.nn.kernels import (
+    ChunkedLoss,
+    CPUHalfAttention,
+    Dropout,
+    KVCache,
+    causal_attention,
+    dropout_factors,
+    summed_loss,
+)
 from isogpt.parallel.attach import replace_seams
 from isogpt.training import optim
 from model import GPT, GPTConfig
@@ -566,16 +574,6 @@ def test_steps_of_one_shape_have_the_tokens_of_growing_caches(model, length):
         assert torch.equal(gpt.generate(idx, 24, seed=3, **how), expected), how
 
 
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_tokens_come_as_often_as_they_are_likely(temperature):
-    gpt, idx = rough(std=0.1), ids(1, 5)
-    torch.manual_seed(0)
-    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=temperature)[:, -1]
-    expected = (gpt(idx)[0][0, 0] / temperature).softmax(0)
-    assert 0.02 < expected.max() < 0.9
-    torch.testing.assert_close(drawn.bincount(minlength=65) / 8000, expected, atol=0.02, rtol=0)
-
-
 def test_top_k_and_vocab_size_limit_what_is_drawn():
     gpt, idx = rough(std=0.1), ids(1, 5)
     logits = gpt(idx)[0][0, 0]
@@ -588,47 +586,26 @@ def test_top_k_and_vocab_size_limit_what_is_drawn():
     assert both == set(logits[:10].topk(3).indices.tolist())
 
 
-@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.6, 0.9])
-def test_top_p_samples_from_the_smallest_nucleus(top_p):
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 1.0, None])
+def test_top_p_samples_from_the_smallest_nucleus(top_p, temperature):
     """The most likely tokens up to the one that brings their probability to top_p, and at least one token."""
     gpt, idx = rough(std=0.1), ids(1, 5)
-    probs, order = (gpt(idx)[0][0, 0] / 0.7).softmax(0).sort(descending=True)
-    size = next(n for n in range(1, 66) if probs[:n].sum() >= top_p)
+    probs, order = (gpt(idx)[0][0, 0] / temperature).softmax(0).sort(descending=True)
+    nucleus = [n for n in range(1, 66) if probs[:n].sum() >= top_p] if top_p not in (1.0, None) else []
+    size = min(nucleus, default=65)
     torch.manual_seed(0)
-    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=0.7, top_p=top_p)[:, -1]
+    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=temperature, top_p=top_p)[:, -1]
     expected = torch.zeros(65).scatter(0, order[:size], probs[:size] / probs[:size].sum())
     assert set(drawn.tolist()) <= set(order[:size].tolist())
     torch.testing.assert_close(drawn.bincount(minlength=65) / 8000, expected, atol=0.02, rtol=0)
 
 
-def test_top_p_applies_to_each_row_and_after_top_k():
-    logits = torch.tensor([[0.1, 0.5, 0.4], [0.98, 0.01, 0.01], [0.3, 0.4, 0.3]]).log().repeat(200, 1)
-    uniform = uniform_numbers(0, range(600), 1)[0]  # (600, 1)
-    drawn = next_token(logits, uniform, 1.0, None, 0.8).view(200, 3)
-    assert [set(row.tolist()) for row in drawn.T] == [{1, 2}, {0}, {0, 1, 2}]
-    # of 0.5 and 0.4, what top_k leaves, the first alone has 0.56
-    first = logits[:1].repeat(600, 1)
-    assert set(next_token(first, uniform, 1.0, 2, 0.55).flatten().tolist()) == {1}
-    assert set(next_token(first, uniform, 1.0, None, 0.55).flatten().tolist()) == {1, 2}
-
-
-@pytest.mark.parametrize("how", ["autocast", "whole model", "prepared"])
-def test_generation_in_bfloat16(how, monkeypatch):
-    """The cache is bfloat16, too."""
-    gpt, idx, types = rough(std=0.1), ids(3, 5), set()
-    append = KVCache.append
-    monkeypatch.setattr(
-        KVCache, "append", lambda cache, k, v: types.update((k.dtype, v.dtype)) or append(cache, k, v)
-    )
-    if how == "whole model":
-        gpt.bfloat16()
-    elif how == "prepared":
-        generation.prepare(gpt, torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        out = gpt.generate(idx, 20, temperature=0)
-        assert torch.equal(out[:, :6], gpt.generate(idx, 1, temperature=0, use_cache=False))
-    assert types == {torch.bfloat16}
-    assert out.shape == (3, 25) and out.min() >= 0 and out.max() < 65
+def test_the_cache_is_bfloat16_under_autocast():
+    gpt, caches = rough(), [KVCache(rows=3, size=16) for _ in range(2)]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        gpt(ids(3, 5), caches=caches)
+    assert {t.dtype for cache in caches for t in (cache.k, cache.v)} == {torch.bfloat16}
 
 
 ROTARY = {"nanochat": dict(arch="nanochat", n_kv_head=1), "llama": dict(arch="llama")}
@@ -788,13 +765,8 @@ def test_crop_block_size():
             gpt.crop_block_size(block_size)
     assert gpt.config.block_size == 9 and tuple(gpt.transformer.wpe.weight.shape) == (9, 32)
     assert torch.equal(gpt(x, x)[0], before)
-    with pytest.raises(ValueError, match="longer than block_size 9"):
-        gpt(ids(1, 10))
     optimizer = gpt.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
-    gpt(x, x)[1].backward()
-    old = gpt.transformer.wpe.weight.detach().clone()
-    optimizer.step()
-    assert (gpt.transformer.wpe.weight != old).any()
+    assert any(p is gpt.transformer.wpe.weight for g in optimizer.param_groups for p in g["params"])
     assert torch.equal(gpt.generate(x, 8, temperature=0), by_hand(gpt, x, 8))
 
 
@@ -806,7 +778,6 @@ def test_mfu_of_gpt2():
     # 6 * 123,653,376 + 12 * 12 layers * 768 * 1024 positions
     assert gpt.flops_per_token() == 741_920_256 + 113_246_208
     # 12 sequences of 1024 tokens in half a second: 2.1016571e13 a second, of an A100's 3.12e14
-    assert gpt.estimate_mfu(12, 0.5) == pytest.approx(12 * 1024 * 855_166_464 / 0.5 / 312e12, rel=1e-12)
     assert gpt.estimate_mfu(12, 0.5) == pytest.approx(0.067360, rel=1e-4)
     assert gpt.estimate_mfu(12, 0.5, peak_flops=624e12) == pytest.approx(0.033680, rel=1e-4)
 
@@ -898,91 +869,57 @@ def test_weights_that_are_not_there_are_not_made_up(gpt2, folder, tmp_path):
     with pytest.raises(ValueError, match="only dropout .* not .*'block_size'"):
         GPT.from_pretrained(str(folder), dict(dropout=0.25, block_size=8))
 
-    def refused(path, said="cannot load"):
-        with pytest.raises(ValueError, match=said):
-            GPT.from_pretrained(str(path))
-
-    refused(tmp_path / "absent")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    refused(empty)
-
-    def copied(name, change):
-        path = tmp_path / name
-        path.mkdir()
-        for file in Path(folder).iterdir():
-            (path / file.name).write_bytes(file.read_bytes())
-        change(path)
-        return path
-
-    weights = "model.safetensors"
-    refused(copied("cut", lambda p: (p / weights).write_bytes((folder / weights).read_bytes()[:-100])))
-    refused(copied("unreadable", lambda p: (p / "config.json").write_text("{")))
-    hf = gpt2()
-    name = "transformer.h.1.mlp.c_fc.weight"
+    (tmp_path / "empty").mkdir()
+    hf, name = gpt2(), "transformer.h.1.mlp.c_fc.weight"
     partly = {n: w for n, w in hf.state_dict().items() if n not in (name, "lm_head.weight")}
-    refused(copied("partly", lambda p: hf.save_pretrained(p, state_dict=partly)), said=name)
-
-
-@pytest.mark.parametrize("T", [1, 64, 128, 200, 257, 600])
-def test_attention_in_halves_on_a_cpu_is_attention(T):
-    """
-    The kernel of our own against float32's: as near as bfloat16's rounding allows, forward and backward.
-    """
-    torch.manual_seed(0)
-    qkv, grad = torch.randn(2, T, 3, 3, 16), torch.randn(2, T, 48)
-
-    def reference(x):
-        q, k, v = (t.transpose(1, 2) for t in x.unbind(2))
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return y.transpose(1, 2).reshape(2, T, 48)
-
-    results = []
-    for f, dtype in (
-        (reference, torch.float32),
-        (lambda x: CPUHalfAttention.apply(*x.unbind(2), 0.0), torch.bfloat16),
+    hf.save_pretrained(tmp_path / "partly", state_dict=partly)
+    for file, content in (
+        ("model.safetensors", (folder / "model.safetensors").read_bytes()[:-100]),
+        ("config.json", b"{"),
     ):
-        x = qkv.bfloat16().to(dtype).requires_grad_()
-        y = f(x)
-        y.backward(grad.bfloat16().to(dtype))
-        results.append((y.float(), x.grad.float()))
-    for right, ours in zip(*results, strict=True):
-        assert (ours - right).norm() / right.norm() < 0.01
+        shutil.copytree(folder, tmp_path / file)
+        (tmp_path / file / file).write_bytes(content)
+    said = dict.fromkeys(("absent", "empty", "model.safetensors", "config.json"), "cannot load")
+    for path, message in (said | {"partly": name}).items():
+        with pytest.raises(ValueError, match=message):
+            GPT.from_pretrained(str(tmp_path / path))
+
+
+@pytest.mark.parametrize("T", [1, 128, 200, 600])
+def test_attention_in_halves_on_a_cpu_is_attention(T):
+    """As near to float32's as the rounding of bfloat16 allows, forward and backward."""
+    torch.manual_seed(0)
+    qkv, grad = torch.randn(2, T, 3, 3, 16).bfloat16(), torch.randn(2, T, 48).bfloat16()
+    expected, x = qkv.float().requires_grad_(), qkv.requires_grad_()
+    right = causal_attention(*expected.unbind(2))
+    right.backward(grad.float())
+    y = CPUHalfAttention.apply(*x.unbind(2), 0.0)
+    y.backward(grad)
+    assert apart(y.float(), right) < 0.01 and apart(x.grad.float(), expected.grad) < 0.01
 
 
 def test_attention_in_halves_drops_and_has_the_gradient_of_what_it_dropped():
-    qkv = torch.randn(2, 160, 3, 2, 16, dtype=torch.float64).requires_grad_()
+    torch.manual_seed(0)
+    qkv = torch.randn(1, 160, 3, 1, 4, dtype=torch.float64).requires_grad_()
 
     def attention(x):
         torch.manual_seed(7)  # the same mask each time
         return CPUHalfAttention.apply(*x.unbind(2), 0.25)
 
-    direction, e = torch.randn_like(qkv), 1e-6
-    y = attention(qkv)
-    weight = torch.randn_like(y)
-    (y * weight).sum().backward()
-    slope = (
-        ((attention(qkv.detach() + e * direction) - attention(qkv.detach() - e * direction)) * weight).sum()
-        / 2
-        / e
-    )
-    assert abs(slope - (qkv.grad * direction).sum()) < 1e-5 * abs(slope)
-    assert not torch.equal(y, CPUHalfAttention.apply(*qkv.unbind(2), 0.0))
+    assert not torch.equal(attention(qkv), CPUHalfAttention.apply(*qkv.unbind(2), 0.0))
+    assert torch.autograd.gradcheck(attention, qkv, fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 def test_dropout_drops_that_many_and_keeps_the_mean(dtype, p):
     torch.manual_seed(0)
     factors = dropout_factors((500, 401), p, dtype)
     assert factors.dtype == dtype and factors.shape == (500, 401)
     assert set(factors.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p), dtype=dtype).item()}
     assert abs((factors == 0).float().mean() - p) < 0.005
-    assert (
-        abs(torch.corrcoef(torch.stack([factors[:, :-1].flatten(), factors[:, 1:].flatten()]).float())[0, 1])
-        < 0.01
-    )
+    neighbours = torch.stack([factors[:, :-1].flatten(), factors[:, 1:].flatten()]).float()
+    assert abs(torch.corrcoef(neighbours)[0, 1]) < 0.01
     assert not torch.equal(factors, dropout_factors((500, 401), p, dtype))
-    layer = Dropout(p)
-    x = torch.ones(500, 400, dtype=dtype)
+    layer, x = Dropout(p), torch.ones(500, 400, dtype=dtype)
     assert abs(layer(x).float().mean() - 1) < 0.05 and layer.eval()(x) is x
