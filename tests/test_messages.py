@@ -466,9 +466,7 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
 
 
 WRONG = {
-    "--n_embd=33": (
-        "n_embd is 33: it must be a multiple of n_head, 12: set --n_head=11 or 33, or --n_embd=24 or 36"
-    ),
+    "--n_embd=33": "n_embd is 33: it must be a multiple of n_head, 12: set --n_embd=36",
     "--out_dir= ": "out_dir is empty: set --out_dir= to a folder",
     "--init_from=resum": (
         "init_from is 'resum'; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run "

@@ -2,8 +2,6 @@
 What token ids mean: read from metadata, recorded by a run, and used by sample.py, export.py and prepare.py.
 """
 
-import collections
-import io
 import json
 import os
 import pickle
@@ -66,10 +64,9 @@ def dataset(folder, text=TEXT, **meta):
     "meta",
     [
         {"itos": {1: "a", 2: "b", 3: "c"}, "stoi": {"a": 1, "b": 2, "c": 3}},
-        {"stoi": {"a": np.int64(1), "b": 2, "c": 3}},
+        {"stoi": {"a": 1, "b": 2, "c": 3}},
         {"itos": {1: "a", 2: "b", 3: "c"}, "tokens": 99},
         {"itos": ["<pad>", "a", "b", "c"]},
-        {"stoi": collections.OrderedDict(a=1, b=2, c=3), "itos": collections.defaultdict(int)},
     ],
 )
 def test_nanogpts_tables(meta):
@@ -84,11 +81,7 @@ def test_nanogpts_tables(meta):
     assert ("text is never encoded to them" in loaded.note) == ("<pad>" in table.content)
 
 
-def test_ids_that_have_the_same_text_and_texts_that_have_the_same_id():
-    table = of_meta({"stoi": {"a": 2, "b": 1}, "itos": {0: "a", 1: "b", 2: "a"}})
-    loaded = tokenizer.load(table)
-    assert loaded.encode("ab") == [2, 1] and loaded.decode([0, 1, 2]) == "aba" and loaded.n_ids == 3
-    assert Vocabulary(**json.loads(json.dumps(table.describe()))) == table
+def test_texts_that_have_the_same_id():
     loaded = tokenizer.load(of_meta({"stoi": {"A": 0, "a": 0, "b": 1}, "itos": {0: "a", 1: "b"}}))
     assert loaded.encode("Aab") == [0, 0, 1] and loaded.decode([0, 1]) == "ab"
 
@@ -104,6 +97,7 @@ def test_ids_that_have_the_same_text_and_texts_that_have_the_same_id():
         ({"itos": []}, "do not contain text with an id each"),
         ({"itos": {0: None}}, "do not contain text with an id each"),
         ({"itos": "abc"}, "are not tables"),
+        ({"stoi": {"a": 2, "b": 1}, "itos": {0: "a", 1: "b", 2: "a"}}, "contradict each other"),
     ],
 )
 def test_metadata_that_does_not_say_what_the_ids_mean(meta, reason):
@@ -128,15 +122,12 @@ def test_the_order_of_precedence(tmp_path):
     tables = {"stoi": ABC, "vocab_size": 50257}
     assert of_meta({"tokenizer": "cl100k_base"} | tables, tmp_path) == Vocabulary("tiktoken", "cl100k_base")
     assert of_meta(tables, tmp_path) == of_meta({"tokenizer": "char"} | tables, tmp_path)
-    for name in ("merges.txt", "vocab.json", "spm.model", "my_tokenizer.pkl", "vocab.bpe", "bpe_8k.json"):
+    for name in ("merges.txt", "vocab.json", "spm.model", "vocab.bpe"):
         (tmp_path / name).touch()
         assert of_meta(tables, tmp_path).content == ABC
         for unknown in (of_meta({}, tmp_path), vocabulary_of_weights(str(tmp_path), 50257)):  # not GPT-2's
             assert unknown.kind == "unknown"
             assert f"contains {name}, but only a tokenizer.json is read" in unknown.content
-        (tmp_path / "train.bin").touch()
-        assert 'If the ids are GPT-2\'s, write {"tokenizer": "gpt2"} to' in of_meta({}, tmp_path).content
-        (tmp_path / "train.bin").unlink()
         assert of_meta({"tokenizer": "gpt2"}, tmp_path) == Vocabulary("tiktoken", "gpt2")
         (tmp_path / name).unlink()
     for name in ("meta.json", "tokens.json", "tokenizer_config.json", "tokenizer.py", "train.bin"):
@@ -188,16 +179,10 @@ def test_a_vocabulary_that_the_data_knows_only_in_part():
 
 
 def test_no_tokens_next_to_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
-    """
-    A prepare.py that is killed between two renames leaves no data set; a file that is named twice is read
-    once.
-    """
-    (tmp_path / "a.txt").write_text("ABC" * 100)
-    texts = bins.read_documents(f"{tmp_path}/a.txt,{tmp_path}/./a.txt,{tmp_path}/*.txt")
-    assert list(texts) == ["ABC" * 100]
+    """A prepare.py that is killed between two renames leaves no data set."""
     rename = os.replace
     for last in range(4):
-        bins.write_text_dataset(tmp_path, "ABC" * 100, {})
+        bins.prepare_text("", "", [f"--out={tmp_path}"], lambda _: ("ABC" * 100, {}))
         renamed = []
 
         def killed_later(old, new, last=last, renamed=renamed):
@@ -209,18 +194,9 @@ def test_no_tokens_next_to_the_metadata_of_earlier_ones(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(os, "replace", killed_later)
             with pytest.raises(InterruptedError):
-                bins.write_text_dataset(tmp_path, "XYZ" * 100, {})
+                bins.prepare_text("", "", [f"--out={tmp_path}"], lambda _: ("XYZ" * 100, {}))
         with pytest.raises(ValueError, match=r"no train\.bin in"):
             open_dataset(str(tmp_path), 16)
-
-
-def test_ids_with_the_same_text_are_kept_by_prepare():
-    """The metadata that bins.py writes decodes every id of a run's vocabulary."""
-    table = Vocabulary("table", {"a": 0, "b": 1}, aliases={"a": [2]})
-    files = {name: io.BytesIO() for name in ("train.bin", "val.bin", "meta.pkl", "meta.json")}
-    bins.write_meta(files, table, 3, {})
-    meta = pickle.loads(files["meta.pkl"].getvalue()) | json.loads(files["meta.json"].getvalue())
-    assert of_meta(meta).tokens == {0: "a", 1: "b", 2: "a"} and of_meta(meta).content == table.content
 
 
 def test_a_tokenizer_json_next_to_the_data(tmp_path):
@@ -254,10 +230,7 @@ def test_differences_between_vocabularies():
     assert tokenizer.difference(abc, Vocabulary("table", ABC | {"d": 3})) == ""
     assert tokenizer.difference(abc, Vocabulary("table", {"a": 0, "x": 2})) == "id 2 was 'c' and is 'x'"
     assert tokenizer.difference(abc, Vocabulary("unknown", "no metadata")) == ""
-    assert (
-        tokenizer.difference(abc, Vocabulary("tiktoken", "none"))
-        == "the ids were those of a table and are none's"
-    )
+    assert tokenizer.difference(abc, Vocabulary("tiktoken", "none")) == "the tokenizer was char and is none"
     converted = Vocabulary("tokenizer.json", tokenizer.of_table(abc).to_str())
     assert tokenizer.difference(abc, converted) == ""
 
