@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryFile
 
-from isogpt.common import console
 from isogpt.common.files import read_records
 from isogpt.speed.memory import OUT_OF_MEMORY
 from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS, traced_collectives
@@ -34,8 +32,6 @@ FIXED = {
     "alert_command": "",
     "sample_interval": 0,
 }
-# beginnings of lines that are about the short launch, which ends before the settings' warm-up does
-NOT_SHOWN = ("step ", "done", "waiting", "the loss curve", "no plot", "note:    the run ends")
 
 
 @dataclass(frozen=True)
@@ -88,17 +84,13 @@ class Launches:
         if self.is_launched:  # by torchrun's agent, or by rank 0 of bench.py, which serves the store
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         command = [sys.executable, str(self.train_py), *arguments]
-        with TemporaryFile("w+", errors="replace") as stderr:
-            pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
-            with subprocess.Popen(command, text=True, env=env, **pipes) as process:
-                for line in process.stdout:
-                    if show and not line.startswith(NOT_SHOWN):
-                        console.print_line(line.rstrip("\n"))
-            stderr.seek(0)
-            errors = stderr.read()
+        stdout = None if show else subprocess.DEVNULL
+        run = subprocess.run(
+            command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
         if show:
-            sys.stderr.write(without_torchrun(errors))
-        return process.returncode, errors
+            sys.stderr.write(without_torchrun(run.stderr))
+        return run.returncode, run.stderr
 
 
 def without_torchrun(errors: str) -> str:
@@ -115,9 +107,7 @@ def reason_for(code: int, errors: str) -> str:
         return "out of memory"
     if code == -9 or "Signal 9 (SIGKILL)" in errors:
         return "killed (SIGKILL), probably because the machine ran out of memory"
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in without_torchrun(errors).splitlines()]
-    lines = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))]
-    lines = [line for line in lines if "lost the connection" not in line]
+    lines = [line for line in without_torchrun(errors).splitlines() if re.match(r"[^\s\[]", line)]
     messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (messages or lines or [f"exit status {code}"])[-1]
 

@@ -291,15 +291,8 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
     if gb > hw.memory_gb:
         return Prediction(plan, gb, problem=f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
 
-    ranks = sorted({0, plan.pp // 2, plan.pp - 1})
-    computed = [micro_step_s(hw, plan, rank) for rank in ranks]
-    slowest = max(computed, key=sum)
-    busy = share.micro_steps * sum(slowest)
-    mean_busy = share.micro_steps * sum(map(sum, computed)) / len(computed)
-    idle = (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0)
-    # where processes share cores, other ranks use the cores of a rank that waits
-    compute = max(busy, mean_busy * hw.sharing)
-    bubble = max(busy + idle, mean_busy * hw.sharing) - compute
+    ranks = {0, plan.pp // 2, plan.pp - 1}
+    slowest = max((micro_step_s(hw, plan, rank) for rank in ranks), key=sum)
     rings = Rings(hw, mesh, per_node)
     communication = share.micro_steps * activations_s(rings, plan)
     communication += weights_s(rings, plan, share.micro_steps, slowest)
@@ -307,8 +300,8 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
         plan,
         gb,
         {
-            "compute": compute,
-            "bubble": bubble,
+            "compute": share.micro_steps * sum(slowest),
+            "bubble": (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0),
             "communication": communication,
             "optimizer": optimizer_s(hw, plan, mesh),
         },
@@ -324,7 +317,7 @@ def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
     shards = mesh.loss if plan.zero == 1 else mesh.shards
     # ZeRO divides experts less, since ep has divided them already
     updated = part.dense / shards.size + part.experts / shards.without("ep").size
-    return 40 * updated / hw.bytes_per_s * hw.sharing
+    return 40 * updated / hw.bytes_per_s
 
 
 def unestimated_gb(plan: Plan) -> float:
@@ -350,32 +343,32 @@ def unestimated_gb(plan: Plan) -> float:
 # calibration on this machine
 
 
-def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> dict:
-    """
-    Return the settings with which n processes train two of the model's blocks alone, each on about `tokens`
-    tokens.
-    """
-    return {name: getattr(UNDIVIDED, name) for name in LAYOUT} | {
-        "n_layer": 2,
-        "batch_size": max(1, tokens // plan.model_args["block_size"]),
-        "gradient_accumulation_steps": n,
-        "grad_sync": "never",
-        "islands": 1,
-        "local_steps": 1,
-        "grad_compression": "none",
-        "cpu_offload": False,
-        "layout": "manual",
-    }
+def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> Plan:
+    """Return a plan in which n processes train two of the model's blocks alone, on about `tokens` tokens each."""
+    undivided = {name: getattr(UNDIVIDED, name) for name in LAYOUT}
+    return replace(
+        plan,
+        **undivided,
+        world_size=n,
+        model_args=plan.model_args | {"n_layer": 2},
+        batch_size=max(1, tokens // plan.model_args["block_size"]),
+        gradient_accumulation_steps=n,
+        grad_sync="never",
+        islands=1,
+        local_steps=1,
+        grad_compression="none",
+        cpu_offload=False,
+    )
 
 
-def calibrated(hw: Hardware, plan: Plan, n: int, measured_s: float) -> Hardware:
+def calibrated(hw: Hardware, measured: Plan, measured_s: float) -> Hardware:
     """
-    Scale the speeds of `hw` so that the predicted time of a step of `two_blocks` equals the measured time: a
-    prediction includes only the large operations.
+    Scale the speeds of `hw` so that the predicted time of a step equals the measured time: a prediction
+    includes only the large operations.
+
+    Args:
+        measured: see `two_blocks`.
     """
-    settings = {name: value for name, value in two_blocks(plan, n).items() if name in vars(plan)}
-    args = plan.model_args | {"n_layer": 2}
-    two = replace(plan, **settings, model_args=args, world_size=n)
-    seconds = predict(two, replace(hw, memory_gb=inf), n).seconds
+    seconds = predict(measured, replace(hw, memory_gb=inf), measured.world_size).seconds
     factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
     return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)

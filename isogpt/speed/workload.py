@@ -11,11 +11,10 @@ from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import Setting
-from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, normalized, plan_of
+from isogpt.parallel.plan import Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
 from isogpt.speed.bench_request import Request
 from isogpt.speed.launches import FIXED
-from isogpt.speed.layouts import BATCH
 from isogpt.speed.memory import largest_micro_batch
 from isogpt.training import precision
 from isogpt.training.settings import check_layout, model_args_of
@@ -46,8 +45,7 @@ class Workload:
 
     Args:
         settings: all of train.py's. gradient_accumulation_steps 0: one micro-batch per process.
-        must_type: settings without which a command for train.py would train a different model.
-        was_set: names of the settings that the user has set.
+        typed: the same as the user's arguments set them, before bench.py chooses a model and its batch.
         device: of this machine.
         processes: how many are launched.
         weak: whether the global batch grows with the processes.
@@ -55,8 +53,7 @@ class Workload:
     """
 
     settings: dict
-    must_type: dict
-    was_set: frozenset[str]
+    typed: dict
     device: torch.device
     processes: int
     weak: bool
@@ -133,20 +130,15 @@ class Workload:
             layout: settings that a plan chooses.
             arguments: bench.py's, of which the command repeats those for train.py.
         """
-        typed = self.must_type | {
-            name: value
-            for name, value in layout.items()
-            # what a config file sets must be set again
-            if value != getattr(UNDIVIDED, name) or name in self.was_set or name in BATCH
-        }
-        chosen = typed.keys() | set(LAYOUT) | {"fsdp", "nproc", "profile", "layout"}
-        repeated = self.settings.keys() - chosen
+        wanted = {name: self.settings[name] for name in SMALL} | layout
+        chosen = {name: value for name, value in wanted.items() if value != self.typed[name]}
+        repeated = self.typed.keys() - chosen.keys() - {"nproc", "profile", "layout"}
         kept = [word for word in arguments if not word.startswith("--") or name_of(word) in repeated]
         program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
         if n > per_node:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
             program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
-        return f"{program} train.py {shlex.join([*kept, *(f'--{k}={value}' for k, value in typed.items())])}"
+        return f"{program} train.py {shlex.join([*kept, *(f'--{k}={value}' for k, value in chosen.items())])}"
 
 
 def name_of(argument: str) -> str:
@@ -176,20 +168,18 @@ def choose_workload(
     """
     chooses_nothing = not any(map(CHOOSES_MODEL.match, arguments))
     is_small = chooses_nothing and device.type != "cuda" and {*request.cards} <= {"this", "cpu"}
-    must_type = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
-    settings = {name: config.get(name, setting.default) for name, setting in defaults.items()}
-    settings |= must_type | {"nproc": request.processes}
+    typed = normalized({name: config.get(name, setting.default) for name, setting in defaults.items()})
+    settings = typed | (SMALL if is_small else {}) | {"nproc": request.processes}
+    if "dataset" in config:
+        settings["dataset"] = config["dataset"]
     if config["plan"] or config["tune"]:
         settings["layout"] = "manual"
-    settings = normalized(settings)
     is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
     is_random = not config["real_data"] or not is_prepared
     if is_random and not settings["vocab_size"]:
         settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-    was_set = frozenset(config)
-    workload = Workload(settings, must_type, was_set, device, request.processes, config["weak"], is_random)
+    workload = Workload(settings, typed, device, request.processes, config["weak"], is_random)
     if chooses_nothing and device.type == "cuda":
         plan = workload.plan(request.processes, request.cards[0])
-        memory_gb = torch.cuda.mem_get_info(device)[1] / 1e9
-        settings = settings | {"batch_size": largest_micro_batch(plan, memory_gb)}
-    return replace(workload, settings=settings)
+        settings["batch_size"] = largest_micro_batch(plan, torch.cuda.mem_get_info(device)[1] / 1e9)
+    return workload
