@@ -83,12 +83,10 @@ def problems_of_prediction(c: SimpleNamespace, cards: list[str]) -> list[str]:
     describes_card = c.device_memory_gb > 0 or c.device_tflops > 0
     if (c.devices or cards != ["this"]) and not predicts:
         problems.append(
-            "devices and hardware are for a prediction: set --plan=True; to measure N processes, set --nproc=N"
+            "devices and hardware are to be predicted: set --plan=True; to measure N processes, set --nproc=N"
         )
     if (len(cards) > 1 or describes_card) and not c.plan:
-        problems.append(
-            "several devices, device_memory_gb and device_tflops are for a plan: set --plan=True"
-        )
+        problems.append("several devices, device_memory_gb and device_tflops are for a plan: set --plan=True")
     elif describes_card and (len(cards) > 1 or cards[0] in ("this", "cpu")):
         problems.append(
             "device_memory_gb and device_tflops describe a card that is otherwise like a listed card: set "

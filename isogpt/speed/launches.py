@@ -107,7 +107,10 @@ def reason_for(code: int, errors: str) -> str:
         return "out of memory"
     if code == -9 or "Signal 9 (SIGKILL)" in errors:
         return "killed (SIGKILL), probably because the machine ran out of memory"
-    lines = [line for line in without_torchrun(errors).splitlines() if re.match(r"[^\s\[]", line)]
+    text = re.sub(r"^\[rank\d+\]: ?", "", without_torchrun(errors), flags=re.M)
+    lines = [
+        line for line in text.splitlines() if re.match(r"\S", line) and "lost the connection" not in line
+    ]
     messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (messages or lines or [f"exit status {code}"])[-1]
 

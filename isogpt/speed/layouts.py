@@ -152,9 +152,9 @@ def check_fits(predictions: list[Prediction], plan: Plan, hw: Hardware, per_node
     advice = []
     if fewest := smallest_world(plan, hw, per_node):
         advice.append(f"start with {fewest}, the fewest that do")
-    if plan.device_type == "cuda" and plan.zero in (UNDIVIDED.zero, 3):
-        if fits(replace(plan, zero=3, cpu_offload=True), hw, per_node):
-            advice.append("set --zero=3 --cpu_offload=True, with which a layout fits")
+    can_offload = plan.device_type == "cuda" and plan.zero in (UNDIVIDED.zero, 3)
+    if can_offload and fits(replace(plan, zero=3, cpu_offload=True), hw, per_node):
+        advice.append("set --zero=3 --cpu_offload=True, with which a layout fits")
     hint = f": {', or '.join(advice)}" if advice else ""
     devices = f"{plan.world_size} device{'s' if plan.world_size > 1 else ''}"
     raise ValueError(f"no layout fits on {devices}{hint}")
@@ -194,28 +194,6 @@ def best_of_layouts(predictions: list[Prediction]) -> list[Prediction]:
     for prediction in predictions:
         first.setdefault(degrees(prediction), prediction)
     return list(first.values())
-
-
-def smallest_world(plan: Plan, hw: Hardware, per_node: int) -> int:
-    """
-    The smallest number of devices on which the model fits: a part of a machine, or whole machines. 0 if there
-    is none.
-    """
-    for devices in range(1, per_node):
-        if fits(replace(plan, world_size=devices), hw, per_node):
-            return devices
-    too_few, enough = 0, 1  # machines
-    while not fits(replace(plan, world_size=enough * per_node), hw, per_node):
-        too_few, enough = enough, 2 * enough
-        if enough * per_node > MOST_DEVICES:
-            return 0
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if fits(replace(plan, world_size=middle * per_node), hw, per_node):
-            enough = middle
-        else:
-            too_few = middle
-    return enough * per_node
 
 
 def typed(settings: dict) -> str:

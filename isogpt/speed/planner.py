@@ -65,7 +65,13 @@ def with_best_layout(plan: Plan, ranks: Ranks, out_dir: str) -> Plan:
     with exit_together():
         if ranks.is_main:
             settings = choose_layout(plan, ranks, out_dir)
-    return replace(plan, **broadcast(settings))
+    layout = replace(plan, **broadcast(settings))
+    with exit_together():
+        check_layout(layout)
+        check_degrees(layout)
+        if layout.sequences != plan.sequences:
+            raise ValueError
+    return layout
 
 
 def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
@@ -82,8 +88,7 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     job = plan.job() | {"per_node": per_node, "device": name}
     make_writable(out_dir)
     path = Path(out_dir) / LAYOUT_FILE
-    settings = recorded(path, job)
-    if settings and is_usable(settings, plan):
+    if settings := recorded(path, job):
         print(f"layout:  {typed(settings)}, recorded in {path}", flush=True)
         return settings
     hw = hardware_of(ranks.device, plan.dtype, per_node)
@@ -99,16 +104,6 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
         print(f"         {typed(other.settings)}: {reason(other, best)}", flush=True)
     record(path, job, best.settings)
     return best.settings
-
-
-def is_usable(settings: object, plan: Plan) -> bool:
-    """Whether a recorded choice, which someone may have edited, is a layout for the same global batch."""
-    try:
-        layout = replace(plan, **settings)
-        is_known = settings.keys() <= plan.layout_settings().keys()
-        return is_known and layout.sequences == plan.sequences and is_valid(layout)
-    except TypeError:  # a name or a value of a wrong type
-        return False
 
 
 def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:

@@ -44,6 +44,11 @@ class Prediction:
         """Seconds of a step; infinite if the layout does not fit."""
         return inf if self.problem else sum(self.seconds.values())
 
+    @property
+    def tokens_per_s(self) -> float:
+        """The speed of all devices; 0 if the layout does not fit."""
+        return self.plan.sequences * self.plan.model_args["block_size"] / self.total_s
+
 
 class Passes(NamedTuple):
     """Seconds of a forward pass and of a backward pass."""
@@ -344,7 +349,7 @@ def unestimated_gb(plan: Plan) -> float:
 
 
 def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> Plan:
-    """Return a plan in which n processes train two of the model's blocks alone, on about `tokens` tokens each."""
+    """Return a plan of n processes that train two of the model's blocks alone, with about `tokens` each."""
     undivided = {name: getattr(UNDIVIDED, name) for name in LAYOUT}
     return replace(
         plan,

@@ -87,6 +87,22 @@ class Workload:
         shape = GPT2[start] | {"arch": "gpt2", "bias": True, "vocab_size": 50257}
         return self.settings | shape | {"init_from": "scratch"}
 
+    def model_args(self) -> dict:
+        """
+        Return the fields of the model's GPTConfig.
+
+        Raises:
+            ValueError: the data set that tells the vocabulary is not prepared.
+        """
+        settings = self.without_weights()
+        vocab_size = settings["vocab_size"]
+        try:
+            vocab_size = vocab_size or open_dataset(settings["dataset"], settings["block_size"]).vocab_size
+        except ValueError as e:
+            hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
+            raise ValueError(f"{e}{hint}") from e
+        return asdict(GPTConfig(**model_args_of(settings, vocab_size)))
+
     def plan(self, world_size: int, card: str, machines: int = 1) -> Plan:
         """
         Return the plan that the settings describe for this many processes, on devices of a kind.
@@ -107,14 +123,13 @@ class Workload:
             device_type, dtype = "cuda", dtype.replace("auto", "bfloat16")
         else:
             raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
-        vocab_size = settings["vocab_size"] or vocabulary_of(settings["dataset"], settings["block_size"])
         plan = plan_of(
             settings,
             settings["islands"] or machines,
             world_size=world_size,
             device_type=device_type,
             dtype=dtype,
-            model_args=asdict(GPTConfig(**model_args_of(settings, vocab_size))),
+            model_args=self.model_args(),
         )
         check_layout(plan)
         data_size = max(1, world_size // (plan.pp * plan.cp * plan.tp))
@@ -144,15 +159,6 @@ class Workload:
 def name_of(argument: str) -> str:
     """The name in an argument --name=value."""
     return argument[2:].partition("=")[0]
-
-
-def vocabulary_of(dataset: str, block_size: int) -> int:
-    """The vocabulary size of a data set. Raises ValueError if the data set is not prepared."""
-    try:
-        return open_dataset(dataset, block_size).vocab_size
-    except ValueError as e:
-        hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
-        raise ValueError(f"{e}{hint}") from e
 
 
 def choose_workload(
