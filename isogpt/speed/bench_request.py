@@ -64,7 +64,9 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
         problems.append(
             "a plan, and a sweep over nproc, start processes themselves: start bench.py without a launcher"
         )
-    if c.weak and swept and len(swept.get("nproc", [])) < 2:
+    if not all(re.fullmatch("[1-9][0-9]*", n) for n in swept.get("nproc", [])):
+        problems.append(f"sweep is {c.sweep!r}: type numbers of processes, such as --sweep=nproc:1,2,4")
+    if c.weak and swept and "nproc" not in swept:
         problems.append("weak scaling needs a sweep over nproc, such as --sweep=nproc:1,2,4")
     if not Path(c.json_path).absolute().parent.is_dir():
         problems.append(f"json_path is {c.json_path!r}: no such folder")

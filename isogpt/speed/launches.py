@@ -60,9 +60,7 @@ class Launches:
         Train for `steps` steps after a warm-up. Returns `figures` on rank 0 and {} on other ranks, or
         {"problem": why the launch failed}.
         """
-        nproc = str(settings["nproc"])
-        if not nproc.isdecimal() or int(nproc) == 0:
-            return {"problem": f"nproc is {nproc!r}: it must be a whole number of at least 1"}
+        nproc = int(settings["nproc"])
         # with grad_sync never, only the collectives of tp, cp and ep remain: the trace has their durations
         divides_activations = any(str(settings[name]) != "1" for name in ("tp", "cp", "ep"))
         is_traced = (self.profile and show) or (settings["grad_sync"] == "never" and divides_activations)
@@ -72,7 +70,7 @@ class Launches:
         settings |= {"profile": is_traced, "out_dir": out, "max_iters": warm_up + steps - 1}
         settings["gradient_accumulation_steps"] = settings["gradient_accumulation_steps"] or nproc
         # train.py launches as many processes
-        settings["nproc"] = 0 if self.is_launched or int(nproc) == 1 else nproc
+        settings["nproc"] = 0 if self.is_launched or nproc == 1 else nproc
         code, errors = self.start([f"--{name}={value}" for name, value in settings.items()], show)
         if code:
             return {"problem": reason_for(code, errors)}

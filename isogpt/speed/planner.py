@@ -65,13 +65,7 @@ def with_best_layout(plan: Plan, ranks: Ranks, out_dir: str) -> Plan:
     with exit_together():
         if ranks.is_main:
             settings = choose_layout(plan, ranks, out_dir)
-    layout = replace(plan, **broadcast(settings))
-    with exit_together():
-        check_layout(layout)
-        check_degrees(layout)
-        if layout.sequences != plan.sequences:
-            raise ValueError
-    return layout
+    return replace(plan, **broadcast(settings))
 
 
 def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
@@ -88,7 +82,8 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     job = plan.job() | {"per_node": per_node, "device": name}
     make_writable(out_dir)
     path = Path(out_dir) / LAYOUT_FILE
-    if settings := recorded(path, job):
+    settings = recorded(path, job)
+    if settings and is_valid(replace(plan, **settings)):  # someone may have edited it
         print(f"layout:  {typed(settings)}, recorded in {path}", flush=True)
         return settings
     hw = hardware_of(ranks.device, plan.dtype, per_node)
