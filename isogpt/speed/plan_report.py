@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
@@ -103,8 +104,8 @@ def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> di
     duration = ""
     if max_iters := predictor.workload.settings["max_iters"]:
         steps = max_iters + 1  # as in nanoGPT
-        hours = steps * fastest.total_s / 3600
-        duration = f", {steps:,} steps in {hours:,.2f} hours without evaluations and checkpoints"
+        time = timedelta(seconds=round(steps * fastest.total_s))
+        duration = f", {steps:,} steps in {time} hours without evaluations and checkpoints"
     print(f"\nthe fastest, predicted{duration}:\n{command}")
     return {"plans": [as_record(prediction) for prediction in rankings[0].predictions], "command": command}
 

@@ -55,7 +55,8 @@ class Table:
         speed_up = run["tokens_per_s"] / first["tokens_per_s"]
         efficiency = speed_up * first["processes"] / run["processes"]
         text += f" {run['tokens_a_step']:12,} {run['tokens_per_s']:10,.0f} {run['step_ms']['mean']:9.2f}"
-        text += f" {run['memory_gb']['max']:8.2f} {shown(run['mfu'], '.1%'):>6} {speed_up:8.2f}x {efficiency:11.0%}"
+        text += f" {run['memory_gb']['max']:8.2f} {shown(run['mfu'], '.1%'):>6}"
+        text += f" {speed_up:8.2f}x {efficiency:11.0%}"
         if self.shows_waits:
             text += f" {shown(run.get('exposed_ms'), '.2f'):>9}  {shown_bubble(run)}"
         return text

@@ -45,7 +45,8 @@ class Workload:
 
     Args:
         settings: all of train.py's. gradient_accumulation_steps 0: one micro-batch per process.
-        typed: the same as the user's arguments set them, before bench.py chooses a model and its batch.
+        typed: the same as the user's arguments set them.
+        chosen: settings that bench.py chooses, without which train.py would train a different model.
         device: of this machine.
         processes: how many are launched.
         weak: whether the global batch grows with the processes.
@@ -54,6 +55,7 @@ class Workload:
 
     settings: dict
     typed: dict
+    chosen: dict
     device: torch.device
     processes: int
     weak: bool
@@ -145,7 +147,7 @@ class Workload:
             layout: settings that a plan chooses.
             arguments: bench.py's, of which the command repeats those for train.py.
         """
-        wanted = {name: self.settings[name] for name in SMALL} | layout
+        wanted = self.chosen | layout
         chosen = {name: value for name, value in wanted.items() if value != self.typed[name]}
         repeated = self.typed.keys() - chosen.keys() - {"nproc", "profile", "layout"}
         kept = [word for word in arguments if not word.startswith("--") or name_of(word) in repeated]
@@ -175,16 +177,15 @@ def choose_workload(
     chooses_nothing = not any(map(CHOOSES_MODEL.match, arguments))
     is_small = chooses_nothing and device.type != "cuda" and {*request.cards} <= {"this", "cpu"}
     typed = normalized({name: config.get(name, setting.default) for name, setting in defaults.items()})
-    settings = typed | (SMALL if is_small else {}) | {"nproc": request.processes}
-    if "dataset" in config:
-        settings["dataset"] = config["dataset"]
+    chosen = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
+    settings = typed | chosen | {"nproc": request.processes}
     if config["plan"] or config["tune"]:
         settings["layout"] = "manual"
     is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
     is_random = not config["real_data"] or not is_prepared
     if is_random and not settings["vocab_size"]:
         settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-    workload = Workload(settings, typed, device, request.processes, config["weak"], is_random)
+    workload = Workload(settings, typed, chosen, device, request.processes, config["weak"], is_random)
     if chooses_nothing and device.type == "cuda":
         plan = workload.plan(request.processes, request.cards[0])
         settings["batch_size"] = largest_micro_batch(plan, torch.cuda.mem_get_info(device)[1] / 1e9)
