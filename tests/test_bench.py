@@ -327,7 +327,8 @@ def test_the_command_of_a_plan_repeats_what_a_config_sets(plan):
     text, found = plan(*many, "sharded.py", "--zero=0")
     assert "torchrun --nnodes=8 --node_rank=RANK --nproc_per_node=8 --master_addr=HOST train.py" in text
     words = shlex.split(found["command"])
-    assert {"sharded.py", "--cp=2"} < set(words) and sum(word.startswith("--zero=") for word in words) == 1
+    assert "sharded.py" in words and "--cp=2" not in words
+    assert sum(word.startswith("--zero=") for word in words) == 1
 
 
 LARGE = ["--n_layer=8", "--n_embd=512", "--n_head=8", "--block_size=512", "--dtype=bfloat16"]

@@ -196,8 +196,8 @@ def test_the_estimate_knows_when_a_gpu_computes_the_loss_in_chunks(monkeypatch, 
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=gib * 2**30)
     )
-    found = max(memory.loss_activations(16 * 1024, 50304, 768, 2, on_cpu=False))
-    assert found == pytest.approx(16 * 1024 * 50304 * bytes_per_logit, rel=0.02)
+    largest = max(memory.loss_activations(plan_with(asdict(GPTConfig())), 16 * 1024))
+    assert largest == pytest.approx(16 * 1024 * 50304 * bytes_per_logit, rel=0.02)
 
 
 @pytest.mark.slow
