@@ -457,17 +457,3 @@ def test_help_shows_the_defaults_of_bench(zygote, work):
     assert "--gradient_accumulation_steps=0 " in text
     for option, value in dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8).items():
         assert re.search(rf"^  --{option}=.*\(small model: {value}\)\s+\[>= 1\]$", text, re.M), option
-
-
-def test_a_comparison_with_nanogpt_needs_a_clone(tmp_path):
-    """One line for each mistake, before any run starts."""
-    clone = tmp_path / "clone"
-    (clone / "data").mkdir(parents=True)
-    (clone / "train.py").touch()
-    for args, message in (
-        ([f"--nanogpt={tmp_path}"], f"{tmp_path} is not a clone of nanoGPT: it lacks train.py or data/"),
-        ([f"--nanogpt={clone}", "--pairs=0"], "--pairs is 0: set it to at least 1"),
-    ):
-        command = [sys.executable, str(REPO / "measure" / "against_nanogpt.py"), "speed", *args]
-        run = subprocess.run(command, capture_output=True, text=True)
-        assert run.returncode == 2 and run.stderr.splitlines()[-1].endswith(f"error: {message}"), run.stderr

@@ -17,7 +17,7 @@ from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.speed.devices import Hardware
-from isogpt.speed.memory import RankPart, block_activations, memory_estimate, parameter_counts, part_of
+from isogpt.speed.memory import RankPart, block_activations, memory_estimate, part_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
@@ -292,7 +292,7 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
     mesh = make_mesh(0, plan)
     share = share_of(plan.sequences, 0, mesh.data_size, plan.batch_size, plan.pp)
     plan = replace(plan, micro_batch=share.rows)
-    gb = memory_estimate(plan)["total"] + hw.fixed_gb + unestimated_gb(plan)
+    gb = memory_estimate(plan)["total"] + hw.fixed_gb
     if gb > hw.memory_gb:
         return Prediction(plan, gb, problem=f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
 
@@ -323,25 +323,6 @@ def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
     # ZeRO divides experts less, since ep has divided them already
     updated = part.dense / shards.size + part.experts / shards.without("ep").size
     return 40 * updated / hw.bytes_per_s
-
-
-def unestimated_gb(plan: Plan) -> float:
-    """
-    Return the GB that ZeRO-2, ZeRO-3 and experts take on a CPU besides memory_estimate: FSDP's modules, and
-    gaps in the heap. glibc allocates short-lived pieces at new addresses each time. After ten steps the gaps
-    were 32 times the largest piece: a block of weights, or the hidden layer of the experts. Pieces of more
-    than 32 MiB are not in the heap.
-    """
-    if plan.device_type != "cpu":
-        return 0.0
-    args, pieces = plan.model_args, [0.0]
-    if plan.zero >= 2:
-        pieces.append(4 * parameter_counts(args).block / plan.tp / plan.ep)
-    if args.get("n_expert"):
-        tokens = plan.micro_batch * args["block_size"] / plan.cp
-        pieces.append(4 * tokens * args["n_expert_active"] * args["n_hidden"])
-    largest = max(piece for piece in pieces if piece <= 2**25)
-    return (0.07 if plan.zero >= 2 else 0.0) + 32 * largest / 1e9
 
 
 # ------------------------------------------------------------------------------------------------------------
