@@ -1,6 +1,5 @@
 """Devices: their peaks and utilization, deterministic algorithms, and how often the host waits for a GPU."""
 
-import dataclasses
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -79,14 +78,6 @@ def test_a_planned_device_is_a_known_one():
         alike = [gpu.bytes_per_s for gpu in GPUS.values() if gpu.plan == key]
         rates = [max(alike)] if alike else [gpu.bytes_per_s for gpu in GPUS.values()]
         assert devices.HARDWARE[key].bytes_per_s in [devices.BANDWIDTH * rate for rate in rates]
-
-
-def test_a_card_of_ones_own():
-    """Its memory and peak; its bandwidth and links are those of the named card."""
-    listed = devices.HARDWARE["4090"]
-    own = devices.named_hardware("4090", 0, memory_gb=48, tflops=100)
-    assert own == dataclasses.replace(listed, memory_gb=48, matmul=0.7e14)
-    assert devices.named_hardware("4090", 0) == listed
 
 
 def test_dtypes_of_gpus(monkeypatch):
