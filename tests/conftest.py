@@ -33,7 +33,6 @@ IN_CI = {
     "test_memory.py": r"torchrun_restarts|collectives|divided",
     "test_parallel.py": r"curve_of_one_process\[gpt2-(pp2-zbv|tp2-cp2|fsdp-tp2-pp2|zero1-tp2)\]"
     r"|layout\[gpt2-tp2-pp2-zbv-one|bits\[pp2\]|export_puts|text_is.*tp2-pp2",
-    "test_pretend_cuda.py": r"every_other_case|resumed|bench|memory|graph_breaks",
     "test_recipe.py": r"fast_recipe",
     "test_resume.py": r"bits\[3\]|scaler|kills_do_not",
     "test_serving.py": r"continuous-batching-gpt2",
