@@ -6,6 +6,7 @@ different way is a case of this file.
 import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from pretend_cuda.cuda_guard import missing
@@ -276,7 +277,8 @@ def test_a_resumed_run_and_its_samples_are_those_of_the_cpu(pretended, work, cur
     args += ["--compile=False"]
     expected = zygote.start([*args, "--device=cpu"], work, script="sample.py").wait().samples()
     run, reports = run_pretended(pretended, work, "sample.py", args, Case("", case.processes))
-    assert run.samples() == expected and not any(report["problems"] for report in reports)
+    assert Path(run.outs[0]).read_text().startswith(expected)
+    assert not any(report["problems"] for report in reports)
 
 
 @pytest.mark.slow

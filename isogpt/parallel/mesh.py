@@ -41,7 +41,7 @@ class Role:
     @property
     def index(self) -> int:
         """The number of this rank among them."""
-        return self.mesh.rank_and_size(*self.axes)[0]
+        return self.mesh.index(*self.axes)
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -87,17 +87,13 @@ class Mesh:
         """Number of ranks along these axes together."""
         return prod(getattr(self, axis) for axis in axes)
 
-    def index(self, axis: str, rank: int | None = None) -> int:
-        """The coordinate of this rank, or of a given rank, along an axis."""
-        inner = prod(getattr(self, a) for a in AXES[AXES.index(axis) + 1 :])
-        return (self.rank if rank is None else rank) // inner % getattr(self, axis)
-
-    def rank_and_size(self, *axes: str, rank: int | None = None) -> tuple[int, int]:
-        """(number of this or a given rank among the ranks along these axes, how many ranks these are)."""
+    def index(self, *axes: str) -> int:
+        """The number of this rank among the ranks along these axes."""
         number = 0
         for axis in axes:
-            number = number * self.size(axis) + self.index(axis, rank)
-        return number, self.size(*axes)
+            inner = self.size(*AXES[AXES.index(axis) + 1 :])
+            number = number * self.size(axis) + self.rank // inner % self.size(axis)
+        return number
 
     @property
     def readers(self) -> Role:
@@ -141,11 +137,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which share of the batch this rank reads."""
-        return self.data_rank_of(self.rank)
-
-    def data_rank_of(self, rank: int) -> int:
-        """Which share of the batch a rank reads."""
-        return self.rank_and_size(*self.readers.axes, rank=rank)[0]
+        return self.readers.index
 
     @property
     def data_size(self) -> int:
