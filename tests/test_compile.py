@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,7 +284,7 @@ def test_accumulation_with_graphs_that_reuse_their_memory():
 
 def test_the_masks_of_context_parallelism_on_a_gpu_are_in_the_graph(monkeypatch):
     """A rank with both chunks of the sequence; PyTorch's GPU masks also work on a CPU."""
-    monkeypatch.setattr(context, "all_gather_autograd", lambda keys, dim, group: keys)
+    monkeypatch.setattr(context, "Gather", SimpleNamespace(apply=lambda keys, group: keys))
     model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=False), seed=1)
     expected = train_and_evaluate(model, 65)
     own = [(c, context.last_rows_mask(32, (c + 1) * 32, torch.device("cuda"))) for c in range(2)]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from isogpt.common.torch_versions import all_gather_autograd
 from isogpt.parallel.attach import replace_seams
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.sequence_collectives import Gather
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ContextRanks:
 
     Args:
         positions: the positions that this rank holds, (T / cp,).
-        order: the places of chunks 0, 1, ... in the gathered keys and values.
+        order: the places of chunks 0, 1, ... in what Gather returns.
         own: the numbers of this rank's two chunks, each with a `last_rows_mask`.
     """
 
@@ -70,9 +70,7 @@ def context_attention(
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys = all_gather_autograd(
-            torch.cat((k, v), -1), 1, ranks.group
-        )  # (B, T, K, 2 D), in the order of the ranks
+        keys = Gather.apply(torch.cat((k, v), -1), ranks.group)  # (B, T, K, 2 D), in the order of the ranks
         chunks = keys.chunk(len(ranks.order), 1)
         k, v = torch.cat([chunks[place] for place in ranks.order], 1).chunk(2, -1)  # (B, T, K, D) each
         groups = q.size(2) // k.size(2)

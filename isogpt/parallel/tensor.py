@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isogpt.common.torch_versions import all_gather_autograd, reduce_scatter_autograd
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
 from isogpt.nn.kernels import VocabularyPart, summed_loss
 from isogpt.parallel.attach import Attachment, attach, replace_seams
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.sequence_collectives import Gather, ScatterSum
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class TensorRanks:
 
     def whole_sequence(self, x: Tensor) -> Tensor:
         """All positions of what each rank holds a part of: (B, T / tp, C) -> (B, T, C)."""
-        return all_gather_autograd(x, 1, self.group) if self.splits_sequence else x
+        return Gather.apply(x, self.group) if self.splits_sequence else x
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of the ranks' (B, T, C): this rank's positions, or all positions."""
         if self.splits_sequence:
-            return reduce_scatter_autograd(x, "sum", 1, self.group)
+            return ScatterSum.apply(x, self.group)
         dist.all_reduce(x, group=self.group)  # used only without gradients
         return x
 
@@ -146,7 +146,7 @@ def vocabulary_parallel_loss(
         dist.all_reduce(value, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=ranks.group)
 
     part = VocabularyPart(ranks.longest * ranks.index, ranks.longest, reduce)
-    return summed_loss(all_gather_autograd(x, 1, ranks.group), weight, targets, cap, part)
+    return summed_loss(Gather.apply(x, ranks.group), weight, targets, cap, part)
 
 
 def heads_of_qkv(config: GPTConfig, length: int) -> tuple[int, ...]:

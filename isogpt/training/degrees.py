@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from math import ceil, gcd, prod
 
-from isogpt.parallel.mesh import stages_per_rank
+from isogpt.parallel.mesh import AXES, stages_per_rank
 from isogpt.parallel.plan import Plan
 from isogpt.training.settings import report
 
-DEGREES = ("islands", "pp", "dp_replicate", "ep", "cp", "tp")
+DEGREES = tuple(axis for axis in AXES if axis != "dp_shard")
 
 
 def check_degrees(plan: Plan, splits_sequence: bool = True) -> None:
