@@ -230,7 +230,7 @@ def test_settings_that_are_not_at_their_defaults_are_kept(settings, kept):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"tp": 3}, "tp is 3: it must divide the number of processes, 16, .*: set --tp=2"),
+        ({"tp": 3}, "tp is 3: it must divide n_head, 32: set --tp=1"),
         ({"ep": 2}, "ep is 2, but the model contains no experts"),
         ({"shares": "2,1,1"}, "exclude all"),
     ],
