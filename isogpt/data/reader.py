@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, pairwise
 from pathlib import Path
@@ -67,7 +67,7 @@ class Reader:
 
     def share_of_rank(self, rank: int) -> Share:
         """A rank's share of a step."""
-        data_rank, data_size = self.mesh.data_rank_of(rank), self.mesh.data_size
+        data_rank, data_size = replace(self.mesh, rank=rank).data_rank, self.mesh.data_size
         if self.plan.exact:
             return share_of_whole(
                 self.plan.sequences, data_rank, data_size, self.plan.micro_batch, self.mesh.pp

@@ -193,7 +193,7 @@ class Islands:
 
     def saved_parts(self) -> dict[str, dict[str, LocalPart]]:
         """The outer momentum, each island's current weights, and the weights that the island has sent."""
-        island = self.mesh.rank_and_size("islands")
+        island = (self.mesh.index("islands"), self.mesh.islands)
         parts = {}
         for name, p in self.params.items():
             splits = splits_of(p)
