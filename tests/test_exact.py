@@ -278,9 +278,8 @@ def test_integer_sums_have_no_order_and_round_once():
     terms = [gradients(1000, seed) for seed in range(6)]
     found = []
     for order in itertools.islice(itertools.permutations(terms), 0, 720, 97):
-        totals, values = torch.empty(1000, dtype=torch.int64), torch.empty(1000)
-        exact.write_rounded(totals, order[0], torch.tensor(1 / exact.UNIT))
-        for term in order[1:]:
+        totals, values = torch.zeros(1000, dtype=torch.int64), torch.empty(1000)
+        for term in order:
             exact.add_rounded(totals, term, torch.tensor(1 / exact.UNIT))
         exact.write_sums(totals, torch.tensor(exact.UNIT), values)
         found.append(values)
