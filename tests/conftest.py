@@ -39,7 +39,7 @@ IN_CI = {
     "test_serving.py": r"continuous-batching-gpt2",
     "test_shares.py": r"3-1-1-zero3|2-1-tp2|slow_rank",
     "test_slurm.py": r"\[grace|time_limit",
-    "test_slow_networks.py": r"bits\[(sign-3|islands)\]|number_of_islands",
+    "test_slow_networks.py": r"bits\[(int8-3|islands)\]|number_of_islands",
     "test_split.py": r"process\[(llama-fsdp|gpt2-bias-tp2-cp2)"
     r"|ranks\[fsdp-tp2-pp2-NAN\]|rank\[fsdp-tp2-pp2\]|lost"
     r"|mistakes",

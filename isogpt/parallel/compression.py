@@ -96,11 +96,7 @@ class Compression:
         Let DistributedDataParallel reduce buckets with this compression; do nothing if the model is not
         wrapped.
         """
-        if not isinstance(model, DistributedDataParallel):
-            return
-        if self.kind in HALF_HOOKS:
-            model.register_comm_hook(model.process_group, HALF_HOOKS[self.kind])
-        else:
+        if isinstance(model, DistributedDataParallel):
             model.register_comm_hook((self, model.process_group), average_bucket)
 
     @torch.no_grad()
@@ -204,6 +200,8 @@ class Compression:
 def average_bucket(state: tuple[Compression, ProcessGroup], bucket: dist.GradBucket) -> Future[Tensor]:
     """DistributedDataParallel's communication hook."""
     compression, group = state
+    if compression.kind in HALF_HOOKS:  # called here, since DDP does not accept bf16 with gloo as its hook
+        return HALF_HOOKS[compression.kind](group, bucket)
     flat, done = bucket.buffer(), Future()
     compression.average(Bucket(bucket.parameters(), flat, str(bucket.index()), bucket.is_last()), group)
     done.set_result(flat)
