@@ -123,26 +123,18 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def fix_threads(device: torch.device, exact: bool = True) -> None:
+def fix_threads(device: torch.device) -> None:
     """
-    With `exact`, let each process on a CPU use OMP_NUM_THREADS threads, by default 1. The bits of some
+    Let each process on a CPU use OMP_NUM_THREADS threads, by default 1, for `exact`. The bits of some
     kernels, such as the backward pass of LayerNorm, depend on the number of threads, which otherwise depends
     on the number of processes.
     """
-    if not exact:
-        return
     if device.type == "mps":
         raise ValueError(
             "exact needs float64 numbers, which device 'mps' lacks: set --exact=False or --device=cpu"
         )
     if device.type == "cpu":
-        torch.set_num_threads(threads_of_exact())
-
-
-def threads_of_exact() -> int:
-    """OMP_NUM_THREADS, or 1."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(threads)) if threads.isdigit() else 1
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
 def kind_of_device(device: torch.device, batch_size: int) -> dict[str, str]:
