@@ -263,7 +263,7 @@ MISTAKES = {
     **{value: f"shares is '{value}'; {NOT_A_LIST}" for value in ("fast", "2,,1", "2,0", "nan,1")},
     "2,1 --pp=2": "the ranks of a pipeline (pp 2) need equal shares: set --shares=equal",
     "auto --zero=2": "to measure each rank: set a list such as --shares=2,1, or --shares=equal",
-    "2,1": "there is only one data-parallel rank: set --shares=equal, or start more processes",
+    "2,1": "2 numbers for 1 data-parallel ranks: set one for each, such as --shares=2, or --shares=equal",
 }
 
 
@@ -277,11 +277,16 @@ def test_mistakes(at, capsys, given):
 
 def test_too_few_numbers_for_the_ranks_are_reported_once(zygote, work):
     run = zygote.train(["--shares=2,1", "--out_dir=out"], work, 3, ok=False)
-    said = "shares is '2,1', 2 numbers for 3 data-parallel ranks: set one for each, such as --shares=2,1,1\n"
+    said = (
+        "2 numbers for 3 data-parallel ranks: set one for each, such as --shares=2,1,1, or --shares=equal\n"
+    )
     assert run.codes == [1, 1, 1] and run.text().count(said) == 1 and run.text().count("\n") == 1
     assert not (work / "out").exists()
     two = zygote.train(["--shares=2,1,1", "--tp=2", "--out_dir=out"], work, 4, ok=False).text()
-    assert "3 numbers for 2 data-parallel ranks: set one for each, such as --shares=2,1\n" in two
+    assert (
+        "3 numbers for 2 data-parallel ranks: set one for each, such as --shares=2,1, or --shares=equal\n"
+        in two
+    )
 
 
 def test_the_estimate_of_memory_is_that_of_the_largest_share(zygote, work):

@@ -48,9 +48,8 @@ def cpu_has(feature: str) -> bool:
 
 def is_emulated(dtype: str, device: torch.device) -> bool:
     """Whether this x86 CPU computes in `dtype` without instructions for this dtype."""
-    features = CPU_FEATURES.get(dtype, ())
     is_x86 = device.type == "cpu" and cpu_has("sse2")
-    return is_x86 and bool(features) and not any(map(cpu_has, features))
+    return is_x86 and dtype in CPU_FEATURES and not any(map(cpu_has, CPU_FEATURES[dtype]))
 
 
 def notes_about_dtype(dtype: str, device: torch.device) -> list[str]:
@@ -165,14 +164,12 @@ def cpu_info() -> list[tuple[str, str]]:
 def differences_of_devices(kinds: list[dict[str, str]]) -> list[str]:
     """A sentence about each difference between the ranks' results of `kind_of_device`."""
     sentences = []
-    for name in kinds[0]:
-        ranks_of = {}
-        for rank, kind in enumerate(kinds):
-            ranks_of.setdefault(kind[name], []).append(str(rank))
-        if len(ranks_of) > 1:
-            values = "; ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_of.items())
+    for name, value in kinds[0].items():
+        others = [rank for rank, kind in enumerate(kinds) if kind[name] != value]
+        if others:
             sentences.append(
-                f"exact: {name} is not the same on all ranks ({values}): other layouts may give other bits"
+                f"exact: {name} is not the same on all ranks ({value} on rank 0, {kinds[others[0]][name]} on "
+                f"rank {others[0]}): other layouts may give other bits"
             )
     return sentences
 
