@@ -134,7 +134,7 @@ pp_schedule = "1f1b"  # the last three: two stages per rank [gpipe | 1f1b | inte
 ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert) [>= 1]
 shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
 grad_sync = "auto"  # the micro-steps that reduce gradients; every: less memory [auto | last | every | never]
-grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
+grad_compression = "none"  # between replicas: none, fp16, bf16, int8 or powersgd:RANK
 ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1) [> 0]
 fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network [>= 1]
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
@@ -143,7 +143,6 @@ local_steps = 1  # steps between two averages of the islands' weights [>= 1]
 outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD) [>= 0]
 outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD) [>= 0, < 1]
 outer_compression = "none"  # how islands send the changes [none | fp16 | int8]
-outer_parts = 1  # parts of the model that islands average at different steps, in the background [>= 1]
 # -- model ---------------------------------------------------------------------------------------------------
 n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head) [>= 0]
 n_hidden = 0  # width of the MLP (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64) [>= 0]
@@ -158,15 +157,13 @@ cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0]
 muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
 embedding_lr = 0.0  # with muon: maximum for token embeddings of an untied head (0: learning_rate) [>= 0]
 muon_momentum = 0.95  # Muon's momentum, after warming up from 0.85 over 300 steps [>= 0, < 1]
-lr_scaling = "none"  # scale rates and warm-up by sequences per step / base_batch [none | linear | sqrt]
-base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen [>= 0]
 # ------------------------------------------------------------------------------------------------------------
 # 1. settings and processes
 try:
     launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     # config/*.py and --key=value override the globals above; in config, fsdp has become zero=3
     config = settings.check_training(configure(globals()))
-    schedule = make_schedule(config, gradient_accumulation_steps * batch_size)
+    schedule = make_schedule(config)
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
     launchers.print_unapplied_settings(config)  # options of accelerate launch that are not read here (rank 0)
     # sets this process's device, and numbers the ranks by machine through a store: no process group yet
@@ -260,7 +257,7 @@ peak_flops, peak_source = devices.total_peak_flops(ranks.device, plan.dtype)
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
 logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
 logger.print_lines(banner.about_network(config, ranks, mesh))
-logger.print_lines(banner.about_step(config, reader, schedule))
+logger.print_lines(banner.about_step(config, reader))
 logger.print_lines(banner.about_machine(ranks, plan, peak_flops, peak_source))
 logger.print_lines([f"note:    {note}" for note in logger.notes] + banner.warnings(reader))
 logger.event(
@@ -378,7 +375,6 @@ if stop.agreed:
 saver.wait()
 report.done(samples.how_to_sample(out_dir, dataset, vocabulary))  # the summary and the plot
 saver.end(state, preempted_by=stop.reason() if is_preempted else "")  # exits if the last save failed
-slow_network.wait()  # an asynchronous average may still use the process group
 if exact:
     logger.print(
         f"weights: SHA-256 {compare_weights.weights_digest(raw_model, mesh)} before step {state.step}"

@@ -33,7 +33,7 @@ IN_CI = {
     "test_serving.py": r"continuous-batching-gpt2",
     "test_shares.py": r"3-1-1-zero3|2-1-tp2|slow_rank",
     "test_slurm.py": r"\[grace|time_limit",
-    "test_slow_networks.py": r"bits\[(sign-3|islands)\]|number_of_islands",
+    "test_slow_networks.py": r"bits\[(int8-3|islands)\]|number_of_islands",
     "test_zero.py": r"curve_of_one_process\[(zero2-offload|hsdp-4-zero2|zero3-7|zero3-full)\]"
     r"|bits\[hsdp|scaler"
     r"|layout\[(one-hsdp|zero3-zero3-4|offload-zero3)\]",

@@ -238,7 +238,7 @@ def test_a_host_that_joins_does_not_start_the_run_again(hosts, zygote, work):
 @pytest.mark.extra
 def test_an_island_that_fails_is_left_out_and_comes_back(hosts, zygote, work):
     """Each host is an island; two of three go on when the third fails, until the third takes part again."""
-    islands = ["--islands=0", "--local_steps=20", "--outer_parts=2", "--outer_compression=int8"]
+    islands = ["--islands=0", "--local_steps=20", "--outer_compression=int8"]
     args = [
         *JOB,
         *islands,
@@ -267,14 +267,6 @@ def test_an_island_that_fails_is_left_out_and_comes_back(hosts, zygote, work):
     assert sorted(column(out, "loss")) == [*range(1501)]
     assert "islands: 2 of 1 processes" in h.text("h1")
     zygote.start(
-        [
-            *args,
-            "--islands=1",
-            "--local_steps=1",
-            "--outer_parts=1",
-            "--outer_compression=none",
-            "--out_dir=one",
-        ],
-        work,
+        [*args, "--islands=1", "--local_steps=1", "--outer_compression=none", "--out_dir=one"], work
     ).wait(600)
     assert column(out, "val_loss")[1500] == pytest.approx(column(work / "one", "val_loss")[1500], abs=0.1)

@@ -242,7 +242,6 @@ class Saver:
         stored = share_checkpoint(stored, str(self.run_folder.path))
         checkpoint = do_together(open_checkpoint, stored, on_error=self.log.failed)
         do_together(state.load, checkpoint, on_error=self.log.failed)
-        state.slow_network.resume()
         self.step = state.step
 
     def look_for_rollback(self) -> tuple[StoredCheckpoint | None, list[str]]:

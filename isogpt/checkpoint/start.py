@@ -30,7 +30,7 @@ from isogpt.training.settings import model_args_of, settings_of_model
 # settings that change the updates of the weights. max_iters alone does not: it continues a run
 OF_UPDATES = (
     *("optimizer", "learning_rate", "weight_decay", "beta1", "beta2", "muon_lr", "embedding_lr"),
-    *("muon_momentum", "grad_clip", "dropout", "lr_scaling", "base_batch"),
+    *("muon_momentum", "grad_clip", "dropout"),
     *("decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr"),
 )
 

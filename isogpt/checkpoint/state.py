@@ -58,7 +58,7 @@ class TrainState:
             self.scaler.load_state_dict(ours["scaler"])
         if checkpoint.is_sharded:
             shapes = saved_shapes(checkpoint)
-            self.slow_network.restart(self.step, shapes, ours.get("averaged_at"))
+            self.slow_network.restart(self.step, shapes)
             parts = flat({}, self.slow_network.saved_parts())
             read_shards(checkpoint, {name: parts[name] for name in parts if name in shapes}, shapes)
         else:  # a ckpt.pt contains nothing of the slow network
@@ -81,7 +81,7 @@ class TrainState:
     def describe(self) -> dict:
         """What a checkpoint stores of the state besides tensors, iter_num and best_val_loss."""
         scaler = {"scaler": self.scaler.state_dict()}
-        return scaler | self.progress.describe() | self.slow_network.describe()
+        return scaler | self.progress.describe()
 
     def advance(self) -> None:
         """Count a step that was taken."""

@@ -9,7 +9,6 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import about_unused_ranks, spell_shares
-from isogpt.training.schedule import Schedule
 
 
 def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) -> list[str]:
@@ -54,8 +53,8 @@ def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> list[str]:
     return lines
 
 
-def about_step(config: dict, reader: Reader, schedule: Schedule) -> list[str]:
-    """The sequences of a step, and the learning rate."""
+def about_step(config: dict, reader: Reader) -> list[str]:
+    """The sequences of a step."""
     share, length = reader.share, reader.block_size
     tokens = share.sequences * length
     rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else share.rows_of[:1]))
@@ -67,13 +66,6 @@ def about_step(config: dict, reader: Reader, schedule: Schedule) -> list[str]:
     ]
     if config["shares"] == "auto":
         lines.append(f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}")
-    if config["lr_scaling"] != "none":
-        warmup = f"warm-up of {schedule.warmup_iters} steps" if config["decay_lr"] else "no warm-up"
-        lines.append(
-            f"rate:    {schedule.learning_rate:.4g} = learning_rate {config['learning_rate']:.4g} x "
-            f"{schedule.factor:.4g} ({config['lr_scaling']} in {share.sequences} sequences per step, "
-            f"base_batch {config['base_batch']}), {warmup}"
-        )
     return lines
 
 

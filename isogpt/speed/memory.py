@@ -236,8 +236,8 @@ def optimizer_bytes(plan: Plan, part: RankPart) -> float:
     islands = max(1, plan.islands)
     if keeps_errors(plan.grad_compression) and plan.world_size > islands:
         total += 4 * kept
-    if islands > 1:  # weights and momentum of the outer step; for one part, what is sent and its change
-        total += 8 * kept + 8 * kept / plan.outer_parts
+    if islands > 1:  # weights and momentum of the outer step, and the change that is sent
+        total += 12 * kept
     return total
 
 
