@@ -31,8 +31,8 @@ from isogpt.checkpoint.manifest import (
 )
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint, open_bare
-from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
-from isogpt.checkpoint.state import flat, restore_checkpoint, state_parts
+from isogpt.checkpoint.source import check_finite, check_weights, flat, open_checkpoint
+from isogpt.checkpoint.state import restore_checkpoint, state_parts
 from isogpt.common import console
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import Vocabulary
@@ -83,7 +83,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         parts = flat(local_parts_by_name(model), state_parts(model, optimizers))
         sharded_files.write(unfinished, parts, group=None)
         manifest = make_manifest(source.run, 1, 3, found.val_loss) | {"run": source.run}
-        return commit_checkpoint(unfinished, manifest, keep_last=0, replace=True)
+        return commit_checkpoint(unfinished, manifest, keep_last=0)
 
 
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:

@@ -157,7 +157,7 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
             "best_val_loss": float("inf"),
             "config": {},
         }
-        saved = OpenCheckpoint(stored=None, run=run)
+        saved = OpenCheckpoint(stored=None, run=run, shapes={"optim.": ()})
         progress = Progress(tokens_per_step=n * BLOCK)
         progress.load(saved)
         first = reader_of_steps(n, progress)

@@ -61,13 +61,8 @@ class Progress:
                 f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
                 f"evaluations measure something different: {', '.join(changed)}"
             )
-        if source.optimizer == {}:
+        if not source.has_moments:
             notes.append(f"{source.stored.path} contains no state of AdamW: the moments start at zero")
-        if unused := ", ".join(source.unused_state):
-            notes.append(
-                f"{source.stored.path} contains {unused} of an optimizer that is not used here: the run "
-                "continues with AdamW, whose steps are different"
-            )
         return notes
 
     def rewind(self, run: dict) -> None:
