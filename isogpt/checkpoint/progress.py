@@ -97,9 +97,11 @@ class Progress:
 
     def describe(self) -> dict:
         """What a checkpoint stores of the progress besides iter_num and best_val_loss."""
-        facts = {"best_step": self.best_step, "measures": self.measures}
-        facts |= {"tokens": self.tokens, "position": self.position}
-        return facts | {
+        return {
+            "best_step": self.best_step,
+            "measures": self.measures,
+            "tokens": self.tokens,
+            "position": self.position,
             "left_out": sorted(self.skipped),
             "wandb_id": self.wandb_id,
             "shares": list(self.shares),
@@ -119,6 +121,5 @@ def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:
     changed = [
         f"{name} is {now[name]}, not {before.get(name)}" for name in now if now[name] != before.get(name)
     ]
-    if not changed:
-        return []
-    return [f"exact: {', '.join(changed)}: the bits may differ from a run without this change"]
+    text = f"exact: {', '.join(changed)}: the bits may differ from a run without this change"
+    return [text] if changed else []
