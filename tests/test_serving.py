@@ -31,16 +31,7 @@ pytestmark = [
 ]
 CHARACTERS = {chr(c): c - 32 for c in range(32, 127)} | {"\n": 95}
 BLOCK_SIZE, TOKENS = 256, 40
-PROMPTS = [
-    "x",
-    "def main(",
-    " two  spaces ",
-    "a line\n\n    and another",
-    "{[(",
-    "0123456789" * 10,
-    "\n",
-    "To",
-]
+PROMPTS = ["x", "def main(", " two  spaces ", "a line\n\n    and another", "{[(", "0123456789" * 9, "\n"]
 BATCHING = ["--continuous-batching", "--cb-num-blocks=32", "--cb-max-batch-tokens=256"]
 
 

@@ -118,8 +118,6 @@ def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:
         return []
     if not before:
         return ["exact: the checkpoint was written without exact: the bits depend on the layout up to here"]
-    changed = [
-        f"{name} is {now[name]}, not {before.get(name)}" for name in now if now[name] != before.get(name)
-    ]
-    text = f"exact: {', '.join(changed)}: the bits may differ from a run without this change"
-    return [text] if changed else []
+    changed = [name for name in now if now[name] != before.get(name)]
+    phrases = ", ".join(f"{name} is {now[name]}, not {before.get(name)}" for name in changed)
+    return [f"exact: {phrases}: the bits may differ from a run without this change"] if changed else []
