@@ -17,10 +17,6 @@ from isogpt.training import optimizer_state
 Value = TypeVar("Value")  # a tensor, or the part of it that a rank holds
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
 WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
-ADVICE_ON_MOMENTS = (
-    ". nanoGPT numbered the optimizer's state differently before May 2023: start a new run from the weights, "
-    "with --init_from=FOLDER and a different --out_dir"
-)
 
 
 @dataclass(frozen=True)
@@ -95,11 +91,8 @@ class OpenCheckpoint:
             if len(saved) == len(part.unstacked().shape) + 1 and saved != part.shape:
                 targets[name] = stacks[name] = part.unstacked().new_stack(saved[0])
             if targets[name].shape != saved:
-                sizes = f"{tuple(saved)}, not {tuple(targets[name].shape)}"
-                advice = ADVICE_ON_MOMENTS if name.startswith("optim.") else ""
-                raise ValueError(
-                    f"{self.stored.path} does not fit the model: the shape of {name} is {sizes}{advice}"
-                )
+                sizes = f"the shape of {name} is {tuple(saved)}, not {tuple(targets[name].shape)}"
+                raise ValueError(f"{self.stored.path} does not fit the model: {sizes}")
         return targets, stacks
 
 

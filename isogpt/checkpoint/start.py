@@ -145,13 +145,10 @@ def differences(
         source: the checkpoint that contains the model, if there is one.
     """
     model, sentences = settings_of_model(model_args), []
+    names = ("arch", "n_layer", "n_head", "n_embd", "bias", "n_kv_head", "n_hidden", "vocab_size", "head")
+    left_open = {name for name in names if config[name] in (0, "auto") and name != "bias"}
     ignored = [
-        name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]
-    ]
-    ignored += [
-        name
-        for name in ("n_kv_head", "n_hidden", "vocab_size", "head")
-        if config[name] not in (0, "auto", model.get(name, config[name]))
+        name for name in names if name not in left_open and config[name] != model.get(name, config[name])
     ]
     if model.get("n_expert") and config["n_expert_active"] != model["n_expert_active"]:
         ignored.append("n_expert_active")
