@@ -5,6 +5,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
@@ -105,17 +106,21 @@ class Saver:
             lost = self.claim_folder()
         if lost:
             self.log.event("folder_lost", f"warning: {lost}", reason=lost)
+        # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
+        shutil.rmtree(self.unfinished(), ignore_errors=True)
         self.step, self.problem = state.step, ""
         if self.is_sharded or is_main():
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.write, run, copied, state.progress.val_loss)
         self.stall = time.perf_counter() - self.began
 
+    def unfinished(self) -> Path:
+        """The folder in which the checkpoint is written until it is complete."""
+        return unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
+
     def write(self, run: dict, copied: dict, val_loss: float | None) -> None:
         """Write a checkpoint in a folder of its own; rank 0 then makes it count (in the background)."""
-        folder = unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
-        # where the folder is not shared, rank 0 cannot discard this rank's shards of a failed checkpoint
-        shutil.rmtree(folder, ignore_errors=True)
+        folder = self.unfinished()
         manifest = make_manifest(run, self.plan.world_size, self.plan.zero, val_loss)
         try:
             if self.is_sharded:

@@ -88,7 +88,8 @@ class Start:
         elif self.pretrained:
             do_together(load_weights, state.model, self.pretrained.state_dict(), seed)
         else:
-            init_weights(state.model, seed)
+            with exit_together():
+                init_weights(state.model, seed)
         state.slow_network.restart(state.step)
 
 
@@ -146,10 +147,8 @@ def differences(
     """
     model, sentences = settings_of_model(model_args), []
     names = ("arch", "n_layer", "n_head", "n_embd", "bias", "n_kv_head", "n_hidden", "vocab_size", "head")
-    left_open = {name for name in names if config[name] in (0, "auto") and name != "bias"}
-    ignored = [
-        name for name in names if name not in left_open and config[name] != model.get(name, config[name])
-    ]
+    chosen = [name for name in names if name == "bias" or config[name] not in (0, "auto")]
+    ignored = [name for name in chosen if config[name] != model.get(name, config[name])]
     if model.get("n_expert") and config["n_expert_active"] != model["n_expert_active"]:
         ignored.append("n_expert_active")
     origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
