@@ -383,7 +383,7 @@ def save_as_nanogpt(out, step, shift=0.0):
         torch.save(state, file)
 
 
-def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
+def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(zygote, place):
     """
     In a folder that nanoGPT wrote: the checkpoint with the longer context is kept after any number of others.
     """

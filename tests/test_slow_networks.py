@@ -7,7 +7,8 @@ import torch
 from runs import REPO, column, start_changed, start_faulty
 from test_parity import same
 
-from isogpt.checkpoint import sharded_files
+from isogpt.checkpoint.search import open_folder
+from isogpt.checkpoint.source import open_checkpoint
 from isogpt.parallel.local_parts import LocalPart
 
 SHORT = ["--save_interval=10", "--max_iters=19", "--dropout=0.1"]
@@ -43,14 +44,9 @@ MARKED = [
 
 def tensors(folder):
     """Everything that a checkpoint in shards holds."""
-    state = {name: torch.empty(shape) for name, shape in sharded_files.shapes(folder).items()}
-    parts = {name: LocalPart(t.shape, (((0,) * t.dim(), t),)) for name, t in state.items()}
-    sharded_files.dcp.load(
-        parts,
-        storage_reader=sharded_files.PlainReader(folder),
-        planner=sharded_files.LoadPlanner(**sharded_files.FLAT),
-        no_dist=True,
-    )
+    checkpoint = open_checkpoint(open_folder(folder))
+    state = {name: torch.empty(shape) for name, shape in checkpoint.shapes.items()}
+    checkpoint.read({name: LocalPart(t.shape, (((0,) * t.dim(), t),)) for name, t in state.items()})
     return state
 
 
