@@ -32,7 +32,8 @@ from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import load_weights, restore_checkpoint
 from isogpt.common import console
-from isogpt.data import tokenizer
+from isogpt.data.tokenizer import cut_at
+from isogpt.data.tokenizer import load as load_tokenizer
 from isogpt.data.vocabulary import check_size
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables
 from isogpt.launch.process_group import connect_ranks, leave_process_group
@@ -115,10 +116,10 @@ with exit_together():
         vocabulary = vocabulary_of_run(run, Path(out_dir), dataset)
     else:
         vocabulary = vocabulary_of_weights(init_from, model_args["vocab_size"])
-    words = tokenizer.load(vocabulary, special_tokens)
-    check_size(words.n_ids, model_args["vocab_size"])
-    if words.note and ranks.is_main:
-        print(f"note: {words.note}", file=sys.stderr)
+    tokenizer = load_tokenizer(vocabulary, special_tokens)
+    check_size(tokenizer.n_ids, model_args["vocab_size"])
+    if tokenizer.note and ranks.is_main:
+        print(f"note: {tokenizer.note}", file=sys.stderr)
     plan = replace(plan, model_args={"n_kv_head": 0} | model_args)
     check_degrees(plan, splits_sequence=False)
     with torch.device("meta"):
@@ -156,7 +157,7 @@ with exit_together():
 text = broadcast(text)
 with exit_together():
     try:
-        prompt = words.begin(text)
+        prompt = tokenizer.begin(text)
     except ValueError as e:
         raise ValueError(f"--start: {e}") from e
     if not prompt:
@@ -173,13 +174,13 @@ if first < end:
             model,
             idx,
             max_new_tokens,
-            generation.Choice(temperature, top_k, top_p, words.n_ids),
+            generation.Choice(temperature, top_k, top_p, tokenizer.n_ids),
             use_cache=True,
             seed=seed,
             first_sample=first,
         )
     texts = [
-        tokenizer.cut_at(words.decode(sample), stop, len(words.decode(prompt))) for sample in samples.tolist()
+        cut_at(tokenizer.decode(sample), stop, len(tokenizer.decode(prompt))) for sample in samples.tolist()
     ]
 is_first = mesh.same_tokens.index == 0  # the first of the ranks that generate the same samples
 gathered = gather_objects(texts if is_first else [])

@@ -195,8 +195,8 @@ def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
             workers = set(children(agent.pid))
             os.kill(rng.choice(sorted(workers)), signal.SIGKILL)
             killed = time.time()
-            events = wait_for(lambda k=killed: recoveries(work / "killed", k), 120)
-            took.append(stamp(events[-1]) - killed)
+            steps = wait_for(lambda k=killed: recoveries(work / "killed", k), 120)
+            took.append(stamp(steps[0]) - killed)
             if n % 10 == 9:
                 say(
                     f"{n + 1} kills, {before} lines; until the next step: median "
@@ -407,8 +407,10 @@ def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
 
 
 def recoveries(folder, since):
-    """The events of first steps after a restart, later than the time `since`."""
-    return [r for r in records(folder) if r.get("event") == "recovered" and stamp(r) > since]
+    """The steps since the last resume, if that is later than the time `since`."""
+    lines = records(folder)
+    resumes = [i for i, r in enumerate(lines) if r.get("event") == "resume" and stamp(r) > since]
+    return [r for r in lines[resumes[-1] :] if "step_ms" in r] if resumes else []
 
 
 def world_sizes(folder):

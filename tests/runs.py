@@ -218,10 +218,10 @@ exec(code, {{"__name__": "__main__", "__file__": sys.argv[0]}})
 """
 
 
-def start_changed(zygote, changes, args, cwd, nproc=1):
+def start_changed(zygote, changes, args, cwd, nproc=1, **kw):
     """Start train.py after Python code that replaces functions which train.py is about to import."""
     (Path(cwd) / "changed.py").write_text(CHANGED.format(repo=str(REPO), changes=changes))
-    return zygote.start([*TINY, *args], cwd, nproc, script="changed.py", repo=cwd)
+    return zygote.start([*TINY, *args], cwd, nproc, script="changed.py", repo=cwd, **kw)
 
 
 def script(at, name, args, until=None, home=REPO):
