@@ -372,7 +372,7 @@ if stop.agreed:
     with clock.part("save"):
         saver.save(state)
 saver.wait()
-report.done(samples.how_to_sample(out_dir, dataset, vocabulary))  # the summary and the plot
+report.done(samples.how_to_sample(out_dir, vocabulary))  # the summary and the plot
 saver.end(state, preempted_by=stop.reason() if is_preempted else "")  # exits if the last save failed
 slow_network.wait()  # an asynchronous average may still use the process group
 if exact:

@@ -19,7 +19,6 @@ from isogpt.monitor.log import Logger
 from isogpt.parallel.plan import Plan
 from isogpt.training.settings import problem_of_samples
 
-STARTS = {"stdlib_char": "def main("}  # prompts that suit a data set of this repository, by name
 LINES, COLUMNS = 2, 70  # shown of a sample
 TOKENS = 150  # generated for a sample; if a token is a character, two lines
 
@@ -100,9 +99,8 @@ def first_lines(text: str) -> list[str]:
     return [part for line in shown.split("\n") for part in textwrap.wrap(line, COLUMNS)][:LINES]
 
 
-def how_to_sample(out_dir: str, dataset: str, vocabulary: Vocabulary) -> str:
+def how_to_sample(out_dir: str, vocabulary: Vocabulary) -> str:
     """The command that prints samples of a run's model; "" without a checkpoint or a vocabulary."""
     if not is_run(out_dir) or vocabulary.kind == "unknown":
         return ""
-    start = f" --start={shlex.quote(STARTS[dataset])}" if dataset in STARTS else ""
-    return f"try: python sample.py --out_dir={shlex.quote(out_dir)}{start}"
+    return f"try: python sample.py --out_dir={shlex.quote(out_dir)}"

@@ -29,12 +29,7 @@ class Alerts:
         is_final = record["event"] in FINAL
         try:
             process = subprocess.Popen(
-                self.command,
-                shell=True,
-                stdin=subprocess.PIPE,
-                stderr=None if is_final else subprocess.DEVNULL,
-                text=True,
-                env=environment_without_launcher(),
+                self.command, shell=True, stdin=subprocess.PIPE, text=True, env=environment_without_launcher()
             )
         except OSError as e:
             console.print_to_stderr(f"warning: alert_command: {e}")
