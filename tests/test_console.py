@@ -24,6 +24,9 @@ from isogpt.monitor.samples import TOKENS, first_lines, open_sampler
 from isogpt.speed.clock import WAITING, Clock
 from model import GPT, GPTConfig
 
+ALONE = Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",))
+SAMPLED = {"sample_interval": 5, "seed": 1}
+
 
 class Terminal:
     """A terminal whose output is read in the background."""
@@ -171,38 +174,24 @@ def test_samples_change_no_bit_of_training(zygote, work, nproc, layout):
 @pytest.mark.parametrize("arch", ["llama", "nanochat"])
 def test_a_sample_is_what_the_model_writes(arch, work):
     """The text of the trained model itself, which is not changed."""
-
-    words = Vocabulary("table", {chr(97 + i): i for i in range(20)})
+    letters = Vocabulary("table", {chr(97 + i): i for i in range(20)})
     args = dict(arch=arch, n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=24)
     model = GPT(GPTConfig(**args, dropout=0.5, tied=True), seed=1).train()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.full_like(p, 0.01))
-    config = {"sample_interval": 1, "dataset": "mine", "seed": 5}
     plan = default_plan(model_args=args)
-    sampler = open_sampler(config, words, plan, Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",)))
+    sampler = open_sampler(SAMPLED, letters, plan, ALONE)
     before, state = torch.get_rng_state(), {n: p.clone() for n, p in model.named_parameters()}
     text = sampler.write(model, torch.autocast("cpu", enabled=False))
     assert model.training and torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(p, state[n]) and p.grad is None for n, p in model.named_parameters())
     idx = torch.tensor([[0]])  # the vocabulary contains no line's end
-    ids = model.eval().generate(idx, TOKENS, 0.8, 200, vocab_size=20, seed=5)
+    ids = model.eval().generate(idx, TOKENS, 0.8, 200, vocab_size=20, seed=1)
     assert text == "".join(chr(97 + i) for i in ids[0].tolist())
 
 
-ALONE = Ranks(0, 1, torch.device("cpu"), "none", hosts=("a",))
-SAMPLED = {"sample_interval": 5, "dataset": "mine", "seed": 1}
-
-
-@pytest.mark.parametrize(
-    "layout, named",
-    [
-        ({"zero": 3}, "zero 3"),
-        ({"zero": 2, "tp": 2}, "zero 2, tp 2"),
-        ({"pp": 2}, "pp 2"),
-        ({"ep": 2}, "ep 2"),
-    ],
-)
+@pytest.mark.parametrize("layout, named", [({"zero": 2, "tp": 2}, "zero 2, tp 2"), ({"pp": 2}, "pp 2")])
 def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
     """The run goes on without samples: the setting may come from a config."""
     assert open_sampler(SAMPLED, Vocabulary("table", {"a": 0}), default_plan(**layout), ALONE) is None
@@ -210,11 +199,10 @@ def test_samples_need_the_whole_model_on_one_process(layout, named, capsys):
 
 
 def test_samples_of_ids_without_a_meaning_are_an_error_at_the_start(capsys):
-    words = Vocabulary("unknown", "no meta.pkl")
+    unknown = Vocabulary("unknown", "no meta.pkl")
     with pytest.raises(SystemExit):
-        open_sampler(SAMPLED, words, default_plan(model_args={"vocab_size": 9}), ALONE)
+        open_sampler(SAMPLED, unknown, default_plan(), ALONE)
     assert "error: sample_interval: the ids cannot be decoded: no meta.pkl" in capsys.readouterr().err
-    assert open_sampler(SAMPLED | {"sample_interval": 0}, words, default_plan(), ALONE) is None
 
 
 def test_two_lines_of_a_sample_are_shown():
@@ -239,7 +227,6 @@ def clock_after(ms, finds_waiting=True):
 
 
 def test_the_share_of_a_step_in_which_a_rank_waits():
-
     step = {"data": 5, "forward": 20, "backward": 50, "reduce": 4, "norm": 1, "agree": 6, "optimizer": 14}
     share = clock_after({**step, WAITING: 20, "evaluation": 1000, "save": 500}).waiting_share()
     assert share == pytest.approx((20 + 4 + 6) / 100)
@@ -251,7 +238,6 @@ def test_the_share_of_a_step_in_which_a_rank_waits():
 
 
 def test_the_clock_notes_when_the_last_gradient_is_there():
-
     clock, weight = Clock(torch.device("cpu")), torch.nn.Parameter(torch.ones(3))
     clock.find_waiting(weight)
     (weight * 2).sum().backward()  # not timed
@@ -290,10 +276,8 @@ def test_what_the_slowest_rank_costs_is_not_communication():
         (1, [], False),
         (2, [], True),
         (2, ["--exact=True"], True),
-        (2, ["--islands=2", "--local_steps=3"], True),
         (2, ["--pp=2"], True),
         (2, ["--zero=3"], False),
-        (2, ["--tp=2"], False),
     ],
 )
 def test_a_run_says_in_which_parts_of_a_step_ranks_wait(zygote, work, nproc, layout, is_known):
