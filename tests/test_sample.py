@@ -90,7 +90,10 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
     folder = folder_of(at.path, arch)
     args = ["--device=cpu", "--dtype=float32", f"--init_from={folder}", "--num_samples=2", "--temperature=5"]
     script(at, "sample.py", [*args, "--start=cab", "--max_new_tokens=300"])
-    first, second, end = capsys.readouterr().out.split("\n---------------\n")
+    output = (
+        capsys.readouterr().out
+    )  # begins with a warning of deepspeed, if transformers has just imported it
+    first, second, end = output[output.index("cab") :].split("\n---------------\n")
     assert end == "" and all(text.startswith("cab") and len(text) == 303 for text in (first, second))
     assert set(first) == set(second) == set("abcdef")  # not 6 and 7, which pad the vocabulary
     output = script_that_fails(at, capsys, "sample.py", [*args, "--start=x"])
