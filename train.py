@@ -113,8 +113,6 @@ profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.js
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
 on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
-nan_patience = 3  # roll back after this many consecutive skipped steps and exclude their batches [>= 1]
-max_rollbacks = 2  # stop after this many rollbacks [>= 0]
 check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
 alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
 # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ try:
     # sets this process's device, and numbers the ranks by machine through a store: no process group yet
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
-    logger = log.Logger(progress, log.start_sinks(ranks, out_dir, alert_command))  # prints, alerts
+    logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
     # sets sys.excepthook; from here on, a rank that fails is named
     watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)
     if exact:  # the bits of some CPU kernels depend on the number of threads
@@ -271,14 +269,12 @@ logger.event(
 )
 flops_per_step = flops_per_token * progress.tokens_per_step
 meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, log_interval)
-report = run_report.RunReport(
-    logger, meter, ranks, max_iters, eval_interval, log_interval, flops_per_step, peak_flops
-)
+report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flops_per_step, peak_flops)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
 sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None on other ranks, and without samples
-nan_policy = not_finite.NanPolicy(on_nan, nan_patience, max_rollbacks)
+nan_policy = not_finite.NanPolicy(on_nan)
 start = None  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
@@ -301,7 +297,7 @@ while not is_complete:
     clock.pause()
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
-        evaluator.run(lr)
+        evaluator.run()
         if stop.agreed:  # a stop was requested during the evaluation
             break
     if saver.is_due(state, is_complete):
@@ -361,7 +357,8 @@ while not is_complete:
         continue
     slow_network.after_step(step)  # averages the weights of islands, if that is due
     clock.step()
-    report.step(numbers, lr)
+    if record := report.step(numbers, lr):  # on rank 0, if the step is logged
+        logger.write(record)  # the console's line, metrics.jsonl, wandb and TensorBoard
     saver.poll()  # reports a checkpoint in the background that is complete or has failed
     state.advance()
     if stop.decide(numbers.stop):
@@ -373,7 +370,7 @@ if stop.agreed:
     with clock.part("save"):
         saver.save(state)
 saver.wait()
-report.done(samples.how_to_sample(out_dir, dataset, vocabulary))  # the summary and the plot
+report.done(samples.how_to_sample(out_dir, vocabulary))  # the summary and the plot
 saver.end(state, preempted_by=stop.reason() if is_preempted else "")  # exits if the last save failed
 if exact:
     logger.print(

@@ -163,8 +163,8 @@ def kill_workers(work, kills, seed, nproc=4):
             time.sleep(rng.random() * 0.05)
             os.kill(rng.choice(sorted(children(agent.pid))), signal.SIGKILL)
             killed = time.time()
-            events = wait_for(lambda k=killed: recoveries(work / "killed", k), 120)
-            took.append(stamp(events[-1]) - killed)
+            steps = wait_for(lambda k=killed: recoveries(work / "killed", k), 120)
+            took.append(stamp(steps[0]) - killed)
             print(f"kill {n + 1}: {took[-1]:.1f} s until the next step")
         assert agent.wait(600) == 0
     one, other = column(work / "straight", "loss"), column(work / "killed", "loss")
@@ -221,8 +221,10 @@ def shrink(zygote, work):
 
 
 def recoveries(folder, since):
-    """The events of first steps after a restart, later than the time `since`."""
-    return [r for r in records(folder) if r.get("event") == "recovered" and stamp(r) > since]
+    """The steps since the last resume, if that is later than the time `since`."""
+    lines = records(folder)
+    resumes = [i for i, r in enumerate(lines) if r.get("event") == "resume" and stamp(r) > since]
+    return [r for r in lines[resumes[-1] :] if "step_ms" in r] if resumes else []
 
 
 def world_sizes(folder):

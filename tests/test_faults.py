@@ -28,14 +28,13 @@ from isogpt.checkpoint.manifest import read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
-from isogpt.common.files import load_pickle, reason_of, write_whole
+from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.launchers import Launch, make_launch
 from isogpt.monitor.log import Logger
 from isogpt.monitor.samples import how_to_sample
-from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.monitor.sink_plot import Plot, mean_losses, plot_loss
+from isogpt.monitor.sink_plot import plot_loss
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.parallel.local_parts import local_part_of
 
@@ -149,26 +148,23 @@ def test_ranks_with_folders_of_their_own(zygote, work):
     """Shards would be in several folders; a checkpoint that rank 0 writes can be written, but not resumed."""
     (work / "own.py").write_text(OWN)
     args = ["own.py", *SHORT[:-1], "--dist_timeout_s=60"]
-    for flags in (["--zero=1"], ["--islands=2", "--local_steps=2"]):
-        run = zygote.train([*args, *flags], work, 2, ok=False)
-        text = (
-            f"rank 0 keeps this run in {work}/out0, which is not the out_dir of other ranks: rank 1 looks in "
-        )
-        assert set(run.codes) == {1} and f"error: {text}{work}/out1. All ranks write" in run.text()
-        assert (
-            run.text().count("error:") == 1 and "Traceback" not in run.text() and "iter 0:" not in run.text()
-        )
-    assert not (work / "out1").exists()
-    run = zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
-    run = zygote.train(args, work, 2)
-    assert f"warning: {text}" in run.text() and steps_in(work / "out0") == 5
-    run = zygote.train([*args, "--init_from=resume"], work, 2, ok=False)
-    assert set(run.codes) == {1} and "Traceback" not in run.text()
-    assert (
-        f"error: rank 1: {work}/out1/step_00000006/ckpt.pt on " in run.text()
-        and run.text().count("error:") == 1
-    )
 
+    def said(*flags):
+        run = zygote.train([*args, *flags], work, 2, ok=False)
+        text = run.text()
+        assert set(run.codes) == {1} and text.count("error:") == 1 and "Traceback" not in text
+        return text
+
+    problem = (
+        f"rank 0 keeps this run in {work}/out0, which is not the out_dir of other ranks: rank 1 looks in"
+    )
+    for flags in (["--zero=1"], ["--islands=2", "--local_steps=2"]):
+        assert f"error: {problem} {work}/out1. All ranks write" in said(*flags)
+    assert not (work / "out1").exists()
+    zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
+    run = zygote.train(args, work, 2)
+    assert f"warning: {problem}" in run.text() and steps_in(work / "out0") == 5
+    assert f"error: rank 1: {work}/out1/step_00000006/ckpt.pt on " in said("--init_from=resume")
     # rank 1 sees what rank 0 does not: a newer checkpoint, or one where rank 0 has none
     shutil.copytree(work / "out0", work / "out1", symlinks=True)
     shutil.rmtree(work / "out0/step_00000006")
@@ -201,12 +197,7 @@ def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path):
     sharded_files.check_complete(tmp_path)
     (file,) = tmp_path.glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(
-        OSError, match="1 of 1 files of the checkpoint are missing or too short in .*__0_0.distcp"
-    ):
-        sharded_files.check_complete(tmp_path)
-    file.unlink()
-    with pytest.raises(OSError, match="do all ranks write to this folder"):
+    with pytest.raises(OSError, match="1 of 1 files of the checkpoint are missing or too short in .*__0_0"):
         sharded_files.check_complete(tmp_path)
 
 
@@ -230,23 +221,7 @@ def test_a_disk_that_is_full_for_one_rank_is_named(zygote, work):
     assert not list((work / "out").glob("*step_*")) and "Traceback" not in run.text()
 
 
-def test_the_reason_is_not_cut_off():
-    with pytest.raises(RuntimeError) as raised:
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device", "a/b")
-        finally:
-            raise RuntimeError("unexpected pos 704 vs 598")
-    assert reason_of(raised.value) == "[Errno 28] No space left on device: 'a/b'"
-    by_rank = {rank: (raised.value, None) for rank in (0, 3)} | {
-        1: (PermissionError(13, "Permission denied"), None)
-    }
-    text = "[Errno 28] No space left on device: 'a/b' (rank 0, 3); [Errno 13] Permission denied (rank 1)"
-    assert reason_of(sharded_files.CheckpointException("", by_rank)) == text
-    assert reason_of(ValueError("first\n second" + 400 * " x")).startswith("first second x")
-    assert reason_of(KeyError()) == "KeyError"
-
-
-@pytest.mark.parametrize("setting", ["tp", "pp", "zero"])
+@pytest.mark.parametrize("setting", ["tp", "zero"])
 def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work, setting):
     """Groups of ranks, for instance, which other ranks would never join."""
     (work / "own.py").write_text(f"import os\n{setting} = 1 + int(os.environ['RANK'])\n")
@@ -255,18 +230,22 @@ def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work,
     assert set(run.codes) == {1} and run.text() == text
 
 
+# a config file with which two of three ranks are on one machine
+UNEVEN = """
+import os
+alone = os.environ["RANK"] == "2"
+os.environ.update(LOCAL_WORLD_SIZE="1" if alone else "2", LOCAL_RANK="0" if alone else os.environ["RANK"])
+del alone
+"""
+
+
 def test_machines_with_different_numbers_of_processes_are_no_islands(zygote, work):
-    own = (
-        "import os\nif os.environ['RANK'] == '2':\n    os.environ.update(LOCAL_RANK='0', "
-        "LOCAL_WORLD_SIZE='1')\n"
-    )
-    (work / "own.py").write_text(f"{own}else:\n    os.environ['LOCAL_WORLD_SIZE'] = '2'\n")
+    (work / "own.py").write_text(UNEVEN)
     args = [*SHORT, "own.py", "--dist_timeout_s=30", "--gradient_accumulation_steps=3"]
     run = zygote.train([*args, "--islands=0"], work, 3, ok=False, timeout=25)
-    assert set(run.codes) == {1} and run.text().startswith(
-        "error: islands is 0, one on each machine, but the numbers"
-    )
-    assert run.text().count("error:") == 1 and "set --islands= to a number that divides 3" in run.text()
+    problem = "error: islands is 0, one on each machine, but the numbers"
+    assert set(run.codes) == {1} and run.text().startswith(problem) and run.text().count("error:") == 1
+    assert "set --islands= to a number that divides 3" in run.text()
     zygote.train([*args, "--islands=3"], work, 3)
 
 
@@ -329,11 +308,8 @@ def test_a_mistake_that_restarts_repeat(zygote, work):
 
 
 def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
-    launch_of = Launch
-    assert launch_of(("a", "b")).continues(launch_of(("b", "c"))) and not launch_of(("a",)).continues(
-        launch_of(("b",))
-    )
-    assert not launch_of().continues(launch_of()), "without a launcher there are no restarts"
+    assert Launch(("a", "b")).continues(Launch(("b", "c"))) and not Launch(("a",)).continues(Launch(("b",)))
+    assert not Launch().continues(Launch()), "without a launcher there are no restarts"
     at.env("SLURM_JOB_ID", "7")
     job = make_launch([""])
     assert not job.continues(job), "a command that is typed twice in a job"
@@ -365,11 +341,6 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
     # as if it had been trained again
     os.rename(place / "out/abandoned_step_00000006", place / "out/step_00000006")
     assert look_for_start("resume", out, 3, now)[0].step == 6
-    with at.context() as patch:
-        patch.setattr(folder_module, "continue_from", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            enter_folder(out, found, now)
-    assert look_for_start("resume", out, 3, now)[0].step == 6, "a restart that is killed forgets nothing"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -409,48 +380,36 @@ def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
 
 def test_what_the_plot_shows(tmp_path, monkeypatch):
     """The first steps do not press the rest into a line, and the legend contains the last values."""
-    steps = [{"iter": i, "loss": 2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i} for i in range(200)]
+    losses = [2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i for i in range(200)]
+    steps = [{"iter": i, "loss": loss, "loss_mean": loss} for i, loss in enumerate(losses)]
     evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
     lines = "".join(json.dumps(record) + "\n" for record in [*steps, *evaluations])
     (tmp_path / "metrics.jsonl").write_text(lines)
     figures = []
-    savefig = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **kw: figures.append(self) or savefig(self, *a, **kw)
-    )
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: figures.append(figure))
     plot_loss(tmp_path)
     (axes,) = figures[0].axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
     assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
     assert 2.2 < axes.get_ylim()[1] < 2.4
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(lines.splitlines(keepends=True)[:10])
-    )  # a few steps are shown completely
+    # a few steps are shown completely
+    (tmp_path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:10]))
     plot_loss(tmp_path)
     (axes,) = figures[1].axes
     assert len(axes.lines) == 1 and axes.get_ylim()[1] > 10
 
 
-def test_the_plot_smooths_the_means_between_logged_steps():
-    """In the middle between them; without a mean, the loss of the logged step."""
-    steps = [{"iter": 0, "loss": 5.0, "loss_mean": 5.0}, {"iter": 10, "loss": 2.0, "loss_mean": 3.0}]
-    assert mean_losses([*steps, {"iter": 20, "loss": 2.5}]) == [(0, 5.0), (5.5, 3.0), (20, 2.5)]
-    assert mean_losses([{"iter": 7, "loss": 5.0, "loss_mean": 5.0}]) == [(7, 5.0)]
-    assert mean_losses([]) == []
-
-
 def test_how_to_sample(tmp_path):
     """Only if there is a checkpoint, and the ids mean something."""
-    words, unknown = Vocabulary("table", {"a": 0}), Vocabulary("unknown", "no meta.pkl")
+    table, unknown = Vocabulary("table", {"a": 0}), Vocabulary("unknown", "no meta.pkl")
     out = tmp_path / "my run"
     out.mkdir()
-    assert how_to_sample(str(out), "mine", words) == ""
+    assert how_to_sample(str(out), table) == ""
     (out / "ckpt.pt").touch()
-    assert how_to_sample(str(out), "mine", unknown) == ""
-    assert how_to_sample(str(out), "mine", words) == f"try: python sample.py --out_dir='{out}'"
-    command = shlex.split(how_to_sample(str(out), "stdlib_char", words))
-    assert accepted("sample.py", *command[3:])["start"] == "def main("
+    assert how_to_sample(str(out), unknown) == ""
+    command = how_to_sample(str(out), table).removeprefix("try: python sample.py ")
+    assert accepted("sample.py", *shlex.split(command))["out_dir"] == str(out)
 
 
 @pytest.mark.parametrize("name", ["lr$x^$_b", os.fsdecode(b"caf\xe9"), "\U00012345"])
@@ -464,7 +423,6 @@ def test_a_plot_that_cannot_be_written_says_why(zygote, work):
     run = zygote.train(["--max_iters=2", "--eval_interval=2", "--out_dir=out"], work)
     assert "no plot of the loss curve: [Errno 21]" in run.text() and "pip install" not in run.text()
     assert not (work / "out/loss.png.tmp").exists()
-    assert "no plot" in Plot(work / "moved", Console()).draw()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -499,7 +457,7 @@ def check(highest, vocab_size, path, *lowest):
 def noted(report, *args):
     if report.progress.step == 6:
         is_late.append(True)
-    report_step(report, *args)
+    return report_step(report, *args)
 reader.check_ids, run_report.RunReport.step = check, noted
 """
 
@@ -541,18 +499,8 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     shutil.rmtree(out)
     zygote.train([*SHORT, "--eval_interval=2", "--keep_last=9", "--max_iters=7"], place)
     assert best_checkpoint(str(out))[0].step == 8
-    run = zygote.train(
-        [
-            *RESUME,
-            "--eval_interval=99",
-            "--max_iters=8",
-            "--keep_last=9",
-            "--learning_rate=9",
-            "--min_lr=9",
-            "--warmup_iters=0",
-        ],
-        place,
-    )
+    worse = ["--learning_rate=9", "--min_lr=9", "--warmup_iters=0", "--max_iters=8", "--keep_last=9"]
+    run = zygote.train([*RESUME, *worse, "--eval_interval=99"], place)
     assert "at step 8\n" in run.text()
     shutil.rmtree(out / "step_00000008")
     found, _ = best_checkpoint(str(out))
@@ -571,26 +519,12 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     assert found.step == 9 and len(reports) == 1 and "step_00000006 is damaged" in reports[0]
 
 
-@pytest.mark.parametrize("when", ["5", "null", '"yesterday"', '"2126-01-01T00:00:00+00:00"'])
-def test_foreign_lines_in_the_log(zygote, place, when):
-    """Also of a run that ended in the future: the clock was set back."""
+def test_foreign_lines_in_the_log(zygote, place):
     with open(place / "out/metrics.jsonl", "a") as f:
         f.write('{"iter": null}\n[1]\n{"iter": "7", "loss": 1}\n{"note": "mine"}\n')
-        f.write(f'{{"iter": 5, "loss": 2.5, "time": {when}}}\n')
+        f.write('{"iter": 5, "loss": 2.5, "time": "yesterday"}\n')
     zygote.train(RESUME, place)
     assert len(column(place / "out", "loss")) == 8 and {"note": "mine"} in records(place / "out")
-    if "2126" in when:
-        assert [r["seconds"] for r in records(place / "out") if r.get("event") == "recovered"] == [0]
-
-
-def test_a_log_that_is_deleted_during_a_run(zygote, work):
-    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out"], work)
-    wait_for(lambda: steps_in(work / "out") > 3)
-    (work / "out/metrics.jsonl").unlink()
-    wait_for(lambda: steps_in(work / "out") > 10)
-    run.kill(sig=signal.SIGTERM)
-    run.wait(ok=False)
-    assert run.text().count("metrics.jsonl was deleted") == 1 and (work / "out/PREEMPTED").exists()
 
 
 def test_a_closed_pipe_does_not_end_the_run(work):
@@ -623,12 +557,7 @@ def test_a_full_disk_is_named(tmp_path):
 
 @pytest.mark.parametrize("kind", ["signal", "eval_only"])
 def test_a_stop_before_the_first_checkpoint_does_not_advise_to_resume(zygote, work, kind):
-    args = [
-        *TINY,
-        "--eval_iters=100000",
-        "--out_dir=out",
-        *(["--eval_only=True"] if kind == "eval_only" else []),
-    ]
+    args = [*TINY, "--eval_iters=100000", "--out_dir=out", f"--eval_only={kind == 'eval_only'}"]
     run = zygote.start(args, work)
     assert run.until(lambda text: "peak:" in text)
     run.kill(sig=signal.SIGTERM)
@@ -655,16 +584,14 @@ def test_a_second_of_tensorboards_steps_after_a_rollback(tmp_path):
     """The reader drops what was logged before the rollback."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 4}
-    progress, metrics = Progress(1), MetricsFile(config, "", Console(), step=0)
-    logger = Logger(progress, [metrics, TensorBoard(tmp_path, step=0)])
-    for first in (0, 3):  # rolled back from step 5 to step 3
-        progress.step = first
-        if first:
-            logger.rolled_back((), rollback=1)
-        for progress.step in range(first, 5):
-            logger.tell("step", {"iter": progress.step, "loss": 1.0, "mfu": None}, 0.0)
-    logger.tell("close")
+    metrics = MetricsFile(config, step=0)
+    logger = Logger(Progress(1), [metrics, TensorBoard(str(tmp_path), step=0)])
+    for first in (0, 3):
+        for step in range(first, 5):
+            logger.write({"iter": step, "loss": 1.0, "step_ms": 1.0, "mfu": None})
+        logger.event("end" if first else "rollback", to=3)
     metrics.file.close()
+    assert sorted(column(tmp_path, "loss")) == [0, 1, 2, 3, 4]
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
 

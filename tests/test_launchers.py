@@ -24,7 +24,7 @@ from configurator import settings_of
 from isogpt.launch import launchers, network, process_group
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, slurm_nodes, start_workers
 from isogpt.launch.process_group import Ranks, connect_ranks, rank_names
-from isogpt.monitor.sink_alerts import alert
+from isogpt.monitor.sink_alerts import Alerts
 
 FIVE = [*TINY, "--max_iters=4"]
 TRAIN = str(REPO / "train.py")
@@ -357,7 +357,8 @@ def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
         SLURM_PROCID="0", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID="0", LOCAL_SIZE="2"
     )
     variables(monkeypatch, **ours, SLURM_JOB_ID="17", MAIL="me")
-    alert(f"env > {tmp_path}/env; cat > {tmp_path}/event", {"event": "end"}, wait_s=30)
+    command = f"env > {tmp_path}/env; cat > {tmp_path}/event"
+    Alerts({"alert_command": command, "out_dir": "out"}).write({"event": "end"}, "")
     inherited = dict(
         line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line
     )

@@ -16,7 +16,6 @@ from isogpt.checkpoint.manifest import damage
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.monitor.log import Logger
-from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 
 DROPOUT = ["--dropout=0.1", "--max_iters=39", "--save_interval=7"]
@@ -379,7 +378,7 @@ def test_a_torn_metrics_file_is_cut_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in lines) + '{"iter": 8, "lo')
     config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}
-    metrics = MetricsFile(config, "", Console(), step=5)
+    metrics = MetricsFile(config, step=5)
     Logger(Progress(256, step=5), [metrics]).event("resume")
     metrics.file.close()
     kept = [json.loads(line) for line in path.read_text().splitlines()]

@@ -289,7 +289,8 @@ def test_a_rollback_behind_the_resumed_step(faulty, zygote, work):
 
 
 def test_a_rollback_without_a_valid_checkpoint_ends_with_advice(faulty, work):
-    run = faulty(["--on_nan=skip", "--nan_patience=1", "--out_dir=out"], 2, NAN=[[2, 0]]).wait(ok=False)
+    nan = [[step, 0] for step in (2, 3, 4)]
+    run = faulty(["--on_nan=skip", "--out_dir=out"], 2, NAN=nan).wait(ok=False)
     assert set(run.codes) == {1} and run.text().count("error:") == 1
     said = "there is no valid checkpoint to roll back to: start again with a lower --learning_rate\n"
     assert run.text().count(said) == 1
@@ -432,7 +433,6 @@ def test_a_run_stops_when_a_different_run_has_claimed_its_folder(faulty, zygote,
     first.wait(ok=False)
     assert first.codes == [1] and "a different run was started in out" in first.text()
     # the steps that the first one has taken since then are not in the log of the second
-    assert "this run no longer writes to out/metrics.jsonl" in first.text()
     logged = [r["iter"] for r in records(work / "out") if "loss" in r]
     assert logged == [*range(21)] and records(work / "out")[-1]["event"] == "end"
     assert_same(before, weights(work / "out"))
@@ -459,7 +459,6 @@ def test_torchrun_restarts_a_killed_worker_and_leaves_no_orphans(zygote, work):
     assert column(work / "out", "loss") == column(work / "straight", "loss"), (
         "the same bits on the same layout"
     )
-    assert events(work / "out", "recovered")[0]["seconds"] > 0
     # a killed agent leaves no orphans
     endless = [a for a in command if not a.startswith(("--max_iters", "--out_dir"))] + ["--max_iters=1000000"]
     with open(work / "log", "w") as log:

@@ -45,8 +45,6 @@ def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> list[str]:
             f"islands: {mesh.islands} of {ranks.world_size // mesh.islands} processes each, which average "
             f"their weights every {config['local_steps']} steps"
         )
-    if config["islands"] == 0 and mesh.islands == 1:
-        lines.append("islands: none, since all processes are on one machine")
     if (kind := config["grad_compression"]) != "none":
         use = f"sent as {kind}" if mesh.replicas.size > 1 else "not sent, there is only one replica"
         lines.append(f"network: gradients are {use}")
@@ -57,7 +55,7 @@ def about_step(config: dict, reader: Reader) -> list[str]:
     """The sequences of a step."""
     share, length = reader.share, reader.block_size
     tokens = share.sequences * length
-    rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else share.rows_of[:1]))
+    rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]))
     padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
     unit = "micro-step" if share.micro_steps == 1 else "micro-steps"
     lines = [
