@@ -183,7 +183,7 @@ plan = make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batc
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
 # what checkpoints and logs record: the settings, and what the plan decided
-recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args)
+recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
 # with exact, the bits depend on the kind of device
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable

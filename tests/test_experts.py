@@ -348,7 +348,7 @@ def test_a_different_number_of_experts_is_refused_once(zygote, shared_work, ran,
     """And in which a dense model is upcycled when it is resumed. The advice works."""
     folder, moe = dense("gpt2", "one"), ran("gpt2")
     dense_said = (
-        f"error: n_expert is 4, but the checkpoint in {folder} contains no experts: to start a new run in "
+        f"error: n_expert is 4, but the checkpoint contains no experts: to start a new run in "
         f"which each expert is a copy of the MLP, set --init_from={folder} and a different --out_dir\n"
     )
     moe_said = "error: n_expert is 2, but the checkpoint contains 4 experts: set --n_expert=4\n"

@@ -170,7 +170,7 @@ def differences(
         model_args: the fields of GPTConfig of the model that the run starts with.
         source: the checkpoint that contains the model, if there is one.
     """
-    model, sentences = settings_of_model(model_args), []
+    model, sentences = settings_of_model(model_args, config), []
     ignored = [
         name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]
     ]
