@@ -233,12 +233,12 @@ def script(at, name, args, until=None, home=REPO):
     return space
 
 
-def accepted(name, *args):
-    """The settings that a script accepts with these arguments, without running it."""
+def accepted(name, *args, extra=None):
+    """The settings that a script accepts with these arguments, without running it; see configure."""
     from configurator import configure
     from isogpt.training.settings import check_training
 
-    config = configure({"__file__": str(REPO / name)}, list(args))
+    config = configure({"__file__": str(REPO / name)}, list(args), extra)
     if name == "train.py":
         check_training(config)
     return config

@@ -392,7 +392,7 @@ MISTAKES = [
     ),
     (["--grad_compression=topk:2"], "FRACTION of at most 1, such as topk:0.01"),
     (["--grad_compression=powersgd:0"], "powersgd:RANK such as powersgd:4"),
-    (["--outer_momentum=1"], "outer_momentum is 1.0: it must be below 1"),
+    (["--outer_momentum=1"], "outer_momentum is 1.0: it must be < 1"),
     (["--zero=3", "--grad_compression=int8"], "set --dp_replicate= to the number of replicas"),
     (["--grad_compression=int8", "--grad_sync=every"], "set --grad_sync=last"),
     (
