@@ -308,6 +308,12 @@ def column(out_dir, key):
     return {r["iter"]: r[key] for r in records(out_dir) if key in r and "event" not in r}
 
 
+def assert_same_curve(folder, reference):
+    """The losses of two runs are equal up to rounding."""
+    losses, expected = column(folder, "loss"), column(reference, "loss")
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
 def children(pid):
     """The child processes of pid."""
     found = []

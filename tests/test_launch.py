@@ -207,31 +207,6 @@ def test_a_resume_needs_no_more_memory(zygote, work):
     assert resumed < fresh + 0.75 * state, (fresh, resumed, state)
 
 
-@pytest.mark.slow
-def test_half_precision_trains_on_the_cpu(zygote, work):
-    for dtype in ("bfloat16", "float16"):
-        zygote.train([f"--dtype={dtype}", f"--out_dir={dtype}"], work, 2)
-        losses = column(work / dtype, "loss")
-        assert losses[29] < losses[0] - 0.4
-    zygote.train(["--out_dir=float32"], work)
-    exact = column(work / "float32", "loss")
-    for dtype in ("bfloat16", "float16"):
-        losses = column(work / dtype, "loss")
-        assert all(abs(losses[s] - exact[s]) < 0.05 for s in losses) and losses != exact
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_gpu_deterministic_resume_has_the_same_bits(zygote, work):
-    from test_resume import DROPOUT, assert_same_bits, final
-
-    gpu = [*DROPOUT, "--device=cuda", "--dtype=bfloat16", "--deterministic=True"]
-    zygote.train([*gpu, "--out_dir=straight"], work, timeout=300)
-    zygote.train([*gpu, "--out_dir=out", "--max_iters=13"], work, timeout=300)
-    zygote.train([*gpu, "--out_dir=out", "--init_from=resume"], work, timeout=300)
-    assert_same_bits(final(work / "straight"), final(work / "out"))
-
-
 def test_a_restart_ignores_what_the_previous_attempt_left_in_the_store():
     """torchrun gives restarted workers the store of the previous attempt (pytorch#135712)."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)

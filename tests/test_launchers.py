@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from runs import REPO, TINY, children, column, free_port, wait_for
+from runs import REPO, TINY, assert_same_curve, children, free_port, wait_for
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
@@ -88,9 +88,7 @@ def test_each_launcher_trains_to_the_same_losses(name, zygote, work):
     assert run.stdout.count("ranks:   2 = 1 node x 2 on cpu, gloo over lo (127.0.0.1)") == 1, (
         run.stdout + run.stderr
     )
-    one, other = column(work / "one", "loss"), column(work / "out", "loss")
-    assert one.keys() == other.keys() and len(one) == 5
-    assert max(abs(one[s] - other[s]) for s in one) < 1e-5
+    assert_same_curve(work / "out", work / "one")
 
 
 OMPI = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
@@ -218,10 +216,7 @@ def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch):
 
 
 def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
-    """
-    torchrun would exit before the script starts. Behind `--` it reads no options; --nproc is instead of
-    torchrun.
-    """
+    """torchrun would exit before the script starts; sample.py says to type `--` before a start."""
     refused = set()
     for script in ("train.py", "sample.py", "bench.py"):
         for name in settings_of(REPO / script):
@@ -230,11 +225,9 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
             except SystemExit:
                 refused.add(name)
     assert refused <= {"nproc", "start"}, capsys.readouterr().err  # Python 3.11 refuses both
-    command = next(
-        line for line in (REPO / "sample.py").read_text().splitlines() if "-- sample.py --start" in line
+    assert (
+        torchrun.parse_args(["--standalone", "--", "sample.py", "--start=A"]).training_script == "sample.py"
     )
-    parsed = torchrun.parse_args(shlex.split(command.partition("   --")[0])[1:])
-    assert (parsed.training_script, parsed.training_script_args) == ("sample.py", ["--start=def main("])
 
 
 def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch):
@@ -346,39 +339,30 @@ def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
     pods = [subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     texts = [pod.communicate(timeout=120)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], texts
-    one, other = column(work / "one", "loss"), column(work / "out", "loss")
-    assert one.keys() == other.keys() and max(abs(one[s] - other[s]) for s in one) < 1e-5
+    assert_same_curve(work / "out", work / "one")
 
 
 @pytest.mark.slow
 def test_nproc_without_a_launcher(work):
-    """An error is printed once; a signal to the launcher makes the run save."""
-    command = [sys.executable, TRAIN, *TINY, "--nproc=2", "--out_dir=out"]
-    run = subprocess.run([*command, "--zero=7"], cwd=work, capture_output=True, text=True, timeout=60)
+    """An error is printed once; a killed rank is named in the last line; a signal makes the run save."""
+    command = [sys.executable, TRAIN, *TINY, "--nproc=2", "--max_iters=100000"]
+    run = subprocess.run([*command, "--zero=7"], cwd=work, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1 and run.stderr.count("zero is 7") == 1 and run.stderr.count("\n") == 1
-    with open(work / "log", "w") as log:
-        started = subprocess.Popen([*command, "--max_iters=100000"], cwd=work, stdout=log, stderr=log)
-        wait_for(lambda: "iter 20:" in (work / "log").read_text())
-        started.terminate()
-        started.wait(30)
-    assert (work / "out" / "PREEMPTED").exists(), (work / "log").read_text()[-2000:]
-
-
-@pytest.mark.slow
-def test_a_killed_rank_of_nproc_is_named_in_the_last_line(work):
-    command = [sys.executable, TRAIN, *TINY, "--nproc=2", "--out_dir=out", "--max_iters=100000"]
-    with open(work / "log", "w") as log:
-        started = subprocess.Popen(command, cwd=work, stdout=log, stderr=log)
+    for out in ("killed", "signaled"):
+        with open(work / out, "w") as log:
+            process = subprocess.Popen([*command, f"--out_dir=out-{out}"], cwd=work, stdout=log, stderr=log)
         try:
-            wait_for(lambda: "iter 20:" in (work / "log").read_text())
-            environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in children(started.pid)}
-            (rank_1,) = (pid for pid, variables in environments.items() if b"\0RANK=1\0" in variables)
-            os.kill(rank_1, signal.SIGKILL)
-            assert started.wait(60) == 1
+            wait_for(lambda: "iter 20:" in (work / out).read_text(), 120)
+            if out == "killed":
+                workers = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in children(process.pid)}
+                (rank_1,) = (pid for pid, variables in workers.items() if b"\0RANK=1\0" in variables)
+                os.kill(rank_1, signal.SIGKILL)
+                assert process.wait(60) == 1
         finally:
-            started.terminate()
-    lines = (work / "log").read_text().splitlines()
-    assert lines[-1] == "error: rank 1 was ended by SIGKILL", lines[-20:]
+            process.terminate()
+            process.wait(60)
+    assert (work / "killed").read_text().endswith("error: rank 1 was ended by SIGKILL\n")
+    assert (work / "out-signaled" / "PREEMPTED").exists(), (work / "signaled").read_text()[-2000:]
 
 
 LAUNCHED_BY_ACCELERATE = {  # what it sets if nobody chose anything

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from documented import arguments, commands, documents, script_of
-from runs import REPO, TINY, accepted, column, free_port
+from runs import REPO, TINY, accepted, assert_same_curve, column, free_port
 
 from configurator import settings_of
 
@@ -291,11 +291,8 @@ def test_torchrun_on_one_node_and_on_two_gives_one_curve(zygote, work):
     assert [process.returncode for process in started] == [0, 0, 0], outputs
     assert "iter 9:" in outputs[0] and "iter" not in outputs[1], "only rank 0 prints"
     zygote.train([*script[1:], "--out_dir=one"], work)
-    one = column(work / "one", "loss")
     for other in ("two", "standalone"):
-        losses = column(work / other, "loss")
-        assert losses.keys() == one.keys() and len(one) == 10
-        assert all(losses[s] == pytest.approx(one[s], abs=1e-5) for s in one)
+        assert_same_curve(work / other, work / "one")
 
 
 def test_sample_from_a_run(zygote, work):
@@ -360,7 +357,6 @@ def test_shuffle_has_the_same_curve_on_two_processes(zygote, work):
     args = ["--data_order=shuffle", "--out_dir=out", "--max_iters=5"]
     zygote.train(args, work)
     zygote.train([*args, "--out_dir=out2"], work, 2)
-    one, two = column(work / "out", "loss"), column(work / "out2", "loss")
-    assert all(one[s] == pytest.approx(two[s], abs=1e-5) for s in one)
+    assert_same_curve(work / "out2", work / "out")
     zygote.train(["--out_dir=random", "--max_iters=5"], work)
-    assert one != column(work / "random", "loss")
+    assert column(work / "out", "loss") != column(work / "random", "loss")

@@ -90,12 +90,9 @@ def island_count(ranks: Ranks) -> int:
         ValueError: the launcher has started different numbers of processes on the machines.
     """
     if len(set(ranks.local_sizes)) > 1:
-        sizes = {host: n for host, n in zip(ranks.hosts, ranks.local_sizes, strict=True)}
-        counts = ", ".join(f"{n} on {host}" for host, n in list(sizes.items())[:8])
         raise ValueError(
-            f"islands is 0, one on each machine, but the numbers of processes differ: {counts}. Start "
-            "equally many on each machine, or set --islands= to a number that divides "
-            f"{ranks.world_size}"
+            "islands is 0, one on each machine, but the numbers of processes differ: start equally many on "
+            f"each machine, or set --islands= to a number that divides {ranks.world_size}"
         )
     return max(1, ranks.world_size // ranks.local_sizes[0])
 
