@@ -66,11 +66,11 @@ eval_only = False  # evaluate once, then exit
 # -- checkpoints ---------------------------------------------------------------------------------------------
 init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a folder or file
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
-save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0]
+save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0, fractions]
 # -- logging -------------------------------------------------------------------------------------------------
-eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too [> 0]
+eval_interval = 2000  # steps between evaluations; the state after the last step too [> 0, fractions]
 eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split [>= 1]
-log_interval = 1  # steps between logged lines [> 0]
+log_interval = 1  # steps between logged lines [> 0, fractions]
 wandb_log = False  # log to Weights & Biases too
 wandb_project = "owt"  # the project in Weights & Biases
 wandb_run_name = "gpt2"  # the name of the run in the project
@@ -96,14 +96,14 @@ bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better a
 # -- optimizer -----------------------------------------------------------------------------------------------
 optimizer = "adamw"  # muon is for the matrices of the blocks, AdamW for the rest [adamw | muon]
 learning_rate = 6e-4  # maximum learning rate, after warm-up [>= 0]
-max_iters = 600000  # number of the last step: max_iters + 1 steps are trained, as in nanoGPT [>= 0]
+max_iters = 600000  # the last step: max_iters + 1 steps are trained, as in nanoGPT [>= 0, fractions]
 weight_decay = 1e-1  # weight decay of parameters with two or more dimensions [>= 0]
 beta1 = 0.9  # AdamW's decay rate of the first moment [>= 0, < 1]
 beta2 = 0.95  # AdamW's decay rate of the second moment [>= 0, < 1]
 grad_clip = 1.0  # maximum norm of the gradient (0: no clipping) [>= 0]
 decay_lr = True  # warm up, then decay; False: learning_rate throughout
-warmup_iters = 2000  # steps of linear warm-up [>= 0]
-lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters [>= 0]
+warmup_iters = 2000  # steps of linear warm-up [>= 0, fractions]
+lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters [>= 0, fractions]
 min_lr = 6e-5  # usually learning_rate / 10 [>= 0]
 # == rarely set: --help=all prints these too =================================================================
 # -- run -----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly ov
 router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small [>= 0]
 # -- optimizer -----------------------------------------------------------------------------------------------
 lr_schedule = "cosine"  # wsd: constant, then linear over the last cooldown_iters [cosine | linear | wsd]
-cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0]
+cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0, fractions]
 muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
 embedding_lr = 0.0  # with muon: maximum for token embeddings of an untied head (0: learning_rate) [>= 0]
 muon_momentum = 0.95  # Muon's momentum, after warming up from 0.85 over 300 steps [>= 0, < 1]
@@ -163,7 +163,7 @@ try:
     config = settings.check_training(configure(globals()))
     schedule = make_schedule(config)
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
-    launchers.print_unapplied_settings(config)  # options of accelerate launch that are not read here (rank 0)
+    launchers.print_unapplied_settings()  # options of accelerate launch that are not read here (rank 0)
     # sets this process's device, and numbers the ranks by machine through a store: no process group yet
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
@@ -188,7 +188,7 @@ plan = planner.make_plan(config, ranks, data, start)  # layout, shape, dtype, mi
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
 # what checkpoints and logs record: the settings, and what the plan decided
-recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args)
+recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
 # with exact, the bits depend on the kind of device
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable

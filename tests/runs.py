@@ -225,12 +225,12 @@ def script(at, name, args, until=None, home=REPO):
     return space
 
 
-def accepted(name, *args):
-    """The settings that a script accepts with these arguments, without running it."""
+def accepted(name, *args, extra=None):
+    """The settings that a script accepts with these arguments, without running it; see configure."""
     from configurator import configure
     from isogpt.training.settings import check_training
 
-    config = configure({"__file__": str(REPO / name)}, list(args))
+    config = configure({"__file__": str(REPO / name)}, list(args), extra)
     if name == "train.py":
         check_training(config)
     return config
@@ -298,6 +298,12 @@ def records(out_dir):
 def column(out_dir, key):
     """{step: value} of a logged number."""
     return {r["iter"]: r[key] for r in records(out_dir) if key in r and "event" not in r}
+
+
+def assert_same_curve(folder, reference):
+    """The losses of two runs are equal up to rounding."""
+    losses, expected = column(folder, "loss"), column(reference, "loss")
+    assert losses == pytest.approx(expected, abs=1e-5)
 
 
 def children(pid):

@@ -115,7 +115,7 @@ def test_a_different_number_of_experts_is_refused_once(zygote, shared_work, dens
     """And in which a dense model is upcycled when it is resumed. The advice works."""
     folder, moe = dense("gpt2", "one"), train_once(zygote, shared_work, "gpt2-moe")
     dense_said = (
-        f"error: n_expert is 4, but the checkpoint in {folder} contains no experts: to start a new run in "
+        "error: n_expert is 4, but the checkpoint contains no experts: to start a new run in "
         f"which each expert is a copy of the MLP, set --init_from={folder} and a different --out_dir\n"
     )
     moe_said = "error: n_expert is 2, but the checkpoint contains 4 experts: set --n_expert=4\n"
@@ -133,7 +133,7 @@ def test_a_different_number_of_experts_is_refused_once(zygote, shared_work, dens
 SAID = {
     "ep is 2: it must divide n_expert, 3: set --ep=1": ["--ep=2", "--n_expert=3"],
     "n_expert_active is 5: set it to at most n_expert, 4": ["--n_expert=4", "--n_expert_active=5"],
-    "n_expert is -4: it must be at least 0": ["--n_expert=-4"],
+    "n_expert is -4: it must be >= 0": ["--n_expert=-4"],
     "n_expert_active is 1: the weights of a token's experts add up to 1, and a router of a single expert "
     "learns nothing: set --n_expert_active=2": ["--n_expert=4", "--n_expert_active=1"],
 }

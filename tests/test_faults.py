@@ -287,26 +287,6 @@ def test_a_restart_continues_what_the_launch_has_written(zygote, place):
     assert "restart:" not in start("d").wait().text() and (out / "previous_2/step_00000009").exists()
 
 
-def test_a_mistake_that_restarts_repeat(zygote, work):
-    """The settings, the data set and the checkpoint are wrong at each restart too."""
-
-    def text(*args, restarts="3", count="1", nproc=2):
-        env = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_RESTART_COUNT": count}
-        run = zygote.start([*TINY, *SHORT, *args], work, nproc, group=True, env=env).wait(ok=False)
-        assert set(run.codes) == {1} and "Traceback" not in run.text()
-        return run.text()
-
-    note = (
-        "\ntorchrun restarts the command, up to 2 more times: if this message comes back, stop "
-        "torchrun with Ctrl-C"
-    )
-    for args in (["--dataset=none"], ["--init_from=resume"], ["--tp=3"], ["--n_lay=3"]):
-        # an unknown setting: other ranks wait for ten seconds
-        assert text(*args, nproc=1 if args[0] in ("--tp=3", "--n_lay=3") else 2).count(note) >= 1
-    for counts in ({"restarts": "0", "count": "0"}, {"restarts": "3", "count": "3"}, {"restarts": "x"}):
-        assert "torchrun restarts" not in text("--tp=3", nproc=1, **counts)
-
-
 def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
     assert Launch(("a", "b")).continues(Launch(("b", "c"))) and not Launch(("a",)).continues(Launch(("b",)))
     assert not Launch().continues(Launch()), "without a launcher there are no restarts"

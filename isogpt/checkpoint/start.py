@@ -145,7 +145,7 @@ def differences(
         model_args: the fields of GPTConfig of the model that the run starts with.
         source: the checkpoint that contains the model, if there is one.
     """
-    model, sentences = settings_of_model(model_args), []
+    model, sentences = settings_of_model(model_args, config), []
     names = ("arch", "n_layer", "n_head", "n_embd", "bias", "n_kv_head", "n_hidden", "vocab_size", "head")
     chosen = [name for name in names if name == "bias" or config[name] not in (0, "auto")]
     ignored = [name for name in chosen if config[name] != model.get(name, config[name])]

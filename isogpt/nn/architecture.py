@@ -40,6 +40,8 @@ ARCHS = {
 # the smallest values of fields, also for models that are made without train.py, which checks its settings
 LEAST = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "n_expert_active": 1}
 LEAST |= {"n_kv_head": 0, "n_hidden": 0, "n_expert": 0}
+# the fields that a run may set anew for weights that exist; the others describe the weights
+OF_THE_RUN = ("block_size", "dropout", "balance_loss", "router_z_loss")
 
 
 @dataclass
