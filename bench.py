@@ -34,7 +34,6 @@ from isogpt.launch.device import pick_device
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables, start_workers
 from isogpt.launch.network import own_cores
 from isogpt.launch.process_group import connect_store
-from isogpt.parallel.plan import Plan
 from isogpt.speed import plan_report
 from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
@@ -112,12 +111,6 @@ def with_random_data(workload: Workload, folder: Path) -> Workload:
     return replace(workload, settings=workload.settings | {"dataset": str(folder)})
 
 
-def flops_per_token(planned: Plan) -> float:
-    """The FLOPs of the model that model.py builds."""
-    with torch.device("meta"):  # without memory
-        return GPT(GPTConfig(**planned.model_args)).flops_per_token()
-
-
 # ------------------------------------------------------------------------------------------------------------
 # settings, processes, the workload
 try:
@@ -159,20 +152,20 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
         say(f"random tokens{reason}")
         workload = with_random_data(workload, Path(folder))
     launches = Launches(TRAIN_PY, Path(folder), rank, is_launched, profile)
-    predictor = plan_report.Predictor(
-        workload, launches, BENCH_PY, per_node, network, device_memory_gb, device_tflops
-    )
     try:
+        if plan or tune:
+            with torch.device("meta"):  # without memory
+                flops = GPT(GPTConfig(**workload.model_args())).flops_per_token()
+            predictor = plan_report.Predictor(
+                workload, launches, BENCH_PY, flops, per_node, network, device_memory_gb, device_tflops
+            )
         if sweep:
             result["sweep"] = run_sweep(launches, workload, request.swept, steps)
-        elif plan and len(request.counts) * len(request.cards) > 1:
-            result["plan"] = plan_report.compare_devices(predictor, request.counts, request.cards)
         elif plan:
-            ranking = predictor.rank(request.counts[0], request.cards[0])
-            result["plan"] = plan_report.report_plan(predictor, ranking, flops_per_token(ranking.wanted))
+            result["plan"] = plan_report.report_plan(predictor, request.counts, request.cards)
         elif tune:
             ranking = predictor.rank(request.processes, request.cards[0])
-            result["tune"] = plan_report.tune(predictor, ranking, flops_per_token(ranking.wanted))
+            result["tune"] = plan_report.tune(predictor, ranking)
         elif not comm:
             result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:

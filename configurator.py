@@ -12,13 +12,10 @@ import math
 import os
 import pickle
 import re
-import reprlib
-import shlex
 import sys
 import textwrap
 import time
 import traceback
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +23,6 @@ import numpy as np
 import torch
 
 from isogpt.common import console
-from isogpt.launch.together import about_restarts
 from isogpt.options import ranges
 from isogpt.options.suggestions import nearest
 from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed
@@ -34,21 +30,8 @@ from isogpt.options.values import BOOLS, WANTED, Setting, Value, as_typed
 SECTION = re.compile(r"# -- (.+?) -+")
 CONSTANT = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
 NOT_PYTHON = (".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf")
-# text that is copied from a web page may contain any of these
-DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
-# a leading ~ is the user's home folder, which a shell replaces in `--key ~/x`, but not in `--key=~/x`
-PATHS = ("out_dir", "dataset", "init_from", "json_path")
 # modules that nanoGPT's scripts have imported when they run a config
-VISIBLE = {
-    "math": math,
-    "np": np,
-    "nullcontext": nullcontext,
-    "os": os,
-    "pickle": pickle,
-    "sys": sys,
-    "time": time,
-    "torch": torch,
-}
+VISIBLE = {"math": math, "np": np, "os": os, "pickle": pickle, "sys": sys, "time": time, "torch": torch}
 
 
 def settings_of(path: str | os.PathLike) -> dict[str, Setting]:
@@ -125,7 +108,6 @@ def configure(
     problems += ranges.problems(known, final)
     if problems:
         fail("\n".join(problems))
-    final |= {name: _in_home(final[name]) for name in PATHS if name in final}
     script_globals.update({name: final[name] for name in settings})
     return final
 
@@ -140,8 +122,6 @@ def fail(message: str) -> NoReturn:
         time.sleep(10)
         source = f"rank {os.environ['RANK']}: "
     console.print_error(message, source)
-    if note := about_restarts():
-        print(note, file=sys.stderr, flush=True)
     sys.exit(1)
 
 
@@ -165,16 +145,16 @@ def help_text(script: str | os.PathLike, settings: dict[str, Setting], with_rare
         lines += ["", f"{section}:"]
         for setting in shown:
             if setting.section == section:
-                lines += wrapper.wrap(options[setting.name].ljust(indent) + ranges.described(setting))
+                allowed = f" [{setting.range}]" if setting.range else ""
+                lines += wrapper.wrap(options[setting.name].ljust(indent) + setting.meaning + allowed)
     if len(shown) < len(settings):
         lines += ["", f"--help=all also prints the {len(settings) - len(shown)} settings that few runs need."]
-    return "\n".join(lines).replace(ranges.UNBROKEN, " ")
+    return "\n".join(lines)
 
 
 def _with_equals_signs(arguments: list[str], settings: dict[str, Setting]) -> list[str]:
     """
-    Rewrite `--key value` as `--key=value`, `--key` alone as `--key=True` if the setting is a boolean, and
-    `--config=FILE` as `FILE`.
+    Rewrite `--key value` as `--key=value`, and `--key` alone as `--key=True` if the setting is a boolean.
     """
     rest, rewritten = list(arguments), []
     while rest:
@@ -185,7 +165,7 @@ def _with_equals_signs(arguments: list[str], settings: dict[str, Setting]) -> li
                 argument += f"={rest.pop(0)}"
             elif is_flag:
                 argument += "=True"
-        rewritten.append(argument.removeprefix("--config="))
+        rewritten.append(argument)
     return rewritten
 
 
@@ -194,8 +174,6 @@ def _read_option(argument: str, known: dict[str, Setting]) -> dict[str, Value]:
     name, equals, text = argument[2:].partition("=")
     if name in ("local_rank", "local-rank") and name not in known:  # added by launchers
         return {}
-    if name == "help":  # --help=zero
-        raise ValueError(f"command line: {argument}: type --help or --help=all")
     if name not in known:
         raise ValueError(f"command line: --{name}: no such setting{_did_you_mean(name, known)}")
     if not equals:
@@ -227,25 +205,16 @@ def _find_config(config: str, script: str, known: dict[str, Setting]) -> str:
         path = os.path.abspath(os.path.join(folder, config))
         if os.path.isfile(path):
             return path
-    raise ValueError(_problem_of_argument(config, folders, known))
-
-
-def _problem_of_argument(argument: str, folders: list[str], known: dict[str, Setting]) -> str:
-    """A sentence about an argument that neither begins with -- nor names a config in one of the folders."""
-    name, equals, text = argument.lstrip(DASHES).partition("=")
-    if name in known:  # -seed=1, seed=1
-        return f"command line: {argument}: type --{name}={shlex.quote(text) if text else 'VALUE'}"
-    if equals or argument.startswith(tuple(DASHES)):
-        return f"command line: {argument}: no such setting{_did_you_mean(name, known)}"
-    if os.path.isdir(argument):
-        return f"{argument}: a folder, not a config file"
+    name, equals, _ = config.lstrip("-").partition("=")
+    if equals or config.startswith("-"):  # -seed=1, seed=1
+        raise ValueError(f"command line: {config}: no such setting{_did_you_mean(name, known)}")
     configs = [
         str(file.relative_to(folder)) for folder in folders for file in Path(folder).glob("config/*.py")
     ]
-    similar = difflib.get_close_matches(argument, configs, 1)
+    similar = difflib.get_close_matches(config, configs, 1)
     meant = f"; did you mean {similar[0]}?" if similar else ""
-    places = " and ".join(os.path.join(folder, argument) for folder in folders)
-    return f"{argument}: no such config file; looked for {places}{meant}"
+    places = " and ".join(os.path.join(folder, config) for folder in folders)
+    raise ValueError(f"{config}: no such config file; looked for {places}{meant}")
 
 
 def _run_config(
@@ -267,17 +236,16 @@ def _run_config(
     assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)}
     read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
     _note_unused(config, {name: namespace.get(name) for name in assigned - read - known.keys()}, known)
-    values, problems = {}, _annotations_without_a_value(tree, known)
+    values, problems = {}, []
     for name, setting in known.items():
         value = namespace.get(name)
         if name in assigned or value is not visible[name]:  # the latter by import *, or globals()[name]
             try:
                 values[name] = setting.convert(value)
             except ValueError:
-                shown = " ".join(reprlib.repr(value).split())
-                problems.append(f"{name} = {shown}: not {WANTED[setting.kind]}")
+                problems.append(f"{config}: {name} = {value!r:.60}: not {WANTED[setting.kind]}")
     if problems:
-        raise ValueError("\n".join(f"{config}: {problem}" for problem in problems))
+        raise ValueError("\n".join(problems))
     return values
 
 
@@ -296,16 +264,6 @@ def _note_unused(config: str, unused: dict[str, Any], known: dict[str, Setting])
             print(note, file=sys.stderr, flush=True)
 
 
-def _annotations_without_a_value(tree: ast.Module, known: dict[str, Setting]) -> list[str]:
-    """What is wrong with lines such as `batch_size: 32`, which Python ignores."""
-    nodes = [node for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is None]
-    return [
-        f"`{ast.unparse(node)}` assigns nothing: write {node.target.id} = {ast.unparse(node.annotation)}"
-        for node in nodes
-        if isinstance(node.target, ast.Name) and node.target.id in known
-    ]
-
-
 def _about_exception(error: BaseException, path: str) -> str:
     """The line of the config at `path` that raised an exception, and the exception, in one line."""
     rows = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
@@ -314,12 +272,6 @@ def _about_exception(error: BaseException, path: str) -> str:
         rows, text = [error.lineno], error.msg
     line = f", line {rows[-1]}" if rows else ""
     return f"{line}: {type(error).__name__}: {' '.join(text.split())}"
-
-
-def _in_home(path: str) -> str:
-    """Replace a leading ~ by the user's home folder, also after the `auto:` of init_from."""
-    prefix = "auto:" if path.startswith("auto:") else ""
-    return prefix + os.path.expanduser(path.removeprefix(prefix))
 
 
 def _is_rank_0() -> bool:

@@ -11,7 +11,7 @@ List a run's checkpoints, or convert the newest checkpoint. Neither needs the de
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,8 +31,8 @@ from isogpt.checkpoint.manifest import (
 )
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint, open_bare
-from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
-from isogpt.checkpoint.state import flat, restore_checkpoint, state_parts
+from isogpt.checkpoint.source import check_finite, check_weights, flat, open_checkpoint
+from isogpt.checkpoint.state import restore_checkpoint, state_parts
 from isogpt.common import console
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import Vocabulary
@@ -83,7 +83,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         parts = flat(local_parts_by_name(model), state_parts(model, optimizers))
         sharded_files.write(unfinished, parts, group=None)
         manifest = make_manifest(source.run, 1, 3, found.val_loss) | {"run": source.run}
-        return commit_checkpoint(unfinished, manifest, keep_last=0, replace=True)
+        return commit_checkpoint(unfinished, manifest, keep_last=0)
 
 
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
@@ -154,31 +154,27 @@ def convert_hf(folder: str) -> Path:
 
 def list_checkpoints(out_dir: str) -> str:
     """A table of the checkpoints in a run's folder."""
-    lines = [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"]
-    folders = step_folders(Path(out_dir))
-    newest = next(filter(None, map(read_manifest, folders)), None)  # the newest manifest names the best step
-    best = best_folder(Path(out_dir), newest) if newest else None
-    for folder in folders:
-        manifest, state = read_manifest(folder), damage(folder) or "valid"
-        if folder == best:
-            state += " (best)"
+    out, lines = Path(out_dir), [f"{'step':>10}  {'form':8}  {'val loss':>8}  {'GB':>7}  state"]
+    manifests = {folder: read_manifest(folder) for folder in step_folders(out)}
+    newest = next(filter(None, manifests.values()), None)  # the newest manifest names the best step
+    best = best_folder(out, newest) if newest else None
+    for folder, manifest in manifests.items():
+        state = (damage(folder) or "valid") + (" (best)" if folder == best else "")
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
         with suppress(FileNotFoundError):  # a live run has just deleted the file
             val_loss = val_loss_of(manifest) if manifest else None
             lines.append(row(step_of(folder), form, val_loss, folder.iterdir(), state))
-    bare = Path(out_dir) / "ckpt.pt"
+    bare = out / "ckpt.pt"
     if bare.exists() and not bare.is_symlink():
-        step, val_loss, state = "?", None, f"valid: {bare}"
         try:
-            found = open_bare(bare, read_file(bare, verify=True))
-            step, val_loss = found.step, found.val_loss
+            stored = open_bare(bare, read_file(bare, verify=True))
+            lines.append(row(stored.step, "bare", stored.val_loss, [bare], f"valid: {bare}"))
         except ValueError as e:
-            state = str(e)
-        lines.append(row(step, "bare", val_loss, [bare], state))
+            lines.append(row("?", "bare", None, [bare], str(e)))
     return "\n".join(lines)
 
 
-def row(step: int | str, form: str, val_loss: float | None, files: list[Path], state: str) -> str:
+def row(step: int | str, form: str, val_loss: float | None, files: Iterable[Path], state: str) -> str:
     """A line of the table."""
     loss = "-" if val_loss is None else f"{val_loss:.4f}"
     return f"{step:>10}  {form:8}  {loss:>8}  {sum(p.stat().st_size for p in files) / 1e9:7.3f}  {state}"
@@ -199,10 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--dataset", default="", help="with --to=hf: the data set whose vocabulary is written"
     )
-    # argparse mistakes a folder whose name begins with a dash for an option
-    options = parser.parse_args(
-        [f"./{a}" if a.startswith("-") and Path(a).is_dir() else a for a in sys.argv[1:]]
-    )
+    options = parser.parse_args()
     try:
         if not Path(options.out_dir).is_dir():
             raise ValueError(f"{options.out_dir} is not a folder")

@@ -32,7 +32,8 @@ from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import check_finite, check_weights, open_checkpoint
 from isogpt.checkpoint.state import load_weights, restore_checkpoint
 from isogpt.common import console
-from isogpt.data import tokenizer
+from isogpt.data.tokenizer import cut_at
+from isogpt.data.tokenizer import load as load_tokenizer
 from isogpt.data.vocabulary import check_size
 from isogpt.launch.launchers import adopt_launcher_variables, rank_variables
 from isogpt.launch.process_group import connect_ranks, leave_process_group
@@ -87,26 +88,32 @@ except (ValueError, dist.DistError) as e:
     fail(str(e))
 check_start(ranks, config)
 
-# the model (rank 0 looks for the checkpoint, all ranks load it; an error on any rank ends all ranks)
-found = None
+# the checkpoint and the prompt, on rank 0: a pipe, such as FILE:/dev/stdin, can be read only once
+# (an error on any rank ends all ranks)
+stored = text = None
 with exit_together():
     compute_dtype = precision.resolve_dtype(dtype, ranks.device)
     if init_from == "resume" and ranks.is_main:
-        found, damaged = best_checkpoint(out_dir) if best else newest_checkpoint(out_dir)
-        if not found:
+        stored, damaged = best_checkpoint(out_dir) if best else newest_checkpoint(out_dir)
+        if not stored:
             raise ValueError("; ".join([f"no checkpoint in {out_dir}: {advice_on_folder()}", *damaged]))
         for report in damaged:
             print(f"warning: {report}", file=sys.stderr)
-found = broadcast(found)
+        loss = "unknown" if stored.val_loss is None else f"{stored.val_loss:.4f}"
+        print(f"{stored.path}: step {stored.step}, val loss {loss}", file=sys.stderr)
+    if ranks.is_main:
+        for note in notes_about_text(start, stop):
+            print(f"note: {note}", file=sys.stderr)
+        text = read_prompt(start)
+stored, text = broadcast((stored, text))
 plan = replace(plan, dtype=precision.common_dtype(gather_objects(compute_dtype)))
 precision.set_numerics(ranks.device, plan.dtype, deterministic=False)
+
+# the tokenizer and the model (all ranks load them)
 source = pretrained = None
 with exit_together():
-    if found:
-        source = open_checkpoint(found)
-        if ranks.is_main:
-            loss = "unknown" if found.val_loss is None else f"{found.val_loss:.4f}"
-            print(f"{found.path}: step {found.step}, val loss {loss}", file=sys.stderr)
+    if stored:
+        source = open_checkpoint(stored)
     else:
         pretrained = GPT.from_pretrained(init_from)
     model_args = source.run["model_args"] if source else pretrained.describe()
@@ -115,10 +122,16 @@ with exit_together():
         vocabulary = vocabulary_of_run(run, Path(out_dir), dataset)
     else:
         vocabulary = vocabulary_of_weights(init_from, model_args["vocab_size"])
-    words = tokenizer.load(vocabulary, special_tokens)
-    check_size(words.n_ids, model_args["vocab_size"])
-    if words.note and ranks.is_main:
-        print(f"note: {words.note}", file=sys.stderr)
+    tokenizer = load_tokenizer(vocabulary, special_tokens)
+    check_size(tokenizer.n_ids, model_args["vocab_size"])
+    if tokenizer.note and ranks.is_main:
+        print(f"note: {tokenizer.note}", file=sys.stderr)
+    try:
+        prompt = tokenizer.begin(text)
+    except ValueError as e:
+        raise ValueError(f"--start: {e}") from e
+    if not prompt:
+        raise ValueError("--start is empty: give at least one character")
     plan = replace(plan, model_args={"n_kv_head": 0} | model_args)
     check_degrees(plan, splits_sequence=False)
     with torch.device("meta"):
@@ -132,7 +145,7 @@ with exit_together():
         restore_checkpoint(source, model)
     else:
         load_weights(model, pretrained.state_dict())
-    check_finite(model, found.path if found else init_from)
+    check_finite(model, stored.path if stored else init_from)
 source = pretrained = None  # frees the memory of the loaded tensors
 model.eval().to(ranks.device)
 context = nullcontext()
@@ -146,22 +159,6 @@ if compile:
     if note and ranks.is_main:
         print(f"note: {note}", file=sys.stderr)
 
-# the prompt (rank 0 reads it: a pipe, such as FILE:/dev/stdin, can be read only once)
-text = None
-with exit_together():
-    if ranks.is_main:
-        for note in notes_about_text(start, stop):
-            print(f"note: {note}", file=sys.stderr)
-        text = read_prompt(start)
-text = broadcast(text)
-with exit_together():
-    try:
-        prompt = words.begin(text)
-    except ValueError as e:
-        raise ValueError(f"--start: {e}") from e
-    if not prompt:
-        raise ValueError("--start is empty: give at least one character")
-
 # this rank's samples, of which there may be none
 first, end = (num_samples * n // mesh.data_size for n in (mesh.data_rank, mesh.data_rank + 1))
 texts, began = [], time.perf_counter()
@@ -173,13 +170,13 @@ if first < end:
             model,
             idx,
             max_new_tokens,
-            generation.Choice(temperature, top_k, top_p, words.n_ids),
+            generation.Choice(temperature, top_k, top_p, tokenizer.n_ids),
             use_cache=True,
             seed=seed,
             first_sample=first,
         )
     texts = [
-        tokenizer.cut_at(words.decode(sample), stop, len(words.decode(prompt))) for sample in samples.tolist()
+        cut_at(tokenizer.decode(sample), stop, len(tokenizer.decode(prompt))) for sample in samples.tolist()
     ]
 is_first = mesh.same_tokens.index == 0  # the first of the ranks that generate the same samples
 gathered = gather_objects(texts if is_first else [])

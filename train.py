@@ -66,11 +66,11 @@ eval_only = False  # evaluate once, then exit
 # -- checkpoints ---------------------------------------------------------------------------------------------
 init_from = "scratch"  # scratch, resume, auto (either), gpt2[-medium|-large|-xl], auto:gpt2, a folder or file
 always_save_checkpoint = True  # save at each evaluation; False: only at the best loss so far and at the end
-save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0]
+save_interval = 0  # also save every this many steps (0: only at evaluations and at the end) [>= 0, fractions]
 # -- logging -------------------------------------------------------------------------------------------------
-eval_interval = 2000  # steps between evaluations; the state after the last step is evaluated too [> 0]
+eval_interval = 2000  # steps between evaluations; the state after the last step too [> 0, fractions]
 eval_iters = 200  # an evaluation reads the same eval_iters * batch_size sequences of each split [>= 1]
-log_interval = 1  # steps between logged lines [> 0]
+log_interval = 1  # steps between logged lines [> 0, fractions]
 wandb_log = False  # log to Weights & Biases too
 wandb_project = "owt"  # the project in Weights & Biases
 wandb_run_name = "gpt2"  # the name of the run in the project
@@ -96,14 +96,14 @@ bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better a
 # -- optimizer -----------------------------------------------------------------------------------------------
 optimizer = "adamw"  # muon is for the matrices of the blocks, AdamW for the rest [adamw | muon]
 learning_rate = 6e-4  # maximum learning rate, after warm-up [>= 0]
-max_iters = 600000  # number of the last step: max_iters + 1 steps are trained, as in nanoGPT [>= 0]
+max_iters = 600000  # the last step: max_iters + 1 steps are trained, as in nanoGPT [>= 0, fractions]
 weight_decay = 1e-1  # weight decay of parameters with two or more dimensions [>= 0]
 beta1 = 0.9  # AdamW's decay rate of the first moment [>= 0, < 1]
 beta2 = 0.95  # AdamW's decay rate of the second moment [>= 0, < 1]
 grad_clip = 1.0  # maximum norm of the gradient (0: no clipping) [>= 0]
 decay_lr = True  # warm up, then decay; False: learning_rate throughout
-warmup_iters = 2000  # steps of linear warm-up [>= 0]
-lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters [>= 0]
+warmup_iters = 2000  # steps of linear warm-up [>= 0, fractions]
+lr_decay_iters = 600000  # the step at which min_lr is reached, usually max_iters [>= 0, fractions]
 min_lr = 6e-5  # usually learning_rate / 10 [>= 0]
 # == rarely set: --help=all prints these too =================================================================
 # -- run -----------------------------------------------------------------------------------------------------
@@ -113,8 +113,6 @@ profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.js
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
 on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
-nan_patience = 3  # roll back after this many consecutive skipped steps and exclude their batches [>= 1]
-max_rollbacks = 2  # stop after this many rollbacks [>= 0]
 check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
 alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
 # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -134,7 +132,7 @@ pp_schedule = "1f1b"  # the last three: two stages per rank [gpipe | 1f1b | inte
 ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert) [>= 1]
 shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
 grad_sync = "auto"  # the micro-steps that reduce gradients; every: less memory [auto | last | every | never]
-grad_compression = "none"  # between replicas: none, fp16, bf16, int8, sign, powersgd:RANK or topk:FRACTION
+grad_compression = "none"  # between replicas: none, fp16, bf16, int8 or powersgd:RANK
 ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1) [> 0]
 fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network [>= 1]
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)
@@ -143,7 +141,6 @@ local_steps = 1  # steps between two averages of the islands' weights [>= 1]
 outer_lr = 0.7  # learning rate of the outer step on the mean change of the weights (1: Local SGD) [>= 0]
 outer_momentum = 0.9  # Nesterov momentum of the outer step (0: Local SGD) [>= 0, < 1]
 outer_compression = "none"  # how islands send the changes [none | fp16 | int8]
-outer_parts = 1  # parts of the model that islands average at different steps, in the background [>= 1]
 # -- model ---------------------------------------------------------------------------------------------------
 n_kv_head = 0  # heads of keys and values, shared by groups of attention heads (0: as many as n_head) [>= 0]
 n_hidden = 0  # width of the MLP (0: 4 * n_embd; llama: 8/3 * n_embd, a multiple of 64) [>= 0]
@@ -154,25 +151,23 @@ balance_loss = 0.01  # coefficient of the loss that distributes tokens evenly ov
 router_z_loss = 0.001  # coefficient of the loss that keeps the router's scores small [>= 0]
 # -- optimizer -----------------------------------------------------------------------------------------------
 lr_schedule = "cosine"  # wsd: constant, then linear over the last cooldown_iters [cosine | linear | wsd]
-cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0]
+cooldown_iters = 0  # steps of wsd's decay to min_lr [>= 0, fractions]
 muon_lr = 0.02  # maximum learning rate of Muon, which follows the same schedule [>= 0]
 embedding_lr = 0.0  # with muon: maximum for token embeddings of an untied head (0: learning_rate) [>= 0]
 muon_momentum = 0.95  # Muon's momentum, after warming up from 0.85 over 300 steps [>= 0, < 1]
-lr_scaling = "none"  # scale rates and warm-up by sequences per step / base_batch [none | linear | sqrt]
-base_batch = 0  # with lr_scaling: the sequences per step for which learning_rate was chosen [>= 0]
 # ------------------------------------------------------------------------------------------------------------
 # 1. settings and processes
 try:
     launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
     # config/*.py and --key=value override the globals above; in config, fsdp has become zero=3
     config = settings.check_training(configure(globals()))
-    schedule = make_schedule(config, gradient_accumulation_steps * batch_size)
+    schedule = make_schedule(config)
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
-    launchers.print_unapplied_settings(config)  # options of accelerate launch that are not read here (rank 0)
+    launchers.print_unapplied_settings()  # options of accelerate launch that are not read here (rank 0)
     # sets this process's device, and numbers the ranks by machine through a store: no process group yet
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
-    logger = log.Logger(progress, log.start_sinks(ranks, out_dir, alert_command))  # prints, alerts
+    logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
     # sets sys.excepthook; from here on, a rank that fails is named
     watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)
     if exact:  # the bits of some CPU kernels depend on the number of threads
@@ -193,7 +188,7 @@ plan = planner.make_plan(config, ranks, data, start)  # layout, shape, dtype, mi
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
 # what checkpoints and logs record: the settings, and what the plan decided
-recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args)
+recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
 # with exact, the bits depend on the kind of device
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable
@@ -260,7 +255,7 @@ peak_flops, peak_source = devices.total_peak_flops(ranks.device, plan.dtype)
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
 logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
 logger.print_lines(banner.about_network(config, ranks, mesh))
-logger.print_lines(banner.about_step(config, reader, schedule))
+logger.print_lines(banner.about_step(config, reader))
 logger.print_lines(banner.about_machine(ranks, plan, peak_flops, peak_source))
 logger.print_lines([f"note:    {note}" for note in logger.notes] + banner.warnings(reader))
 logger.event(
@@ -274,14 +269,12 @@ logger.event(
 )
 flops_per_step = flops_per_token * progress.tokens_per_step
 meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, log_interval)
-report = run_report.RunReport(
-    logger, meter, ranks, max_iters, eval_interval, log_interval, flops_per_step, peak_flops
-)
+report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flops_per_step, peak_flops)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
 sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None on other ranks, and without samples
-nan_policy = not_finite.NanPolicy(on_nan, nan_patience, max_rollbacks)
+nan_policy = not_finite.NanPolicy(on_nan)
 start = None  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
@@ -304,7 +297,7 @@ while not is_complete:
     clock.pause()
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
-        evaluator.run(lr)
+        evaluator.run()
         if stop.agreed:  # a stop was requested during the evaluation
             break
     if saver.is_due(state, is_complete):
@@ -364,7 +357,8 @@ while not is_complete:
         continue
     slow_network.after_step(step)  # averages the weights of islands, if that is due
     clock.step()
-    report.step(numbers, lr)
+    if record := report.step(numbers, lr):  # on rank 0, if the step is logged
+        logger.write(record)  # the console's line, metrics.jsonl, wandb and TensorBoard
     saver.poll()  # reports a checkpoint in the background that is complete or has failed
     state.advance()
     if stop.decide(numbers.stop):
@@ -376,9 +370,8 @@ if stop.agreed:
     with clock.part("save"):
         saver.save(state)
 saver.wait()
-report.done(samples.how_to_sample(out_dir, dataset, vocabulary))  # the summary and the plot
+report.done(samples.how_to_sample(out_dir, vocabulary))  # the summary and the plot
 saver.end(state, preempted_by=stop.reason() if is_preempted else "")  # exits if the last save failed
-slow_network.wait()  # an asynchronous average may still use the process group
 if exact:
     logger.print(
         f"weights: SHA-256 {compare_weights.weights_digest(raw_model, mesh)} before step {state.step}"

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,54 +48,51 @@ BATCH_ROWS = 1000
 LARGE = 20_000_000  # tokens from which a GPU trains GPT-2 124M rather than a small model
 
 
-class Parser(argparse.ArgumentParser):
-    """
-    The options that all prepare.py scripts share. Unlike the base class, this class raises ValueError for a
-    wrong option.
-    """
-
-    def __init__(self, description: str, val_fraction: float, tokenizer: str) -> None:
-        formatter = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
-        self.add_argument(
-            "--data_files", help="your own .txt, .jsonl, .parquet files: comma-separated paths or globs"
-        )
-        self.add_argument(
-            "--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text"
-        )
-        self.add_argument(
-            "--out", type=Path, help="folder to write to, created if missing; None: that of this script"
-        )
-        self.add_argument(
-            "--val_fraction", type=float, default=val_fraction, help="fraction of the data for val.bin"
-        )
-        self.add_argument("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
-        self.add_argument("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
-
-    def error(self, message: str) -> None:
-        """Raise ValueError. argparse calls this method for a wrong option."""
-        arguments = message.removeprefix("unrecognized arguments: ").split()
-        if message.startswith("unrecognized") and not any(arg.startswith("-") for arg in arguments):
-            message += f": for these files, type --data_files={','.join(arguments)}"
-        raise ValueError(f"{message}; {self.format_usage()}")
-
-
-def documents_parser(description: str) -> Parser:
-    """The options of a prepare.py that writes documents."""
-    threads = os.cpu_count() or 1
-    parser = Parser(description, val_fraction=0.0005, tokenizer="gpt2")
-    parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
-    parser.add_argument("--num_proc", type=int, default=threads, help="number of tokenizing threads")
+def make_parser(description: str, val_fraction: float, tokenizer: str) -> argparse.ArgumentParser:
+    """The options that all prepare.py scripts share."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--data_files", help="your own .txt, .jsonl, .parquet files: comma-separated paths or globs"
+    )
+    parser.add_argument(
+        "--text_key", default="text", help="key (.jsonl) or column (.parquet) of a document's text"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder to write to, created if missing; None: that of this script"
+    )
+    add_val_fraction(parser, val_fraction)
+    parser.add_argument("--tokenizer", default=tokenizer, help=TOKENIZER_HELP)
+    parser.add_argument("--special_tokens", default="True", choices=["True", "False"], help=SPECIAL_HELP)
     return parser
 
 
-def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for an option that is out of range."""
-    if not 0 < args.val_fraction < 1:
-        problem = f"--val_fraction={args.val_fraction} is not between 0 and 1"
-        raise ValueError(f"{problem}, e.g. --val_fraction=0.0005")
-    if args.num_proc < 1:
-        raise ValueError(f"--num_proc={args.num_proc} is not a number of threads, e.g. --num_proc=1")
+def add_val_fraction(parser: argparse.ArgumentParser, default: float) -> None:
+    """Add the option --val_fraction."""
+    parser.add_argument(
+        "--val_fraction", type=fraction, default=default, help="fraction of the data for val.bin"
+    )
+
+
+def fraction(text: str) -> float:
+    """Parse a number between 0 and 1, without these."""
+    number = float(text)
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1, e.g. 0.1")
+    return number
+
+
+def cut_for(n: int, val_fraction: float, unit: str) -> int:
+    """
+    Return how many of n characters or tokens train.bin gets: the first ones. Raises ValueError if one of the
+    files would be empty.
+    """
+    cut = int(n * (1 - val_fraction))
+    if not 0 < cut < n:
+        problem = f"--val_fraction={val_fraction} of {n:,} {unit} leaves train.bin or val.bin empty"
+        raise ValueError(f"{problem}: use files with more text, or e.g. --val_fraction=0.1")
+    return cut
 
 
 def run(main: Callable[[list[str]], None]) -> int:
@@ -107,20 +103,11 @@ def run(main: Callable[[list[str]], None]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # SystemExit, unlike a kill, removes the temporary files
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        try:
-            main(sys.argv[1:])
-        finally:
-            sys.stdout.flush()  # flush here, where BrokenPipeError can be handled
+        main(sys.argv[1:])
         return 0
-    except BrokenPipeError:  # the reader has left: prepare.py --help | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+    except (ImportError, OSError, ValueError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
-    except ModuleNotFoundError as error:
-        message = f"the package {error.name} is missing: pip install {error.name}"
-    except (ValueError, OSError) as error:
-        message = str(error)
-    print("error:", " ".join(message.split()), file=sys.stderr)
-    return 1
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -135,56 +122,36 @@ def prepare_text(
     tokenizer: str = "char",
 ) -> None:
     """
-    Parse `argv` and write one text to --out or the folder of `script`. The text is that of --data_files, or
-    the text and its source that read(folder of `script`) returns. `tokenizer` is char, or the default of
-    --tokenizer.
+    Parse `argv` and write a data set of one text, without end-of-text tokens, to --out or the folder of
+    `script`: the first part of the text is train.bin, the rest val.bin.
+
+    Args:
+        read: read(folder of `script`) returns the text and its source, if there are no --data_files.
+        tokenizer: the default of --tokenizer. With char, there is one id per character, in sort order.
+
+    Raises:
+        ValueError: the text is too short, or contains a character that the vocabulary lacks.
     """
-    args = Parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
+    args = make_parser(description, val_fraction=0.1, tokenizer=tokenizer).parse_args(argv)
     if args.data_files is None:
         text, source = read(Path(script).absolute().parent)
     else:
         text = "\n".join(read_documents(args.data_files, args.text_key))
         source = {"data_files": args.data_files}
-    folder, special_tokens = folder_to_write(script, args.out), args.special_tokens == "True"
-    meta = write_text_dataset(folder, text, source, args.tokenizer, args.val_fraction, special_tokens)
-    report(folder, meta)
-
-
-def write_text_dataset(
-    folder: Path,
-    text: str,
-    source: dict,
-    tokenizer: str = "char",
-    val_fraction: float = 0.1,
-    special_tokens: bool = True,
-) -> dict:
-    """
-    Write a data set of one text, without end-of-text tokens: train.bin (the first part of `text`), val.bin
-    (the rest) and its metadata; returns the content of meta.json. With tokenizer char, there is one id per
-    character, in sort order. `source` describes the origin of the text. Raises ValueError if the text is too
-    short, or contains a character that the vocabulary lacks.
-    """
-    if len(text) < 2:
-        raise ValueError(f"found {len(text)} characters, need 2: use files with more text")
-    cut = int(len(text) * (1 - val_fraction)) if 0 < val_fraction < 1 else 0
-    if not 0 < cut < len(text):
-        problem = (
-            f"--val_fraction={val_fraction} of {len(text):,} characters leaves train.bin or val.bin empty"
-        )
-        raise ValueError(f"{problem}, e.g. --val_fraction=0.1")
+    cut = cut_for(len(text), args.val_fraction, "characters")
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    source = source | {"characters": len(text), "sha256": digest, "val_fraction": val_fraction}
-    vocabulary = characters_of(text) if tokenizer == "char" else vocabulary_named(tokenizer)
-    loaded = load_tokenizer(vocabulary, tokenizer, special_tokens)
+    source |= {"characters": len(text), "sha256": digest, "val_fraction": args.val_fraction}
+    if args.tokenizer == "char":
+        vocabulary = Vocabulary("table", {c: i for i, c in enumerate(sorted(set(text)))})
+    else:
+        vocabulary = vocabulary_named(args.tokenizer)
+    loaded = load(vocabulary, args.special_tokens == "True")
+    folder = folder_to_write(script, args.out)
     with atomic_files(folder, *names_of(vocabulary)) as files:
         files["train.bin"].write(pack_ids(loaded.encode(text[:cut]), loaded.n_ids))
         files["val.bin"].write(pack_ids(loaded.encode(text[cut:]), loaded.n_ids))
-        return write_meta(files, vocabulary, loaded.n_ids, source)
-
-
-def characters_of(text: str) -> Vocabulary:
-    """The vocabulary of the characters of a text, in their sort order."""
-    return Vocabulary("table", {character: number for number, character in enumerate(sorted(set(text)))})
+        meta = write_meta(files, vocabulary, loaded.n_ids, source)
+    report(folder, meta)
 
 
 def prepare_documents(
@@ -198,17 +165,29 @@ def prepare_documents(
 ) -> None:
     """
     Parse `argv` and write the documents of a Hugging Face data set, or of --data_files, to --out or the
-    folder of `script`.
+    folder of `script`. The documents keep their order, and each is followed by the end-of-text token.
 
     Args:
         selection: arguments of datasets.load_dataset that select a part or version; recorded in meta.json.
         rows: expected number of documents; 0 if unknown.
         options: other arguments of datasets.load_dataset.
+
+    Raises:
+        ValueError: there are fewer than two documents, or the tokenizer lacks an end-of-text token.
     """
     from tqdm import tqdm
 
-    args = documents_parser(description).parse_args(argv)
-    check_options(args)
+    parser = make_parser(description, val_fraction=0.0005, tokenizer="gpt2")
+    threads = os.cpu_count() or 1
+    parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
+    parser.add_argument("--num_proc", type=int, default=threads, help="number of tokenizing threads")
+    args = parser.parse_args(argv)
+    vocabulary = vocabulary_named(args.tokenizer)
+    tokenizer = load(vocabulary, args.special_tokens == "True")
+    if tokenizer.end_of_text is None:
+        problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
+        advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
+        raise ValueError(f"{problem}: {advice}")
     if args.data_files is None:
         documents, total = open_hub(dataset, selection, options, args.text_key, rows)
         source = {"dataset": dataset, **selection}
@@ -217,26 +196,7 @@ def prepare_documents(
         source = {"data_files": args.data_files}
     # disable=None: no progress bar if stderr is not a terminal
     documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
-    folder = folder_to_write(script, args.out)
-    report(folder, write_documents(folder, documents, source, args))
-
-
-def write_documents(folder: Path, documents: Iterable[str], source: dict, args: argparse.Namespace) -> dict:
-    """
-    Write a data set of documents: train.bin, val.bin and its metadata; returns the content of meta.json. The
-    documents keep their order, and each is followed by the end-of-text token. Raises ValueError if there are
-    fewer than two documents, or the tokenizer lacks an end-of-text token.
-
-    Args:
-        args: val_fraction, seed, tokenizer, special_tokens, and num_proc, which does not change the result.
-    """
-    vocabulary = vocabulary_named(args.tokenizer)
-    tokenizer = load_tokenizer(vocabulary, args.tokenizer, args.special_tokens == "True")
-    if tokenizer.end_of_text is None:
-        problem = f"the tokenizer contains no {vocabulary.end_of_text} to end documents with"
-        advice = "set --tokenizer=gpt2, or use the prepare.py of data/shakespeare, for one text"
-        raise ValueError(f"{problem}: {advice}")
-    count = 0
+    folder, count = folder_to_write(script, args.out), 0
     with atomic_files(folder, *names_of(vocabulary)) as files:
         for count, ids in enumerate(tokenize(documents, tokenizer, args.num_proc), 1):
             is_val = goes_to_val(args.seed, count - 1, args.val_fraction)
@@ -244,8 +204,9 @@ def write_documents(folder: Path, documents: Iterable[str], source: dict, args: 
         if count < 2:
             advice = "data/shakespeare/prepare.py splits one text" if count else "use files with more text"
             raise ValueError(f"found {count} non-empty documents, need 2; {advice}")
-        source = source | {"val_fraction": args.val_fraction, "seed": args.seed}
-        return write_meta(files, vocabulary, tokenizer.n_ids, source, documents=count)
+        source |= {"val_fraction": args.val_fraction, "seed": args.seed}
+        meta = write_meta(files, vocabulary, tokenizer.n_ids, source, documents=count)
+    report(folder, meta)
 
 
 def tokenize(documents: Iterable[str], tokenizer: Tokenizer, num_proc: int) -> Iterator[bytes]:
@@ -335,9 +296,7 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
                 f"--data_files: no file matches '{pattern}', e.g. --data_files='texts/*.txt,more.jsonl'"
             )
         names |= files
-    # a.txt and ./a.txt are the same file
-    different = {os.path.realpath(name): name for name in sorted(names, reverse=True)}
-    paths = [Path(name) for name in sorted(different.values())]
+    paths = [Path(name) for name in sorted(names)]
     for path in paths:  # check all files before reading the first file, which can take hours
         if path.suffix.lower() not in readers:
             raise ValueError(f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}")
@@ -416,7 +375,7 @@ def read_shakespeare(folder: Path) -> tuple[str, dict]:
                 if hashlib.sha256(data).hexdigest() != SHAKESPEARE["sha256"]:
                     raise OSError(f"{len(data):,} bytes that are not the expected text")
                 files[path.name].write(data)
-        except (OSError, HTTPException) as error:
+        except OSError as error:
             advice = f"put the text at {path}, or use your own with --data_files="
             raise ValueError(f"could not download {url} ({error}); {advice}") from error
     return read_utf8(path), {"file": path.name}
@@ -431,8 +390,7 @@ def open_hub(
     """
     from datasets import load_dataset
 
-    with hub_errors():
-        dataset = load_dataset(name, split="train", **selection, **options)
+    dataset = load_dataset(name, split="train", **selection, **options)
     total = getattr(dataset, "num_rows", None)
     if rows and total != rows:  # the hub converts some large data sets to Parquet only in part
         print(f"note: the hub has {total} of the {rows} documents")
@@ -441,24 +399,10 @@ def open_hub(
 
 def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
     """Yield the column `text_key` of a Hugging Face data set."""
-    with hub_errors():
-        for batch in dataset.iter(batch_size=BATCH_ROWS):  # much faster than row by row
-            if text_key not in batch:
-                raise ValueError(f"no column '{text_key}' in {list(batch)}; set --text_key=")
-            yield from batch[text_key]
-
-
-@contextmanager
-def hub_errors() -> Iterator[None]:
-    """Convert errors of any type (network, hub, datasets, pyarrow) to a ValueError."""
-    try:
-        yield
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"[:300]
-        advice = "if it cannot be reached, copy the .parquet files here and use --data_files='*.parquet'"
-        raise ValueError(
-            f"could not load the data set from the Hugging Face hub ({reason}); {advice}"
-        ) from error
+    for batch in dataset.iter(batch_size=BATCH_ROWS):  # much faster than row by row
+        if text_key not in batch:
+            raise ValueError(f"no column '{text_key}' in {list(batch)}; set --text_key=")
+        yield from batch[text_key]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -474,29 +418,18 @@ def vocabulary_named(name: str) -> Vocabulary:
         if os.sep in name:
             raise ValueError(f"--tokenizer={name}: no such folder")
         return Vocabulary("tiktoken", name)
-    return tokenizer_in(name) or vocabulary_in_checkpoint(name)
-
-
-def vocabulary_in_checkpoint(out_dir: str) -> Vocabulary:
-    """The vocabulary of the training run in a folder. Raises ValueError if there is no checkpoint."""
+    if vocabulary := tokenizer_in(name):
+        return vocabulary
     # these import torch, which takes seconds
     from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
     from isogpt.checkpoint.search import newest_checkpoint
     from isogpt.checkpoint.source import open_checkpoint
 
-    newest, reports = newest_checkpoint(out_dir)
+    newest, reports = newest_checkpoint(name)
     if not newest:
-        problem = f"--tokenizer={out_dir} contains neither a tokenizer.json nor a checkpoint"
+        problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
         raise ValueError("; ".join([problem, *reports]))
-    return vocabulary_of_run(open_checkpoint(newest).run, Path(out_dir))
-
-
-def load_tokenizer(vocabulary: Vocabulary, name: str, special_tokens: bool) -> Tokenizer:
-    """The tokenizer of the vocabulary of --tokenizer=`name`. Raises ValueError if it cannot be loaded."""
-    try:
-        return load(vocabulary, special_tokens)
-    except ValueError as error:
-        raise ValueError(f"--tokenizer={name}: {error}") from error
+    return vocabulary_of_run(open_checkpoint(newest).run, Path(name))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -554,8 +487,7 @@ def write_meta(
         files["tokenizer.json"].write(vocabulary.content.encode())
         files["tokenizer_config.json"].write(json.dumps({"eos_token": vocabulary.end_of_text}).encode())
     tokens = {f"{split}_tokens": files[f"{split}.bin"].tell() // dtype.itemsize for split in ("train", "val")}
-    name = {"tiktoken": vocabulary.content, "tokenizer.json": "tokenizer.json"}.get(vocabulary.kind, "char")
-    meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": name, "tokenizer_size": size}
+    meta = {"dtype": dtype.name, "vocab_size": padded, "tokenizer": vocabulary.name, "tokenizer_size": size}
     meta |= tokens | counts | {"source": source}
     files["meta.json"].write((json.dumps(meta, indent=2) + "\n").encode())
     return meta

@@ -8,16 +8,12 @@ Measurements for the documentation that depend too much on the machine for a tes
     python measure/costs.py tax          train.py's step, and a bare loop of forward, backward and optimizer
     python measure/costs.py two          the speed of two processes with a thread each, and of one with two
     python measure/costs.py bare         that bare loop, for the 10.65M config (batch 8 x 256)
-    python measure/costs.py first        seconds from the command to the first step
     python measure/costs.py serve        8 clients of transformers serve, with and without batching
     python measure/costs.py sampling     tokens per second of CPU time, GPT-2 124M, 10 samples of 256 tokens
-    python measure/costs.py tokens       CPU time of data/openwebtext/prepare.py, extrapolated to OpenWebText
 """
 
 import argparse
-import json
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -30,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from runs import REPO, SHAKESPEARE, column, records, tiny_data
+from runs import REPO, column, records, tiny_data
 
 CONFIG = ["--dataset=tiny", "--n_layer=6", "--n_head=6", "--n_embd=384", "--block_size=256", "--batch_size=8"]
 CONFIG += ["--gradient_accumulation_steps=1", "--eval_interval=1000000", "--eval_iters=1", "--log_interval=1"]
@@ -186,17 +182,6 @@ def two(work):
         )
 
 
-def first(work):
-    for _ in range(3):
-        start = time.perf_counter()
-        command = [sys.executable, "-u", str(REPO / "train.py"), *CONFIG, "--max_iters=1", "--out_dir=out"]
-        process = subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, text=True)
-        for line in process.stdout:
-            if line.startswith("iter 0:"):
-                print(f"first step after {time.perf_counter() - start:.2f} s")
-        process.wait()
-
-
 def serve(work):
     import transformers
     from test_serving import BATCHING, CHARACTERS, PROMPTS, Server, serving
@@ -239,35 +224,11 @@ def sampling(work):
             print(f"{dtype}: {2560 / (time.process_time() - start):.0f} tokens/s", flush=True)
 
 
-def tokens(work):
-    """
-    The difference between 20 and 5 copies of Tiny Shakespeare, in documents of 4,900 characters, so that the
-    start of the script does not count. Without the download, and with one tokenizing thread.
-    """
-    text, rows = SHAKESPEARE.read_text(), []
-    lines = [json.dumps({"text": text[start : start + 4900]}) for start in range(0, len(text), 4900)]
-    for copies in (5, 20):
-        (work / "texts.jsonl").write_text("\n".join(copies * lines))
-        command = [sys.executable, str(REPO / "data" / "openwebtext" / "prepare.py"), "--num_proc=1"]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([*command, f"--data_files={work / 'texts.jsonl'}", f"--out={work}"], check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        meta = json.loads((work / "meta.json").read_text())
-        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        rows.append((meta["train_tokens"] + meta["val_tokens"], seconds))
-    (few, short), (many, long) = rows
-    rate = (many - few) / (long - short)
-    print(f"{rate:,.0f} tokens per second of CPU time: {9e9 / rate / 3600:.2f} hours for 9 billion tokens")
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kinds = {
-        f.__name__: f
-        for f in (stall, saves, grad_sync, activations, tax, two, first, serve, sampling, tokens)
-    }
+    kinds = {f.__name__: f for f in (stall, saves, grad_sync, activations, tax, two, serve, sampling)}
     parser.add_argument("what", choices=[*kinds, "bare"])
     what = parser.parse_args().what
     if what == "bare":

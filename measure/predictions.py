@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -26,7 +28,7 @@ from slow_network import prepare_shakespeare, train
 from configurator import settings_of
 from isogpt.parallel.plan import Plan, plan_of
 from isogpt.speed import prediction
-from isogpt.speed.devices import Hardware, Link, hardware_here
+from isogpt.speed.devices import Hardware, Link, hardware_here, measured_link
 from isogpt.training.settings import model_args_of
 from model import GPTConfig
 
@@ -120,22 +122,19 @@ def measured_over_a_link(work: Path, settings: dict, hosts: Hosts) -> tuple[floa
     return figures(out)
 
 
-def links_here(nproc: int, work: Path) -> list[dict]:
-    """What bench.py --comm measures."""
-    if nproc == 1:
-        return []
-    command = [sys.executable, str(REPO / "bench.py"), "--comm", f"--nproc={nproc}", "--device=cpu"]
-    subprocess.run(
-        [*command, f"--json_path={work / 'comm.json'}"], stdout=subprocess.DEVNULL, check=True, cwd=work
-    )
-    return json.loads((work / "comm.json").read_text())["comm"]
-
-
-def machine_of(model: dict, nproc: int, links: list[dict], work: Path) -> Hardware:
+def machine_of(model: dict, nproc: int, work: Path) -> Hardware:
     """This machine with `nproc` processes, as bench.py --plan measures it."""
-    found, wanted = hardware_here(torch.device("cpu"), "float32", nproc, links), plan_with(model, nproc)
-    seconds, _ = measured_here(work, model | prediction.two_blocks(wanted, nproc), nproc)
-    return prediction.calibrated(found, wanted, nproc, seconds)
+    link = None
+    if nproc > 1:
+        command = [sys.executable, str(REPO / "bench.py"), "--comm", f"--nproc={nproc}", "--device=cpu"]
+        command += [f"--json_path={work / 'comm.json'}"]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True, cwd=work)
+        link = measured_link(json.loads((work / "comm.json").read_text())["comm"])
+    two = prediction.two_blocks(plan_with(model, nproc), nproc)
+    settings = {name: value for name, value in vars(two).items() if name in DEFAULTS}
+    seconds, _ = measured_here(work, model | settings | {"n_layer": 2}, nproc)
+    machine = hardware_here(torch.device("cpu"), "float32", nproc, link)
+    return prediction.calibrated(machine, two, seconds)
 
 
 def ranks(values: list[float]) -> np.ndarray:
@@ -145,7 +144,7 @@ def ranks(values: list[float]) -> np.ndarray:
 def main() -> None:
     wanted = [int(n) for n in sys.argv[1:]] or [1, 2, 4, 8, 0]
     rows = []  # (group, time predicted, measured, memory predicted, measured)
-    with tempfile.TemporaryDirectory(prefix="predictions_") as folder:
+    with tempfile.TemporaryDirectory(prefix="predictions_") as folder, ExitStack() as stack:
         work = Path(folder)
         prepare_shakespeare(work)
         print(
@@ -153,39 +152,28 @@ def main() -> None:
             + "---|" * 9
         )
 
-        def add(
-            place: str, name: str, layout: dict, plan: prediction.Prediction, found: tuple[float, float]
-        ) -> None:
-            (seconds, gb), predicted = found, plan.total_s
-            rows.append(((place, name), predicted, seconds, plan.gb, gb, layout))
-            text = " ".join(f"--{key}={value}" for key, value in layout.items())
-            time = f"{predicted * 1e3:.0f} | {seconds * 1e3:.0f} | {predicted / seconds - 1:+.0%}"
-            size = f"{plan.gb:.2f} | {gb:.2f} | {plan.gb / gb - 1:+.0%}"
-            print(f"| {place} | {name} | `{text}` | {time} | {size} |", flush=True)
-
-        for nproc in (n for n in (1, 2, 4, 8) if n in wanted):
-            links = links_here(nproc, work)
-            hw = {name: machine_of(model, nproc, links, work) for name, model in MODELS.items()}
-            for n, layout in LAYOUTS:
-                for name, model in MODELS.items() if n == nproc else ():
-                    plan = prediction.predict(plan_with(model | layout, n), hw[name], n)
-                    add(str(n), name, layout, plan, measured_here(work, model | layout, n))
-        if 0 in wanted:
-            links, slow = links_here(2, work), Link(1e-4, 1e9 / 8 * 0.94)
-            hw = {
-                name: replace(machine_of(model, 2, links, work), network=slow)
-                for name, model in MODELS.items()
-            }
-            os.environ["OMP_NUM_THREADS"] = "1"
-            hosts = Hosts(work, 2)
-            try:
+        hosts = None
+        for nproc in wanted:
+            here = nproc or 2
+            hw = {name: machine_of(model, here, work) for name, model in MODELS.items()}
+            layouts = [layout for n, layout in LAYOUTS if n == nproc] or OVER_A_LINK
+            if nproc == 0:  # two hosts of one process
+                os.environ["OMP_NUM_THREADS"] = "1"
+                hosts = Hosts(work, 2)
+                stack.callback(hosts.close)
                 hosts.limit("1gbit")
-                for layout in OVER_A_LINK:
-                    for name, model in MODELS.items():
-                        plan = prediction.predict(plan_with(model | layout, 2), hw[name], 1)
-                        add("2 hosts", name, layout, plan, measured_over_a_link(work, model | layout, hosts))
-            finally:
-                hosts.close()
+                slow = Link(1e-4, 1e9 / 8 * 0.94)
+                hw = {name: replace(machine, network=slow) for name, machine in hw.items()}
+            place = "2 hosts" if hosts else str(nproc)
+            for layout, (name, model) in product(layouts, MODELS.items()):
+                plan = prediction.predict(plan_with(model | layout, here), hw[name], 1 if hosts else nproc)
+                measure = measured_over_a_link if hosts else measured_here
+                seconds, gb = measure(work, model | layout, hosts or nproc)
+                rows.append(((place, name), plan.total_s, seconds, plan.gb, gb, layout))
+                text = " ".join(f"--{key}={value}" for key, value in layout.items())
+                time = f"{plan.total_s * 1e3:.0f} | {seconds * 1e3:.0f} | {plan.total_s / seconds - 1:+.0%}"
+                size = f"{plan.gb:.2f} | {gb:.2f} | {plan.gb / gb - 1:+.0%}"
+                print(f"| {place} | {name} | `{text}` | {time} | {size} |", flush=True)
     predicted, measured, gb, gb_measured = (np.array(values) for values in list(zip(*rows, strict=True))[1:5])
     error, gb_error = predicted / measured - 1, gb / gb_measured - 1
     correlation = np.corrcoef(ranks(predicted), ranks(measured))[0, 1]

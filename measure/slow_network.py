@@ -15,9 +15,7 @@ import itertools
 import math
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from hosts import HAS_NAMESPACES, Hosts
-from runs import REPO, SHAKESPEARE, column
+from runs import column, tiny_data
 
 # 10.65M parameters, 12 sequences per step over all hosts, and a constant learning rate: a mode may take any
 # time
@@ -63,12 +61,13 @@ MODES = {
     "fp16": ["--grad_compression=fp16"],
     "bf16": ["--grad_compression=bf16"],
     "int8": ["--grad_compression=int8"],
-    "sign": ["--grad_compression=sign"],
     "PowerSGD, rank 4": ["--grad_compression=powersgd:4"],
-    "top-k, 1%": ["--grad_compression=topk:0.01"],
     "local SGD, 8 steps": ["--islands={hosts}", "--local_steps=8", "--outer_lr=1", "--outer_momentum=0"],
     "DiLoCo, 32 steps": ["--islands={hosts}", "--local_steps=32", "--outer_lr=0.7", "--outer_momentum=0.9"],
 }
+WINDOW = 50  # steps over which losses are smoothed
+LONGEST = 3  # a mode is given up after this many times --steps
+WARM_UP, MEASURED = 4, 8  # steps before the step time is measured, and steps that are measured
 numbers = itertools.count(1)
 
 
@@ -80,16 +79,16 @@ class Curve:
     step_ms: list[float]
     sent: float = 0  # bytes that each host has sent, with headers
 
-    def smoothed(self, window: int) -> np.ndarray:
-        """The mean of `window` losses, from step window - 1 on."""
-        window = min(window, len(self.losses))
+    def smoothed(self) -> np.ndarray:
+        """The mean of WINDOW losses, from step WINDOW - 1 on."""
+        window = min(WINDOW, len(self.losses))
         return np.convolve(self.losses, np.ones(window) / window, "valid") if window else np.array([])
 
-    def steps_to(self, loss: float, window: int) -> int | None:
+    def steps_to(self, loss: float) -> int | None:
         """After how many steps the smoothed loss is `loss` or less; None: never."""
         # modes that only round differently are equal
-        reached = np.flatnonzero(self.smoothed(window) <= loss + 1e-4)
-        return int(reached[0]) + min(window, len(self.losses)) if len(reached) else None
+        reached = np.flatnonzero(self.smoothed() <= loss + 1e-4)
+        return int(reached[0]) + min(WINDOW, len(self.losses)) if len(reached) else None
 
 
 def read_curve(out_dir: Path) -> Curve:
@@ -99,7 +98,7 @@ def read_curve(out_dir: Path) -> Curve:
     return Curve(*(list(column(out_dir, key).values()) for key in ("loss", "step_ms")))
 
 
-def train(hosts: Hosts, args: list[str], target: float = -math.inf, window: int = 1) -> Curve:
+def train(hosts: Hosts, args: list[str], target: float = -math.inf) -> Curve:
     """
     Train on all hosts until the smoothed loss is `target` or the run ends.
 
@@ -116,7 +115,7 @@ def train(hosts: Hosts, args: list[str], target: float = -math.inf, window: int 
         time.sleep(1.0)  # reading the log takes time from the hosts' cores
         codes = {host: process.poll() for host, process in processes.items()}
         failed = [host for host, code in codes.items() if code]
-        if failed or (target > -math.inf and read_curve(out_dir).steps_to(target, window)):
+        if failed or (target > -math.inf and read_curve(out_dir).steps_to(target)):
             break
     hosts.end()
     for process in processes.values():
@@ -140,18 +139,6 @@ def reason_for(text: str) -> str:
     return message.removeprefix("error: ")
 
 
-def prepare_shakespeare(work: Path) -> None:
-    """Make the data set shakespeare_char in work/data."""
-    text, folder = SHAKESPEARE, work / "data" / "shakespeare_char"
-    folder.mkdir(parents=True)
-    if text.exists():  # else prepare.py downloads it
-        shutil.copy(text, folder / "input.txt")
-    shutil.copy(REPO / "data" / "bins.py", work / "data")
-    (work / "isogpt").symlink_to(REPO / "isogpt")  # which bins.py imports
-    shutil.copy(REPO / "data" / "shakespeare_char" / "prepare.py", folder)
-    subprocess.run([sys.executable, str(folder / "prepare.py")], check=True, stdout=subprocess.DEVNULL)
-
-
 def run_once(hosts: Hosts, args: list[str], rate: str) -> None:
     """One run at a rate: its steps, time, traffic and losses."""
     hosts.limit(rate)
@@ -164,32 +151,26 @@ def run_once(hosts: Hosts, args: list[str], rate: str) -> None:
     print("losses:", " ".join(f"{loss:.4f}" for loss in curve.losses))
 
 
-def step_time(hosts: Hosts, args: list[str], warm_up: int, measured: int) -> float:
+def step_time(hosts: Hosts, args: list[str]) -> float:
     """Seconds of a step: the mean over whole periods of local_steps."""
     local_steps = [int(n) for n in re.findall(r"--local_steps=(\d+)", " ".join(args))]
     period = max(local_steps[-1:] + [1])
-    steps = -(-measured // period) * period
-    curve = train(hosts, [*args, f"--max_iters={warm_up + steps - 1}"])
+    steps = -(-MEASURED // period) * period
+    curve = train(hosts, [*args, f"--max_iters={WARM_UP + steps - 1}"])
     return mean(curve.step_ms[-steps:]) / 1e3
 
 
-def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dict[str, dict[str, tuple]]:
-    """
-    Print a row for each mode, in Markdown; returns {rate: {mode: (seconds, smoothed losses)}}. A mode that
-    fails gets a row that says why.
-    """
-    rates, window = options.rates.split(","), options.window
-    found, target, first = {rate: {} for rate in rates}, None, {}
-    for name in options.modes or MODES:
-        mode = [*args, *(flag.format(hosts=len(hosts.spaces)) for flag in MODES[name])]
-        limit = options.steps if target is None else options.longest * options.steps
+def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> None:
+    """Print a row for each mode, in Markdown. A mode that fails gets a row that says why."""
+    rates, target, first = options.rates.split(","), -math.inf, {}
+    for name, flags in MODES.items():
+        mode = [*args, *(flag.format(hosts=len(hosts.spaces)) for flag in flags)]
+        limit = options.steps if name == "DDP" else LONGEST * options.steps
         try:
             hosts.limit(None)  # what a slow link drops is sent again
-            curve = train(
-                hosts, [*mode, f"--max_iters={limit - 1}"], -math.inf if target is None else target, window
-            )
-            if target is None:
-                target = curve.smoothed(window)[-1]
+            curve = train(hosts, [*mode, f"--max_iters={limit - 1}"], target)
+            if name == "DDP":
+                target = curve.smoothed()[-1]
                 print(
                     f"| mode | MB per step and rank | steps to a loss of {target:.3f} | "
                     + " | ".join(f"{rate}: ms per step | time | speed-up" for rate in rates)
@@ -197,11 +178,10 @@ def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dic
                     + "---|" * (2 + 3 * len(rates))
                 )
             sent = sent_per_step(hosts, mode, curve)
-            steps, losses, cells = curve.steps_to(target, window), curve.smoothed(window), []
+            steps, cells = curve.steps_to(target), []
             for rate in rates:
                 hosts.limit(rate)
-                seconds = step_time(hosts, mode, options.warm_up, options.measured)
-                found[rate][name] = (np.arange(window, window + len(losses)) * seconds, losses)
+                seconds = step_time(hosts, mode)
                 total = steps * seconds if steps else math.nan
                 first.setdefault(rate, total)
                 speed_up = f"{first[rate] / total:.2f}x" if steps else ""
@@ -210,21 +190,6 @@ def run_table(hosts: Hosts, args: list[str], options: argparse.Namespace) -> dic
         except ValueError as e:
             cells = [name, f"failed: {e}"]
         print(f"| {' | '.join(cells)} |", flush=True)
-    return found
-
-
-def plot(curves: dict[str, tuple[np.ndarray, np.ndarray]], title: str, path: Path) -> None:
-    """The smoothed losses against the seconds of training."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    for i, (name, (seconds, losses)) in enumerate(curves.items()):
-        axes.plot(seconds, losses, label=name, linestyle="-" if i < 10 else "--")  # ten colors
-    axes.set(xscale="log", xlabel="seconds of training", ylabel="training loss, smoothed", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path)
 
 
 def main() -> None:
@@ -234,39 +199,22 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2, choices=(2, 3, 4), help="their number")
     parser.add_argument("--rate", default="100mbit", help="of each host's link, in one run")
     parser.add_argument("--table", action="store_true", help="compare the modes")
-    parser.add_argument("--modes", type=lambda text: text.split(";"), help="only these: 'DDP;fp16'")
     parser.add_argument("--rates", default="1gbit,100mbit,25mbit", help="of the table")
     parser.add_argument("--steps", type=int, default=500, help="of DDP, whose loss the others have to reach")
-    parser.add_argument(
-        "--longest", type=int, default=3, help="a mode is given up after this many times --steps"
-    )
-    parser.add_argument("--window", type=int, default=50, help="steps over which losses are smoothed")
-    parser.add_argument("--warm_up", type=int, default=4, help="steps before the step time is measured")
-    parser.add_argument(
-        "--measured", type=int, default=8, help="steps to measure, rounded up to whole periods"
-    )
-    parser.add_argument("--plot_rate", default="100mbit", help="the rate of the plot")
-    parser.add_argument(
-        "--plot", type=Path, default=REPO / "docs" / "slow_network.png", help="the image to write"
-    )
     parser.add_argument("args", nargs="*", metavar="-- ARGS", help="train.py's configs and settings")
     options = parser.parse_args()
-    if unknown := set(options.modes or ()) - MODES.keys():
-        parser.error(f"no such modes: {', '.join(sorted(unknown))}; possible are {'; '.join(MODES)}")
     if not HAS_NAMESPACES:
         sys.exit("network namespaces need Linux, root and iproute2")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # close the hosts
     with tempfile.TemporaryDirectory(prefix="slow_network_") as work:
         args = [*JOB, *options.args]
         if not any(arg.startswith("--dataset=") for arg in args):
-            prepare_shakespeare(Path(work))
-            args.append("--dataset=shakespeare_char")
+            tiny_data(work, tokens=1_000_000)
+            args.append("--dataset=tiny")
         hosts = Hosts(Path(work), options.hosts)
         try:
             if options.table:
-                found = run_table(hosts, args, options)
-                rate = options.plot_rate if options.plot_rate in found else list(found)[-1]
-                plot(found[rate], f"{options.hosts} hosts, links of {rate}", options.plot)
+                run_table(hosts, args, options)
             else:
                 run_once(hosts, args, options.rate)
         except ValueError as e:

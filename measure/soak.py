@@ -3,11 +3,11 @@ Kill runs at random moments, many times, and count what was lost. The test suite
 
     python measure/soak.py saves --kills=200         SIGKILL around checkpoints: does the newest one resume?
     python measure/soak.py saves --nproc=2 --zero=3  the same for shards, killing one rank or all
-    python measure/soak.py bits --rounds=20          kills in the middle of steps: are the last bits the same?
     python measure/soak.py signals --kills=50        SIGTERM: checkpoint, exit within 10 s, same bits?
     python measure/soak.py elastic --kills=50        SIGKILL of workers of torchrun: same losses, how long?
     python measure/soak.py shrink                    agents are killed, 4 -> 3 -> 2 -> 3: same losses?
-    python measure/soak.py phases --kills=200        SIGKILL in chosen phases, on changing layouts
+
+measure/random_layouts.py kills runs on random layouts.
 """
 
 import argparse
@@ -86,32 +86,7 @@ def kill_around_saves(zygote, work, kills, seed=0, nproc=1, say=lambda *_: None,
     return report
 
 
-def kill_within_steps(zygote, work, rounds, nproc, seed=0, say=lambda *_: None):
-    """
-    Compare runs that are killed twice with an uninterrupted one; returns how many end with the same bits.
-    """
-    import torch
-    from test_resume import DROPOUT, assert_same_bits
-
-    rng, same = random.Random(seed), 0
-    zygote.train([*DROPOUT, "--out_dir=straight"], work, nproc)
-    straight = torch.load(work / "straight/ckpt.pt", weights_only=True)
-    for n in range(rounds):
-        args = [*TINY, *DROPOUT, f"--out_dir=killed{nproc}-{n}", "--init_from=auto"]
-        for step in sorted(rng.sample(range(1, 38), 2)):
-            run = zygote.start(args, work, nproc)
-            run.until(lambda text, s=step: f"iter {s}:" in text)
-            time.sleep(rng.random() * 0.02)
-            run.kill()
-            run.wait(ok=False)
-        zygote.start(args, work, nproc).wait()
-        assert_same_bits(straight, torch.load(work / f"killed{nproc}-{n}/ckpt.pt", weights_only=True))
-        same += 1
-    say(f"{nproc} processes: {same} of {rounds} runs, killed twice each, end with the same bits")
-    return same
-
-
-def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: None):
+def stop_at_random_moments(zygote, work, kills, nproc, seed):
     """
     SIGTERM to a random rank at random moments from the first step on, `kills` times in one run. Does it save
     the step that it was at and exit within 10 s each time, and does it end with the bits of an uninterrupted
@@ -136,14 +111,13 @@ def stop_at_random_moments(zygote, work, kills, nproc, seed=0, say=lambda *_: No
         steps = [int(n) for n in re.findall(r"iter (\d+):", run.text())]
         report["unsaved"] += not (work / f"stop{nproc}" / f"step_{max(steps) + 1:08d}").is_dir()
         if report["signals"] % 10 == 0:
-            say(report)
+            print(report)
     zygote.start([*args, "--init_from=auto"], work, nproc).wait(timeout=600)
     zygote.start([*args, f"--out_dir=straight{nproc}"], work, nproc).wait(timeout=600)
-    states = [
-        torch.load(work / f"{name}{nproc}" / "ckpt.pt", weights_only=True) for name in ("straight", "stop")
-    ]
+    paths = [work / f"{name}{nproc}" / "ckpt.pt" for name in ("straight", "stop")]
+    states = [torch.load(path, weights_only=True) for path in paths]
     assert_same_bits(*states)
-    say(report, f"same bits as an uninterrupted run, on {nproc} processes")
+    print(report, f"same bits as an uninterrupted run, on {nproc} processes")
     return report
 
 
@@ -168,7 +142,7 @@ def torchrun(work, args, agent_args, log):
     return AGENTS[-1]
 
 
-def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
+def kill_workers(work, kills, seed, nproc=4):
     """
     SIGKILL a random worker at a random moment, `kills` times; report the losses and the times to recover.
     """
@@ -178,12 +152,8 @@ def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
     straight = ["--standalone", f"--nproc_per_node={nproc}"]
     with open(work / "log", "w") as log:
         assert torchrun(work, [*args, "--out_dir=straight"], straight, log).wait(600) == 0
-        agent_args = [
-            "--nnodes=1:1",
-            f"--nproc_per_node={nproc}",
-            f"--max-restarts={kills}",
-            "--rdzv-backend=c10d",
-        ]
+        agent_args = ["--nnodes=1:1", f"--nproc_per_node={nproc}", f"--max-restarts={kills}"]
+        agent_args += ["--rdzv-backend=c10d"]
         agent_args += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=last_call_timeout=1"]
         agent = torchrun(work, [*args, "--out_dir=killed", "--init_from=auto"], agent_args, log)
         for n in range(kills):
@@ -191,22 +161,15 @@ def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
             wait_for(lambda w=wanted: steps_in(work / "killed") >= w or agent.poll() is not None, 120)
             assert agent.poll() is None, (work / "log").read_text()[-3000:]
             time.sleep(rng.random() * 0.05)
-            before = len(records(work / "killed"))
-            workers = set(children(agent.pid))
-            os.kill(rng.choice(sorted(workers)), signal.SIGKILL)
+            os.kill(rng.choice(sorted(children(agent.pid))), signal.SIGKILL)
             killed = time.time()
-            events = wait_for(lambda k=killed: recoveries(work / "killed", k), 120)
-            took.append(stamp(events[-1]) - killed)
-            if n % 10 == 9:
-                say(
-                    f"{n + 1} kills, {before} lines; until the next step: median "
-                    f"{statistics.median(took):.1f} s, "
-                    f"maximum {max(took):.1f} s"
-                )
+            steps = wait_for(lambda k=killed: recoveries(work / "killed", k), 120)
+            took.append(stamp(steps[0]) - killed)
+            print(f"kill {n + 1}: {took[-1]:.1f} s until the next step")
         assert agent.wait(600) == 0
     one, other = column(work / "straight", "loss"), column(work / "killed", "loss")
     worst = max(abs(one[s] - other[s]) for s in one)
-    say(
+    print(
         f"{kills} kills of {nproc} workers: losses of {len(other)} steps within {worst:.2g} of the "
         "uninterrupted run; "
         f"from a kill to the next step: median {statistics.median(took):.1f} s, maximum {max(took):.1f} s"
@@ -214,7 +177,7 @@ def kill_workers(work, kills, seed=0, say=lambda *_: None, nproc=4):
     return worst < 1e-5 and one.keys() == other.keys()
 
 
-def shrink(zygote, work, say=lambda *_: None):
+def shrink(zygote, work):
     """
     Four agents with one worker each: two are killed, one after the other. Then an agent comes back, and the
     run ends.
@@ -222,15 +185,9 @@ def shrink(zygote, work, say=lambda *_: None):
     args = [*TINY, "--gradient_accumulation_steps=12", "--batch_size=4", "--save_interval=10"]
     args += ["--max_iters=2500", "--lr_decay_iters=2500", "--eval_interval=100000", "--dist_timeout_s=60"]
     zygote.start([*args, "--out_dir=straight"], work).wait(timeout=600)
-    agent_args = [
-        "--nnodes=2:4",
-        "--nproc_per_node=1",
-        "--max-restarts=10",
-        "--rdzv-backend=c10d",
-        "--rdzv-id=shrink",
-    ]
     port = free_port()
-    agent_args += [f"--rdzv-endpoint=127.0.0.1:{port}"]
+    agent_args = ["--nnodes=2:4", "--nproc_per_node=1", "--max-restarts=10"]
+    agent_args += ["--rdzv-backend=c10d", "--rdzv-id=shrink", f"--rdzv-endpoint=127.0.0.1:{port}"]
     agent_args += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
     with open(work / "log", "w") as log:
 
@@ -247,168 +204,27 @@ def shrink(zygote, work, say=lambda *_: None):
             killed = time.time()
             wait_for(lambda k=killed: recoveries(work / "shrunk", k), 180)
             took.append(time.time() - killed)
-            say(f"from the kill of an agent to the next step with fewer workers: {took[-1]:.1f} s")
+            print(f"from the kill of an agent to the next step with fewer workers: {took[-1]:.1f} s")
         agents.append(start())  # a machine comes back
         grown = time.time()
         wait_for(lambda: world_sizes(work / "shrunk")[-1] == 3, 180)
-        say(f"from the start of a new agent to three workers: {time.time() - grown:.1f} s")
+        print(f"from the start of a new agent to three workers: {time.time() - grown:.1f} s")
         codes = [agents[i].wait(300) for i in (0, 1, 4)]
     sizes = world_sizes(work / "shrunk")
     one, other = column(work / "straight", "loss"), column(work / "shrunk", "loss")
     worst = max(abs(one[s] - other[s]) for s in one)
-    say(
+    print(
         f"world sizes {sizes}, agents ended with {codes}; losses within {worst:.2g} of an uninterrupted "
         "process"
     )
     return worst < 1e-5 and sizes[0] == 4 and 2 in sizes and sizes[-1] == 3
 
 
-LAYOUTS = ((), ("--zero=1",), ("--zero=3",), ("--pp=2",))
-PHASES = ("start", "restore", "save", "evaluation")
-SAVE_EVERY, EVALUATE_EVERY = 5, 15
-
-
-def reads_a_checkpoint(pid):
-    """Whether the process has opened or mapped a file of a checkpoint."""
-    try:
-        opened = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
-        return "/step_" in " ".join(opened) + Path(f"/proc/{pid}/maps").read_text()
-    except OSError:  # the process or the descriptor is gone
-        return False
-
-
-def wait_for_phase(run, phase, out, first, rng):
-    """
-    Wait until the run, which begins at step `first`, is in this phase; returns whether that was seen. The
-    moment within the phase is random.
-    """
-    if phase == "start":
-        time.sleep(rng.random() * 1.5)
-        return "iter " not in run.text()
-    if phase == "restore":
-        seen = run.until(lambda text: any(map(reads_a_checkpoint, run.pids)) or "iter " in text)
-        time.sleep(rng.random() * 0.05)
-        return seen and "iter " not in run.text()
-    skipped = rng.randint(1, 3)  # checkpoints or evaluations
-    if phase == "save":
-        run.until(lambda text: text.count("saved ") >= skipped)
-        seen = run.until(lambda text: any(out.glob("unfinished_*")) or text.count("saved ") > skipped + 5)
-        time.sleep(rng.random() * 0.02)
-        return seen and any(out.glob("unfinished_*"))
-    if phase == "evaluation":
-        at = (first // EVALUATE_EVERY + skipped) * EVALUATE_EVERY
-        run.until(lambda text: f"iter {at - 1}:" in text)
-        time.sleep(rng.random() * 0.02)
-        return f"step {at}:" not in run.text()
-    run.until(lambda text: "iter " in text)
-    time.sleep(rng.random() * 1.5)
-    return True
-
-
-def kill_in_phases(zygote, work, kills, seed=0, say=lambda *_: None):
-    """
-    SIGKILL a run `kills` times, in half of the cases during the start, a restore, a save or an evaluation,
-    otherwise at a random moment: all ranks, or one, after which the others must end by themselves. Each start
-    uses 1 to 4 processes and one of LAYOUTS. No checkpoint that was completed may be lost, and the losses
-    must be those of an undisturbed process.
-    """
-    rng, took, waited, lost, phases = random.Random(seed), [], [], [], {}
-    report = dict(kills=0, starts=0, older=0, hung=0, runs=0, worst=0.0)
-    args = [*TINY, "--gradient_accumulation_steps=12", "--batch_size=1", f"--save_interval={SAVE_EVERY}"]
-    args += ["--max_iters=600", "--lr_decay_iters=600", f"--eval_interval={EVALUATE_EVERY}", "--eval_iters=4"]
-    args += ["--dist_timeout_s=20", "--keep_last=3"]
-    zygote.start([*args, "--out_dir=straight"], work).wait(timeout=600)
-    one = column(work / "straight", "loss")
-    out, killed, completed, reached = work / "killed0", None, -1, -1
-
-    def summary():
-        report["phases"] = phases
-        for name, values in (
-            ("seconds to the next step", took),
-            ("seconds until the others ended", waited),
-            ("steps lost", lost),
-        ):
-            if values:
-                report[name] = (
-                    f"median {statistics.median(values):.3g}, maximum {max(values):.3g}, {len(values)} times"
-                )
-        return report
-
-    while report["kills"] < kills or report["runs"] == 0:
-        nproc = rng.randint(1, 4)
-        layout = rng.choice([flags for flags in LAYOUTS if flags != ("--pp=2",) or nproc % 2 == 0])
-        run = zygote.start([*args, *layout, f"--out_dir={out.name}", "--init_from=auto"], work, nproc)
-        report["starts"] += 1
-        ends = report["kills"] >= kills
-        phase = rng.choice(PHASES) if rng.random() < 0.5 else "any"
-        was_seen = not ends and wait_for_phase(run, phase, out, max(completed, 0), rng)
-        if ends:
-            run.wait(timeout=600)
-        one_rank = nproc > 1 and rng.random() < 0.5
-        if not run.poll():
-            began = time.time()
-            run.kill([rng.randrange(nproc)] if one_rank else None)
-            report["kills"] += 1
-            if was_seen:
-                phases[phase] = phases.get(phase, 0) + 1
-            if not run.gone(within=60):
-                report["hung"] += 1
-                say(
-                    f"hangs after a kill of {'one rank' if one_rank else 'all'} in phase "
-                    f"{phase}:\n{run.text()[-3000:]}"
-                )
-                run.kill()
-                run.wait(ok=False)
-            if one_rank:
-                waited.append(time.time() - began)
-        else:
-            began = None
-            if run.codes != [0] * nproc:
-                report["hung"] += 1
-                say(f"failed on {nproc} with {layout}:\n{run.text()[-3000:]}")
-        text = run.text()
-        resumed = re.search(r"step_(\d+)(?:/ckpt.pt)?, step", text)
-        if "iter " in text and completed >= 0 and (not resumed or int(resumed[1]) < completed):
-            report["older"] += 1
-            say(f"resumed from {resumed and resumed[1]}, completed was {completed}")
-        steps = (
-            [(r["iter"], r["time"]) for r in records(out) if "loss" in r and "event" not in r]
-            if "iter " in text
-            else []
-        )
-        new = [stamp({"time": when}) for _, when in steps if killed and stamp({"time": when}) > killed]
-        if new:
-            took.append(new[0] - killed)
-        if "iter " in text:
-            killed = None
-        killed = killed or began
-        reached = max([reached, *(int(n) for n in re.findall(r"iter (\d+):", text))])
-        completed = max([completed, *(int(n) for n in re.findall(r"saved \S*step_(\d+)", text))])
-        found, reports = newest_checkpoint(str(out))
-        newest = found.step if found else -1
-        if newest < completed or reports:
-            report["older"] += 1
-            say(f"found {found}, completed was {completed}, reports {reports}")
-        if began and "iter " in text:
-            lost.append(reached + 1 - max(newest, 0))
-        if report["kills"] % 10 == 0:
-            say(summary())
-        # the end of a run; the next run uses a different folder
-        if began is None and run.codes == [0] * nproc:
-            other = column(out, "loss")
-            same = one.keys() == other.keys()
-            report["worst"] = (
-                max(report["worst"], *(abs(one[s] - other[s]) for s in one)) if same else float("inf")
-            )
-            report["runs"] += 1
-            out, killed, completed, reached = work / f"killed{report['runs']}", None, -1, -1
-    say(summary())
-    return report
-
-
 def recoveries(folder, since):
-    """The events of first steps after a restart, later than the time `since`."""
-    return [r for r in records(folder) if r.get("event") == "recovered" and stamp(r) > since]
+    """The steps since the last resume, if that is later than the time `since`."""
+    lines = records(folder)
+    resumes = [i for i, r in enumerate(lines) if r.get("event") == "resume" and stamp(r) > since]
+    return [r for r in lines[resumes[-1] :] if "step_ms" in r] if resumes else []
 
 
 def world_sizes(folder):
@@ -425,47 +241,29 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["saves", "bits", "signals", "elastic", "shrink", "phases"])
+    parser.add_argument("what", choices=["saves", "signals", "elastic", "shrink"])
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--nproc", type=int, default=1)
-    parser.add_argument("--zero", type=int, default=0)
+    parser.add_argument("--nproc", type=int, default=1, help="of saves")
+    parser.add_argument("--zero", type=int, default=0, help="of saves")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     zygote = Zygote()
     with tempfile.TemporaryDirectory() as folder:
         tiny_data(folder)
+        work, kills, seed = Path(folder), options.kills, options.seed
         if options.what == "saves":
-            report = kill_around_saves(
-                zygote,
-                Path(folder),
-                options.kills,
-                options.seed,
-                options.nproc,
-                print,
-                [f"--zero={options.zero}"],
-            )
+            flags = [f"--zero={options.zero}"]
+            report = kill_around_saves(zygote, work, kills, seed, options.nproc, print, flags)
             print(report)
             bad = report["older"] + report["failed"]
         elif options.what == "signals":
-            reports = [
-                stop_at_random_moments(zygote, Path(folder), options.kills, n, 0, print) for n in (1, 2)
-            ]
+            reports = [stop_at_random_moments(zygote, work, kills, n, seed) for n in (1, 2)]
             bad = sum(r["unsaved"] + r["late"] for r in reports)
         elif options.what == "elastic":
-            bad = not kill_workers(Path(folder), options.kills, options.seed, print)
-        elif options.what == "phases":
-            report = kill_in_phases(zygote, Path(folder), options.kills, options.seed, print)
-            bad = report["older"] + report["hung"] + (report["worst"] > 1e-5)
-        elif options.what == "shrink":
-            bad = not shrink(zygote, Path(folder), print)
+            bad = not kill_workers(work, kills, seed)
         else:
-            counts = [
-                kill_within_steps(zygote, Path(folder), options.rounds, n, options.seed, print)
-                for n in (1, 2, 3, 4)
-            ]
-            bad = 4 * options.rounds - sum(counts)
+            bad = not shrink(zygote, work)
     zygote.close()
     sys.exit(bool(bad))
 

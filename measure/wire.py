@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runs import REPO, Zygote, tiny_data
 
-from isogpt.parallel.compression import BLOCKS
+from isogpt.parallel.compression import INT8_BLOCK
 
 # Everything is divisible by 4, so no part is padded. Two micro-steps: what is sent in each of them counts
 # twice.
@@ -41,12 +41,10 @@ MODEL = [
 BLOCK = 4 * (12 * C**2 + 2 * C)
 OTHERS = 4 * (V * C + T * C + C)
 STREAM = 4 * ROWS * T * C  # bytes of the residual stream of a micro-batch
-TOPK = 0.05
 E, ACTIVE = 4, 2  # experts, with ep, and how many of them each token uses
 LAYOUTS = {f"{name} {n}": (name, n) for n in (2, 4) for name in ("ddp", "fsdp", "tp", "pp", "cp", "ep")}
 LAYOUTS["ep2 4"] = ("ep2", 4)
-LAYOUTS |= {f"{name} {n}": (name, n) for name in ("exact", "exact_fsdp") for n in (2, 4)}
-LAYOUTS |= {f"{name} {n}": (name, n) for name in ("fp16", "int8", "sign", "topk") for n in (2, 4)}
+LAYOUTS |= {f"{name} {n}": (name, n) for name in ("exact", "exact_fsdp", "fp16", "int8") for n in (2, 4)}
 
 
 def all_reduce(n, size):
@@ -96,29 +94,14 @@ def exact_fsdp(n):
     return MICRO_STEPS * (gathered + 2 * reduce_scatter(n, L * BLOCK + OTHERS))
 
 
-def compressed(n, bits):
-    """As ddp, with gradients of `bits` bits."""
-    return ddp(n) * bits / 32
-
-
 def fp16(n):
     """Half of ddp."""
-    return compressed(n, 16)
+    return ddp(n) / 2
 
 
 def int8(n):
     """Eight bits, and the scale of each block."""
-    return compressed(n, 8 + 32 / BLOCKS["int8"])
-
-
-def sign(n):
-    """One bit, and the scale of each block."""
-    return compressed(n, 1 + 32 / BLOCKS["sign"])
-
-
-def topk(n):
-    """Each rank sends the places and values of 5% of its gradients to all others."""
-    return (n - 1) * 2 * TOPK * (L * BLOCK + OTHERS)
+    return ddp(n) * (8 + 32 / INT8_BLOCK) / 32
 
 
 def tp(n):
@@ -179,8 +162,7 @@ def arguments(name, n):
     accumulation = MICRO_STEPS * (1 if name in ("tp", "pp", "cp") else n)
     experts = [f"--n_expert={E}", f"--n_expert_active={ACTIVE}"]
     layouts = {"ddp": [], "fsdp": ["--zero=3"], "ep": [f"--ep={n}", *experts], "ep2": ["--ep=2", *experts]}
-    layouts |= {kind: [f"--grad_compression={kind}"] for kind in ("fp16", "int8", "sign")}
-    layouts["topk"] = [f"--grad_compression=topk:{TOPK}"]
+    layouts |= {kind: [f"--grad_compression={kind}"] for kind in ("fp16", "int8")}
     layouts |= {"exact": ["--exact=True"], "exact_fsdp": ["--exact=True", "--zero=3"]}
     flags = layouts.get(name, [f"--{name}={n}"])
     return [*MODEL, *flags, f"--gradient_accumulation_steps={accumulation}"]

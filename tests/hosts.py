@@ -66,18 +66,8 @@ class Hosts:
         cores = sorted(os.sched_getaffinity(0))
         core = str(cores[list(self.spaces).index(host) % len(cores)])
         env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | (env or {})  # docs/launchers.md
-        there = [
-            "ip",
-            "netns",
-            "exec",
-            self.spaces[host],
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
-            f'hostname {host} && {mount} && exec "$@"',
-        ]
+        there = f"ip netns exec {self.spaces[host]} unshare --uts --mount sh -c".split()
+        there.append(f'hostname {host} && {mount} && exec "$@"')
         self.logs[host] = self.work / f"{host}.txt"
         with open(self.logs[host], "a") as log:
             return subprocess.Popen(

@@ -171,21 +171,13 @@ class Zygote:
         Start `script` in folder `cwd` on nproc processes; without a launcher's variables if nproc is 1.
         `whole`: with the measured peak and a plot that is drawn. `out`: a terminal in place of the files.
         """
-        n, port = next(self.number), free_port()
+        n, size = next(self.number), str(nproc)
         base = {"PYTHONUNBUFFERED": "1", **(env or {})}
-        grouped = nproc > 1 if group is None else group
         envs = [base] * nproc
-        if grouped:
-            shared = {
-                "WORLD_SIZE": nproc,
-                "LOCAL_WORLD_SIZE": nproc,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            envs = [
-                {**base, **{k: str(v) for k, v in shared.items()}, "RANK": str(r), "LOCAL_RANK": str(r)}
-                for r in range(nproc)
-            ]
+        if group or (group is None and nproc > 1):
+            base |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            envs = [base | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(nproc)]
         outs = [str(Path(cwd) / f"run{n}.rank{r}.txt") for r in range(nproc)]
         argv = [str(Path(repo) / script), *map(str, args)]
         job = {"argv": argv, "cwd": str(cwd), "envs": envs, "whole": whole}
@@ -218,10 +210,10 @@ exec(code, {{"__name__": "__main__", "__file__": sys.argv[0]}})
 """
 
 
-def start_changed(zygote, changes, args, cwd, nproc=1):
+def start_changed(zygote, changes, args, cwd, nproc=1, **kw):
     """Start train.py after Python code that replaces functions which train.py is about to import."""
     (Path(cwd) / "changed.py").write_text(CHANGED.format(repo=str(REPO), changes=changes))
-    return zygote.start([*TINY, *args], cwd, nproc, script="changed.py", repo=cwd)
+    return zygote.start([*TINY, *args], cwd, nproc, script="changed.py", repo=cwd, **kw)
 
 
 def script(at, name, args, until=None, home=REPO):
@@ -233,12 +225,12 @@ def script(at, name, args, until=None, home=REPO):
     return space
 
 
-def accepted(name, *args):
-    """The settings that a script accepts with these arguments, without running it."""
+def accepted(name, *args, extra=None):
+    """The settings that a script accepts with these arguments, without running it; see configure."""
     from configurator import configure
     from isogpt.training.settings import check_training
 
-    config = configure({"__file__": str(REPO / name)}, list(args))
+    config = configure({"__file__": str(REPO / name)}, list(args), extra)
     if name == "train.py":
         check_training(config)
     return config
@@ -308,18 +300,16 @@ def column(out_dir, key):
     return {r["iter"]: r[key] for r in records(out_dir) if key in r and "event" not in r}
 
 
+def assert_same_curve(folder, reference):
+    """The losses of two runs are equal up to rounding."""
+    losses, expected = column(folder, "loss"), column(reference, "loss")
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
 def children(pid):
     """The child processes of pid."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat") as f:
-                    if int(f.read().rsplit(")", 1)[1].split()[1]) == pid:
-                        found.append(int(entry))
-            except OSError:
-                pass
-    return found
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def wait_for(what, seconds=60):

@@ -22,7 +22,6 @@ import pytest
 import torch
 from runs import REPO, TINY, script, tiny_data, wait_for
 
-from configurator import settings_of
 from isogpt.checkpoint.manifest import damage, step_folders
 
 TINIER = ["--n_layer=1", "--n_head=2", "--n_embd=8", "--block_size=16", "--batch_size=2", "--max_iters=5"]
@@ -74,16 +73,12 @@ def write(folder, name, content):
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def data(**files):
-    """Change data/tiny: `val_bin=None` deletes val.bin, bytes replace it, a function changes its bytes."""
+def data(name, content):
+    """Replace a file of data/tiny by bytes, or change its bytes with a function."""
 
     def prepare(folder):
-        for name, content in files.items():
-            path = folder / "data" / "tiny" / name.replace("_", ".")
-            if content is None:
-                path.unlink()
-            else:
-                path.write_bytes(content(path.read_bytes()) if callable(content) else content)
+        path = folder / "data" / "tiny" / name
+        path.write_bytes(content(path.read_bytes()) if callable(content) else content)
 
     return prepare
 
@@ -119,45 +114,30 @@ CASES = {
         BOTH,
         lines=3,
     ),
-    "several-values": Case(
-        ["--batch_size=0", "--learning_rate=-1", "--beta1=1", "--data_order=sorted"],
-        ["batch_size is 0", "learning_rate is -1", "beta1 is 1", "data_order is 'sorted'"],
-        BOTH,
-        lines=4,
-    ),
-    "never-saves": Case(["--grad_sync=never"], ["grad_sync 'never'", "--save_checkpoint=False"]),
     "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"]),
-    "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"]),
     "replicate-3": Case(
         ["--zero=3", "--dp_replicate=3"],
         ["divided into dp_replicate 3: start 3 processes, or set --dp_replicate="],
         BOTH,
     ),
-    "replicate-ddp": Case(["--dp_replicate=2"], ["dp_replicate", "zero 2 or 3", "--zero=3"]),
+    "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"]),
     "offload-ddp": Case(["--cpu_offload=True"], ["cpu_offload", "--zero=3"]),
     "recompute": Case(["--activation_checkpointing=every:0"], ["every:0", "none, full", "every:K"]),
     # data
     "no-data-set": Case(
         ["--dataset=nothere"], ["no train.bin in data/nothere", "prepared data sets", "tiny"], BOTH
     ),
-    "unprepared": Case(
-        ["--dataset=new"],
-        ["no train.bin in data/new", "run: python data/new/prepare.py, or set --dataset=", "tiny"],
-        ONE,
-        lambda f: ((f / "data/new").mkdir(), write(f, "data/new/prepare.py", "")),
-    ),
-    "no-val": Case([], ["data/tiny/val.bin does not exist", "split.py data/tiny"], ONE, data(val_bin=None)),
     "ids": Case(
-        [], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data(val_bin=beyond)
+        [], ["data/tiny/val.bin holds token id 70", "65", "--vocab_size=71"], BOTH, data("val.bin", beyond)
     ),
-    "meta-code": Case([], ["meta.pkl cannot be read", "system"], BOTH, data(meta_pkl=pickle.dumps(Evil()))),
+    "meta-code": Case(
+        [], ["meta.pkl cannot be read", "system"], BOTH, data("meta.pkl", pickle.dumps(Evil()))
+    ),
     # device, precision, start
     "no-gpu": Case(["--device=cuda"], ["device is 'cuda'", "--device=cpu"], BOTH),
-    "no-device": Case(["--device=tpu"], ["device is 'tpu'", "cpu", "cuda"]),
     "tf32": Case(["--dtype=tf32"], ["'tf32'", "cpu"]),
     "nccl": Case(["--backend=nccl"], ["backend 'nccl'", "--backend=gloo"], (2,)),
     "no-init": Case(["--init_from=resum"], ["init_from is 'resum'", "resume"], BOTH),
-    "no-such-gpt2": Case(["--init_from=gpt2x"], ["gpt2x", "gpt2[-medium|-large|-xl]"], env=OFFLINE),
     "init-no-weights": Case(
         ["--init_from=data/tiny"], ["cannot load 'data/tiny'", "model_type"], env=OFFLINE
     ),
@@ -177,7 +157,7 @@ CASES = {
         [*RESUME, "--block_size=32"], ["block_size 32", "context length, 16", "--block_size=16"], ONE
     ),
     "ids-over-weights": Case(
-        [*RESUME, "--vocab_size=99"], ["id 70", "65", "checkpoint's vocabulary"], ONE, data(val_bin=beyond)
+        [*RESUME, "--vocab_size=99"], ["id 70", "65", "checkpoint's vocabulary"], ONE, data("val.bin", beyond)
     ),
     "flipped": Case(
         RESUME, [*DAMAGED, "ckpt.pt"], BOTH, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000)
@@ -187,7 +167,6 @@ CASES = {
     ),
     "code": Case(RESUME, DAMAGED, BOTH, lambda f: write(only_checkpoint(f), "ckpt.pt", pickle.dumps(Evil()))),
     "bare-code": Case(RESUME, ["out/ckpt.pt"], BOTH, lambda f: bare(f, {"model": Evil()}), lines=None),
-    "bare-other": Case(RESUME, ["out/ckpt.pt", "model"], ONE, lambda f: bare(f, {"weights": 1}), lines=None),
     "bare-args": Case(
         RESUME, ["ckpt.pt", "model_args"], ONE, lambda f: bare(f, state_of(f, model_args=1)), lines=None
     ),
@@ -199,12 +178,6 @@ CASES = {
         ["no step 5 to resume from in out, which contains 6, 3", "--out_dir="],
         BOTH,
     ),
-    "damaged-step": Case(
-        [*RESUME, "--resume_step=6"],
-        ["step_00000006 is damaged", "no step 6 to resume from in out"],
-        ONE,
-        lambda f: flip(f / "out/step_00000006/ckpt.pt", 5000),
-    ),
     "step-of-scratch": Case(["--resume_step=3"], ["resume_step", "'scratch'", "--init_from=resume"]),
     "init-damaged-run": Case(
         ["--init_from=out", "--out_dir=new"],
@@ -212,46 +185,19 @@ CASES = {
         ONE,
         lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000),
     ),
-    "init-longer": Case(
-        ["--init_from=out", "--out_dir=new", "--block_size=32"],
-        ["block_size 32", "context length, 16", "--block_size=16"],
-    ),
-    # configs
-    "config-missing": Case(["none.py"], ["none.py: no such config file"], BOTH),
-    "config-typo": Case(
-        ["b.py", "--seed=x"],
-        ["batch_sise is not used", "batch_size?", "seed='x'"],
-        ONE,
-        lambda f: write(f, "b.py", "batch_sise = 3"),
-        lines=2,
-    ),
     # out_dir
     "out-is-file": Case(["--out_dir=a"], ["out_dir", "a"], BOTH, lambda f: write(f, "a", "")),
     "out-in-proc": Case(["--out_dir=/proc/isogpt"], ["out_dir", "/proc/isogpt"]),
-    "resume-file": Case(
-        [*RESUME, "--out_dir=a"], ["no checkpoint to resume from in a"], ONE, lambda f: write(f, "a", "")
-    ),
     # wandb cannot start: detected before the earlier run is moved aside
     "wandb": Case(["--wandb_log=True"], ["wandb", "--wandb_log=False"], env={"WANDB_MODE": "x"}, lines=None),
     # launchers
     "rank-only": Case([], ["RANK is set", "WORLD_SIZE", "torchrun"], env={"RANK": "0"}),
-    "world-size": Case([], ["WORLD_SIZE", "abc"], env={**MASTER, "RANK": "0", "WORLD_SIZE": "abc"}),
     "port": Case([], ["MASTER_PORT", "99999"], env={**MASTER, "RANK": "0", "MASTER_PORT": "99999"}),
     "port-taken": Case(
         [], ["cannot reach", "127.0.0.1:"], env={**MASTER, "RANK": "0", "MASTER_PORT": "TAKEN"}
     ),
     # sample.py
-    "s-unknown": Case(["--stat=x"], ["--stat", "--start"], script="sample.py"),
-    "s-nothing": Case(
-        ["--out_dir=nowhere"], ["no checkpoint in nowhere", "--out_dir=", "(here: out)"], script="sample.py"
-    ),
-    "s-characters": Case(
-        ["--start=\u00e9"], ["'\u00e9'", "--start", "vocabulary"], script="sample.py", lines=2
-    ),
     "s-empty": Case(["--start="], ["--start is empty"], script="sample.py", lines=2),
-    "s-binary": Case(
-        ["--start=FILE:b"], ["FILE:b"], ONE, lambda f: write(f, "b", b"\xff"), "sample.py", lines=2
-    ),
     "s-init": Case(["--init_from=scratch"], ["scratch", "resume"], script="sample.py", env=OFFLINE),
     "s-damaged": Case(
         [], ["is damaged"], ONE, lambda f: flip(only_checkpoint(f) / "ckpt.pt", 5000), "sample.py"
@@ -328,15 +274,6 @@ def test_bad_input(zygote, trained, at, capsys, name, nproc):
     assert len(set(lines)) == len(lines) == (case.lines or len(lines)), text
 
 
-@pytest.mark.parametrize("file", ["train.py", "sample.py"])
-def test_help_prints_every_setting(zygote, tmp_path, file):
-    run = zygote.start(["--help=all"], tmp_path, 2, file).wait()
-    for name, setting in settings_of(REPO / file).items():
-        assert run.text().count(f"--{name}=") == 1
-        assert setting.meaning.split()[0] in run.text()
-    assert not listing(tmp_path)
-
-
 def test_under_torchrun_the_message_appears_once(trained, tmp_path):
     """The real launcher kills the other ranks when a rank has failed."""
     shutil.copytree(trained, tmp_path / "w", symlinks=True)
@@ -348,7 +285,7 @@ def test_under_torchrun_the_message_appears_once(trained, tmp_path):
     )
     assert run.returncode != 0
     lines = (run.stdout + run.stderr).splitlines()
-    for message in ("batch_size is 0: it must be at least 1", "data_order is 'sorted'"):
+    for message in ("batch_size is 0: it must be >= 1", "data_order is 'sorted'"):
         assert sum(line.startswith(f"error: {message}") for line in lines) == 1, run.stderr
         assert message in "".join(lines[-4:]), "torchrun's report, which comes last, repeats the message"
     assert listing(tmp_path / "w") == before
@@ -383,7 +320,7 @@ def save_as_nanogpt(out, step, shift=0.0):
         torch.save(state, file)
 
 
-def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
+def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(zygote, place):
     """
     In a folder that nanoGPT wrote: the checkpoint with the longer context is kept after any number of others.
     """
@@ -392,7 +329,7 @@ def test_shortening_does_not_destroy_nanogpts_checkpoint(zygote, place):
     assert files_at(place / "out", 10, 8) and files_at(place / "out", 6, 16)
 
 
-@pytest.mark.parametrize("step, checkpoints", [(8, 2), (6, 2), (6, 1), (4, 2), (4, 1)])
+@pytest.mark.parametrize("step, checkpoints", [(8, 2), (6, 1), (4, 2)])
 def test_resumes_what_nanogpt_wrote_to_our_folder(zygote, place, step, checkpoints):
     """
     nanoGPT writes through our link: a later step, the same step (it saves when it evaluates), or an earlier
@@ -470,21 +407,6 @@ def test_samples_from_a_copied_file(zygote, place):
     os.truncate(alone / "ckpt_best.pt", 1000)
     run = zygote.start(args, place, script="sample.py").wait(ok=False)
     assert run.codes == [1] and "Traceback" not in run.text()
-
-
-def test_a_small_top_p_or_temperature_takes_the_most_likely_token(zygote, place):
-    args = [a for a in SAMPLE if not a.startswith("--max_new")] + ["--max_new_tokens=12"]
-    texts = {}
-    greedy = ("--temperature=0", "--temperature=1e-39", "--temperature=1e-20", "--top_p=1e-9")
-    for option in (*greedy, "--top_p=1"):
-        texts[option] = zygote.start([*args, option], place, script="sample.py").wait().samples()
-    assert len({texts[option] for option in greedy}) == 1 and texts["--top_p=1"] != texts["--top_p=1e-9"]
-
-
-def test_the_advice_of_a_finished_run_is_right(zygote, place):
-    run = zygote.train([*TINIER, "--init_from=resume", "--max_iters=0"], place)
-    advised = int(run.text().partition("set --max_iters=")[2].split()[0])
-    assert advised > 6
 
 
 def test_advice_after_a_loss_that_is_not_finite(zygote, place):

@@ -7,19 +7,18 @@ import re
 import shlex
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from runs import REPO, free_port, script, script_that_fails, tiny_data
 
 from configurator import settings_of
 from isogpt.data import dataset
-from isogpt.launch.process_group import Ranks
-from isogpt.speed import collective_speeds, step_report
-from isogpt.speed.launches import Launches, reason_for
+from isogpt.speed import step_report
+from isogpt.speed.launches import reason_for
 from isogpt.speed.step_report import report_step, split_step
 from isogpt.speed.sweep import run_sweep
 from isogpt.speed.workload import Workload
@@ -39,12 +38,11 @@ def bench(zygote, work, *args, ok=True):
     return run.text(), json.loads(path.read_text()) if path.exists() else None
 
 
-def launched(at, world_size):
+def launch(at, world_size):
     """As if a launcher had started this process as rank 0."""
-    at.env("RANK", "0")
-    at.env("WORLD_SIZE", str(world_size))
-    at.env("MASTER_ADDR", "127.0.0.1")
-    at.env("MASTER_PORT", str(free_port()))
+    variables = {"RANK": 0, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in variables.items():
+        at.env(name, str(value))
 
 
 def check_split(report, processes):
@@ -56,7 +54,7 @@ def check_split(report, processes):
     known = sum(p["mean"] or 0 for name, p in parts.items() if name != "other")
     assert parts["other"]["mean"] == pytest.approx(max(0, run["step_ms"]["mean"] - known))
     assert run["tokens_per_s"] == pytest.approx(run["tokens_a_step"] / run["step_ms"]["mean"] * 1e3)
-    assert report["limits"]["matmul_ratio"] > 0 and report["limits"]["copy_gb_per_s"] > 0
+    assert report["matmul_ratio"] > 0 and report["matmul_flops"] > 1e8
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -71,7 +69,6 @@ def test_report_of_one_process_with_its_trace(zygote, work):
     for name in ("tokens/s", "ms per step", "memory", "MFU", *(p for p in PARTS if p != "exposed comm")):
         assert len(re.findall(rf"^  {name} +[\d.,]+", text, re.M)) == 1, (name, text)
     assert re.search(r"^  exposed comm +n/a +n/a$", text, re.M), "one process does not communicate"
-    assert re.search(r"^  copy peak .*GB/s .*optimizer reaches (n\/a|[\d.]+%)", text, re.M)
     events = json.loads((work / "bench_trace.json").read_text())["traceEvents"]
     assert sum(e.get("name", "").startswith("ProfilerStep#") for e in events) >= 5
     assert {"data", "forward", "backward", "optimizer"} <= {e.get("name") for e in events}
@@ -98,7 +95,7 @@ def test_a_sweep_marks_launches_that_failed(zygote, work):
     good, memory, wrong = found["sweep"]
     assert good["tokens_per_s"] > 0 and good["point"] == {"n_embd": "16"}
     assert memory["problem"] == "out of memory" and "n_embd='none': not a whole number" in wrong["problem"]
-    assert re.search(r"^  +16 +32 +[\d,]+ +[\d.]+ +[\d.]+ +[\d.]+% +1\.00x$", text, re.M), text
+    assert re.search(r"^  +16 +32 +[\d,]+ +[\d.]+ +[\d.]+ +[\d.]+% +1\.00x +100%$", text, re.M), text
     assert re.search(rf"^ +{huge}  failed: out of memory$", text, re.M)
     text, found = bench(zygote, work, "--sweep=batch_siz:2;learning_rate:1", ok=False)
     assert "did you mean --batch_size?" in text and "no launch succeeded" in text
@@ -114,10 +111,9 @@ def test_a_sweep_over_layouts(zygote, work):
     shape = ["--n_layer=2", "--vocab_size=65", "--gradient_accumulation_steps=4", "--nproc=2"]
     text, found = bench(zygote, work, *shape, "--sweep=tp:1,2;pp:1,2")
     ddp, pipeline, tensor, both = found["sweep"]
-    assert ddp["bubble"] is None and tensor["bubble"] is None and tensor["exposed_ms"] > 0
-    assert pipeline["bubble"]["formula"] == pytest.approx(1 / 5) and 0 < pipeline["bubble"]["measured"] < 1
+    assert tensor["exposed_ms"] > 0
     assert "cannot be divided into pp 2 x tp 2 = 4: start 4 processes" in both["problem"]
-    assert len(re.findall(r"^ +[12] +[12] .*%\)$", text, re.M)) == 1 and "bubble (formula)" in text
+    assert len(re.findall(r"^ +1 +2 .* [\d.]+% \(20.0%\)$", text, re.M)) == 1 and "bubble (formula)" in text
     text, found = bench(zygote, work, *shape, "--n_expert=4", "--sweep=ep:1,2,4")
     ddp, experts, wrong = found["sweep"]
     assert ddp["parameters"] == experts["parameters"] and experts["exposed_ms"] > 0
@@ -165,7 +161,7 @@ def test_a_launch_that_fails_prints_why(zygote, work):
 def test_why_a_launch_failed():
     assert reason_for(3, "") == "exit status 3"
     assert reason_for(-9, "") == "killed (SIGKILL), probably because the machine ran out of memory"
-    assert reason_for(1, "RuntimeError: CUDA out of memory. Tried") == "out of memory"
+    assert reason_for(1, "[rank0]: Traceback:\n[rank0]:  line\n[rank0]: KeyError: 3") == "KeyError: 3"
 
 
 def figures(**changes):
@@ -177,7 +173,9 @@ def figures(**changes):
         "step_ms": both,
         "processes": 2,
         "dtype": "float32",
+        "peak_flops": 2e12,
         "spans_ms": dict.fromkeys(names, {"mean": 1.0, "max": 1.5}),
+        "collectives_ms": {},
         "memory_gb": both,
         "mfu": 0.25,
         "settings": {"out_dir": ".", "tp": 1, "pp": 1, "ep": 1},
@@ -197,14 +195,13 @@ def launches_of(run):
 
 def test_the_report_of_a_step(at, capsys):
     """With a trace and, as on a GPU, a snapshot of its memory, which are kept."""
-    peaks = {"matmul_tflops": 2.0, "matmul_ratio": 0.5, "copy_gb_per_s": 20.0, "copy_ratio": None}
-    at.set(step_report, "limits", lambda run, device: peaks)
+    at.set(step_report, "matmul_peak", lambda run, device: 1e12)
     out = Path("out")
     out.mkdir()
     (out / "trace.json").write_text('{"traceEvents": []}')
     (out / "memory.pickle").touch()
     (out / "operators.txt").write_text("the table")
-    launches, launched = launches_of(figures(settings={"out_dir": "out", "tp": 1, "pp": 1}))
+    launches, launched = launches_of(figures(settings={"out_dir": "out"}))
     launches.profile = True
     settings = {"nproc": 2, "grad_sync": "auto"}
     assert report_step(launches, settings, 3, torch.device("cpu"))["operators"] == "the table"
@@ -214,43 +211,34 @@ def test_the_report_of_a_step(at, capsys):
         "once more, without communication (grad_sync never)",
         "3 steps of 64 tokens on 2 processes, float32; medians:",
         "memory 10.00 12.00 GB, peak",
-        "matmul peak 2 TFLOP/s of which the step reaches 50.0%",
-        "copy peak 20.0 GB/s of which the optimizer reaches n/a",
+        "matmul peak 1 TFLOP/s, measured, of which the step reaches 50.0%",
+        "wrote bench_memory.pickle (open it in https://pytorch.org/memory_viz)",
     ):
         assert line in lines, lines
-    assert lines[-3:] == [
-        "wrote bench_trace.json (open it in https://ui.perfetto.dev)",
-        "wrote bench_memory.pickle (open it in https://pytorch.org/memory_viz)",
-        "the table",
-    ]
+    assert lines[-1] == "the table"
     assert Path("bench_trace.json").exists() and Path("bench_memory.pickle").exists()
 
 
 @pytest.mark.parametrize(
-    "swept, weak, micro_batches, batches, fixed",
+    "swept, weak, micro_batches, batches",
     [
-        ({"nproc": "12"}, False, 0, [2, 2], "the global batch, so that the speed-up by nproc is strong"),
-        ({"nproc": "12"}, True, 3, [3, 6], "the sequences of each process, so that the speed-up by nproc is"),
-        ({"zero": "01"}, False, 0, [2, 2], "the global batch\n"),
-        ({"batch_size": "24"}, False, 3, [3, 3], "the global batch varies with batch_size: compare tokens/s"),
+        ({"nproc": "12"}, False, 0, [2, 2]),
+        ({"nproc": "12"}, True, 3, [3, 6]),
+        ({"zero": "01"}, False, 0, [2, 2]),
+        ({"batch_size": "24"}, False, 3, [3, 3]),
     ],
 )
-def test_what_a_sweep_holds_fixed(capsys, swept, weak, micro_batches, batches, fixed):
+def test_the_rows_of_a_sweep(capsys, swept, weak, micro_batches, batches):
+    """The global batch grows with weak scaling only; a layout's row is launched twice."""
     settings = DEFAULTS | {"gradient_accumulation_steps": micro_batches, "nproc": 2}
-    workload = Workload(settings, {}, frozenset(), torch.device("cpu"), 2, weak, is_random=False)
+    workload = Workload(settings, {}, {}, torch.device("cpu"), 2, weak, is_random=False)
     launches, launched = launches_of(figures())
     rows = run_sweep(launches, workload, {name: list(values) for name, values in swept.items()}, 3)
     out = capsys.readouterr().out
-    assert out.removeprefix("held fixed: ").startswith(fixed)
-    assert re.search(r"speed-up.*\n.* 1\.00x.*\n.* 1\.00x", out) and len(rows) == 2
-    counted = launched[::2] if "zero" in swept else launched  # a layout's row is launched twice
+    assert re.search(r"efficiency.*\n.* 1\.00x +100%.*\n.* 1\.00x +100%", out) and len(rows) == 2
+    counted = launched[::2] if "zero" in swept else launched
     assert [run["gradient_accumulation_steps"] for run in counted] == batches
-    assert ("  efficiency" in out) == ("nproc" in swept) and ("comm ms" in out) == ("zero" in swept)
-
-
-def test_a_launch_needs_a_process(tmp_path):
-    run = Launches(REPO / "train.py", tmp_path, 0, False, False).run({"nproc": "0"}, 3)
-    assert run == {"problem": "nproc is '0': it must be a whole number of at least 1"}
+    assert ("comm ms" in out) == ("zero" in swept)
 
 
 def test_exposed_communication_is_what_the_silent_launch_saves():
@@ -289,27 +277,14 @@ def test_collectives_on_two_processes(zygote, work):
     sizes = sorted({c["bytes"] for c in found["comm"]})
     assert sizes[0] == 2**10 and sizes[-1] == 2**26 and len(found["comm"]) == 5 * len(sizes)
     for c in found["comm"]:
-        if "problem" not in c:
-            factor = 1.0 if c["operation"] in ("broadcast", "all-reduce") else 0.5  # of two processes
-            assert c["gb_per_s"] == pytest.approx(factor * c["bytes"] / c["us"] / 1e3)
-    assert len(re.findall(r"^ +[\d,]+ KB( +([\d.]+|n/a)){5}$", text, re.M)) == len(sizes), text
-    assert re.search(r"^ +1 KB, in µs( +([\d.]+|n/a)){5}$", text, re.M), text
+        factor = 1.0 if c["operation"] in ("broadcast", "all-reduce") else 0.5  # of two processes
+        assert c["gb_per_s"] == pytest.approx(factor * c["bytes"] / c["us"] / 1e3)
+    assert len(re.findall(r"^ +[\d,]+ KB( +[\d.]+){5}$", text, re.M)) == len(sizes), text
+    assert re.search(r"^ +1 KB, in µs( +[\d.]+){5}$", text, re.M), text
 
 
-def test_collectives_that_a_backend_does_not_support(at, capsys):
-    def unknown(*args):
-        raise RuntimeError("no such collective")
-
-    cpu = torch.device("cpu")
-    at.set(collective_speeds, "connect_ranks", lambda *args: Ranks(0, 2, cpu, "gloo", network="gloo"))
-    at.set(dist, "init_process_group", lambda *args, **kw: None)
-    at.set(collective_speeds, "mean_seconds", unknown)
-    collective_speeds.measure_collectives("cpu", "auto", 1)
-    out = capsys.readouterr().out
-    assert out.startswith("2 processes on cpu, gloo; bus bandwidth in GB/s:\n")
-    assert "\n  all-reduce: not supported by this backend: no such collective\n" in out
-    launched(at, world_size=1)
-    at.set(collective_speeds, "connect_ranks", lambda *args: Ranks(0, 1, cpu, "gloo"))
+def test_collectives_need_two_processes(at, capsys):
+    launch(at, world_size=1)
     text = "error: comm needs two processes or more: set --nproc=2, and --device=cpu if there is one GPU\n"
     assert script_that_fails(at, capsys, "bench.py", ["--comm", "--device=cpu"]).err == text
 
@@ -352,7 +327,8 @@ def test_the_command_of_a_plan_repeats_what_a_config_sets(plan):
     text, found = plan(*many, "sharded.py", "--zero=0")
     assert "torchrun --nnodes=8 --node_rank=RANK --nproc_per_node=8 --master_addr=HOST train.py" in text
     words = shlex.split(found["command"])
-    assert {"sharded.py", "--cp=2"} < set(words) and sum(word.startswith("--zero=") for word in words) == 1
+    assert "sharded.py" in words and "--cp=2" not in words
+    assert sum(word.startswith("--zero=") for word in words) == 1
 
 
 LARGE = ["--n_layer=8", "--n_embd=512", "--n_head=8", "--block_size=512", "--dtype=bfloat16"]
@@ -362,30 +338,29 @@ def test_a_plan_compares_devices(plan):
     """A line for each device, fastest first; the figures are those of each device's own plan."""
     large = ["--n_layer=32", "--n_embd=2048", "--n_head=16", "--dtype=bfloat16", "--devices=1"]
     text, found = plan(*large, "--hardware=l4,a100,h100 l4")
-    rows = re.findall(r"^ +(1 x \S+) .* (yes|no) +(.*)$", text, re.M)
-    assert [row[:2] for row in rows] == [("1 x h100", "yes"), ("1 x a100", "yes"), ("1 x l4", "no")], text
-    assert rows[0][2].startswith("--") and rows[2][2] == "2 devices are the fewest on which a layout fits"
+    rows = re.findall(r"^ +1 x (\S+) .*?  (--.*|does not fit.*)$", text, re.M)
+    assert [row[0] for row in rows] == ["h100", "a100", "l4"], text
+    assert rows[2][1] == "does not fit; 2 devices are the fewest on which a layout fits"
     assert text.rstrip().endswith("--devices=1 --hardware=h100")
-    alone, single = plan(*large, "--hardware=a100")
-    assert found["compared"][1]["found"] == single["plans"][0]
-    speed = re.search(r"^ +[\d.,]+ +([\d,]+) .*--batch_size", alone, re.M)[1]
-    assert f" {speed} " in next(line for line in text.splitlines() if " a100 " in line)
+    _, single = plan(*large, "--hardware=a100")
+    assert found["compared"][1].items() >= single["plans"][0].items()
     cards = ["a100-40gb", "RTX-3090", "v100", "nvidia_tesla_t4", "l4", "l40s", "5090", "b200", "mi300x"]
     text, found = plan(*LARGE, "--devices=2", f"--hardware={','.join(cards)}")
-    assert len(found["compared"]) == len(cards) and text.count(" yes ") == len(cards), text
+    assert len(found["compared"]) == len(cards) and text.count("  --") == len(cards), text
 
 
 @pytest.mark.parametrize("weak, growth", [("False", [1, 1, 1]), ("True", [8, 2, 1])])
 def test_a_plan_compares_numbers_of_devices(plan, weak, growth):
-    """One global batch, or with --weak one that grows. The figures are those of the number's own plan."""
+    """One global batch, or with --weak one that grows."""
     large = [*LARGE, "--hardware=a100", "--gradient_accumulation_steps=2", f"--weak={weak}"]
     text, found = plan(*large, "--devices=1 2, 8,2")
-    tokens = {choice["devices"]: choice["tokens"] for choice in found["compared"]}
+    tokens = {}
+    for choice in found["compared"]:
+        batch = choice["settings"]["batch_size"] * choice["settings"]["gradient_accumulation_steps"]
+        tokens[choice["devices"]] = batch
     assert [tokens[n] // tokens[1] for n in (8, 2, 1)] == growth, text
-    speeds = [choice["tokens"] / choice["found"]["total_s"] for choice in found["compared"]]
+    speeds = [tokens[choice["devices"]] / choice["total_s"] for choice in found["compared"]]
     assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3, text
-    _, single = plan(*large, "--devices=2")
-    assert single["plans"][0] in [choice["found"] for choice in found["compared"]]
     text, _ = plan(*LARGE, "--hardware=a100", "--devices=1,2")
     assert "a global batch that grows with the devices (--gradient_accumulation_steps=2: the same" in text
 
@@ -395,8 +370,8 @@ def test_a_plan_for_pretrained_weights_says_how_long_the_run_takes(plan, at, cap
     finetune = [str(REPO / "config" / "finetune_shakespeare.py"), "--devices=1", "--dtype=auto"]
     text, found = plan(*finetune, "--init_from=auto:gpt2-large", "--hardware=h100")
     assert "--init_from=auto:gpt2-large" in shlex.split(found["command"]), text
-    minutes = 21 * found["plans"][0]["total_s"] / 60
-    assert f"the fastest, predicted, 21 steps in {minutes:.1f} minutes without evaluations" in text
+    time = timedelta(seconds=round(21 * found["plans"][0]["total_s"]))
+    assert f"the fastest, predicted, 21 steps in {time} hours without evaluations" in text
     shape = ["--n_layer=36", "--n_head=20", "--n_embd=1280", "--bias=True", "--vocab_size=50257"]
     _, by_shape = plan(*finetune, "--init_from=scratch", *shape, "--hardware=h100")
     assert by_shape["plans"] == found["plans"]
@@ -440,22 +415,20 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
             ["comm, sweep, plan and tune are separate reports: set one of them"]
             + ["json_path is 'nowhere/x': no such folder"],
         ),
-        (["--json_path=."], ["json_path is '.': it cannot be written, set a different file"]),
         (["--device=tpu"], ["possible are auto"]),
-        (["--hardware=l4,3090"], ["set --plan=True"]),
-        (["--hardware=4090"], ["but bench.py measures this machine: to predict, set --plan=True"]),
-        (["--devices=2,4"], ["devices is '2,4': to predict, set --plan=True; to measure N processes, set"]),
+        (["--hardware=4090"], ["set --plan=True; to measure N processes, set --nproc=N"]),
+        (["--devices=2,4"], ["set --plan=True; to measure N processes, set --nproc=N"]),
         (["--help=zero"], ["command line: --help=zero: type --help"]),
         (["--plan", "--hardware=l4,9090"], ["hardware is '9090'; possible are"]),
         (["--plan", "--devices=1 2 x"], ["devices is '1 2 x': type a number, or several such as --dev"]),
-        (["--plan", "--devices=-1"], ["devices is '-1': type a number"]),
-        (["--plan", "--devices=1000000000000"], ["set each number to at most 131072"]),
-        (["--plan", "--devices=12"], ["it must be a multiple of per_node, 8: set --devices=8"]),
+        (["--plan", "--devices=1000000000000"], ["devices is '1000000000000': type a number"]),
+        (["--plan", "--devices=12"], ["it must be a multiple of per_node, 8"]),
         (["--plan", "--hardware=l4,3090", "--device_memory_gb=9"], ["set --hardware= to this card"]),
         (["--plan", "--device_tflops=100"], ["set --hardware= to this card, such as --hardware=4090"]),
-        (["--hardware=l4", "--device_memory_gb=48"], ["are for a plan: set --plan=True"]),
+        (["--tune", "--hardware=l4,3090"], ["are for a plan: set --plan=True"]),
         (["--sweep=batch_size"], ["type --sweep='nproc:1,2;batch_size:4,8' or the like"]),
-        (["--sweep=zero:1;nproc:1;zero:2"], ["it names a setting twice; list all values of a setting"]),
+        (["--sweep=zero:1;nproc:1;zero:2"], ["or the like, each setting once"]),
+        (["--sweep=nproc:0,2"], ["type numbers of processes"]),
         (["--sweep=batch_size:1,2", "--weak"], ["such as --sweep=nproc:1,2,4"]),
     ],
 )
@@ -466,20 +439,14 @@ def test_mistakes_are_reported_at_once(at, capsys, args, messages):
 
 
 def test_mistakes_under_a_launcher(at, capsys):
-    launched(at, world_size=2)
+    launch(at, world_size=2)
     for args, message in (
         (["--nproc=3"], "nproc is 3, but the launcher started 2 processes: omit --nproc"),
-        (
-            ["--tune"],
-            "a plan needs no launcher: start bench.py without torchrun, with --devices=N or --nproc=N",
-        ),
-        (
-            ["--sweep=nproc:1"],
-            "a sweep over nproc launches the processes itself: start bench.py without torchrun",
-        ),
+        (["--tune"], "start bench.py without a launcher"),
+        (["--sweep=nproc:1"], "start bench.py without a launcher"),
     ):
         output = script_that_fails(at, capsys, "bench.py", ["--device=cpu", *args])
-        assert output.err == f"error: {message}\n" and not output.out
+        assert message in output.err and output.err.count("\n") == 1 and not output.out
 
 
 def test_help_shows_the_defaults_of_bench(zygote, work):
@@ -490,17 +457,3 @@ def test_help_shows_the_defaults_of_bench(zygote, work):
     assert "--gradient_accumulation_steps=0 " in text
     for option, value in dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=8).items():
         assert re.search(rf"^  --{option}=.*\(small model: {value}\)\s+\[>= 1\]$", text, re.M), option
-
-
-def test_a_comparison_with_nanogpt_needs_a_clone(tmp_path):
-    """One line for each mistake, before any run starts."""
-    clone = tmp_path / "clone"
-    (clone / "data").mkdir(parents=True)
-    (clone / "train.py").touch()
-    for args, message in (
-        ([f"--nanogpt={tmp_path}"], f"{tmp_path} is not a clone of nanoGPT: it lacks train.py or data/"),
-        ([f"--nanogpt={clone}", "--pairs=0"], "--pairs is 0: set it to at least 1"),
-    ):
-        command = [sys.executable, str(REPO / "measure" / "against_nanogpt.py"), "speed", *args]
-        run = subprocess.run(command, capture_output=True, text=True)
-        assert run.returncode == 2 and run.stderr.splitlines()[-1].endswith(f"error: {message}"), run.stderr

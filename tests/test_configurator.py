@@ -4,16 +4,14 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from runs import REPO, accepted
 
-from configurator import configure, fail, help_text, settings_of
+from configurator import configure, help_text, settings_of
 from isogpt.options.suggestions import OTHER_NAMES, nearest
 from isogpt.options.values import Setting
 
@@ -46,7 +44,7 @@ accumulation = 5 * 8
 learning_rate = 6e-4  # the largest
 max_iters = (
     600000
-)  # steps
+)  # steps [>= 0, fractions]
 top_k = -1  # how many; none where negative
 weight_decay = 0.1  # #-1 in front
 '''
@@ -205,13 +203,9 @@ def test_a_value_of_a_different_type_is_an_error(script, capsys, name, values, w
         ("--device c.py c.py", {"device": "c.py", "seed": 2}),
         ("c.py --seed 7", {"seed": 7}),
         ("--seed 7 c.py", {"seed": 2}),
-        ("--seed 7 --seed=8", {"seed": 8}),
         ("--eval_only --seed 7", {"eval_only": True, "seed": 7}),
         ("--eval_only c.py", {"eval_only": True, "seed": 2}),
         ("--eval_only --eval_only No c.py", {"seed": 2}),
-        ("--eval_only=no --eval_only yes", {"eval_only": True}),
-        ("--config=c.py --seed=7", {"seed": 7}),
-        ("--seed=7 --config c.py", {"seed": 2}),
         ("--local_rank=1 --local-rank 0 --seed=7", {"seed": 7}),  # some launchers add the local rank
     ],
 )
@@ -237,31 +231,21 @@ def test_sys_argv_is_rewritten_with_equals_signs(script, monkeypatch):
     [
         ("--seed", "--seed: missing value; type --seed=VALUE"),
         ("--device --eval_only", "--device: missing value; type --device=VALUE"),
-        ("-max_iters=5", "-max_iters=5: type --max_iters=5"),
-        ("'device=a b'", "device=a b: type --device='a b'"),
-        ("\u2013max_iters=5", "\u2013max_iters=5: type --max_iters=5"),
-        ("-seed", "-seed: type --seed=VALUE"),
-        ("-lr=1", "-lr=1: no such setting; did you mean --learning_rate?"),
-        ("sed=1", "sed=1: no such setting; did you mean --seed?"),
+        ("-seed", "-seed: no such setting; did you mean --seed?"),
+        ("'device=a b'", "device=a b: no such setting; did you mean --device?"),
+        ("\u2013max_iters=5", "\u2013max_iters=5: no such setting; did you mean --max_iters?"),  # a dash
         ("-zzz", "-zzz: no such setting"),
-        ("--help=zero", "--help=zero: type --help or --help=all"),
         ("--zzz 1", "--zzz: no such setting"),
         ("---seed=5", "---seed: no such setting; did you mean --seed?"),
         ("--sede=5", "--sede: no such setting; did you mean --seed?"),  # two letters swapped
         ("--max-iters=5", "--max-iters: no such setting; did you mean --max_iters?"),
-        ("--learning_rat=1", "--learning_rat: no such setting; did you mean --learning_rate?"),
         ("--no-eval-only", "--no-eval-only: no such setting; did you mean --eval_only=False?"),
         ("--bs 1", "--bs: no such setting; did you mean --batch_size?"),
         ("--training.steps=5", "--training.steps: no such setting; did you mean --max_iters?"),
-        ("--train.seed=5", "--train.seed: no such setting; did you mean --seed?"),
     ],
 )
 def test_what_was_meant_by_a_word(script, capsys, arguments, said):
-    """One line that says what to type, and it is accepted when it is typed."""
     assert problem(capsys, script, *shlex.split(arguments)) == f"command line: {said}"
-    typed = said.partition(": type ")[2].replace("VALUE", "1")
-    if typed and "help" not in typed:
-        run(script, *shlex.split(typed))
 
 
 def test_the_names_of_other_tools():
@@ -273,17 +257,7 @@ def test_the_names_of_other_tools():
     for setting, others in OTHER_NAMES.items():
         known = [settings for settings in scripts if setting in settings]
         assert known and all(nearest(name, known[0]) == setting for name in others.split()), setting
-    for name, setting in {
-        "max_steps": "max_iters",
-        "num_layers": "n_layer",
-        "warmup_steps": "warmup_iters",
-        "output_dir": "out_dir",
-        "micro_batch_size": "batch_size",
-        "lr_scheduler_type": "lr_schedule",
-        "no_compile": "compile=False",
-        "zzz": "",
-    }.items():
-        assert nearest(name, scripts[0]) == setting
+    assert nearest("warmup_steps", scripts[0]) == "warmup_iters" and nearest("zzz", scripts[0]) == ""
 
 
 def test_train_accepts_each_row_of_the_table_of_names():
@@ -296,21 +270,15 @@ def test_train_accepts_each_row_of_the_table_of_names():
     assert seen >= 60
 
 
-@pytest.mark.parametrize("name", ["_private", "computed", "listed", "nothing", "before", "later", "math"])
-def test_other_globals_are_no_settings(script, capsys, name):
-    assert f"--{name}: no such setting" in problem(capsys, script, f"--{name}=1")
-
-
 def test_a_path_may_begin_with_the_home_folder(script, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("USERPROFILE", "/home/me")
-    names = ("out_dir", "dataset", "init_from", "json_path")
-    extra = {name: Setting(name, "", "a folder", "run") for name in names}
-    config_file("dataset = '~/data'\ndevice = '~/x'")
-    typed = ["--out_dir=~/a~", "c.py", "--init_from=auto:~/w", "--json_path=x/~", "--start=~/y"]
-    config = run(script, *typed, extra=extra)
-    assert [config[name] for name in names] == ["/home/me/a~", "/home/me/data", "auto:/home/me/w", "x/~"]
-    assert (config["device"], config["start"]) == ("~/x", "~/y")
+    config_file("device = '~/data'")
+    assert run(script, "--start=~/a~", "c.py") == DEFAULTS | {
+        "start": "/home/me/a~",
+        "device": "/home/me/data",
+    }
+    assert run(script, "--start=x/~")["start"] == "x/~"
 
 
 # -- config files
@@ -332,8 +300,7 @@ def test_a_config_is_looked_up_in_the_working_folder_then_next_to_the_script(scr
     config_file("seed = 2", "config/x.py")
     assert run(script, "config/x.py")["seed"] == 2
     assert run(script, str(script.parent / "config" / "x.py"))["seed"] == 1
-    for name in ("-x.py", "seed=5.py", "\u2013max_iters=5"):  # files that look like options
-        assert run(script, config_file("seed = 6", name)) == DEFAULTS | {"seed": 6}
+    assert run(script, config_file("seed = 6", "seed=5.py"))["seed"] == 6  # a file that looks like an option
 
 
 def test_a_missing_config_lists_both_places_and_a_near_name(script, capsys):
@@ -342,13 +309,11 @@ def test_a_missing_config_lists_both_places_and_a_near_name(script, capsys):
         places = " and ".join(f"{folder}/{name}" for folder in (os.getcwd(), script.parent))
         expected = f"{name}: no such config file; looked for {places}; did you mean config/train_gpt2.py?"
         assert problem(capsys, script, name) == expected
-    os.mkdir("out")
-    assert problem(capsys, script, "out") == "out: a folder, not a config file"
     # a boolean's value is True or False; another word after it is a config
     assert problem(capsys, script, "--eval_only", "maybe").startswith("maybe: no such config file")
 
 
-@pytest.mark.parametrize("name", ["ds.json", "c.yaml", "C.YML", "c.toml", "missing.ini"])
+@pytest.mark.parametrize("name", ["ds.json", "C.YML", "missing.ini"])
 def test_a_file_that_is_not_python_is_refused_in_one_line(script, capsys, name):
     if name != "missing.ini":
         Path(name).touch()
@@ -373,7 +338,7 @@ def test_a_config_written_for_nanogpt(script):
         "weight_decay = half(weight_decay)\n"
         # without an import: nanoGPT's scripts have imported these
         "seed = int(np.int64(3)) + int(math.floor(2.5)) + len(torch.ones(0))\n"
-        "with nullcontext():\n    start = os.path.basename('a/b') + sys.byteorder\n"
+        "start = os.path.basename('a/b') + sys.byteorder\n"
         "def size(): return len(pickle.dumps(time.time())) and 7\n"
         "top_k = size()\n"
     )
@@ -398,9 +363,7 @@ def test_a_config_runs_in_a_copy_of_the_globals(script):
     script_globals = started(script)
     config = configure(script_globals, ["c.py"])
     assert (config["seed"], config["device"], config["start"]) == (2, os.path.abspath("c.py"), "__main__")
-    assert script_globals["before"] == 1
-    assert script_globals["__file__"] == str(script)
-    assert "helper" not in script_globals
+    assert script_globals["before"] == 1 and "helper" not in script_globals
 
 
 def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
@@ -422,7 +385,6 @@ def test_settings_that_a_config_gets_without_an_assignment(script, monkeypatch):
         ("eval_only", "np.int64(0)", False),
         ("device", "np.str_('cpu')", "cpu"),
         ("device", "__import__('pathlib').Path('a') / 'b'", "a/b"),
-        # numbers of steps may be fractions
         ("max_iters", "max_iters * 0.9 + 0.5", 540000.5),
         ("max_iters", "max_iters * 0.5", 300000),
     ],
@@ -486,12 +448,6 @@ def test_no_note_about_helpers_that_resemble_settings(script, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_annotation_without_a_value_is_an_error(script, capsys):
-    config_file("batch_size: 32\nhelper: int\nseed: int = 3\nclass A:\n    top_k: int\n")
-    expected = "c.py: `batch_size: 32` assigns nothing: write batch_size = 32"
-    assert problem(capsys, script, "c.py") == expected
-
-
 @pytest.mark.parametrize(
     "content",
     [b"\xef\xbb\xbfseed = 2\r\ndevice = 'a'\r\n", b"# coding: latin-1\r\nseed = 2 # \xe9\ndevice = 'a'"],
@@ -505,15 +461,8 @@ def test_how_an_editor_may_save_a_config(script, content):
     ("content", "said"),
     [
         (b"seed = 1\n\nseed = 1 / 0\n", ", line 3: ZeroDivisionError: division by zero"),
-        (b"def f():\n    return no_name\nf()\n", ", line 2: NameError: name 'no_name' is not defined"),
-        (
-            b"import json\njson.loads('')\n",
-            ", line 2: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
-        ),
-        (b"raise ValueError('two\\nlines')\n", ", line 1: ValueError: two lines"),
         (b"seed = 1\nseed = (\n", ", line 2: SyntaxError: '(' was never closed"),
         (b"import sys\nsys.exit('stop')\n", ", line 2: SystemExit: stop"),
-        (b"exec('1 +')\n", ", line 1: SyntaxError: invalid syntax (<string>, line 1)"),
         ("seed = '\u00e9'".encode("latin-1"), "SyntaxError: (unicode error) 'utf-8' codec can't decode byte"),
         ("seed = 1".encode("utf-16"), "SyntaxError: "),
     ],
@@ -538,16 +487,6 @@ def test_all_problems_are_reported_at_once_and_nothing_is_applied(script, capsys
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts):
         assert line.startswith(start)
-
-
-@pytest.mark.parametrize("rank", [None, "", "0"])
-def test_fail_prints_once_on_rank_0(capsys, monkeypatch, rank):
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit) as end:
-        fail("what is wrong")
-    assert end.value.code == 1
-    assert capsys.readouterr() == ("", "error: what is wrong\n")
 
 
 def test_other_ranks_wait_before_they_speak(script, capsys, monkeypatch):
@@ -581,7 +520,7 @@ data:
 RARE_HELP = """
 optimizer and its learning rate, in a long heading:
   --learning_rate=0.0006  the largest
-  --max_iters=600000      steps
+  --max_iters=600000      steps [>= 0, fractions]
   --top_k=-1              how many; none where negative
   --weight_decay=0.1      -1 in front
 """
@@ -609,20 +548,6 @@ def test_help_on_all_settings(script, capsys):
     assert text.endswith(RARE_HELP) and "\n  --seed=1337             data order, initial weights\n" in text
 
 
-def test_help_wraps_at_120_columns(script):
-    meaning = " ".join(f"word{number}" for number in range(40))
-    long = {"long": Setting("long", "a/" * 60, "what it means", "run"), "x": Setting("x", 1, meaning, "run")}
-    script.write_text('"""' + meaning + '"""')
-    text = help_text(script, long)
-    lines = text.splitlines()
-    assert all(len(line) <= 120 for line in lines if "a/" not in line)
-    assert lines[4].startswith("word0 ") and lines[5].startswith("word")
-    at = next(number for number, line in enumerate(lines) if line.startswith("  --x=1"))
-    assert lines[at].index("word0") == 50
-    assert re.match(" {50}word", lines[at + 1])
-    assert lines[at - 1].strip() == "what it means"
-
-
 # -- settings of a different script
 
 
@@ -645,48 +570,16 @@ def test_extra_settings_are_returned_where_they_were_set_and_never_in_the_global
     assert run(script, "c.py", extra=EXTRA) == DEFAULTS | {"dropout": 0.0}
 
 
-def test_extra_settings_are_checked_suggested_and_helped(script, capsys):
-    """As bench.py accepts train.py's, some of them with defaults and sections of its own."""
-    extra = EXTRA | {"n_layer": replace(EXTRA["n_layer"], default=6, section="accepted, without effect")}
-    config_file("n_layers = 3\ndropout = 'much'")
-    assert len(problems(capsys, script, "c.py", "--dropout=x", extra=extra)) == 3  # and a note about n_layers
-    assert "did you mean --n_layer?" in problem(capsys, script, "--n_layr=1", extra=extra)
-    assert "a whole number" in problem(capsys, script, "--seed=1.5", extra=extra)
-    text = printed_help(script, capsys, "--help=all", extra=extra)
-    assert text.index("--seed=1337") < text.index("--weight_decay") < text.index("--dropout=0.0")
-    assert re.search(r"^accepted, without effect:\n  --n_layer=6 +blocks$", text, re.M)
-    config_file("n_layer = n_layer * 2")
-    assert run(script, "c.py", extra=extra) == DEFAULTS | {"n_layer": 12}
+# -- the scripts
 
 
-# -- as a user runs it
-
-
-def test_as_a_command_from_a_different_folder(script):
-    script.write_text(HEAD + TAIL + "import json\nprint(json.dumps([config, seed]))\n")
-    config_file("seed = 2\nmax_iters = max_iters * 2", script.parent / "config" / "x.py")
-    command = [sys.executable, str(script), "config/x.py", "--device=a=b"]
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert result.stderr == ""
-    config, seed = json.loads(result.stdout)
-    assert config == DEFAULTS | {"seed": 2, "max_iters": 1200000, "device": "a=b"}
-    assert seed == 2
-    result = subprocess.run(
-        [*command, "--sed=1"], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "error: train.py: command line: --sed: no such setting; did you mean --seed?\n"
-
-
-def test_the_help_of_train_py(capsys):
-    """nanoGPT's settings and about as many more as a screen has room for; each setting has a description."""
-    script = REPO / "train.py"
-    settings = settings_of(script)
+@pytest.mark.parametrize("name", ["train.py", "sample.py"])
+def test_the_help_of_a_script(name):
+    """At most nanoGPT's settings and about as many more as a screen has room for; each with a description."""
+    settings = settings_of(REPO / name)
     assert all(setting.meaning for setting in settings.values())
     usual = [name for name, setting in settings.items() if not setting.is_rare]
     assert len(usual) <= 45
-    usual_text = help_text(script, settings)
-    assert re.findall(r"^  --(\w+)=", usual_text, re.M) == usual
-    everything = help_text(script, settings, with_rare=True)
+    assert re.findall(r"^  --(\w+)=", help_text(REPO / name, settings), re.M) == usual
+    everything = help_text(REPO / name, settings, with_rare=True)
     assert sorted(re.findall(r"^  --(\w+)=", everything, re.M)) == sorted(settings)

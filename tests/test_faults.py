@@ -22,21 +22,19 @@ from runs import REPO, TINY, accepted, column, records, start_changed, steps_in,
 from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
-from isogpt.checkpoint.commit import prune_checkpoints
+from isogpt.checkpoint.commit import link_checkpoints, prune_checkpoints
 from isogpt.checkpoint.folder import enter_folder, look_for_start
 from isogpt.checkpoint.manifest import read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
-from isogpt.common import files
-from isogpt.common.files import load_pickle, reason_of, write_whole
+from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.launchers import Launch, make_launch
 from isogpt.monitor.log import Logger
 from isogpt.monitor.samples import how_to_sample
-from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.monitor.sink_plot import Plot, mean_losses, plot_loss
+from isogpt.monitor.sink_plot import plot_loss
 from isogpt.monitor.sink_tensorboard import TensorBoard
 from isogpt.parallel.local_parts import local_part_of
 
@@ -56,7 +54,7 @@ def slow(work):
     return after_a_while
 save.write_file, folder.look_for_start = slow(save.write_file), slow(folder.look_for_start)
 if os.environ["RANK"] == "1":
-    state.restore_checkpoint = slow(state.restore_checkpoint)
+    state.parts_to_read = slow(state.parts_to_read)
 """
 
 
@@ -84,35 +82,22 @@ def export(zygote, place, *args, ok=True):
 # data lost
 
 
-def test_a_conversion_that_is_killed_between_two_renames_loses_nothing(zygote, place):
-    """The old form has been renamed, the new one has not got its name."""
-    for step in (3, 6):
-        os.rename(place / f"out/step_0000000{step}", place / f"out/unfinished_was_step_0000000{step}")
-    assert newest_checkpoint(place / "out")[0].step == 6
-    assert export(zygote, place, "out", "--list").text().count("valid") == 2
-    run = zygote.train(RESUME, place)
-    assert "unfinished_was_step_00000006/ckpt.pt, step 6" in run.text() and "iter 0:" not in run.text()
-    assert [f.name for f in step_folders(place / "out")] == ["step_00000008", "step_00000006"]
-    assert not list((place / "out").glob("unfinished*"))
-
-
-@pytest.mark.parametrize("fails", ["rename", "sync"])
-def test_a_conversion_that_fails_late_loses_nothing(zygote, place, monkeypatch, fails):
-    """On a full disk, for instance."""
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_conversion_that_fails_late_loses_nothing(zygote, place, monkeypatch, renames):
+    """Before the files of the new form are there, between them, and before the manifest that names them."""
     import export
 
-    rename = os.rename
+    replace, done = os.replace, []
 
-    def full(*paths):
-        if "was" not in str(paths):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        rename(*paths)
+    def full(old, new):
+        if "unfinished_export" in str(old) and not str(old).endswith(".tmp"):
+            if len(done) == renames:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            done.append(new)
+        replace(old, new)
 
     with monkeypatch.context() as patch:
-        if fails == "rename":
-            patch.setattr(os, "rename", full)
-        else:
-            patch.setattr(files, "sync_folder", full)
+        patch.setattr(os, "replace", full)
         with pytest.raises(OSError, match="No space left"):
             export.convert(str(place / "out"), "shards")
     assert newest_checkpoint(place / "out")[0].step == 6 and not list((place / "out").glob("unfinished_e*"))
@@ -125,9 +110,7 @@ def test_only_the_owner_clears_a_folder_and_only_what_runs_leave(zygote, place):
     live.mkdir()
     export(zygote, place, "out", "--to=shards")
     assert live.exists()
-    kept = [
-        place / "out" / name for name in ("unfinished_thesis", "unfinished_was_mine", "unfinished_export")
-    ]
+    kept = [place / "out" / name for name in ("unfinished_thesis", "unfinished_export")]
     for folder in kept:
         folder.mkdir()
     run = export(zygote, place, "out", "--to=ckpt.pt", ok=False)
@@ -165,34 +148,32 @@ def test_ranks_with_folders_of_their_own(zygote, work):
     """Shards would be in several folders; a checkpoint that rank 0 writes can be written, but not resumed."""
     (work / "own.py").write_text(OWN)
     args = ["own.py", *SHORT[:-1], "--dist_timeout_s=60"]
-    for flags in (["--zero=1"], ["--islands=2", "--local_steps=2"]):
-        run = zygote.train([*args, *flags], work, 2, ok=False)
-        text = (
-            f"rank 0 keeps this run in {work}/out0, which is not the out_dir of other ranks: rank 1 looks in "
-        )
-        assert set(run.codes) == {1} and f"error: {text}{work}/out1. All ranks write" in run.text()
-        assert (
-            run.text().count("error:") == 1 and "Traceback" not in run.text() and "iter 0:" not in run.text()
-        )
-    assert not (work / "out1").exists()
-    run = zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
-    run = zygote.train(args, work, 2)
-    assert f"warning: {text}" in run.text() and steps_in(work / "out0") == 5
-    run = zygote.train([*args, "--init_from=resume"], work, 2, ok=False)
-    assert set(run.codes) == {1} and "Traceback" not in run.text()
-    assert (
-        f"error: rank 1: {work}/out1/step_00000006/ckpt.pt on " in run.text()
-        and run.text().count("error:") == 1
-    )
 
+    def said(*flags):
+        run = zygote.train([*args, *flags], work, 2, ok=False)
+        text = run.text()
+        assert set(run.codes) == {1} and text.count("error:") == 1 and "Traceback" not in text
+        return text
+
+    problem = (
+        f"rank 0 keeps this run in {work}/out0, which is not the out_dir of other ranks: rank 1 looks in"
+    )
+    for flags in (["--zero=1"], ["--islands=2", "--local_steps=2"]):
+        assert f"error: {problem} {work}/out1. All ranks write" in said(*flags)
+    assert not (work / "out1").exists()
+    zygote.train([*args, "--zero=1", "--save_checkpoint=False"], work, 2)  # the advice is accepted
+    run = zygote.train(args, work, 2)
+    assert f"warning: {problem}" in run.text() and steps_in(work / "out0") == 5
+    assert f"error: rank 1: {work}/out1/step_00000006/ckpt.pt on " in said("--init_from=resume")
     # rank 1 sees what rank 0 does not: a newer checkpoint, or one where rank 0 has none
     shutil.copytree(work / "out0", work / "out1", symlinks=True)
     shutil.rmtree(work / "out0/step_00000006")
     run = zygote.train([*args, "--init_from=auto"], work, 2, ok=False)
-    assert "error: rank 1 sees step 6 in out_dir out0, but on rank 0 step 3 is the newest one" in run.text()
+    text = "error: rank 1 sees step 6 in out_dir out0, which rank 0 does not see: the ranks' out_dir is not"
+    assert text in run.text()
     shutil.rmtree(work / "out0")
     run = zygote.train([*args, "--init_from=auto"], work, 2, ok=False)
-    assert "error: rank 1 sees step 6, 3 in out_dir out0, but on rank 0 there is none" in run.text()
+    assert text in run.text()
     assert not (work / "out0").exists()
 
 
@@ -216,12 +197,7 @@ def test_a_shard_in_a_different_folder_makes_no_checkpoint(tmp_path):
     sharded_files.check_complete(tmp_path)
     (file,) = tmp_path.glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(
-        OSError, match="1 of 1 files of the checkpoint are missing or too short in .*__0_0.distcp"
-    ):
-        sharded_files.check_complete(tmp_path)
-    file.unlink()
-    with pytest.raises(OSError, match="do all ranks write to this folder"):
+    with pytest.raises(OSError, match="1 of 1 files of the checkpoint are missing or too short in .*__0_0"):
         sharded_files.check_complete(tmp_path)
 
 
@@ -245,23 +221,7 @@ def test_a_disk_that_is_full_for_one_rank_is_named(zygote, work):
     assert not list((work / "out").glob("*step_*")) and "Traceback" not in run.text()
 
 
-def test_the_reason_is_not_cut_off():
-    with pytest.raises(RuntimeError) as raised:
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device", "a/b")
-        finally:
-            raise RuntimeError("unexpected pos 704 vs 598")
-    assert reason_of(raised.value) == "[Errno 28] No space left on device: 'a/b'"
-    by_rank = {rank: (raised.value, None) for rank in (0, 3)} | {
-        1: (PermissionError(13, "Permission denied"), None)
-    }
-    text = "[Errno 28] No space left on device: 'a/b' (rank 0, 3); [Errno 13] Permission denied (rank 1)"
-    assert reason_of(sharded_files.CheckpointException("", by_rank)) == text
-    assert reason_of(ValueError("first\n second" + 400 * " x")).startswith("first second x")
-    assert reason_of(KeyError()) == "KeyError"
-
-
-@pytest.mark.parametrize("setting", ["tp", "pp", "zero"])
+@pytest.mark.parametrize("setting", ["tp", "zero"])
 def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work, setting):
     """Groups of ranks, for instance, which other ranks would never join."""
     (work / "own.py").write_text(f"import os\n{setting} = 1 + int(os.environ['RANK'])\n")
@@ -270,18 +230,22 @@ def test_settings_that_differ_are_named_before_they_shape_anything(zygote, work,
     assert set(run.codes) == {1} and run.text() == text
 
 
+# a config file with which two of three ranks are on one machine
+UNEVEN = """
+import os
+alone = os.environ["RANK"] == "2"
+os.environ.update(LOCAL_WORLD_SIZE="1" if alone else "2", LOCAL_RANK="0" if alone else os.environ["RANK"])
+del alone
+"""
+
+
 def test_machines_with_different_numbers_of_processes_are_no_islands(zygote, work):
-    own = (
-        "import os\nif os.environ['RANK'] == '2':\n    os.environ.update(LOCAL_RANK='0', "
-        "LOCAL_WORLD_SIZE='1')\n"
-    )
-    (work / "own.py").write_text(f"{own}else:\n    os.environ['LOCAL_WORLD_SIZE'] = '2'\n")
+    (work / "own.py").write_text(UNEVEN)
     args = [*SHORT, "own.py", "--dist_timeout_s=30", "--gradient_accumulation_steps=3"]
     run = zygote.train([*args, "--islands=0"], work, 3, ok=False, timeout=25)
-    assert set(run.codes) == {1} and run.text().startswith(
-        "error: islands is 0, one on each machine, but the numbers"
-    )
-    assert run.text().count("error:") == 1 and "set --islands= to a number that divides 3" in run.text()
+    problem = "error: islands is 0, one on each machine, but the numbers"
+    assert set(run.codes) == {1} and run.text().startswith(problem) and run.text().count("error:") == 1
+    assert "set --islands= to a number that divides 3" in run.text()
     zygote.train([*args, "--islands=3"], work, 3)
 
 
@@ -323,32 +287,9 @@ def test_a_restart_continues_what_the_launch_has_written(zygote, place):
     assert "restart:" not in start("d").wait().text() and (out / "previous_2/step_00000009").exists()
 
 
-def test_a_mistake_that_restarts_repeat(zygote, work):
-    """The settings, the data set and the checkpoint are wrong at each restart too."""
-
-    def text(*args, restarts="3", count="1", nproc=2):
-        env = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_RESTART_COUNT": count}
-        run = zygote.start([*TINY, *SHORT, *args], work, nproc, group=True, env=env).wait(ok=False)
-        assert set(run.codes) == {1} and "Traceback" not in run.text()
-        return run.text()
-
-    note = (
-        "\ntorchrun restarts the command, up to 2 more times: if this message comes back, stop "
-        "torchrun with Ctrl-C"
-    )
-    for args in (["--dataset=none"], ["--init_from=resume"], ["--tp=3"], ["--n_lay=3"]):
-        # an unknown setting: other ranks wait for ten seconds
-        assert text(*args, nproc=1 if args[0] in ("--tp=3", "--n_lay=3") else 2).count(note) >= 1
-    for counts in ({"restarts": "0", "count": "0"}, {"restarts": "3", "count": "3"}, {"restarts": "x"}):
-        assert "torchrun restarts" not in text("--tp=3", nproc=1, **counts)
-
-
 def test_a_launch_is_known_by_its_agents_or_by_its_requeued_job(at):
-    launch_of = Launch
-    assert launch_of(("a", "b")).continues(launch_of(("b", "c"))) and not launch_of(("a",)).continues(
-        launch_of(("b",))
-    )
-    assert not launch_of().continues(launch_of()), "without a launcher there are no restarts"
+    assert Launch(("a", "b")).continues(Launch(("b", "c"))) and not Launch(("a",)).continues(Launch(("b",)))
+    assert not Launch().continues(Launch()), "without a launcher there are no restarts"
     at.env("SLURM_JOB_ID", "7")
     job = make_launch([""])
     assert not job.continues(job), "a command that is typed twice in a job"
@@ -380,11 +321,6 @@ def test_a_start_that_is_killed_while_it_enters_a_folder_is_no_start(at, place):
     # as if it had been trained again
     os.rename(place / "out/abandoned_step_00000006", place / "out/step_00000006")
     assert look_for_start("resume", out, 3, now)[0].step == 6
-    with at.context() as patch:
-        patch.setattr(folder_module, "continue_from", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            enter_folder(out, found, now)
-    assert look_for_start("resume", out, 3, now)[0].step == 6, "a restart that is killed forgets nothing"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -424,48 +360,36 @@ def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
 
 def test_what_the_plot_shows(tmp_path, monkeypatch):
     """The first steps do not press the rest into a line, and the legend contains the last values."""
-    steps = [{"iter": i, "loss": 2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i} for i in range(200)]
+    losses = [2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i for i in range(200)]
+    steps = [{"iter": i, "loss": loss, "loss_mean": loss} for i, loss in enumerate(losses)]
     evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
     lines = "".join(json.dumps(record) + "\n" for record in [*steps, *evaluations])
     (tmp_path / "metrics.jsonl").write_text(lines)
     figures = []
-    savefig = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **kw: figures.append(self) or savefig(self, *a, **kw)
-    )
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kw: figures.append(figure))
     plot_loss(tmp_path)
     (axes,) = figures[0].axes
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
     assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
     assert 2.2 < axes.get_ylim()[1] < 2.4
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(lines.splitlines(keepends=True)[:10])
-    )  # a few steps are shown completely
+    # a few steps are shown completely
+    (tmp_path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:10]))
     plot_loss(tmp_path)
     (axes,) = figures[1].axes
     assert len(axes.lines) == 1 and axes.get_ylim()[1] > 10
 
 
-def test_the_plot_smooths_the_means_between_logged_steps():
-    """In the middle between them; without a mean, the loss of the logged step."""
-    steps = [{"iter": 0, "loss": 5.0, "loss_mean": 5.0}, {"iter": 10, "loss": 2.0, "loss_mean": 3.0}]
-    assert mean_losses([*steps, {"iter": 20, "loss": 2.5}]) == [(0, 5.0), (5.5, 3.0), (20, 2.5)]
-    assert mean_losses([{"iter": 7, "loss": 5.0, "loss_mean": 5.0}]) == [(7, 5.0)]
-    assert mean_losses([]) == []
-
-
 def test_how_to_sample(tmp_path):
     """Only if there is a checkpoint, and the ids mean something."""
-    words, unknown = Vocabulary("table", {"a": 0}), Vocabulary("unknown", "no meta.pkl")
+    table, unknown = Vocabulary("table", {"a": 0}), Vocabulary("unknown", "no meta.pkl")
     out = tmp_path / "my run"
     out.mkdir()
-    assert how_to_sample(str(out), "mine", words) == ""
+    assert how_to_sample(str(out), table) == ""
     (out / "ckpt.pt").touch()
-    assert how_to_sample(str(out), "mine", unknown) == ""
-    assert how_to_sample(str(out), "mine", words) == f"try: python sample.py --out_dir='{out}'"
-    command = shlex.split(how_to_sample(str(out), "stdlib_char", words))
-    assert accepted("sample.py", *command[3:])["start"] == "def main("
+    assert how_to_sample(str(out), unknown) == ""
+    command = how_to_sample(str(out), table).removeprefix("try: python sample.py ")
+    assert accepted("sample.py", *shlex.split(command))["out_dir"] == str(out)
 
 
 @pytest.mark.parametrize("name", ["lr$x^$_b", os.fsdecode(b"caf\xe9"), "\U00012345"])
@@ -479,7 +403,6 @@ def test_a_plot_that_cannot_be_written_says_why(zygote, work):
     run = zygote.train(["--max_iters=2", "--eval_interval=2", "--out_dir=out"], work)
     assert "no plot of the loss curve: [Errno 21]" in run.text() and "pip install" not in run.text()
     assert not (work / "out/loss.png.tmp").exists()
-    assert "no plot" in Plot(work / "moved", Console()).draw()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -514,7 +437,7 @@ def check(highest, vocab_size, path, *lowest):
 def noted(report, *args):
     if report.progress.step == 6:
         is_late.append(True)
-    report_step(report, *args)
+    return report_step(report, *args)
 reader.check_ids, run_report.RunReport.step = check, noted
 """
 
@@ -556,25 +479,17 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     shutil.rmtree(out)
     zygote.train([*SHORT, "--eval_interval=2", "--keep_last=9", "--max_iters=7"], place)
     assert best_checkpoint(str(out))[0].step == 8
-    run = zygote.train(
-        [
-            *RESUME,
-            "--eval_interval=99",
-            "--max_iters=8",
-            "--keep_last=9",
-            "--learning_rate=9",
-            "--min_lr=9",
-            "--warmup_iters=0",
-        ],
-        place,
-    )
+    worse = ["--learning_rate=9", "--min_lr=9", "--warmup_iters=0", "--max_iters=8", "--keep_last=9"]
+    run = zygote.train([*RESUME, *worse, "--eval_interval=99"], place)
     assert "at step 8\n" in run.text()
     shutil.rmtree(out / "step_00000008")
     found, _ = best_checkpoint(str(out))
     assert found.step == 6 and found.val_loss == column(out, "val_loss")[6]
     assert export(zygote, place, "out", "--list").text().count(f"{found.val_loss:8.4f}") == 1
     manifest = read_manifest(out / "step_00000009")
-    prune_checkpoints(out, out / "step_00000009", best_folder(out, manifest), 1, 32)
+    best = best_folder(out, manifest)
+    link_checkpoints(out, out / "step_00000009", best)
+    prune_checkpoints(out, out / "step_00000009", best, 1, 32)
     assert [f.name for f in step_folders(out)] == ["step_00000009", "step_00000006"]
     assert (out / "ckpt_best.pt").resolve().parent.name == "step_00000006"
     data = bytearray((out / "step_00000006/ckpt.pt").read_bytes())
@@ -584,26 +499,12 @@ def test_the_best_checkpoint_of_a_run_whose_best_one_could_not_be_saved(zygote, 
     assert found.step == 9 and len(reports) == 1 and "step_00000006 is damaged" in reports[0]
 
 
-@pytest.mark.parametrize("when", ["5", "null", '"yesterday"', '"2126-01-01T00:00:00+00:00"'])
-def test_foreign_lines_in_the_log(zygote, place, when):
-    """Also of a run that ended in the future: the clock was set back."""
+def test_foreign_lines_in_the_log(zygote, place):
     with open(place / "out/metrics.jsonl", "a") as f:
         f.write('{"iter": null}\n[1]\n{"iter": "7", "loss": 1}\n{"note": "mine"}\n')
-        f.write(f'{{"iter": 5, "loss": 2.5, "time": {when}}}\n')
+        f.write('{"iter": 5, "loss": 2.5, "time": "yesterday"}\n')
     zygote.train(RESUME, place)
     assert len(column(place / "out", "loss")) == 8 and {"note": "mine"} in records(place / "out")
-    if "2126" in when:
-        assert [r["seconds"] for r in records(place / "out") if r.get("event") == "recovered"] == [0]
-
-
-def test_a_log_that_is_deleted_during_a_run(zygote, work):
-    run = zygote.start([*TINY, "--max_iters=100000", "--out_dir=out"], work)
-    wait_for(lambda: steps_in(work / "out") > 3)
-    (work / "out/metrics.jsonl").unlink()
-    wait_for(lambda: steps_in(work / "out") > 10)
-    run.kill(sig=signal.SIGTERM)
-    run.wait(ok=False)
-    assert run.text().count("metrics.jsonl was deleted") == 1 and (work / "out/PREEMPTED").exists()
 
 
 def test_a_closed_pipe_does_not_end_the_run(work):
@@ -636,12 +537,7 @@ def test_a_full_disk_is_named(tmp_path):
 
 @pytest.mark.parametrize("kind", ["signal", "eval_only"])
 def test_a_stop_before_the_first_checkpoint_does_not_advise_to_resume(zygote, work, kind):
-    args = [
-        *TINY,
-        "--eval_iters=100000",
-        "--out_dir=out",
-        *(["--eval_only=True"] if kind == "eval_only" else []),
-    ]
+    args = [*TINY, "--eval_iters=100000", "--out_dir=out", f"--eval_only={kind == 'eval_only'}"]
     run = zygote.start(args, work)
     assert run.until(lambda text: "peak:" in text)
     run.kill(sig=signal.SIGTERM)
@@ -657,27 +553,25 @@ def test_a_resume_says_which_settings_do_not_apply(zygote, place):
         "n_layer 2, bias False, vocab_size 65 of the checkpoint are used, not n_layer 4, bias True"
         in run.text()
     )
-    assert "was trained on data set tiny, this run reads other" in run.text()
+    assert "this run continues with dataset other (was tiny): the loss curve changes" in run.text()
     used = [r["config"] for r in records(place / "out") if r.get("event") == "resume"][-1]
     assert (used["n_layer"], used["bias"], used["vocab_size"], used["dataset"]) == (2, False, 65, "other")
     quiet = zygote.train([*RESUME, "--max_iters=8", "--dataset=other"], place)
-    assert "of the checkpoint" not in quiet.text() and "was trained on" not in quiet.text()
+    assert "of the checkpoint" not in quiet.text() and "continues with" not in quiet.text()
 
 
 def test_a_second_of_tensorboards_steps_after_a_rollback(tmp_path):
     """The reader drops what was logged before the rollback."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 4}
-    progress, metrics = Progress(1), MetricsFile(config, "", Console(), step=0)
-    logger = Logger(progress, [metrics, TensorBoard(tmp_path, step=0)])
-    for first in (0, 3):  # rolled back from step 5 to step 3
-        progress.step = first
-        if first:
-            logger.rolled_back((), rollback=1)
-        for progress.step in range(first, 5):
-            logger.tell("step", {"iter": progress.step, "loss": 1.0, "mfu": None}, 0.0)
-    logger.tell("close")
+    metrics = MetricsFile(config, step=0)
+    logger = Logger(Progress(1), [metrics, TensorBoard(str(tmp_path), step=0)])
+    for first in (0, 3):
+        for step in range(first, 5):
+            logger.write({"iter": step, "loss": 1.0, "step_ms": 1.0, "mfu": None})
+        logger.event("end" if first else "rollback", to=3)
     metrics.file.close()
+    assert sorted(column(tmp_path, "loss")) == [0, 1, 2, 3, 4]
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss")] == [0, 1, 2, 3, 4]
 

@@ -29,10 +29,9 @@ from isogpt.checkpoint.folder import continue_from
 from isogpt.checkpoint.measures import NONE
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import StoredCheckpoint, newest_checkpoint, share_checkpoint
-from isogpt.checkpoint.source import check_weights, open_checkpoint
-from isogpt.checkpoint.state import WPE, restore_checkpoint
+from isogpt.checkpoint.source import WPE, check_weights, open_checkpoint
+from isogpt.checkpoint.state import restore_checkpoint
 from isogpt.data.vocabulary import Vocabulary
-from isogpt.launch.device import pick_backend, use_gpu
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.start_checks import check_start
 from isogpt.monitor.crashes import explain_crashes
@@ -51,6 +50,7 @@ from model import GPT, GPTConfig
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
 PLAN = default_plan(world_size=2, model_args=asdict(GPTConfig(**SHAPE)), batch_size=4, micro_batch=4)
 CPU = torch.device("cpu")
+ADAMW = ("step", "exp_avg", "exp_avg_sq")
 
 
 def tiny_model():
@@ -62,17 +62,13 @@ def one_rank(world_size=1):
     return Ranks(0, world_size, CPU, "gloo")
 
 
-def tiny_logger(*sinks, step=3):
-    """A logger that prints."""
-    return Logger(Progress(tokens_per_step=64, step=step), [Console(), *sinks])
-
-
-def tiny_watchdog(timeout_s, step=0, store=None):
+def tiny_watchdog(timeout_s, step):
     """A watchdog of one rank, which is in the forward pass."""
-    logger = tiny_logger(step=step)
-    clock = SimpleNamespace(count=5, doing="forward", expects_progress=True)
-    saver = SimpleNamespace(writes_alone=lambda: False)
-    return Watchdog(one_rank(), timeout_s, logger.progress, logger, store, clock, saver)
+    progress = Progress(tokens_per_step=64, step=step)
+    dog = Watchdog(one_rank(), timeout_s, progress, Logger(progress, [Console(max_iters=99)]))
+    dog.clock = SimpleNamespace(count=5, doing="forward", expects_progress=True)
+    dog.saver = SimpleNamespace(writes_alone=lambda: False)
+    return dog
 
 
 def save_in(folder, dataset="letters", **changes):
@@ -101,12 +97,6 @@ def data_in(folder, meta=None, train=range(65), pkl=None):
     if pkl is not None:
         (folder / "meta.pkl").write_bytes(pickle.dumps(pkl))
     return str(folder)
-
-
-def rank_of_two(at, **changes):
-    values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **changes}
-    for name, value in values.items():
-        at.env(name, value)
 
 
 def opened(at, **changes):
@@ -138,43 +128,10 @@ def resume_fork(at, **changes):
     return Progress(64).load(source)
 
 
-def numbered_by_name(state):
-    """AdamW's state as nanoGPT numbered it before May 2023."""
-    shapes = {name: p.shape for name, p in tiny_model().named_parameters()}
-    names = sorted(shapes, key=lambda name: (len(shapes[name]) < 2, name))
-    return {
-        i: {"step": 1, "exp_avg": torch.ones(shapes[n]), "exp_avg_sq": torch.ones(shapes[n])}
-        for i, n in enumerate(names)
-    }
-
-
 def weights_without(at, name):
     source = opened(at)
-    del source.weights[name]
+    del source.tensors[f"model.{name}"]
     check_weights(source, tiny_model())
-
-
-def transformers_that_lack(at, key):
-    loaded = lambda *args, **kw: (None, {"missing_keys": {key}})  # noqa: E731
-    config = SimpleNamespace(from_pretrained=lambda name, **kw: SimpleNamespace(model_type="gpt2"))
-    gpt2 = SimpleNamespace(from_pretrained=loaded)
-    at.item(sys.modules, "transformers", SimpleNamespace(AutoConfig=config, GPT2LMHeadModel=gpt2))
-    GPT.from_pretrained("other")
-
-
-def unusable_gpu(at, error):
-    """The first kernel fails on this machine's GPU."""
-
-    def fail(*args, **kw):
-        raise RuntimeError(error)
-
-    found = SimpleNamespace(name="GTX 1080", major=6, minor=1)
-    at.set(torch.cuda, "set_device", lambda device: None)
-    at.set(torch.cuda, "get_device_properties", lambda device: found)
-    at.set(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
-    at.set(torch, "__version__", "2.0")
-    at.set(torch, "ones", fail)
-    use_gpu(torch.device("cuda", 0))
 
 
 def convert_twice(at):
@@ -183,54 +140,36 @@ def convert_twice(at):
     export.convert(str(folder), "shards")
 
 
-def command_line(at, *args):
-    at.set(sys, "argv", ["export.py", *args])
-    export.main()
-
-
 # ------------------------------------------------------------------------------------------------------------
 # messages of single functions
 
 RAISED = {
-    "compute capability 6.1, but this PyTorch, 2.0, has kernels for sm_75, sm_80 only: install a PyTorch": (
-        lambda at: unusable_gpu(at, "CUDA error: no kernel image is available for execution on the device\nA")
-    ),
-    "cuda:0 cannot be used (CUDA error: out of memory): look at nvidia-smi for other programs": (
-        lambda at: unusable_gpu(at, "CUDA error: out of memory\nCUDA kernel errors might be")
-    ),
-    "backend is 'nccl', but this PyTorch contains no NCCL: set --backend=gloo or --backend=auto": lambda at: (
-        at.set(dist, "is_nccl_available", lambda: False),
-        pick_backend("nccl", torch.device("cuda", 0), 2),
-    ),
     "ckpt.pt is a pointer of Git LFS, not the file itself: run git lfs pull in .": lambda at: (
         Path("ckpt.pt").write_text("version https://git-lfs"),
         read_file(Path("ckpt.pt")),
     ),
-    "ckpt.pt: best_val_loss is 'low', not a number": lambda at: opened(at, best_val_loss="low"),
+    "ckpt.pt cannot be loaded: could not convert string to float: 'low'": lambda at: opened(
+        at, best_val_loss="low"
+    ),
     (
         "out/ckpt.pt: nanoGPT's model does not know use_rope=True, norm='rms' in model_args: load it with the"
     ): lambda at: fork(at, args={"use_rope": True, "norm": "rms", "flash_attn": True}),
     "ckpt.pt does not fit the model: it lacks transformer.wpe.weight": lambda at: weights_without(at, WPE),
-    "also contains transformer.h.0.attn.q_norm.weight, which nanoGPT's model does not contain": lambda at: (
-        fork(at, model={"transformer.h.0.attn.q_norm.weight": torch.ones(4)})
+    "also contains transformer.h.0.attn.q_norm.weight, which nanoGPT's model does not": lambda at: fork(
+        at, model={"transformer.h.0.attn.q_norm.weight": torch.ones(4)}
     ),
     "lm_head.weight and transformer.wte.weight should be the same weights, but differ": lambda at: fork(
         at, model={"lm_head.weight": torch.ones(65, 8)}
     ),
-    (
-        "before May 2023: start a new run from the weights, with --init_from=FOLDER and a different --out_dir"
-    ): lambda at: resume_fork(at, optimizer={"state": numbered_by_name(at)}),
+    "the shape of optim.transformer.wte.weight.exp_avg is (1,), not (65, 8)": lambda at: resume_fork(
+        at, optimizer={"state": dict.fromkeys(range(99), dict.fromkeys(ADAMW, torch.ones(1)))}
+    ),
     (
         "no valid checkpoint in out; out/ckpt.pt cannot be loaded: it contains argparse.Namespace, and only"
     ): lambda at: export.convert(
         str(save_in(at.path / "out", config=argparse.Namespace()).relative_to(at.path)), "ckpt.pt"
     ),
-    "no valid checkpoint in empty": lambda at: (os.mkdir("empty"), export.convert("empty", "ckpt.pt")),
     "step_00000003 is in shards already": convert_twice,
-    "error: nowhere is not a folder": lambda at: command_line(at, "nowhere"),
-    "'other' is not a complete GPT2LMHeadModel: lm_head.weight is missing": lambda at: transformers_that_lack(
-        at, "lm_head.weight"
-    ),
 }
 
 
@@ -282,10 +221,6 @@ def test_copies_of_a_checkpoint_on_other_machines_are_compared_and_verified(at, 
         ValueError, match="is damaged.* the checksum of .* does not match.* from rank 0's machine"
     ):
         resume("copy")
-    if form == "bare":  # a different file that is not damaged
-        torch.save({**state, "model": {name: w + 1 for name, w in state["model"].items()}}, path)
-        with pytest.raises(ValueError, match="copy/ckpt.pt on .* is not the checkpoint that rank 0 found"):
-            resume("copy")
 
 
 def test_a_faulty_network(at, capsys):
@@ -298,40 +233,20 @@ def test_a_faulty_network(at, capsys):
 
 
 def test_checkpoints_of_nanogpts_forks(at):
-    """Numpy scalars, missing entries, wrappers' prefixes, other optimizers and fields that change nothing."""
-    args = {"n_layer": np.int64(1), "flash_attn": True, "device": "cuda", "dropout": None}
-    numbers = {"iter_num": np.int64(3), "best_val_loss": np.float64(1.5), "config": None, "optimizer": None}
-    source = fork(at, args=args, **numbers)
+    """Missing entries, wrappers' prefixes, other optimizers and fields that change nothing."""
+    args = {"flash_attn": True, "device": "cuda", "dropout": None}
+    source = fork(at, args=args, config=None, optimizer=None)
     assert (source.run["iter_num"], source.run["best_val_loss"], source.run["config"]) == (3, 1.5, {})
     assert set(source.run["model_args"]) == {*SHAPE, "dropout"} and source.stored.val_loss == 1.5
     # no moments: a resume says so, and nothing else needs them
-    for saved in (
-        None,
-        [1],
-        {"state": {}},
-        {"state": {0: {"momentum_buffer": torch.ones(1)}}},
-        {"state": [1]},
-    ):
+    for saved in (None, {"state": {0: {"momentum_buffer": torch.ones(1)}}}):
         shutil.rmtree("out")
         assert resume_fork(at, optimizer=saved, config={"optimizer": "lion"}) == [
             "out/ckpt.pt contains no state of AdamW: the moments start at zero"
         ]
     assert export.convert("out", "shards").name == "step_00000003"
-    # moments of an optimizer that has more of them than AdamW
-    shutil.rmtree("out")
-    state = torch.load(save_in(at.path / "out") / "ckpt.pt", weights_only=True)["optimizer"]
-    shutil.rmtree("out")
-    assert resume_fork(at, optimizer=state) == []
-    shutil.rmtree("out")
-    for moments in state["state"].values():
-        moments["max_exp_avg_sq"] = moments["exp_avg_sq"]
-    assert resume_fork(at, optimizer=state) == [
-        "out/ckpt.pt contains max_exp_avg_sq of an optimizer that is not used here: the run continues with "
-        "AdamW, "
-        "whose steps are different"
-    ]
     # the prefixes of wrappers, in any order and place
-    for prefix in ("module._orig_mod.", "_orig_mod.module.", "_fsdp_wrapped_module._orig_mod."):
+    for prefix in ("module._orig_mod.", "_fsdp_wrapped_module._orig_mod."):
         shutil.rmtree("out")
         state = torch.load(save_in(at.path / "out") / "ckpt.pt", weights_only=True)
         model = {
@@ -340,12 +255,11 @@ def test_checkpoints_of_nanogpts_forks(at):
         }
         torch.save({**state, "model": model}, "out/ckpt.pt")
         check_weights(open_checkpoint(newest_checkpoint("out")[0]), tiny_model())
-    # without a loss, and with a loss of a different step
-    for changes in ({"best_val_loss": None}, {"best_val_loss": 1.5, "config": {"eval_interval": 2}}):
-        shutil.rmtree("out")
-        source, progress = fork(at, **changes), Progress(64)
-        assert progress.load(source) == [] and progress.best_step == NONE and source.stored.val_loss is None
-        assert export.list_checkpoints("out").splitlines()[1].split()[:3] == ["3", "bare", "-"]
+    # without a loss
+    shutil.rmtree("out")
+    source, progress = fork(at, best_val_loss=float("inf")), Progress(64)
+    assert progress.load(source) == [] and progress.best_step == NONE and source.stored.val_loss is None
+    assert export.list_checkpoints("out").splitlines()[1].split()[:3] == ["3", "bare", "-"]
 
 
 def test_a_converted_checkpoint_has_the_settings_of_the_run(at):
@@ -365,19 +279,19 @@ def test_a_converted_checkpoint_has_the_settings_of_the_run(at):
 
 def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_path):
     """The limit on the size of files cuts a write off, as a full disk does."""
-    metrics = MetricsFile({"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}, "", Console(), 3)
-    metrics.write({"iter": 1})
+    metrics = MetricsFile({"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}, 3)
+    metrics.write({"iter": 1}, "")
     path = tmp_path / "metrics.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
     try:
         for _ in range(2):
-            metrics.write({"iter": 2})
+            metrics.write({"iter": 2}, "")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    metrics.write({"iter": 3})
+    metrics.write({"iter": 3}, "")
     assert [json.loads(line)["iter"] for line in path.read_text().splitlines()] == [1, 3]
-    assert capsys.readouterr().out.count("cannot be written (No space left on device)") == 1
+    assert capsys.readouterr().err.count("cannot be written (No space left on device)") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -387,7 +301,8 @@ def test_a_full_disk_is_reported_once_by_the_log_and_tears_no_line(capsys, tmp_p
 def test_a_hang_in_which_all_ranks_respond(at, capsys):
     codes = []
     at.set(os, "_exit", lambda status: (codes.append(status), dog.over.set()))
-    dog = tiny_watchdog(timeout_s=0.1, step=5, store=dist.HashStore())
+    dog = tiny_watchdog(timeout_s=0.1, step=5)
+    dog.start(dist.HashStore())
     assert dog.over.wait(20) and codes == [1]
     dog.stop()
     text = (
@@ -408,24 +323,12 @@ NCCL = (
     "failed.\nLast error:"
 )
 FORMS = [
-    (
-        torch.OutOfMemoryError,
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14 GiB",
-    ),
-    (
-        torch.AcceleratorError,
-        "CUDA error: out of memory\nCUDA kernel errors might be reported at some other call",
-    ),
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"),
+    (torch.AcceleratorError, "CUDA error: out of memory\nCUDA kernel errors might be reported at some other"),
     (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     (dist.DistBackendError, f"{NCCL}\nCuda failure 2 'out of memory'"),
-    (
-        RuntimeError,
-        "[enforce fail at alloc_cpu.cpp:1] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
-    ),
+    (RuntimeError, "DefaultCPUAllocator: can't allocate memory: you tried"),
     (RuntimeError, "MPS backend out of memory (MPS allocated: 5.00 GB, other allocations: 2.00 GB)"),
-    (RuntimeError, "HIP error: out of memory"),
-    (RuntimeError, "CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
 ]
 
 
@@ -457,45 +360,12 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
             )
             assert is_first or not said
             assert ("the next start in out uses micro-batches of 2 (same global batch" in said) == is_first
-        assert dog.errors() == {3: f"{kind.__name__}: {line}"}
+        assert dog.read("error/3") == f"{kind.__name__}: {line}"
     assert not is_out_of_memory(RuntimeError("Triton: out of resource: shared memory, Required: 1"))
 
 
 # ------------------------------------------------------------------------------------------------------------
-# settings
-
-
-WRONG = {
-    "--n_embd=33": (
-        "n_embd is 33: it must be a multiple of n_head, 12: set --n_head=11 or 33, or --n_embd=24 or 36"
-    ),
-    "--out_dir= ": "out_dir is empty: set --out_dir= to a folder",
-    "--init_from=resum": (
-        "init_from is 'resum'; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a folder of a run "
-        "or of Hugging Face weights, or a ckpt.pt"
-    ),
-    "--resume_step=3": "resume_step needs init_from 'resume', but it is 'resum': set --init_from=resume",
-    "--activation_checkpointing=every:0": (
-        "activation_checkpointing is 'every:0'; possible are none, full, selective and every:K (K >= 1)"
-    ),
-    "--cpu_offload=True": "cpu_offload and dp_replicate need zero 2 or 3, but zero is 0: set --zero=3",
-}
-
-
-def test_settings_of_train_py(at, capsys):
-    """All mistakes at once; then those that exclude others."""
-    output = script_that_fails(at, capsys, "train.py", list(WRONG))
-    assert sorted(output.err.splitlines()) == sorted(f"error: {problem}" for problem in WRONG.values())
-    excluding = ["--fsdp=True", "--zero=1", "--grad_sync=never", "--cuda_graphs=True", "--compile=False"]
-    output = script_that_fails(at, capsys, "train.py", excluding)
-    assert sorted(output.err.splitlines()) == [
-        "error: cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False",
-        "error: cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new gradients: set "
-        "--zero=0 --fsdp=False, or --cuda_graphs=False",
-        "error: fsdp is short for zero=3, but zero is 1: set only one of them",
-        "error: grad_sync 'never' is for measuring communication, the ranks' weights drift apart: set "
-        "--save_checkpoint=False",
-    ]
+# sample.py
 
 
 def test_prompts_of_sample_py(at, capsys, monkeypatch):
@@ -506,14 +376,11 @@ def test_prompts_of_sample_py(at, capsys, monkeypatch):
     monkeypatch.setenv("USERPROFILE", str(at.path))
     Path("p.txt").write_bytes(b"\xef\xbb\xbfA\\nB\n")
     assert read_prompt("FILE:p.txt") == read_prompt("FILE:~/p.txt") == "A\\nB\n"
-    assert read_prompt("~/p.txt \\n") == "~/p.txt \\n"
     Path("p.txt").write_text("A", encoding="utf-16")
-    with pytest.raises(
-        ValueError, match=r"^--start=FILE:p.txt cannot be read as text: 'utf-8' .*; save it in UTF-8$"
-    ):
+    with pytest.raises(ValueError, match=r"^--start=FILE:p.txt cannot be read as text in UTF-8: 'utf-8' .*$"):
         read_prompt("FILE:p.txt")
-    assert not any(notes_about_text(text, "") for text in ("A\n", "FILE:\\new.txt", ""))
-    for text in ("ROMEO:\\n", 'it\'s \\n "so"', "\u00e9\\n"):
+    assert not any(notes_about_text(text, "") for text in ("A\n", "FILE:\\new.txt"))
+    for text in ("ROMEO:\\n", 'it\'s \\n "so"'):
         for name, note in zip(("start", "stop"), notes_about_text(text, text), strict=True):
             typed = note.removeprefix(rf"--{name} contains \n as two characters: for a line break, type ")
             settings_of_sample = configurator.configure(

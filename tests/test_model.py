@@ -5,7 +5,8 @@ import dataclasses
 import itertools
 import math
 import re
-from pathlib import Path
+import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,16 @@ from runs import train_defaults
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.nn import generation
-from isogpt.nn.generation import next_token, uniform_numbers
-from isogpt.nn.kernels import ChunkedLoss, CPUHalfAttention, Dropout, KVCache, dropout_factors, summed_loss
+from isogpt.nn.generation import next_token
+from isogpt.nn.kernels import (
+    ChunkedLoss,
+    CPUHalfAttention,
+    Dropout,
+    KVCache,
+    causal_attention,
+    dropout_factors,
+    summed_loss,
+)
 from isogpt.parallel.attach import replace_seams
 from isogpt.training import optim
 from model import GPT, GPTConfig
@@ -94,45 +103,27 @@ def test_defaults_are_nanogpts():
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    ("wrong", "said"),
     [
-        (dict(block_size=0), "block_size is 0"),
-        (dict(vocab_size=0), "vocab_size is 0"),
-        (dict(n_layer=-1), "n_layer is -1"),
-        (dict(n_head=0), "n_head is 0"),
-        (dict(n_embd=0), "n_embd is 0"),
-        (dict(n_head=3), "n_embd is 32: it must be a multiple of n_head, 3"),
+        (dict(block_size=0), "block_size is 0: it must be at least 1"),
+        (dict(n_layer=0, n_hidden=-1), "n_layer is 0: .* 1\nn_hidden is -1: it must be at least 0"),
         (dict(arch="gpt3"), "arch is 'gpt3'; possible are gpt2, nanochat and llama"),
-        (dict(arch="llama", n_kv_head=3), "n_kv_head is 3: it must divide n_head, 2"),
-        (dict(arch="nanochat", n_embd=34), "n_embd / n_head is 17: rotary positions need an even number"),
-        (dict(n_kv_head=-1), "n_kv_head is -1: it must be at least 0"),
+        (dict(n_head=3), "n_embd is 32: it must be a multiple of n_head, 3: set --n_embd=33"),
+        (dict(n_embd=4, n_head=6), "it must be a multiple of n_head, 6: set --n_embd=6"),
         (
-            dict(n_layer=0, n_hidden=-1),
-            "n_layer is 0: it must be at least 1\nn_hidden is -1: it must be at least 0",
+            dict(arch="nanochat", n_embd=34),
+            "n_embd is 34: it must be a multiple of 2 n_head, 4: set --n_embd=32",
         ),
+        (dict(arch="llama", n_kv_head=3), "n_kv_head is 3: it must divide n_head, 2: set --n_kv_head=1"),
+        (dict(n_embd=48, n_head=12, n_kv_head=8), "it must divide n_head, 12: set --n_kv_head=4"),
     ],
 )
 def test_impossible_configs_are_refused(wrong, said):
-    with pytest.raises(ValueError, match=said):
+    """The advice is accepted."""
+    with pytest.raises(ValueError, match=f"{said}$"):
         GPTConfig(**(SMALL | wrong))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "advice"),
-    [
-        (dict(n_embd=256, n_head=6), "--n_head=4 or 8, or --n_embd=252 or 258"),
-        (dict(n_embd=256, n_head=6, arch="llama", n_kv_head=2), "--n_head=4 or 8, or --n_embd=252 or 264"),
-        (dict(n_embd=4, n_head=6), "--n_head=4, or --n_embd=6"),
-        (dict(n_embd=34, arch="nanochat"), "--n_embd=32 or 36"),
-        (dict(n_embd=48, n_head=12, arch="llama", n_kv_head=5), "--n_kv_head=4 or 6"),
-    ],
-)
-def test_the_advice_about_heads_is_accepted(wrong, advice):
-    with pytest.raises(ValueError, match=f": set {advice}$"):
-        GPTConfig(**(SMALL | wrong))
-    for name, values in re.findall(r"--(\w+)=([\d or]+)", advice):
-        for value in values.split(" or "):
-            GPTConfig(**(SMALL | wrong | {name: int(value)}))
+    if advice := re.search(r"set --(\w+)=(\d+)", said):
+        GPTConfig(**(SMALL | wrong | {advice[1]: int(advice[2])}))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -163,54 +154,25 @@ def test_parameters_have_nanogpts_names_shapes_and_order(bias):
     assert {w.dtype for w in gpt.state_dict().values()} == {torch.float32}
     count = sum(math.prod(s) for s in expected.values())
     assert (gpt.get_num_params(non_embedding=False), gpt.get_num_params()) == (count, count - 16 * 32)
-
-
-def test_embedding_and_head_are_one_parameter():
-    gpt = GPT(GPTConfig(**SMALL), seed=1)
-    assert gpt.lm_head.weight is gpt.transformer.wte.weight
     twin = copy.deepcopy(gpt)
     assert twin.lm_head.weight is twin.transformer.wte.weight
-    _, loss = gpt(ids(2, 8), some_targets(2, 8))
-    loss.backward()
-    assert gpt.transformer.wte.weight.grad[60:].abs().sum() > 0  # the head's part, where an id was not read
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_matrices_decay_first_and_vectors_do_not(bias):
-    gpt = GPT(GPTConfig(**SMALL, bias=bias), seed=1)
-    optimizer = gpt.configure_optimizers(
-        weight_decay=0.1, learning_rate=3e-4, betas=(0.8, 0.9), device_type="cpu"
-    )
-    assert isinstance(optimizer, torch.optim.AdamW)
-    name_of = {id(p): n for n, p in gpt.named_parameters()}
-    groups = [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
-    shapes = expected_shapes(bias)
-    assert groups == [[n for n in shapes if len(shapes[n]) == 2], [n for n in shapes if len(shapes[n]) == 1]]
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
-    assert all((g["lr"], g["betas"], g["eps"]) == (3e-4, (0.8, 0.9), 1e-8) for g in optimizer.param_groups)
-
-
-def test_frozen_parameters_are_not_optimized():
-    gpt = GPT(GPTConfig(**SMALL), seed=1)
-    gpt.transformer.wpe.weight.requires_grad_(False)
-    made = [gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")]
-    made += optim.make_optimizers(gpt, train_defaults())
-    for optimizer in made:
-        assert all(p is not gpt.transformer.wpe.weight for g in optimizer.param_groups for p in g["params"])
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_adamw_is_what_nanogpts_interface_makes(bias):
-    """The groups and all of their settings: a ckpt.pt numbers parameters by group."""
+    """Matrices decay and come first: a ckpt.pt numbers parameters by group. No parameter is frozen."""
     gpt = GPT(GPTConfig(**SMALL, bias=bias), seed=1)
+    gpt.transformer.wpe.weight.requires_grad_(False)
     theirs = gpt.configure_optimizers(0.2, 3e-4, (0.8, 0.9), "cpu").param_groups
     changes = dict(learning_rate=3e-4, weight_decay=0.2, beta1=0.8, beta2=0.9)
     (adamw,) = optim.make_optimizers(gpt, train_defaults(**changes))
-    assert isinstance(adamw, torch.optim.AdamW) and len(adamw.param_groups) == len(theirs) == 2
-    for ours, expected in zip(adamw.param_groups, theirs, strict=True):
-        assert (ours.pop("lr_scale"), ours.pop("optimizer")) == (1.0, "adamw")  # not in a ckpt.pt
-        numbers = [[id(p) for p in group.pop("params")] for group in (ours, expected)]
-        assert numbers[0] == numbers[1] and ours == expected
+    params = [p for p in gpt.parameters() if p.requires_grad]
+    for group, expected, is_matrix in zip(adamw.param_groups, theirs, (True, False), strict=True):
+        assert (group.pop("lr_scale"), group.pop("optimizer")) == (1.0, "adamw")  # not in a ckpt.pt
+        numbers = [[id(p) for p in g.pop("params")] for g in (group, expected)]
+        assert numbers[0] == numbers[1] == [id(p) for p in params if (p.dim() == 2) == is_matrix]
+        assert group == expected and group["weight_decay"] == (0.2 if is_matrix else 0.0)
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-8)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -218,13 +180,17 @@ def test_adamw_is_what_nanogpts_interface_makes(bias):
 
 
 def test_initial_weights_depend_on_the_seed_alone():
-    torch.manual_seed(1)
-    a = GPT(GPTConfig(**SMALL), seed=5).state_dict()
-    torch.manual_seed(2)
-    b = GPT(GPTConfig(**SMALL), seed=5).state_dict()
+    """By default, it is torch's seed. The random state of torch is neither read nor advanced."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, default = GPT(GPTConfig(**SMALL), seed=5), GPT(GPTConfig(**SMALL)).state_dict()
     other = GPT(GPTConfig(**SMALL), seed=6).state_dict()
-    assert same_states(a, b)
-    assert not any(torch.equal(a[n], other[n]) for n in a if a[n].dim() == 2)
+    GPT.from_state(first.config, other)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    again = GPT(GPTConfig(**SMALL), seed=5).state_dict()
+    assert same_states(first.state_dict(), default) and same_states(default, again)
+    assert not any(torch.equal(w, other[n]) for n, w in again.items() if w.dim() == 2)
 
 
 def test_initial_weights_stay_the_same_numbers():
@@ -235,13 +201,6 @@ def test_initial_weights_stay_the_same_numbers():
         "transformer.h.1.mlp.c_proj.weight": [0.013813945, -0.005794683, -0.009054893],
     }.items():
         assert state[name].flatten()[[0, 1, -1]].tolist() == pytest.approx(golden, rel=1e-4)
-
-
-def test_each_parameter_has_numbers_of_its_own():
-    state = GPT(GPTConfig(**SMALL), seed=5).state_dict()
-    matrices = [w.flatten()[:512] for n, w in state.items() if w.dim() == 2 and n != "lm_head.weight"]
-    for a, b in itertools.combinations(matrices, 2):
-        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.25
 
 
 def test_common_blocks_start_alike_for_any_depth_and_vocabulary():
@@ -266,24 +225,6 @@ def test_initial_weights_are_gpt2s():
             assert abs(w.mean().item()) < 4 * std / math.sqrt(w.numel()), name
 
 
-def test_building_leaves_torchs_random_state_alone():
-    torch.manual_seed(9)
-    before = torch.get_rng_state()
-    gpt = GPT(GPTConfig(**SMALL), seed=5)
-    assert torch.equal(torch.get_rng_state(), before)
-    gpt.init_weights(6)
-    GPT.from_state(gpt.config, gpt.state_dict())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_without_a_seed_torchs_is_taken():
-    torch.manual_seed(77)
-    a = GPT(GPTConfig(**SMALL)).state_dict()
-    assert same_states(a, GPT(GPTConfig(**SMALL), seed=77).state_dict())
-    torch.manual_seed(78)
-    assert not same_states(a, GPT(GPTConfig(**SMALL)).state_dict())
-
-
 def test_a_start_on_the_meta_device_is_the_same_start():
     with torch.device("meta"):
         gpt = GPT(GPTConfig(**SMALL), seed=5)
@@ -298,9 +239,8 @@ def test_a_start_on_the_meta_device_is_the_same_start():
 # forward: (logits, loss)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_loss_is_the_mean_over_the_targets_that_count(bias):
-    gpt, x, y = rough(bias=bias), ids(3, 16), some_targets(3, 16)
+def test_loss_is_the_mean_over_the_targets_that_count():
+    gpt, x, y = rough(), ids(3, 16), some_targets(3, 16)
     logits, loss = gpt(x, y)
     assert logits.shape == (3, 16, 65)
     losses = [
@@ -308,21 +248,9 @@ def test_loss_is_the_mean_over_the_targets_that_count(bias):
     ]
     assert len(losses) < 48
     assert loss.item() == pytest.approx((sum(losses) / len(losses)).item(), rel=1e-6)
-
-
-def test_without_targets_the_last_position_only():
-    gpt, x = rough(), ids(3, 11)
-    last, loss = gpt(x)
-    assert loss is None and last.shape == (3, 1, 65)
-    torch.testing.assert_close(last, gpt(x, x)[0][:, -1:], atol=1e-5, rtol=1e-5)
-
-
-def test_target_count_divides_a_sum():
-    gpt, x, y = rough(), ids(3, 16), some_targets(3, 16)
-    logits, loss = gpt(x, y, 7.0)
-    assert logits is None
-    count = (y != -1).sum().item()
-    assert loss.item() * 7.0 == pytest.approx(gpt(x, y)[1].item() * count, rel=1e-6)
+    last, none = gpt(x)  # without targets
+    assert none is None and last.shape == (3, 1, 65)
+    torch.testing.assert_close(last, logits[:, -1:], atol=1e-5, rtol=1e-5)
 
 
 def test_shares_of_a_batch_add_up_to_its_mean():
@@ -352,12 +280,6 @@ def test_no_position_sees_a_later_one():
     assert ((a - b)[0, 9:].abs().amax(-1) > 1e-3).all()
 
 
-def test_a_sequence_longer_than_block_size_is_refused():
-    gpt = rough()
-    with pytest.raises(ValueError, match="17 tokens is longer than block_size 16"):
-        gpt(ids(1, 17))
-
-
 def test_positions_can_be_given():
     """As context parallelism does: a part of the sequence, whose tokens are not at the start of it."""
     gpt, x = rough(), ids(2, 16)
@@ -368,38 +290,10 @@ def test_positions_can_be_given():
     assert torch.equal(shifted, gpt(x[:, :8], x[:, :8])[0])
 
 
-def test_attention_can_be_replaced():
-    """
-    It is the only operation that mixes positions: without it, each token's output depends on that token
-    alone.
-    """
-    gpt, x, shapes = rough(), ids(2, 16), []
-
-    def only_itself(q, k, v, dropout, cache):
-        shapes.append((q.shape, k.shape, v.shape))
-        return v.flatten(2)
-
-    replace_seams(gpt, attention=only_itself)
-    whole = gpt(x, x)[0]
-    assert shapes == [((2, 16, 2, 16),) * 3] * 2
-    alone = gpt(x[:, 5:6], x[:, 5:6], positions=torch.tensor([5]))[0]
-    torch.testing.assert_close(whole[:, 5:6], alone, atol=1e-5, rtol=1e-5)
-
-
-def test_dropout_drops_in_training_alone():
-    gpt, x = rough(dropout=0.5), ids(2, 16)
-    assert torch.equal(gpt(x, x)[0], gpt(x, x)[0])
-    torch.testing.assert_close(gpt(x, x)[0], rough()(x, x)[0])
-    gpt.train()
-    torch.manual_seed(1)
-    a, b = gpt(x, x)[0], gpt(x, x)[0]
-    torch.manual_seed(1)
-    assert not torch.equal(a, b) and torch.equal(a, gpt(x, x)[0])
-
-
 def test_dropout_is_where_gpt2_has_it(monkeypatch):
     """On the embeddings, on attention's weights, and on what attention and MLP add."""
     gpt, attention, called = rough(dropout=0.25), F.scaled_dot_product_attention, []
+    torch.testing.assert_close(gpt(ids(2, 4))[0], rough()(ids(2, 4))[0])  # none outside training
 
     def spy(*args, dropout_p, **kw):
         called.append(("weights", dropout_p))
@@ -434,6 +328,10 @@ def chunked_loss(x, weight, targets):
     return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), 0.0, 7 * vocab, 3 * vocab)
 
 
+def loss_row_by_row(x, weight, targets):
+    return ChunkedLoss.apply(x.flatten(0, 1), weight, targets.flatten(), 0.0, 64, 3)
+
+
 def loss_and_gradients(loss_of, x, weight, targets, scale=0.37):
     """The loss, and its gradients times a scale (as where it is divided by the number of targets)."""
     x, weight = x.detach().clone().requires_grad_(), weight.clone().requires_grad_()
@@ -449,51 +347,20 @@ def hidden(rows, vocab, width=16):
     return x, torch.randn(vocab, width, generator=generator) * 0.5, some_targets(2, rows // 2, vocab=vocab)
 
 
-@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss])
+@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss, loss_row_by_row])
 def test_summed_loss_is_cross_entropy(loss_of):
+    """Also of logits in the thousands: the sum of their exponentials is beyond float32."""
     x, weight, targets = hidden(40, 65)
     assert targets[0, 0] == targets[-1, -1] == -1
-    loss, dx, dw = loss_and_gradients(loss_of, x, weight, targets)
-    expected, expected_dx, expected_dw = loss_and_gradients(plain_loss, x, weight, targets)
-    assert loss.dtype == torch.float32 and loss.shape == ()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    torch.testing.assert_close(dx, expected_dx, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(dw, expected_dw, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss])
-def test_summed_loss_of_no_targets_is_zero(loss_of):
-    x, weight, targets = hidden(40, 65)
+    for scale, atol in ((1, 1e-5), (1000, 1e-2)):
+        got = loss_and_gradients(loss_of, scale * x, weight, targets)
+        expected = loss_and_gradients(plain_loss, scale * x, weight, targets)
+        assert got[0].dtype == torch.float32 and got[0].shape == ()
+        assert got[0].item() == pytest.approx(expected[0].item(), rel=1e-6)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, atol=atol, rtol=1e-4 if scale > 1 else 1e-5)
     for value in loss_and_gradients(loss_of, x, weight, torch.full_like(targets, -1)):
         assert (value == 0).all()
-
-
-@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss])
-def test_summed_loss_of_certain_and_of_huge_logits(loss_of):
-    """Logits in the thousands: the sum of their exponentials is beyond float32."""
-    x, weight, targets = hidden(40, 65)
-    got = loss_and_gradients(loss_of, x * 1000, weight, targets)
-    assert all(v.isfinite().all() for v in got)
-    for a, b in zip(got, loss_and_gradients(plain_loss, x * 1000, weight, targets), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-4)
-
-
-@pytest.mark.parametrize("loss_of", [summed_loss, chunked_loss])
-def test_summed_loss_in_bfloat16(loss_of):
-    x, weight, targets = hidden(40, 65)
-
-    def under_autocast(x, weight, targets):
-        with torch.autocast("cpu", torch.bfloat16):
-            if loss_of is chunked_loss:  # as summed_loss calls it
-                return loss_of(x.bfloat16(), weight.bfloat16(), targets)
-            return loss_of(x, weight, targets)
-
-    got = loss_and_gradients(under_autocast, x, weight, targets)
-    expected = loss_and_gradients(plain_loss, x, weight, targets)
-    assert {v.dtype for v in got} == {torch.float32}
-    assert got[0].item() == pytest.approx(expected[0].item(), rel=3e-3)
-    for a, b in zip(got[1:], expected[1:], strict=True):
-        assert apart(a, b) < 0.02
 
 
 def test_gradients_are_not_scaled_by_a_rounded_target_count():
@@ -555,14 +422,26 @@ def large():
     return (x, weight, targets), loss_and_gradients(plain_loss, x, weight, targets)
 
 
-def test_a_large_vocabulary_is_cut(large):
-    inputs, expected = large
-    with Largest() as largest:
-        got = loss_and_gradients(summed_loss, *inputs)
-    assert 0 < largest.numel <= 2**24 < 160 * LARGE_VOCAB
-    assert got[0].item() == pytest.approx(expected[0].item(), rel=1e-6)
-    assert apart(got[1], expected[1]) < 1e-4  # a sum over 262,144 in float32
-    assert apart(got[2], expected[2]) < 1e-6
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.extra)])
+def test_a_large_vocabulary_is_cut(large, half, compiles):
+    """Under torch.compile, into one graph; and without gradients too."""
+    (x, weight, targets), expected = large
+    torch._dynamo.reset()
+    loss_of = torch.compile(summed_loss, backend="aot_eager", fullgraph=True) if compiles else summed_loss
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=half)
+    with nullcontext(Largest()) if compiles else Largest() as largest, autocast:
+        got = loss_and_gradients(loss_of, x, weight, targets)
+    assert compiles or 0 < largest.numel <= 2 ** (25 if half else 24) < 160 * LARGE_VOCAB
+    assert compiles or largest.multiplied == ({torch.bfloat16} if half else {torch.float32})
+    assert {value.dtype for value in got} == {torch.float32}
+    assert got[0].item() == pytest.approx(expected[0].item(), rel=3e-3 if half else 1e-6)
+    assert apart(got[1], expected[1]) < (0.02 if half else 1e-4)  # a sum over 262,144
+    assert apart(got[2], expected[2]) < (0.02 if half else 1e-6)
+    with torch.no_grad(), Largest() as largest, autocast:
+        loss = summed_loss(x.clone().requires_grad_(), weight, targets)
+    assert 0 < largest.numel <= 2**24 and not loss.requires_grad
+    assert loss.item() == pytest.approx(expected[0].item(), rel=3e-3 if half else 1e-6)
 
 
 CHUNKS_OF_A_GPU = [(80, 16384, 16384), (80, 32768, 8192), (0, 9000, 8192), (16, 9000, 3456), (4, 9000, 1334)]
@@ -584,57 +463,6 @@ def test_the_logits_of_a_gpu_at_once(monkeypatch, gib, rows, at_once):
     with Largest() as largest:
         summed_loss(x[None], weight, torch.empty(1, rows, dtype=torch.int64, device="meta")).backward()
     assert largest.numel == at_once * 50304 and x.grad.shape == x.shape and weight.grad.shape == weight.shape
-
-
-def test_a_large_vocabulary_is_cut_without_gradients_too(large):
-    (x, weight, targets), (expected, _, _) = large
-    with torch.no_grad(), Largest() as largest:
-        loss = summed_loss(x.requires_grad_(), weight, targets)
-    assert 0 < largest.numel <= 2**24
-    assert not loss.requires_grad
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_a_large_vocabulary_under_autocast(large):
-    (x, weight, targets), expected = large
-    x, weight = x.detach().clone().requires_grad_(), weight.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16), Largest() as largest:
-        loss = summed_loss(x, weight, targets)
-    (loss * 0.37).backward()
-    assert largest.multiplied == {torch.bfloat16} and largest.numel <= 2**25 < 160 * LARGE_VOCAB
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected[0].item(), rel=3e-3)
-    for a, b in (x.grad, expected[1]), (weight.grad, expected[2]):
-        assert a.dtype == torch.float32 and apart(a, b) < 0.02
-
-
-def test_a_vocabulary_larger_than_a_chunk_goes_row_by_row():
-    """Also where not even one row of logits is within the limit."""
-    x, weight, targets = hidden(4, 65)
-    one_by_one = lambda x, w, t: ChunkedLoss.apply(x.flatten(0, 1), w, t.flatten(), 0.0, 64, 3)  # noqa: E731
-    got, expected = (loss_and_gradients(f, x, weight, targets) for f in (one_by_one, plain_loss))
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    with torch.no_grad():
-        alike = summed_loss(
-            torch.zeros(1, 2, 1), torch.ones(2**24 + 1, 1), torch.zeros(1, 2, dtype=torch.int64)
-        )
-    assert alike.item() == pytest.approx(2 * math.log(2**24 + 1), rel=1e-5)
-
-
-def test_the_model_trains_through_chunks():
-    gpt = rough(std=0.1, vocab_size=LARGE_VOCAB, n_embd=4, n_layer=1)
-    x, y = ids(5, 16, vocab=LARGE_VOCAB), some_targets(5, 16, vocab=LARGE_VOCAB)
-    count = (y != -1).sum().item()
-    _, loss = gpt(x, y, count)
-    loss.backward()
-    got = {n: p.grad.clone() for n, p in gpt.named_parameters()}
-    gpt.zero_grad()
-    _, expected = gpt(x, y)
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for name, p in gpt.named_parameters():
-        assert apart(got[name], p.grad) < 1e-4, name
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -669,18 +497,6 @@ def test_torch_compile_evaluates_the_loss_in_one_part(large, half):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.extra
-def test_torch_compile_finds_one_graph_in_the_chunks_too(large):
-    inputs, expected = large
-    for half in (False, True):
-        torch._dynamo.reset()
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            got = loss_and_gradients(torch.compile(summed_loss, backend="aot_eager", fullgraph=True), *inputs)
-        assert got[0].item() == pytest.approx(expected[0].item(), rel=3e-3 if half else 1e-6)
-        assert apart(got[1], expected[1]) < (0.02 if half else 1e-4)
-        assert apart(got[2], expected[2]) < (0.02 if half else 1e-6)
-
-
 # ------------------------------------------------------------------------------------------------------------
 # generation
 
@@ -695,16 +511,19 @@ def by_hand(gpt, idx, n, vocab_size=None):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("length", [1, 5, 15, 16, 20])  # up to, at and beyond block_size
+@pytest.mark.parametrize("length", [1, 16, 20])  # below, at and beyond block_size
 def test_the_likeliest_continuation(length, use_cache):
     gpt, idx = rough(), ids(3, length)
     out = gpt.generate(idx, 24, temperature=0, use_cache=use_cache)
     assert torch.equal(out, by_hand(gpt, idx, 24))
     assert len(out[:, length:].unique()) > 5  # not one token again and again
+    limited = gpt.generate(idx, 24, temperature=0, use_cache=use_cache, vocab_size=10)
+    assert torch.equal(limited, by_hand(gpt, idx, 24, vocab_size=10)) and not torch.equal(limited, out)
+    assert torch.equal(gpt.generate(idx, 24, temperature=3.0, top_k=1, use_cache=use_cache), out)
 
 
 @pytest.mark.parametrize("how", [dict(), dict(temperature=0.7, top_k=5), dict(top_k=200, vocab_size=30)])
-@pytest.mark.parametrize("length", [1, 9, 16])
+@pytest.mark.parametrize("length", [1, 16])
 def test_sampling_does_not_depend_on_the_cache(length, how):
     gpt, idx = rough(std=0.15), ids(4, length)
     outs = []
@@ -716,20 +535,36 @@ def test_sampling_does_not_depend_on_the_cache(length, how):
     assert not torch.equal(outs[0], gpt.generate(idx, 20, **how))
 
 
-def test_a_cached_token_is_computed_once():
-    gpt, lengths = rough(), []
-    gpt.transformer.wte.register_forward_hook(lambda module, args, out: lengths.append(args[0].size(1)))
+def counting(steps):
+    """generation.advance, whose calls are counted."""
+
+    def advance(*args):
+        steps.append(1)
+        generation.advance(*args)
+
+    return advance
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize("model", [{}, dict(arch="llama")])
+def test_a_cached_token_is_computed_once(model, in_steps):
+    gpt, shapes, steps = rough(**model), [], []
+    gpt.transformer.wte.register_forward_hook(lambda module, args, out: shapes.append(tuple(args[0].shape)))
+    replace_seams(gpt, advance=counting(steps) if in_steps else None)
     gpt.generate(ids(2, 5), 14)
-    assert lengths == [5] + [1] * 11 + [16] * 2  # from the 17th token on the window slides
-    lengths.clear()
-    gpt.generate(ids(2, 5), 14, use_cache=False)
-    assert lengths == [*range(5, 17), 16, 16]
+    # without rotary positions, the window slides from the 17th token on
+    late = [(2, 1)] * 2 if model else [(2, 16)] * 2
+    assert shapes == [(2, 5)] + [(2, 1)] * 11 + late and (len(steps) >= 11) == in_steps
+    if not model:
+        shapes.clear()
+        gpt.generate(ids(2, 5), 14, use_cache=False)
+        assert shapes == [(2, T) for T in (*range(5, 17), 16, 16)]
 
 
 @pytest.mark.parametrize(
     "model", [dict(bias=True), dict(arch="nanochat"), dict(arch="llama", n_kv_head=1), dict(n_expert=4)]
 )
-@pytest.mark.parametrize("length", [1, 5, 15, 16, 20])  # up to, at and beyond block_size
+@pytest.mark.parametrize("length", [1, 15, 16, 20])  # up to, at and beyond block_size
 def test_steps_of_one_shape_have_the_tokens_of_growing_caches(model, length):
     gpt, idx = rough(std=0.15, **model), ids(3, length)
     for how in (dict(temperature=0), dict(temperature=0.7, top_k=5), dict(top_p=0.8, vocab_size=60)):
@@ -737,58 +572,6 @@ def test_steps_of_one_shape_have_the_tokens_of_growing_caches(model, length):
         expected = gpt.generate(idx, 24, seed=3, **how)
         replace_seams(gpt, advance=generation.advance)
         assert torch.equal(gpt.generate(idx, 24, seed=3, **how), expected), how
-
-
-def test_a_step_of_one_shape_is_used_while_positions_fit():
-    gpt, lengths, steps = rough(), [], []
-
-    def advance(*args):
-        steps.append(1)
-        generation.advance(*args)
-
-    gpt.transformer.wte.register_forward_hook(lambda module, args, out: lengths.append(args[0].size(1)))
-    replace_seams(gpt, advance=advance)
-    gpt.generate(ids(2, 5), 14)
-    assert len(steps) == 11 and lengths == [5] + [1] * 11 + [16] * 2
-
-
-def test_several_tokens_can_follow_cached_ones():
-    gpt, x = rough(), ids(2, 12)
-    caches = [KVCache(rows=2, size=16) for _ in range(2)]
-    for part in x.split([4, 6, 2], dim=1):
-        logits, _ = gpt(part, caches=caches)
-    torch.testing.assert_close(logits, gpt(x)[0], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="17 tokens is longer"):
-        gpt(ids(2, 5), caches=caches)
-
-
-def test_rows_of_a_batch_do_not_mix():
-    gpt, idx = rough(), ids(4, 6)
-    out = gpt.generate(idx, 15, temperature=0)
-    for row in range(4):
-        assert torch.equal(out[row : row + 1], gpt.generate(idx[row : row + 1], 15, temperature=0))
-
-
-def test_nothing_is_asked_for():
-    idx = ids(2, 5)
-    assert torch.equal(rough().generate(idx, 0), idx)
-
-
-def test_the_likeliest_of_one_and_of_the_coldest():
-    gpt, idx = rough(), ids(3, 5)
-    expected = by_hand(gpt, idx, 12)
-    assert torch.equal(gpt.generate(idx, 12, temperature=3.0, top_k=1), expected)
-    assert torch.equal(gpt.generate(idx, 12, temperature=1e-4), expected)
-
-
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_tokens_come_as_often_as_they_are_likely(temperature):
-    gpt, idx = rough(std=0.1), ids(1, 5)
-    torch.manual_seed(0)
-    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=temperature)[:, -1]
-    expected = (gpt(idx)[0][0, 0] / temperature).softmax(0)
-    assert 0.02 < expected.max() < 0.9
-    torch.testing.assert_close(drawn.bincount(minlength=65) / 8000, expected, atol=0.02, rtol=0)
 
 
 def test_top_k_and_vocab_size_limit_what_is_drawn():
@@ -803,75 +586,40 @@ def test_top_k_and_vocab_size_limit_what_is_drawn():
     assert both == set(logits[:10].topk(3).indices.tolist())
 
 
-def test_vocab_size_limits_the_likeliest_too():
-    gpt, idx = rough(), ids(3, 5)
-    assert (by_hand(gpt, idx, 20)[:, 5:] >= 10).any()
-    assert torch.equal(
-        gpt.generate(idx, 20, temperature=0, vocab_size=10), by_hand(gpt, idx, 20, vocab_size=10)
-    )
-
-
-@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.6, 0.9])
-def test_top_p_samples_from_the_smallest_nucleus(top_p):
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 1.0, None])
+def test_top_p_samples_from_the_smallest_nucleus(top_p, temperature):
     """The most likely tokens up to the one that brings their probability to top_p, and at least one token."""
     gpt, idx = rough(std=0.1), ids(1, 5)
-    probs, order = (gpt(idx)[0][0, 0] / 0.7).softmax(0).sort(descending=True)
-    size = next(n for n in range(1, 66) if probs[:n].sum() >= top_p)
+    probs, order = (gpt(idx)[0][0, 0] / temperature).softmax(0).sort(descending=True)
+    nucleus = [n for n in range(1, 66) if probs[:n].sum() >= top_p] if top_p not in (1.0, None) else []
+    size = min(nucleus, default=65)
     torch.manual_seed(0)
-    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=0.7, top_p=top_p)[:, -1]
+    drawn = gpt.generate(idx.expand(8000, 5), 1, temperature=temperature, top_p=top_p)[:, -1]
     expected = torch.zeros(65).scatter(0, order[:size], probs[:size] / probs[:size].sum())
     assert set(drawn.tolist()) <= set(order[:size].tolist())
     torch.testing.assert_close(drawn.bincount(minlength=65) / 8000, expected, atol=0.02, rtol=0)
 
 
-def test_top_p_applies_to_each_row_and_after_top_k():
-    logits = torch.tensor([[0.1, 0.5, 0.4], [0.98, 0.01, 0.01], [0.3, 0.4, 0.3]]).log().repeat(200, 1)
-    uniform = uniform_numbers(0, range(600), 1)[0]  # (600, 1)
-    drawn = next_token(logits, uniform, 1.0, None, 0.8).view(200, 3)
-    assert [set(row.tolist()) for row in drawn.T] == [{1, 2}, {0}, {0, 1, 2}]
-    # of 0.5 and 0.4, what top_k leaves, the first alone has 0.56
-    first = logits[:1].repeat(600, 1)
-    assert set(next_token(first, uniform, 1.0, 2, 0.55).flatten().tolist()) == {1}
-    assert set(next_token(first, uniform, 1.0, None, 0.55).flatten().tolist()) == {1, 2}
-
-
-def test_top_p_of_one_samples_from_all():
-    gpt, idx = rough(std=0.1), ids(4, 5)
-    outs = []
-    for top_p in (None, 1.0):
-        torch.manual_seed(3)
-        outs.append(gpt.generate(idx, 20, top_p=top_p))
-    assert torch.equal(*outs)
-
-
-@pytest.mark.parametrize("how", ["autocast", "whole model", "prepared"])
-def test_generation_in_bfloat16(how, monkeypatch):
-    """The cache is bfloat16, too."""
-    gpt, idx, types = rough(std=0.1), ids(3, 5), set()
-    append = KVCache.append
-    monkeypatch.setattr(
-        KVCache, "append", lambda cache, k, v: types.update((k.dtype, v.dtype)) or append(cache, k, v)
-    )
-    if how == "whole model":
-        gpt.bfloat16()
-    elif how == "prepared":
-        generation.prepare(gpt, torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        out = gpt.generate(idx, 20, temperature=0)
-        assert torch.equal(out[:, :6], gpt.generate(idx, 1, temperature=0, use_cache=False))
-    assert types == {torch.bfloat16}
-    assert out.shape == (3, 25) and out.min() >= 0 and out.max() < 65
+def test_the_cache_is_bfloat16_under_autocast():
+    gpt, caches = rough(), [KVCache(rows=3, size=16) for _ in range(2)]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        gpt(ids(3, 5), caches=caches)
+    assert {t.dtype for cache in caches for t in (cache.k, cache.v)} == {torch.bfloat16}
 
 
 ROTARY = {"nanochat": dict(arch="nanochat", n_kv_head=1), "llama": dict(arch="llama")}
 
 
 @pytest.mark.parametrize("arch", [{}, *ROTARY.values()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_prepared_for_inference(arch, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("packs", [True, False])
+def test_prepared_for_inference(arch, dtype, packs, monkeypatch):
     """
     The logits of autocast, from one bfloat16 copy of each matrix; the norms and the embeddings stay float32.
     """
+    if not packs:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     gpt, x = rough(**arch), ids(3, 9)
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         expected = gpt(x)[0]
@@ -888,22 +636,6 @@ def test_prepared_for_inference(arch, dtype):
         logits = gpt(x)[0]
     assert logits.dtype == dtype
     torch.testing.assert_close(logits, expected, atol=1e-5 if dtype == torch.float32 else 0.12, rtol=1e-2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("packs", [True, False])
-def test_a_linear_layer_for_inference(dtype, packs, monkeypatch):
-    if not packs:
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    for bias in (True, False):
-        linear = torch.nn.Linear(48, 96, bias=bias)
-        x = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            y = generation.InferenceLinear(linear, dtype)(x)
-            assert y.dtype == dtype
-            torch.testing.assert_close(
-                y.float(), linear(x), atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0
-            )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -925,7 +657,7 @@ def windowed_attention(size):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("length", [1, 5, 16, 20])
+@pytest.mark.parametrize("length", [1, 20])
 @pytest.mark.parametrize("arch", ROTARY)
 def test_rotary_models_attend_to_the_last_block_size_positions(arch, length, use_cache):
     """
@@ -941,23 +673,19 @@ def test_rotary_models_attend_to_the_last_block_size_positions(arch, length, use
     assert not torch.equal(out, by_hand(gpt, idx, 45 - length)), "the test needs a model whose window matters"
 
 
-def test_each_token_of_a_rotary_model_is_one_step():
-    gpt, shapes = rough(**ROTARY["llama"]), []
-    gpt.transformer.wte.register_forward_hook(lambda module, args, out: shapes.append(args[0].shape))
-    gpt.generate(ids(2, 5), 30)
-    assert shapes == [(2, 5)] + [(2, 1)] * 29
-    shapes.clear()
-    gpt.generate(ids(2, 21), 3)
-    assert shapes == [(2, 16)] + [(2, 1)] * 2
-
-
-def test_a_rotary_model_takes_several_tokens_up_to_block_size():
-    gpt, caches = rough(**ROTARY["llama"]), [KVCache(rows=1, size=16) for _ in range(2)]
-    for T in (14, 2, 1, 1):
-        gpt(ids(1, T), caches=caches)
-    with pytest.raises(ValueError, match="20 tokens is longer"):
-        gpt(ids(1, 2), caches=caches)
-    with pytest.raises(ValueError, match="17 tokens is longer"):
+@pytest.mark.parametrize("model", [{}, ROTARY["llama"]])
+def test_several_tokens_can_follow_cached_ones(model):
+    """Up to block_size; in a rotary model, then one at a time."""
+    gpt, x = rough(**model), ids(2, 16)
+    caches = [KVCache(rows=2, size=16) for _ in range(2)]
+    for part in x.split([4, 6, 6], dim=1):
+        logits, _ = gpt(part, caches=caches)
+    torch.testing.assert_close(logits, gpt(x)[0], atol=1e-5, rtol=1e-5)
+    if model:
+        gpt(ids(2, 1), caches=caches)
+    with pytest.raises(ValueError, match=f"{18 + bool(model)} tokens is longer than block_size 16"):
+        gpt(ids(2, 2), caches=caches)
+    with pytest.raises(ValueError, match="17 tokens is longer than block_size 16"):
         gpt(ids(1, 17))
 
 
@@ -988,16 +716,6 @@ def test_a_sample_depends_on_its_number_and_not_on_its_batch(how):
     assert len({tuple(row) for row in same.tolist()}) == 6
 
 
-def test_random_numbers_of_the_samples():
-    numbers = uniform_numbers(5, range(2, 4002), 3)
-    assert numbers.shape == (3, 4000, 1) and numbers.dtype == torch.float32
-    assert torch.equal(numbers[:2, 10:11], uniform_numbers(5, range(12, 13), 2))
-    assert numbers.min() >= 0 and numbers.max() < 1 and len(numbers.unique()) > 11900
-    torch.testing.assert_close(
-        numbers.flatten().histc(10, 0, 1) / 12000, torch.full((10,), 0.1), atol=0.01, rtol=0
-    )
-
-
 def test_the_largest_and_the_smallest_random_number():
     """No token of probability 0 is drawn, neither before the first likely one nor after the last."""
     logits = torch.tensor([[-200.0, 1.0, 0.3, -200.0, 0.9, -200.0, -200.0]])
@@ -1009,8 +727,11 @@ def test_the_largest_and_the_smallest_random_number():
 # weights from elsewhere
 
 
-def test_from_state_copies_and_ignores_masks():
+def test_from_state_copies_in_float32_and_ignores_masks():
     source = rough()
+    half = GPT.from_state(source.config, source.half().state_dict()).state_dict()
+    assert {w.dtype for w in half.values()} == {torch.float32}
+    source.float()
     state = {f"transformer.h.{n}.attn.bias": torch.ones(1, 1, 16, 16) for n in range(2)} | source.state_dict()
     gpt = GPT.from_state(source.config, state)
     assert same_states(gpt.state_dict(), source.state_dict())
@@ -1021,56 +742,32 @@ def test_from_state_copies_and_ignores_masks():
     assert gpt.transformer.wte.weight.any()
 
 
-def test_from_state_computes_in_float32():
-    source = rough().half()
-    gpt = GPT.from_state(source.config, source.state_dict())
-    assert {p.dtype for p in gpt.parameters()} == {torch.float32}
-    assert torch.equal(gpt.transformer.wpe.weight, source.transformer.wpe.weight.float())
-
-
 def test_from_state_refuses_what_does_not_fit():
-    gpt = rough()
-    name = "transformer.h.1.mlp.c_fc.weight"
-    lacking = {n: w for n, w in gpt.state_dict().items() if n != name}
-    for wrong in (
-        lacking,
-        lacking | {name: torch.ones(128, 31)},
-        gpt.state_dict() | {"transformer.h.1.mlp.c_fcx": 1.0},
+    state, name = rough().state_dict(), "transformer.h.1.mlp.c_fc.weight"
+    lacking = {n: w for n, w in state.items() if n != name}
+    for changes, weights, said in (
+        ({}, lacking, name),
+        ({}, lacking | {name: torch.ones(128, 31)}, name),
+        ({}, state | {"transformer.h.1.mlp.c_fcx": torch.ones(1)}, "c_fcx"),
+        (dict(block_size=8), state, "wpe"),
+        (dict(bias=False), state, "bias"),
     ):
-        wrong = {n: torch.as_tensor(w) for n, w in wrong.items()}
-        with pytest.raises(ValueError, match="transformer.h.1.mlp.c_fc"):
-            GPT.from_state(gpt.config, wrong)
-    with pytest.raises(ValueError, match="wpe"):
-        GPT.from_state(GPTConfig(**(SMALL | dict(block_size=8))), gpt.state_dict())
-    with pytest.raises(ValueError, match="bias"):
-        GPT.from_state(GPTConfig(**SMALL, bias=False), gpt.state_dict())
-
-
-def test_describe_is_nanogpts_model_args():
-    gpt = rough(dropout=0.1)
-    assert gpt.describe() == dict(SMALL, dropout=0.1, bias=True, gelu="none", **GPT2)
+        with pytest.raises(ValueError, match=said):
+            GPT.from_state(GPTConfig(**(SMALL | changes)), weights)
 
 
 def test_crop_block_size():
     gpt, x = rough(), ids(2, 9)
     before = gpt(x, x)[0]
     gpt.crop_block_size(9)
+    for block_size in (0, 10):
+        with pytest.raises(ValueError, match=f"block_size {block_size} is outside 1 to 9"):
+            gpt.crop_block_size(block_size)
     assert gpt.config.block_size == 9 and tuple(gpt.transformer.wpe.weight.shape) == (9, 32)
     assert torch.equal(gpt(x, x)[0], before)
-    with pytest.raises(ValueError, match="longer than block_size 9"):
-        gpt(ids(1, 10))
     optimizer = gpt.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
-    gpt(x, x)[1].backward()
-    old = gpt.transformer.wpe.weight.detach().clone()
-    optimizer.step()
-    assert (gpt.transformer.wpe.weight != old).any()
+    assert any(p is gpt.transformer.wpe.weight for g in optimizer.param_groups for p in g["params"])
     assert torch.equal(gpt.generate(x, 8, temperature=0), by_hand(gpt, x, 8))
-
-
-@pytest.mark.parametrize("block_size", [0, -1, 17])
-def test_crop_block_size_refuses(block_size):
-    with pytest.raises(ValueError, match=f"block_size {block_size} is outside 1 to 16"):
-        rough().crop_block_size(block_size)
 
 
 def test_mfu_of_gpt2():
@@ -1081,7 +778,6 @@ def test_mfu_of_gpt2():
     # 6 * 123,653,376 + 12 * 12 layers * 768 * 1024 positions
     assert gpt.flops_per_token() == 741_920_256 + 113_246_208
     # 12 sequences of 1024 tokens in half a second: 2.1016571e13 a second, of an A100's 3.12e14
-    assert gpt.estimate_mfu(12, 0.5) == pytest.approx(12 * 1024 * 855_166_464 / 0.5 / 312e12, rel=1e-12)
     assert gpt.estimate_mfu(12, 0.5) == pytest.approx(0.067360, rel=1e-4)
     assert gpt.estimate_mfu(12, 0.5, peak_flops=624e12) == pytest.approx(0.033680, rel=1e-4)
 
@@ -1146,14 +842,6 @@ def test_the_same_model_as_transformers(gpt2, folder, load):
     assert torch.equal(gpt.generate(x, 9, temperature=0), theirs)
 
 
-@pytest.mark.parametrize("vocab", [50257, 50304])  # GPT-2's own, and padded
-def test_gpt2s_vocabulary(gpt2, vocab):
-    hf = gpt2(vocab_size=vocab, n_layer=1, n_embd=16)
-    gpt = GPT.from_hf(hf).eval()
-    assert gpt.config.vocab_size == vocab
-    same_as(hf, gpt, ids(2, 12, vocab=vocab))
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours"), [("gelu_new", "tanh"), ("gelu", "none"), ("gelu_pytorch_tanh", "tanh")]
 )
@@ -1167,118 +855,71 @@ def test_each_kind_of_gelu(gpt2, theirs, ours):
     same_as(hf, gpt, ids(2, 12))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        dict(activation_function="relu"),
-        dict(scale_attn_weights=False),
-        dict(scale_attn_by_inverse_layer_idx=True),
-        dict(tie_word_embeddings=False),
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_a_different_kind_of_gpt2_is_refused(gpt2, other):
-    with pytest.raises(ValueError):
-        GPT.from_hf(gpt2(**other))
+def test_a_different_kind_of_gpt2_is_refused(gpt2):
+    for other in ("scale_attn_weights", "tie_word_embeddings", "scale_attn_by_inverse_layer_idx"):
+        with pytest.raises(ValueError, match=other):
+            GPT.from_hf(gpt2(**{other: other.startswith("scale_attn_by")}))
+    with pytest.raises(ValueError, match="activation_function=relu"):
+        GPT.from_hf(gpt2(activation_function="relu"))
 
 
-def test_only_dropout_can_be_overridden(folder):
+def test_weights_that_are_not_there_are_not_made_up(gpt2, folder, tmp_path):
+    """Only dropout can be overridden."""
     assert GPT.from_pretrained(str(folder), dict(dropout=0.25)).config.dropout == 0.25
     with pytest.raises(ValueError, match="only dropout .* not .*'block_size'"):
         GPT.from_pretrained(str(folder), dict(dropout=0.25, block_size=8))
 
-
-def test_half_precision_weights_are_trained_in_float32(gpt2, tmp_path):
-    gpt2().bfloat16().save_pretrained(tmp_path)
-    assert {p.dtype for p in GPT.from_pretrained(str(tmp_path)).parameters()} == {torch.float32}
-
-
-def test_weights_that_are_not_there_are_not_made_up(gpt2, folder, tmp_path):
-    def refused(path, said="cannot load"):
-        with pytest.raises(ValueError, match=said):
-            GPT.from_pretrained(str(path))
-
-    refused(tmp_path / "absent")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    refused(empty)
-
-    def copied(name, change):
-        path = tmp_path / name
-        path.mkdir()
-        for file in Path(folder).iterdir():
-            (path / file.name).write_bytes(file.read_bytes())
-        change(path)
-        return path
-
-    weights = "model.safetensors"
-    refused(copied("cut", lambda p: (p / weights).write_bytes((folder / weights).read_bytes()[:-100])))
-    refused(copied("unreadable", lambda p: (p / "config.json").write_text("{")))
-    hf = gpt2()
-    name = "transformer.h.1.mlp.c_fc.weight"
+    (tmp_path / "empty").mkdir()
+    hf, name = gpt2(), "transformer.h.1.mlp.c_fc.weight"
     partly = {n: w for n, w in hf.state_dict().items() if n not in (name, "lm_head.weight")}
-    refused(copied("partly", lambda p: hf.save_pretrained(p, state_dict=partly)), said=name)
-
-
-@pytest.mark.parametrize("T", [1, 64, 128, 200, 257, 600])
-def test_attention_in_halves_on_a_cpu_is_attention(T):
-    """
-    The kernel of our own against float32's: as near as bfloat16's rounding allows, forward and backward.
-    """
-    torch.manual_seed(0)
-    qkv, grad = torch.randn(2, T, 3, 3, 16), torch.randn(2, T, 48)
-
-    def reference(x):
-        q, k, v = (t.transpose(1, 2) for t in x.unbind(2))
-        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return y.transpose(1, 2).reshape(2, T, 48)
-
-    results = []
-    for f, dtype in (
-        (reference, torch.float32),
-        (lambda x: CPUHalfAttention.apply(*x.unbind(2), 0.0), torch.bfloat16),
+    hf.save_pretrained(tmp_path / "partly", state_dict=partly)
+    for file, content in (
+        ("model.safetensors", (folder / "model.safetensors").read_bytes()[:-100]),
+        ("config.json", b"{"),
     ):
-        x = qkv.bfloat16().to(dtype).requires_grad_()
-        y = f(x)
-        y.backward(grad.bfloat16().to(dtype))
-        results.append((y.float(), x.grad.float()))
-    for right, ours in zip(*results, strict=True):
-        assert (ours - right).norm() / right.norm() < 0.01
+        shutil.copytree(folder, tmp_path / file)
+        (tmp_path / file / file).write_bytes(content)
+    said = dict.fromkeys(("absent", "empty", "model.safetensors", "config.json"), "cannot load")
+    for path, message in (said | {"partly": name}).items():
+        with pytest.raises(ValueError, match=message):
+            GPT.from_pretrained(str(tmp_path / path))
+
+
+@pytest.mark.parametrize("T", [1, 128, 200, 600])
+def test_attention_in_halves_on_a_cpu_is_attention(T):
+    """As near to float32's as the rounding of bfloat16 allows, forward and backward."""
+    torch.manual_seed(0)
+    qkv, grad = torch.randn(2, T, 3, 3, 16).bfloat16(), torch.randn(2, T, 48).bfloat16()
+    expected, x = qkv.float().requires_grad_(), qkv.requires_grad_()
+    right = causal_attention(*expected.unbind(2))
+    right.backward(grad.float())
+    y = CPUHalfAttention.apply(*x.unbind(2), 0.0)
+    y.backward(grad)
+    assert apart(y.float(), right) < 0.01 and apart(x.grad.float(), expected.grad) < 0.01
 
 
 def test_attention_in_halves_drops_and_has_the_gradient_of_what_it_dropped():
-    qkv = torch.randn(2, 160, 3, 2, 16, dtype=torch.float64).requires_grad_()
+    torch.manual_seed(0)
+    qkv = torch.randn(1, 160, 3, 1, 4, dtype=torch.float64).requires_grad_()
 
     def attention(x):
         torch.manual_seed(7)  # the same mask each time
         return CPUHalfAttention.apply(*x.unbind(2), 0.25)
 
-    direction, e = torch.randn_like(qkv), 1e-6
-    y = attention(qkv)
-    weight = torch.randn_like(y)
-    (y * weight).sum().backward()
-    slope = (
-        ((attention(qkv.detach() + e * direction) - attention(qkv.detach() - e * direction)) * weight).sum()
-        / 2
-        / e
-    )
-    assert abs(slope - (qkv.grad * direction).sum()) < 1e-5 * abs(slope)
-    assert not torch.equal(y, CPUHalfAttention.apply(*qkv.unbind(2), 0.0))
+    assert not torch.equal(attention(qkv), CPUHalfAttention.apply(*qkv.unbind(2), 0.0))
+    assert torch.autograd.gradcheck(attention, qkv, fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 def test_dropout_drops_that_many_and_keeps_the_mean(dtype, p):
     torch.manual_seed(0)
     factors = dropout_factors((500, 401), p, dtype)
     assert factors.dtype == dtype and factors.shape == (500, 401)
     assert set(factors.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p), dtype=dtype).item()}
     assert abs((factors == 0).float().mean() - p) < 0.005
-    assert (
-        abs(torch.corrcoef(torch.stack([factors[:, :-1].flatten(), factors[:, 1:].flatten()]).float())[0, 1])
-        < 0.01
-    )
+    neighbours = torch.stack([factors[:, :-1].flatten(), factors[:, 1:].flatten()]).float()
+    assert abs(torch.corrcoef(neighbours)[0, 1]) < 0.01
     assert not torch.equal(factors, dropout_factors((500, 401), p, dtype))
-    layer = Dropout(p)
-    x = torch.ones(500, 400, dtype=dtype)
+    layer, x = Dropout(p), torch.ones(500, 400, dtype=dtype)
     assert abs(layer(x).float().mean() - 1) < 0.05 and layer.eval()(x) is x

@@ -5,35 +5,21 @@ import numbers
 import pytest
 from runs import REPO
 
-from configurator import configure, help_text, settings_of
+from configurator import configure, settings_of
 from isogpt.options.ranges import problems, split_comment
 from isogpt.options.values import Setting
 
-# script, arguments, the error's lines
+# script, argument, the error's line
 REFUSED = [
-    ("train.py", "--batch_size=0", "batch_size is 0: it must be at least 1"),
-    (
-        "train.py",
-        "--gradient_accumulation_steps=-8",
-        "gradient_accumulation_steps is -8: it must be at least 1",
-    ),
-    ("train.py", "--max_iters=-0.5", "max_iters is -0.5: it must be at least 0"),
-    ("train.py", "--learning_rate=-1", "learning_rate is -1.0: it must be at least 0"),
-    ("train.py", "--dist_timeout_s=0", "dist_timeout_s is 0.0: it must be above 0"),
-    ("train.py", "--log_interval=0", "log_interval is 0: it must be above 0"),
-    ("train.py", "--beta1=1", "beta1 is 1.0: it must be below 1"),
-    ("train.py", "--beta2=-0.5", "beta2 is -0.5: it must be at least 0"),
-    ("train.py", "--dropout=1", "dropout is 1.0: it must be below 1"),
-    ("train.py", f"--seed={2**64}", f"seed is {2**64}: it must be below 2**63"),
-    ("train.py", f"--eval_iters={10**26}", f"eval_iters is {10**26}: it must be below 2**63"),
+    ("train.py", "--batch_size=0", "batch_size is 0: it must be >= 1"),
+    ("train.py", "--max_iters=-0.5", "max_iters is -0.5: it must be >= 0"),
+    ("train.py", "--learning_rate=-1", "learning_rate is -1.0: it must be >= 0"),
+    ("train.py", "--dist_timeout_s=0", "dist_timeout_s is 0.0: it must be > 0"),
+    ("train.py", "--beta1=1", "beta1 is 1.0: it must be < 1"),
     ("train.py", "--zero=4", "zero is 4; possible are 0, 1, 2 and 3"),
-    ("train.py", "--data_order=sorted", "data_order is 'sorted'; possible are random and shuffle"),
     ("train.py", "--grad_sync=", "grad_sync is ''; possible are auto, last, every and never"),
-    ("train.py", "--dtype=fp8", "dtype is 'fp8'; possible are auto, float32, tf32, bfloat16 and float16"),
-    ("sample.py", "--num_samples=0", "num_samples is 0: it must be at least 1"),
-    ("sample.py", "--top_p=0", "top_p is 0.0: it must be above 0"),
-    ("sample.py", "--top_p=1.5", "top_p is 1.5: it must be at most 1"),
-    ("bench.py", "--nproc=-1", "nproc is -1: it must be at least 0"),
+    ("sample.py", "--top_p=1.5", "top_p is 1.5: it must be <= 1"),
+    ("bench.py", "--nproc=-1", "nproc is -1: it must be >= 0"),
 ]
 # what has no range: text, switches, and numbers of which each value is possible
 FREE = {"resume_step"}
@@ -58,8 +44,8 @@ def test_all_mistakes_are_said_at_once(capsys, tmp_path):
     config.write_text("batch_size = 8 - 8")
     lines = refused(capsys, "train.py", "--on_nan=ignore", "--seed=x", str(config), "--beta1=2")
     assert sorted(lines) == [
-        "batch_size is 0: it must be at least 1",
-        "beta1 is 2.0: it must be below 1",
+        "batch_size is 0: it must be >= 1",
+        "beta1 is 2.0: it must be < 1",
         "on_nan is 'ignore'; possible are stop and skip",
         "train.py: command line: --seed='x': not a whole number",
     ]
@@ -67,7 +53,7 @@ def test_all_mistakes_are_said_at_once(capsys, tmp_path):
 
 def test_settings_of_a_different_script_are_checked(capsys):
     train = settings_of(REPO / "train.py")
-    assert refused(capsys, "bench.py", "--tp=0", extra=train) == ["tp is 0: it must be at least 1"]
+    assert refused(capsys, "bench.py", "--tp=0", extra=train) == ["tp is 0: it must be >= 1"]
 
 
 @pytest.mark.parametrize("script", ["train.py", "sample.py", "bench.py"])
@@ -83,13 +69,13 @@ def test_every_number_has_a_range_that_contains_its_default(script):
     ("values", "inside", "outside"),
     [
         (">= 1", (1, 1.5, 2**62), (0, 0.99, -1)),
-        ("> 0", (1, 1e-9), (0, 0.0, -1)),
+        ("> 0, fractions", (1, 1e-9), (0, 0.0, -1)),
         (">= 0, < 1", (0, 0.999), (1, 1.0, -0.1)),
         ("> 0, <= 1", (0.1, 1, 1.0), (0, 1.01)),
         ("<= 0.5", (0.5, -3), (0.51,)),
         ("auto | last", ("auto", "last"), ("", "auto | last", "Last")),
         ("0|1|2", (0, 2), (3, -1)),
-        ("", (0, -1, "", True), (2**63,)),
+        ("", (0, -1, "", True), ()),
     ],
 )
 def test_the_notation(values, inside, outside):
@@ -111,10 +97,3 @@ def test_a_range_that_is_not_understood(values):
     setting = Setting("x", 1, "meaning", "run", range=values)
     with pytest.raises(ValueError, match=r"setting x: \[.*\] is not a range: write limits such as"):
         problems({"x": setting}, {"x": 1})
-
-
-def test_help_shows_ranges_on_one_line():
-    text = help_text(REPO / "train.py", settings_of(REPO / "train.py"), with_rare=True)
-    assert "maximum norm of the gradient (0: no clipping) [>= 0]\n" in text
-    assert "[auto | last | every | never]\n" in text and "\xa0" not in text
-    assert all(line.count("[") == line.count("]") for line in text.splitlines())

@@ -1,12 +1,11 @@
 """nanoGPT's CPU recipe and the fast one, completely. They take minutes."""
 
 import re
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from runs import CPU_RECIPE, REPO, SHAKESPEARE
+from runs import CPU_RECIPE, SHAKESPEARE
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.data.dataset import open_dataset
@@ -28,16 +27,11 @@ def whole_split_loss(model, tokens, block_size):
 
 @pytest.fixture
 def shakespeare(zygote, tmp_path):
-    text = SHAKESPEARE
-    if not text.exists():
-        pytest.skip(f"{text} does not exist: run python data/shakespeare_char/prepare.py")
+    if not SHAKESPEARE.exists():
+        pytest.skip(f"{SHAKESPEARE} does not exist: run python data/shakespeare_char/prepare.py")
     folder = tmp_path / "data" / "shakespeare_char"
-    folder.mkdir(parents=True)
-    shutil.copy(text, folder / "input.txt")
-    shutil.copy(REPO / "data" / "bins.py", tmp_path / "data")
-    (tmp_path / "isogpt").symlink_to(REPO / "isogpt")  # which bins.py imports
-    shutil.copy(REPO / "data" / "shakespeare_char" / "prepare.py", folder)
-    zygote.start([], tmp_path, script="prepare.py", repo=folder).wait()
+    args = [f"--data_files={SHAKESPEARE}", f"--out={folder}"]
+    zygote.start(args, tmp_path, script="data/shakespeare_char/prepare.py").wait()
     return folder
 
 

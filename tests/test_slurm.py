@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import REPO, TINY, column, free_port, records, steps_in, wait_for
+from runs import REPO, TINY, assert_same_curve, column, free_port, records, steps_in, wait_for
 
 PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 MISSING = [part for part in PARTS if not shutil.which(part)]
@@ -84,15 +84,8 @@ class Slurm:
     def submit(self, work, out, *args, steps=1500, **env):
         """Submit cluster/slurm.sh on both nodes with TINY; returns the job's number."""
         here = {"PYTHON": sys.executable, "TRAIN": str(REPO / "train.py"), "HEAD": "127.0.0.1", **env}
-        command = [
-            "sbatch",
-            "--parsable",
-            "--nodes=2",
-            "-p",
-            "low",
-            *args,
-            str(REPO / "cluster" / "slurm.sh"),
-        ]
+        script = str(REPO / "cluster/slurm.sh")
+        command = ["sbatch", "--parsable", "--nodes=2", "-p", "low", *args, script]
         job = subprocess.run(
             [*command, *TINY, f"--max_iters={steps}", "--lr_decay_iters=1500", f"--out_dir={out}"],
             env=self.env | here,
@@ -127,11 +120,6 @@ def events(folder):
 
 def log_of(work, job):
     return (work / f"slurm-{job}.out").read_text()
-
-
-def assert_same_curve(folder, reference):
-    one, other = column(reference, "loss"), column(folder, "loss")
-    assert one.keys() == other.keys() and max(abs(one[s] - other[s]) for s in one) < 1e-5
 
 
 def test_a_preempted_job_is_requeued_and_ends_with_the_losses_of_an_uninterrupted_run(slurm, zygote, work):

@@ -4,32 +4,19 @@ import os
 import shutil
 from pathlib import Path
 
-from isogpt.checkpoint.manifest import (
-    REPLACED,
-    damage,
-    hash_files,
-    read_manifest,
-    sealed,
-    step_folder,
-    step_folders,
-    step_of,
-)
+from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed, step_folder, step_folders, step_of
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.search import best_folder
 from isogpt.common.files import sync_folder, write_whole
 
 
-def commit_checkpoint(
-    unfinished: Path, manifest: dict, keep_last: int, owner: str = "", replace: bool = False
-) -> Path:
+def commit_checkpoint(unfinished: Path, manifest: dict, keep_last: int, owner: str = "") -> Path:
     """
     Complete a checkpoint whose files are written: checksums, rename, links; then delete checkpoints that are
-    not kept.
+    not kept. Returns the step folder.
 
     Args:
         manifest: what make_manifest returned.
-        replace: whether to replace a valid checkpoint of the same step. Otherwise the existing checkpoint is
-            kept, since a run's state at a step is always the same.
 
     Raises:
         ValueError: a different run has claimed the folder.
@@ -37,38 +24,46 @@ def commit_checkpoint(
     """
     out = unfinished.parent
     folder = step_folder(out, manifest["step"])
-    try:
-        write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished)}))
-        if owner:
-            check_owner(out, owner)
-        if folder.exists() and not replace and not damage(folder):
-            shutil.rmtree(unfinished)
-        else:
-            old = out / f"{REPLACED}{folder.name}"  # also found here until the new folder is in place
-            if folder.exists():
-                os.rename(folder, old)
-            os.rename(unfinished, folder)
-            shutil.rmtree(old, ignore_errors=True)
-        sync_folder(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished)}))
+    check_owner(out, owner)
+    if folder.exists():  # a conversion, or nanoGPT has saved this step too
+        replace_files(unfinished, folder)
+    else:
+        os.rename(unfinished, folder)
+    sync_folder(out)
     best = best_folder(out, manifest)
     link_checkpoints(out, folder, best)
     prune_checkpoints(out, folder, best, keep_last, manifest["block_size"])
     return folder
 
 
+def replace_files(unfinished: Path, folder: Path) -> None:
+    """
+    Replace the files of a step folder. The manifest, which says which files count, is replaced after the
+    other files are there and before the old ones are deleted, so that a kill loses nothing.
+    """
+    for path in unfinished.iterdir():
+        if path.name != "manifest.json":
+            os.replace(path, folder / path.name)
+    sync_folder(folder)
+    os.replace(unfinished / "manifest.json", folder / "manifest.json")
+    sync_folder(folder)
+    kept = {"manifest.json", *read_manifest(folder)["files"]}
+    for path in folder.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    shutil.rmtree(unfinished)  # not empty if nanoGPT has written through our link: the same file
+
+
 def link_checkpoints(out: Path, newest_folder: Path, best: Path | None) -> None:
     """
-    Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint (None: there is none), unless it is
-    in shards.
+    Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint (None: there is none). A checkpoint
+    in shards has no link.
     """
-    for path, target in ((out / "ckpt.pt", newest_folder), (out / "ckpt_best.pt", best)):
-        if target and (target / "ckpt.pt").exists():
-            point_link(path, target / "ckpt.pt")
-        elif path.is_symlink() and (not target or not path.exists()):
-            # the link points to a checkpoint that was deleted or renamed, or that is no longer the best
+    for path, folder in ((out / "ckpt.pt", newest_folder), (out / "ckpt_best.pt", best)):
+        if folder and (folder / "ckpt.pt").exists():
+            point_link(path, folder / "ckpt.pt")
+        elif path.is_symlink():
             path.unlink()
 
 
@@ -98,4 +93,3 @@ def prune_checkpoints(
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-    link_checkpoints(out, newest_folder, best)  # ckpt.pt may have pointed to a deleted checkpoint

@@ -14,16 +14,18 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints
+from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import (
-    STEP,
     UNFINISHED,
     advice_on_folder,
     damage,
@@ -34,7 +36,6 @@ from isogpt.checkpoint.manifest import (
     step_folders,
     step_of,
     steps_in,
-    unfinished_folder,
 )
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
 from isogpt.checkpoint.search import (
@@ -44,7 +45,6 @@ from isogpt.checkpoint.search import (
     newest_checkpoint,
     open_bare,
 )
-from isogpt.checkpoint.source import OpenCheckpoint
 from isogpt.common.files import read_records
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks, rank_names
@@ -54,6 +54,9 @@ from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.slow_network import keeps_errors
 
+if TYPE_CHECKING:
+    from isogpt.checkpoint.source import OpenCheckpoint
+
 MARK = "PREEMPTED"  # this file means that the run was stopped on request and is not finished
 
 
@@ -61,9 +64,9 @@ def look_for_start(
     init_from: str, out_dir: str, resume_step: int, launch: Launch
 ) -> tuple[StoredCheckpoint | None, bool, list[str]]:
     """
-    Find what `init_from` means for a training run (rank 0). A restart of the launch that entered the folder
-    continues with what this launch has written, and not with what the command says: the first start of the
-    launch followed the command.
+    Find what `init_from` means for a training run; only rank 0 looks. A restart of the launch that entered
+    the folder continues with what this launch has written, and not with what the command says: the first
+    start of the launch followed the command.
 
     Returns:
         (the checkpoint to load or None, whether to resume from it or only to load its weights, warnings)
@@ -71,6 +74,8 @@ def look_for_start(
     Raises:
         ValueError: there is nothing to resume from.
     """
+    if not is_main():
+        return None, False, []
     weights_from = init_from.removeprefix("auto:")
     is_restart = was_entered_by(Path(out_dir), launch)
     if is_restart or init_from in ("resume", "auto") or weights_from != init_from:
@@ -82,12 +87,10 @@ def look_for_start(
             return newest, True, reports
         if reports or init_from == "resume":
             raise ValueError("; ".join([about_missing(out_dir, resume_step), *reports]))
-    if weights_from in ("scratch", "resume", "auto", *GPT2):
-        return None, False, []
     file = Path(weights_from)
     if file.is_file():  # a ckpt.pt
         return open_bare(file, read_file(file, verify=True)), False, []
-    if is_run(weights_from):
+    if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):
         best, reports = best_checkpoint(weights_from)
         if not best:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
@@ -108,12 +111,14 @@ def about_missing(out_dir: str, resume_step: int) -> str:
 
 def find_rollback(folder: "RunFolder") -> tuple[StoredCheckpoint | None, list[str]]:
     """
-    Find the checkpoint that the folder's owner rolls back to, as `newest_checkpoint` returns it (rank 0).
-    Newer checkpoints, which are damaged, are renamed as on a resume.
+    Find the checkpoint that the folder's owner rolls back to, as `newest_checkpoint` returns it; only rank 0
+    looks. Newer checkpoints, which are damaged, are renamed as on a resume.
 
     Raises:
         ValueError: a different run has claimed the folder.
     """
+    if not is_main():
+        return None, []
     check_owner(folder.path, folder.owner)
     newest, reports = newest_checkpoint(str(folder.path))
     if newest:
@@ -124,25 +129,23 @@ def find_rollback(folder: "RunFolder") -> tuple[StoredCheckpoint | None, list[st
 def make_writable(out_dir: str) -> None:
     """Create the run's folder. Raises ValueError if nothing can be written to it."""
     try:
-        trial = Path(out_dir) / "unfinished_trial"
-        trial.mkdir(parents=True, exist_ok=True)
-        trial.rmdir()
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out_dir) as file:
+            file.write(b"\0")
     except OSError as e:
         raise ValueError(
-            f"out_dir {out_dir} cannot be written to ({e.strerror}): set a different --out_dir="
+            f"out_dir {out_dir} cannot be written to on {socket.gethostname()} ({e.strerror}): set a "
+            "different --out_dir="
         ) from e
 
 
 def clean_up(out: Path) -> None:
     """
     Remove what killed runs left of unfinished checkpoints and deletions (the owner, before its first
-    checkpoint). A checkpoint that a killed conversion was about to replace gets its name back.
+    checkpoint).
     """
     for path in out.glob("unfinished_*"):
-        was_replaced = STEP.fullmatch(path.name)
-        if was_replaced and not step_folder(out, step_of(path)).exists():
-            os.rename(path, step_folder(out, step_of(path)))
-        elif was_replaced or UNFINISHED.fullmatch(path.name):
+        if UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -178,7 +181,7 @@ class RunFolder:
 
 
 def claim_folder(
-    config: dict, resumed: OpenCheckpoint | None, ranks: Ranks, plan: Plan, mesh: Mesh
+    config: dict, resumed: "OpenCheckpoint | None", ranks: Ranks, plan: Plan, mesh: Mesh
 ) -> RunFolder:
     """
     Claim the run's folder, which `enter_folder` prepares (all ranks; rank 0 claims the folder). With
@@ -215,44 +218,18 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
     out, names = folder.path.absolute(), rank_names(ranks.hosts)
     seen = gather_objects((is_owned(out, folder.owner, patience_s), str(out)))
     blind = [f"{names[r]} looks in {path}" for r, (is_seen, path) in enumerate(seen) if not is_seen]
-    others = "; ".join(blind[:4]) + (f"; and {len(blind) - 4} more" if len(blind) > 4 else "")
-    problem = f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: {others}"
-    advice = "set --out_dir= to one folder on a file system that all machines share"
+    text = (
+        f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: "
+        f"{shortened(blind)}. All ranks write checkpoints in shards, and read any checkpoint on a resume, a "
+        "rollback or a restart: set --out_dir= to one folder on a file system that all machines share"
+    )
     with exit_together():
-        if blind and restarts_left():
-            raise ValueError(
-                f"{problem}. torchrun restarts this run after a failure, and then all ranks read the "
-                f"checkpoints, and any rank may be rank 0: {advice}, or type --max-restarts=0"
-            )
-        if blind and is_sharded:
-            raise ValueError(
-                f"{problem}. All ranks write checkpoints, in shards, into one folder: {advice}, or "
-                "--save_checkpoint=False"
-            )
+        if blind and (is_sharded or restarts_left()):
+            raise ValueError(f"{text}, or --save_checkpoint=False")
+        if is_sharded:
+            make_writable(str(out))
     if blind and is_main():
-        print(
-            f"warning: {problem}. Rank 0 writes the checkpoints, but all ranks read them on a resume or "
-            f"rollback: {advice}, or copy them before a resume",
-            flush=True,
-        )
-    if is_sharded:
-        check_shards_can_be_written(out, folder.owner, ranks.rank)
-
-
-def check_shards_can_be_written(out: Path, owner: str, rank: int) -> None:
-    """Write a file as a checkpoint in shards does (all ranks). Exits with a message if a rank cannot."""
-    trial = unfinished_folder(out, owner, 0) / f"trial_{rank}"
-    with exit_together():
-        try:
-            trial.parent.mkdir(parents=True, exist_ok=True)
-            trial.write_bytes(b"\0")
-        except OSError as e:
-            raise ValueError(
-                f"out_dir {out} cannot be written to on {socket.gethostname()} ({e.strerror}), and all ranks "
-                "write checkpoints in shards: set a different --out_dir=, or let this user write there"
-            ) from e
-    if is_main():
-        shutil.rmtree(trial.parent, ignore_errors=True)
+        print(f"warning: {text}, or copy them before a resume", flush=True)
 
 
 def mark_preempted(folder: RunFolder, step: int, reason: str) -> None:
@@ -273,41 +250,35 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     chosen, are renamed, since they must not count as kept. A bare ckpt.pt is turned into a step folder, so
     that the first checkpoint does not overwrite it.
     """
-    out = Path(out_dir)
-    if not resumed.manifest:
+    out, bare = Path(out_dir), Path(out_dir) / "ckpt.pt"
+    if resumed.is_bare:
         unfinished = out / f"unfinished_step_{resumed.step:08d}"
-        unfinished.mkdir()
+        unfinished.mkdir(exist_ok=True)
         try:  # a second name for the file: no copy, and no moment without a name
             os.link(resumed.path.resolve(), unfinished / "ckpt.pt")
         except OSError:
             shutil.copyfile(resumed.path, unfinished / "ckpt.pt")
         manifest = make_manifest(read_file(resumed.path), 1, 0, resumed.val_loss)
-        commit_checkpoint(unfinished, manifest, keep_last=0, replace=True)
+        commit_checkpoint(unfinished, manifest, keep_last=0)
+    elif bare.exists() and not bare.is_symlink():
+        abandon_bare(bare, resumed.step)
     for folder in step_folders(out):
         if step_of(folder) > resumed.step:
             kind = "damaged" if damage(folder) else "abandoned"
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
-    if resumed.manifest:
-        abandon_bare(out, resumed)
     folder = step_folder(out, resumed.step)
     link_checkpoints(out, folder, best_folder(out, read_manifest(folder)))
 
 
-def abandon_bare(out: Path, resumed: StoredCheckpoint) -> None:
+def abandon_bare(bare: Path, step: int) -> None:
     """
-    Rename a ckpt.pt that is not a link, such as export.py writes from shards. This is needed if
-    `newest_checkpoint` would prefer the file to the step folder that a run resumes from, or if a link would
-    replace the file.
+    Rename a ckpt.pt that is not a link, such as export.py writes from shards, if the next start would prefer
+    it to the step that a run resumes from, or if a link would replace it.
     """
-    bare = out / "ckpt.pt"
-    if not bare.is_file() or bare.is_symlink():
-        return
     with suppress(ValueError):  # what cannot be read is never chosen
         state = read_file(bare)
-        is_preferred = "isogpt" not in state or state["iter_num"] > resumed.step
-        is_replaced = resumed.path.is_file() and state["iter_num"] != resumed.step
-        if is_preferred or is_replaced:
-            os.rename(bare, free_name(out, "abandoned_ckpt.pt"))
+        if "isogpt" not in state or state["iter_num"] != step:
+            os.rename(bare, free_name(bare.parent, "abandoned_ckpt.pt"))
 
 
 def free_name(out: Path, name: str, first: int = 0) -> Path:

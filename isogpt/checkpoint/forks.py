@@ -1,7 +1,5 @@
 """Fields and names in the checkpoints of nanoGPT and its forks."""
 
-import operator
-from contextlib import suppress
 from pathlib import Path
 
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
@@ -24,19 +22,17 @@ def nanogpt_args(path: Path, saved: object) -> dict:
     Raises:
         ValueError: a field is missing, or there is a field of a fork that may change what the model computes.
     """
-    args = {}
-    for name in MODEL_ARGS:
-        with suppress(TypeError, KeyError):  # numbers of numpy are also accepted
-            args[name] = bool(saved[name]) if name == "bias" else operator.index(saved[name])
-    absent = [name for name in MODEL_ARGS if name not in args]
+    saved = saved if isinstance(saved, dict) else {}
+    absent = [name for name in MODEL_ARGS if name not in saved]
     if absent:
         raise ValueError(f"{path}: model_args lacks {', '.join(absent)}")
-    args["dropout"] = float(saved.get("dropout") or 0.0)
+    args = {name: saved[name] for name in MODEL_ARGS} | {"dropout": saved.get("dropout") or 0.0}
     others = [f"{name}={saved[name]!r}" for name in saved if name not in args and name not in HARMLESS]
     if others:
-        problem = f"{path}: nanoGPT's model does not know {shortened(others)} in model_args"
-        advice = "load it with the program that saved it, or delete from model_args what changes no result"
-        raise ValueError(f"{problem}: {advice}")
+        raise ValueError(
+            f"{path}: nanoGPT's model does not know {shortened(others)} in model_args: load it with the "
+            "program that saved it, or delete from model_args what changes no result"
+        )
     return args
 
 

@@ -3,27 +3,20 @@
 import hashlib
 import json
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
-from isogpt.launch.network import this_machine
 
-REPLACED = "unfinished_was_"  # a checkpoint that a different form of it replaces: see `commit_checkpoint`
-STEP = re.compile(rf"(?:{REPLACED})?step_(\d{{8,}})")
+STEP = re.compile(r"step_(\d{8,})")
 # a checkpoint that a run was writing or deleting
 UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")
 
 
 def step_folders(out: Path) -> list[Path]:
-    """
-    The step folders, newest first. A replaced folder counts until the new folder of the step is in place.
-    """
-    paths = sorted((f for f in out.glob("*step_*") if STEP.fullmatch(f.name)), reverse=True)
-    folders = {step_of(f): f for f in paths}  # step_* comes last, and thus counts if a step has two folders
-    return [folders[step] for step in sorted(folders, reverse=True)]
+    """The step folders, newest first."""
+    return sorted((f for f in out.glob("step_*") if STEP.fullmatch(f.name)), key=step_of, reverse=True)
 
 
 def step_of(folder: Path) -> int:
@@ -98,10 +91,8 @@ def read_manifest(folder: Path) -> dict:
 
 def hash_files(folder: Path) -> dict:
     """The manifest's entries for all files in a folder: size and SHA-256."""
-    return {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in sorted(folder.iterdir())
-    }
+    paths = sorted(folder.iterdir())
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in paths}
 
 
 def sha256_of(path: Path) -> str:
@@ -115,17 +106,17 @@ def damage(folder: Path) -> str:
     manifest = read_manifest(folder)
     if not manifest or step_of(folder) != manifest["step"]:
         return "manifest.json is missing or damaged"
-    problems = (damaged_file(folder / name, manifest) for name in manifest["files"])
-    return next((problem for problem in problems if problem), "")
+    problems = (damaged_file(folder / name, manifest["files"]) for name in manifest["files"])
+    return next(filter(None, problems), "")
 
 
-def damaged_file(path: Path, manifest: dict) -> str:
-    """What is wrong with a file of a step folder: '' if its checksum matches the manifest."""
+def damaged_file(path: Path, files: dict) -> str:
+    """What is wrong with a file: '' if its checksum matches its entry in `files`, see `hash_files`."""
     try:
         actual = sha256_of(path)
     except OSError as e:
         return f"{path.name} cannot be read ({e.strerror})"
-    if actual != manifest["files"][path.name]["sha256"]:
+    if actual != files[path.name]["sha256"]:
         return f"the checksum of {path.name} does not match"
     return ""
 
@@ -135,14 +126,3 @@ def val_loss_of(manifest: dict) -> float | None:
     if manifest["best_step"] == manifest["step"]:
         return manifest["best_val_loss"]
     return manifest["val_loss"]
-
-
-def identity(path: Path) -> tuple[str, int, int] | None:
-    """
-    Identify a file or folder: equal for two processes that see the same file on the same machine. A folder
-    that two machines share counts as two. None if there is nothing.
-    """
-    with suppress(OSError):
-        status = path.stat()
-        return this_machine()[1], status.st_dev, status.st_ino
-    return None

@@ -3,20 +3,17 @@
 import math
 
 NONE = -1  # best_step if the checkpoint of the best loss is not on the disk
+# fields of `what_is_measured`, as a user knows them
+LABELS = {"digest": "the digest of the data", "sequences": "eval_iters * batch_size"}
 
 
 def best_step_of(run: dict) -> int:
     """
     The step of the checkpoint with best_val_loss, as a checkpoint records it; NONE if this checkpoint is not
-    on the disk. In nanoGPT's checkpoints, best_val_loss is the loss of the checkpoint itself, since nanoGPT
-    saves where it evaluates. The recorded step shows if a fork saved at a different step.
+    on the disk. In nanoGPT's checkpoints, best_val_loss is the loss of the checkpoint itself.
     """
-    ours = run.get("isogpt", {})
-    if "best_step" in ours:
-        return ours["best_step"]
-    interval = run["config"].get("eval_interval")
-    was_evaluated = not isinstance(interval, int) or interval < 1 or run["iter_num"] % interval == 0
-    return run["iter_num"] if was_evaluated and math.isfinite(run["best_val_loss"]) else NONE
+    default = run["iter_num"] if math.isfinite(run["best_val_loss"]) else NONE
+    return run.get("isogpt", {}).get("best_step", default)
 
 
 def measures_of(run: dict) -> dict:
@@ -31,24 +28,17 @@ def what_is_measured(config: dict, digest: str | None = None) -> dict:
     """
     settings = {name: config.get(name) for name in ("dataset", "block_size", "seed")}
     counts = [config.get(name) for name in ("eval_iters", "batch_size")]
-    sequences = math.prod(counts) if all(isinstance(n, int) for n in counts) else None
-    return settings | {"digest": digest, "sequences": sequences}
+    return settings | {"digest": digest, "sequences": None if None in counts else math.prod(counts)}
 
 
 def changed_measures(before: dict, now: dict) -> list[str]:
     """
     A phrase for each difference between two results of `what_is_measured`. A field that one result lacks does
-    not count.
+    not count, and a data set may be renamed.
     """
-    both = {name for name in now if now[name] is not None and before.get(name) is not None}
-    names = ["digest" if "digest" in both else "dataset", "block_size", "sequences", "seed"]
-    changed = [name for name in names if name in both and before[name] != now[name]]
-    phrases = {name: f"{name} is {now[name]}, not {before.get(name)}" for name in changed}
-    if "digest" in changed:
-        is_renamed = before.get("dataset") != now["dataset"]
-        phrases["digest"] = f"dataset is {now['dataset']}, not {before.get('dataset')}"
-        if not is_renamed:
-            phrases["digest"] = f"the files of dataset {now['dataset']} are different"
-    if "sequences" in changed:
-        phrases["sequences"] = f"eval_iters * batch_size is {now['sequences']}, not {before['sequences']}"
-    return list(phrases.values())
+    known = [name for name in now if now[name] is not None and before.get(name) is not None]
+    return [
+        f"{LABELS.get(name, name)} is {now[name]}, not {before[name]}"
+        for name in known
+        if now[name] != before[name] and not (name == "dataset" and "digest" in known)
+    ]

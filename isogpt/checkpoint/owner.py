@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from isogpt.checkpoint.manifest import steps_in
 from isogpt.common.files import write_whole
 from isogpt.launch.launchers import Launch
 
@@ -59,7 +58,7 @@ def check_owner(out: Path, owner: str) -> None:
         )
 
 
-def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
+def claim_again(out: Path, owner: str, launch: Launch) -> str:
     """
     If the file that enter_folder wrote is gone, write it again, so that a restart still finds what this
     launch writes from here on (the owner). Returns a sentence for the user, or ''.
@@ -69,9 +68,7 @@ def claim_again(out: Path, owner: str, launch: Launch | None) -> str:
     with suppress(OSError):  # then checkpoints cannot be written either, which is reported
         out.mkdir(parents=True, exist_ok=True)
         write_owner(out, owner, launch)
-    kept = ", ".join(map(str, steps_in(str(out)))) or "none"
     return (
         f"{out.absolute()} is not the folder in which this run began: it was deleted, or the file system is "
-        "no longer mounted. Checkpoints are written to the folder that now uses this name. The folder "
-        f"contains the steps: {kept}"
+        "no longer mounted. Checkpoints are written to the folder that now uses this name"
     )

@@ -61,13 +61,8 @@ class Progress:
                 f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
                 f"evaluations measure something different: {', '.join(changed)}"
             )
-        if source.optimizer == {}:
+        if not source.has_moments:
             notes.append(f"{source.stored.path} contains no state of AdamW: the moments start at zero")
-        if unused := ", ".join(source.unused_state):
-            notes.append(
-                f"{source.stored.path} contains {unused} of an optimizer that is not used here: the run "
-                "continues with AdamW, whose steps are different"
-            )
         return notes
 
     def rewind(self, run: dict) -> None:
@@ -102,9 +97,11 @@ class Progress:
 
     def describe(self) -> dict:
         """What a checkpoint stores of the progress besides iter_num and best_val_loss."""
-        facts = {"best_step": self.best_step, "measures": self.measures}
-        facts |= {"tokens": self.tokens, "position": self.position}
-        return facts | {
+        return {
+            "best_step": self.best_step,
+            "measures": self.measures,
+            "tokens": self.tokens,
+            "position": self.position,
             "left_out": sorted(self.skipped),
             "wandb_id": self.wandb_id,
             "shares": list(self.shares),
@@ -121,9 +118,6 @@ def changed_bits(before: dict[str, str], now: dict[str, str]) -> list[str]:
         return []
     if not before:
         return ["exact: the checkpoint was written without exact: the bits depend on the layout up to here"]
-    changed = [
-        f"{name} is {now[name]}, not {before.get(name)}" for name in now if now[name] != before.get(name)
-    ]
-    if not changed:
-        return []
-    return [f"exact: {', '.join(changed)}: the bits may differ from a run without this change"]
+    changed = [name for name in now if now[name] != before.get(name)]
+    phrases = ", ".join(f"{name} is {now[name]}, not {before.get(name)}" for name in changed)
+    return [f"exact: {phrases}: the bits may differ from a run without this change"] if changed else []

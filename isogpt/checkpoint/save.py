@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
-from torch import nn
 
-from isogpt.checkpoint.ckpt_file import in_nanogpts_form, write_file
+from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded, mark_preempted
 from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import make_manifest, step_folder, unfinished_folder
 from isogpt.checkpoint.owner import check_owner, claim_again
-from isogpt.checkpoint.search import StoredCheckpoint, share_checkpoint
+from isogpt.checkpoint.search import share_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
 from isogpt.common.files import reason_of
@@ -97,45 +96,47 @@ class Saver:
             return
         self.wait()
         self.began = time.perf_counter()
-        copied = self.copy(state)
+        run = self.describe(state)
+        if self.is_sharded:
+            copied = state.copy_parts()
+        else:
+            copied = nanogpt_state(run, state.model, state.optimizers) if is_main() else {}
         with exit_together(self.log.failed):
-            self.check(state.model, state.step)
-            about_folder = self.keep_folder()
-        if about_folder:
-            self.log.event("folder_lost", f"warning: {about_folder}", reason=about_folder)
-        self.start(copied, self.describe(state), state.progress.val_loss)
+            self.check_weights(state)  # also waits until a GPU has copied
+            lost = self.claim_folder()
+        if lost:
+            self.log.event("folder_lost", f"warning: {lost}", reason=lost)
+        # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
+        shutil.rmtree(self.unfinished(), ignore_errors=True)
+        self.step, self.problem = state.step, ""
+        if self.is_sharded or is_main():
+            background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self.pending = background.submit(self.write, run, copied, state.progress.val_loss)
         self.stall = time.perf_counter() - self.began
 
-    def save_and_fail(self, state: TrainState, reason: str) -> None:
-        """Save a state that could not be evaluated, since the run ends now, and record why (all ranks)."""
-        self.save(state)
-        self.wait()
-        self.log.failed(reason)
+    def unfinished(self) -> Path:
+        """The folder in which the checkpoint is written until it is complete."""
+        return unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
 
-    def copy(self, state: TrainState) -> dict:
-        """
-        Start to copy to the CPU what this rank writes; complete after `check`, which waits for a GPU.
-        """
-        if self.is_sharded:
-            return state.copy_parts()
-        return state.copy() if is_main() else {}
+    def write(self, run: dict, copied: dict, val_loss: float | None) -> None:
+        """Write a checkpoint in a folder of its own; rank 0 then makes it count (in the background)."""
+        folder = self.unfinished()
+        manifest = make_manifest(run, self.plan.world_size, self.plan.zero, val_loss)
+        try:
+            if self.is_sharded:
+                from isogpt.checkpoint import sharded_files
 
-    def check(self, model: nn.Module, step: int) -> None:
-        """Wait for the device, and raise ValueError if weights are not finite."""
-        if bad := names_of_not_finite(model):
-            raise ValueError(
-                f"weights are not finite at step {step} ({shortened(bad)}): no checkpoint was written"
-            )
-
-    def keep_folder(self) -> str:
-        """
-        Check that the folder is still this run's, and claim it again if it was lost (rank 0). Returns a
-        sentence if the folder was lost, else ''. Raises ValueError if a different run has claimed it.
-        """
-        if not is_main():
-            return ""
-        check_owner(self.run_folder.path, self.run_folder.owner)
-        return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
+                sharded_files.write(folder, copied, self.group)
+                manifest["run"] = run
+            else:
+                write_file(folder / "ckpt.pt", copied)
+            if is_main():
+                commit_checkpoint(folder, manifest, self.config["keep_last"], self.run_folder.owner)
+                self.seconds = time.perf_counter() - self.began
+        except BaseException:
+            if is_main():
+                shutil.rmtree(folder, ignore_errors=True)  # makes room on a full disk
+            raise
 
     def describe(self, state: TrainState) -> dict:
         """What a checkpoint contains besides tensors."""
@@ -148,39 +149,28 @@ class Saver:
             "isogpt": {"dtype": self.plan.dtype, "vocabulary": vocabulary} | state.describe(),
         }
 
-    def start(self, copied: dict, run: dict, val_loss: float | None) -> None:
-        """Start to write what `copy` and `describe` returned (all ranks; without shards, rank 0 writes)."""
-        # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
-        shutil.rmtree(self.unfinished(), ignore_errors=True)
-        self.step, self.problem = run["iter_num"], ""
-        if self.is_sharded or is_main():
-            background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self.pending = background.submit(self.write, self.unfinished(), copied, run, val_loss)
+    def check_weights(self, state: TrainState) -> None:
+        """Raise ValueError if weights are not finite."""
+        if bad := names_of_not_finite(state.model):
+            raise ValueError(
+                f"weights are not finite at step {state.step} ({shortened(bad)}): no checkpoint was written"
+            )
 
-    def unfinished(self) -> Path:
-        """The folder in which the checkpoint is written until it is complete."""
-        return unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
+    def claim_folder(self) -> str:
+        """
+        Check that the folder is still this run's, and claim it again if it was lost (rank 0). Returns a
+        sentence if the folder was lost, else ''. Raises ValueError if a different run has claimed it.
+        """
+        if not is_main():
+            return ""
+        check_owner(self.run_folder.path, self.run_folder.owner)
+        return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
 
-    def write(self, unfinished: Path, copied: dict, run: dict, val_loss: float | None) -> None:
-        """Write a checkpoint; rank 0 then makes it count (in the background)."""
-        manifest = make_manifest(run, self.plan.world_size, self.plan.zero, val_loss)
-        try:
-            if self.is_sharded:
-                from isogpt.checkpoint import sharded_files
-
-                sharded_files.write(unfinished, copied, self.group)  # returns when all ranks have written
-                manifest["run"] = run
-                if is_main():
-                    sharded_files.check_complete(unfinished)
-            else:
-                write_file(unfinished / "ckpt.pt", in_nanogpts_form(run, copied))
-        except BaseException:
-            if is_main():
-                shutil.rmtree(unfinished, ignore_errors=True)  # makes room on a full disk
-            raise
-        if is_main():
-            commit_checkpoint(unfinished, manifest, self.config["keep_last"], self.run_folder.owner)
-            self.seconds = time.perf_counter() - self.began
+    def save_and_fail(self, state: TrainState, reason: str) -> None:
+        """Save a state that could not be evaluated, since the run ends now, and record why (all ranks)."""
+        self.save(state)
+        self.wait()
+        self.log.failed(reason)
 
     def poll(self) -> None:
         """Report the checkpoint under way if it has been completed or has failed."""
@@ -232,7 +222,7 @@ class Saver:
         message that begins with `reason`.
         """
         self.wait()
-        stored, reports = do_together(self.look_for_rollback, on_error=self.log.failed)
+        stored, reports = do_together(find_rollback, self.run_folder, on_error=self.log.failed)
         for report in reports:
             self.log.print(f"warning: {report}")
         with exit_together(self.log.failed):
@@ -242,9 +232,4 @@ class Saver:
         stored = share_checkpoint(stored, str(self.run_folder.path))
         checkpoint = do_together(open_checkpoint, stored, on_error=self.log.failed)
         do_together(state.load, checkpoint, on_error=self.log.failed)
-        state.slow_network.resume()
         self.step = state.step
-
-    def look_for_rollback(self) -> tuple[StoredCheckpoint | None, list[str]]:
-        """Return what folder.find_rollback returns, on rank 0; nothing on the other ranks."""
-        return find_rollback(self.run_folder) if is_main() else (None, [])

@@ -4,37 +4,37 @@ import socket
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from isogpt.checkpoint.ckpt_file import damaged_zip, digest_of_records, read_file
+from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.manifest import (
-    STEP,
     damage,
     damaged_file,
-    identity,
     read_manifest,
+    sha256_of,
     step_folder,
     step_folders,
     step_of,
     val_loss_of,
 )
 from isogpt.checkpoint.measures import best_step_of, changed_measures
+from isogpt.launch.network import this_machine
 from isogpt.launch.together import broadcast
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """
-    A checkpoint on disk: the ckpt.pt or the folder of shards, the step, the manifest (empty for a bare
-    ckpt.pt), and the validation loss of the weights (None if not known).
+    A checkpoint on disk: the ckpt.pt or the folder of shards, the step, the manifest (of a bare ckpt.pt: its
+    checksum alone), and the validation loss of the weights (None if not known).
 
-    `records` is the digest_of_records of a bare ckpt.pt. `is_verified` says whether rank 0 has compared the
-    checksums of this very file or folder, not of a copy, see `share_checkpoint`.
+    `is_verified` says whether rank 0 has compared the checksums of this very file or folder, not of a copy,
+    see `share_checkpoint`.
     """
 
     path: Path
     step: int
     manifest: dict = field(default_factory=dict)
     val_loss: float | None = None
-    records: str = ""
+    is_bare: bool = False  # a ckpt.pt outside of a step folder
     is_verified: bool = True
 
 
@@ -47,9 +47,9 @@ def open_folder(folder: Path) -> StoredCheckpoint:
 
 def open_bare(path: Path, state: dict) -> StoredCheckpoint:
     """The checkpoint in a ckpt.pt without a manifest."""
-    is_best = best_step_of(state) == state["iter_num"]
-    val_loss = state["best_val_loss"] if is_best else None
-    return StoredCheckpoint(path, state["iter_num"], val_loss=val_loss, records=digest_of_records(path))
+    val_loss = state["best_val_loss"] if best_step_of(state) == state["iter_num"] else None
+    files = {path.name: {"sha256": sha256_of(path)}}
+    return StoredCheckpoint(path, state["iter_num"], {"files": files}, val_loss, is_bare=True)
 
 
 def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[StoredCheckpoint | None, list[str]]:
@@ -61,8 +61,7 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[StoredCheckpoint | 
         step: only this step's checkpoint; -1: the newest.
 
     Returns:
-        (the checkpoint or None, a sentence for each newer checkpoint that is damaged, and for an older bare
-        ckpt.pt)
+        (the checkpoint or None, a sentence for each newer checkpoint that is damaged)
     """
     out, newest, reports = Path(out_dir), None, []
     for folder in (f for f in step_folders(out) if step in (-1, step_of(f))):
@@ -71,26 +70,18 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[StoredCheckpoint | 
             break
         reports.append(f"{folder} is damaged: {problem}")
     bare = out / "ckpt.pt"
-    if not bare.exists() or step != -1:
-        return newest, reports
-    # ckpt.pt is normally our link to a checkpoint that was verified above. A file that nanoGPT wrote, perhaps
-    # through the link, is newer than all of ours, since each of our checkpoints restores the link. A copy of
-    # a checkpoint of ours is used if its step is later than that of what was found.
-    linked = STEP.fullmatch(bare.resolve().parent.name)
-    if linked and newest and int(linked[1]) <= newest.step and not any(linked[0] in r for r in reports):
+    # normally our link to the checkpoint that was verified above
+    if step != -1 or not bare.exists() or (newest and bare.resolve() == newest.path.resolve()):
         return newest, reports
     try:
         state = read_file(bare, verify=True)
     except ValueError as e:
-        return newest, reports if linked else [*reports, str(e)]
-    step = newest.step if newest else -1
-    if "isogpt" not in state or (not linked and state["iter_num"] > step):
+        return newest, reports if bare.is_symlink() else [*reports, str(e)]
+    # What nanoGPT wrote, perhaps through the link, is newer than all of ours, since each of our checkpoints
+    # restores the link. A copy of a checkpoint of ours is used if its step is later.
+    is_later = not newest or state["iter_num"] > newest.step
+    if "isogpt" not in state or (is_later and not bare.is_symlink()):
         return open_bare(bare, state), reports
-    if not linked and state["iter_num"] < step:
-        reports.append(
-            f"{bare}, step {state['iter_num']}, is not used, since step {step} is further on: to use the "
-            "file, put it in an empty folder, and set --out_dir= to the folder"
-        )
     return newest, reports
 
 
@@ -103,7 +94,7 @@ def best_checkpoint(out_dir: str) -> tuple[StoredCheckpoint | None, list[str]]:
     alone = Path(out_dir) / "ckpt_best.pt"
     if not newest and alone.exists() and not alone.is_symlink():  # the file was copied without its folder
         return open_bare(alone, read_file(alone, verify=True)), reports
-    folder = best_folder(Path(out_dir), newest.manifest) if newest and newest.manifest else None
+    folder = best_folder(Path(out_dir), newest.manifest) if newest and not newest.is_bare else None
     if not folder:
         return newest, reports
     if problem := damage(folder):
@@ -136,37 +127,39 @@ def best_folder(out: Path, manifest: dict) -> Path | None:
 def share_checkpoint(stored: StoredCheckpoint | None, folder: str) -> StoredCheckpoint | None:
     """
     Share rank 0's `stored`, which is in `folder`, with the path under which this rank sees it (all ranks).
-    Machines may mount the same folder under different paths, or contain copies. `check_same` compares the
-    contents.
+    Machines may mount the same folder under different paths, or contain copies, which `check_same` compares.
     """
     # only a name below the folder is sent: rank 0's path need not exist on other machines
-    name = broadcast(str(stored.path.relative_to(folder)) if stored else None)
-    stored, verified = broadcast((stored, identity(stored.path) if stored else None))
+    name = str(stored.path.relative_to(folder)) if stored else None
+    stored, name, verified = broadcast((stored, name, stored and place_of(stored.path)))
     if not stored:
         return None
     path = Path(folder) / name
-    return replace(stored, path=path, is_verified=identity(path) == verified)
+    return replace(stored, path=path, is_verified=place_of(path) == verified)
+
+
+def place_of(path: Path) -> tuple[str, str]:
+    """The machine and the path. A folder that two machines share counts as two."""
+    return this_machine()[1], str(path.resolve())
 
 
 def check_same(stored: StoredCheckpoint) -> None:
     """
-    Raise ValueError if this machine's disk does not contain `stored`, which may come from rank 0. A ckpt.pt
-    that rank 0 has not read here is also verified. Shards are verified by the ranks that read them.
+    Raise ValueError if this machine's disk does not contain `stored`, which may come from rank 0, or if a
+    ckpt.pt that rank 0 has not read here is damaged. Shards are verified by the ranks that read them.
     """
-    folder = stored.path if stored.path.is_dir() else stored.path.parent
     where = f"{stored.path.absolute()} on {socket.gethostname()}"
-    if stored.manifest:
-        is_there = read_manifest(folder) == stored.manifest
-    else:
-        is_there = stored.path.exists() and stored.records in ("", digest_of_records(stored.path))
-    if not is_there:
+    folder = stored.path if stored.path.is_dir() else stored.path.parent
+    if not stored.is_bare and read_manifest(folder) != stored.manifest:
         raise ValueError(
             f"{where} is not the checkpoint that rank 0 found, and all ranks read it: use a folder on a "
             "file system that all machines share, or copy the checkpoint from rank 0's machine to the "
             "others"
         )
-    if not stored.is_verified and stored.path.is_file():
-        manifest = stored.manifest
-        problem = damaged_file(stored.path, manifest) if manifest else damaged_zip(stored.path)
-        if problem:
-            raise ValueError(f"{where} is damaged: {problem}. Copy it from rank 0's machine again")
+    if stored.is_verified or folder == stored.path:
+        return
+    if problem := damaged_file(stored.path, stored.manifest["files"]):
+        raise ValueError(
+            f"{where} is damaged, or not the checkpoint that rank 0 found: {problem}. Copy it from rank 0's "
+            "machine again"
+        )

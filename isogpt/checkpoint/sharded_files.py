@@ -24,7 +24,6 @@ from isogpt.common.files import load_pickle, reason_of
 from isogpt.parallel.local_parts import LocalPart
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
-FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # the state contains no nested dicts
 PATHS = {"PosixPath", "Path", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 # the classes in the pickle of DCP's metadata
 METADATA = {
@@ -48,18 +47,20 @@ METADATA = {
 def write(folder: Path, parts: dict[str, LocalPart], group: dist.ProcessGroup | None) -> None:
     """
     Write the parts that this rank holds, by name, into a folder (all ranks of `group`; None: one process).
-    Raises OSError if a rank fails.
+    Returns when all ranks have written. Raises OSError if a rank fails, or if files are missing on rank 0.
     """
     try:
         dcp.save(
             parts,
             storage_writer=Writer(folder),
-            planner=SavePlanner(**FLAT),
+            planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
         )
     except CheckpointException as e:
         raise OSError(reason_of(e)) from e
+    if group is None or dist.get_rank(group) == 0:
+        check_complete(folder)
 
 
 def check_complete(folder: Path) -> None:
@@ -88,44 +89,11 @@ def explained(folder: Path) -> Iterator[None]:
         raise ValueError(f"{folder} cannot be loaded: {reason_of(e)[:300]}") from e
 
 
-def shapes(folder: Path, manifest: dict | None = None) -> dict[str, torch.Size]:
-    """The shape of each saved tensor, by name. For the manifest and errors see `read`."""
+def shapes(folder: Path, unverified: dict) -> dict[str, torch.Size]:
+    """The shape of each saved tensor, by name. Raises ValueError if the metadata cannot be read."""
     with explained(folder):
-        saved = PlainReader(folder, manifest).read_metadata().state_dict_metadata
+        saved = PlainReader(folder, unverified).read_metadata().state_dict_metadata
     return {name: tensor.size for name, tensor in saved.items()}
-
-
-def read(folder: Path, parts: dict[str, LocalPart], manifest: dict | None = None) -> None:
-    """
-    Fill parts from the saved parts that overlap with them, by name. A row of a stack is filled from the saved
-    row if there are as many, otherwise from the mean of the saved rows, or from a saved tensor that is no
-    stack.
-
-    Args:
-        manifest: the folder's manifest, to verify each file that this rank reads; None: the files have been
-            verified.
-
-    Raises:
-        ValueError: a tensor is missing or has a different shape, a file is damaged, or its pickle would run
-            code.
-    """
-    reader = PlainReader(folder, manifest)
-    with explained(folder):
-        saved = reader.read_metadata().state_dict_metadata
-        if missing := parts.keys() - saved.keys():
-            raise ValueError(f"it lacks {min(missing)}")
-        targets, stacks = {}, {}
-        for name, part in parts.items():
-            size, single = saved[name].size, part.unstacked()
-            if size == part.shape:
-                targets[name] = part
-            elif len(size) == len(single.shape) + 1:  # a different number of ranks has saved its rows
-                targets[name] = stacks[name] = single.new_stack(size[0])
-            else:
-                targets[name] = single
-        dcp.load(targets, storage_reader=reader, planner=LoadPlanner(**FLAT), no_dist=True)
-    for name, stack in stacks.items():
-        parts[name].unstacked().put_mean(stack)
 
 
 class Writer(dcp.FileSystemWriter):
@@ -175,8 +143,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         items = []
         for name, part in self.state_dict.items():
             saved = self.metadata.state_dict_metadata[name]
-            if saved.size != part.shape:
-                raise ValueError(f"the shape of {name} is {tuple(saved.size)}, not {tuple(part.shape)}")
             chunks = [chunk_of(offsets, piece) for offsets, piece in part.pieces]
             items += create_read_items_for_chunk_list(name, saved, chunks)
         return dcp.LoadPlan(items)
@@ -197,15 +163,15 @@ class PlainReader(dcp.FileSystemReader):
     read.
     """
 
-    def __init__(self, folder: Path, manifest: dict | None = None) -> None:
-        """`manifest`: used to verify the files that are read; None: the files have been verified."""
+    def __init__(self, folder: Path, unverified: dict | None = None) -> None:
+        """`unverified`: the manifest's entries of the files that are verified when they are read."""
         super().__init__(folder)
-        self.manifest = manifest
+        self.unverified = unverified or {}
 
     def verify(self, names: set[str]) -> None:
         """Raise ValueError if one of these files of the folder does not match the manifest's checksum."""
-        for name in sorted(names) if self.manifest else ():
-            if problem := damaged_file(Path(self.path) / name, self.manifest):
+        for name in sorted(names & self.unverified.keys()):
+            if problem := damaged_file(Path(self.path) / name, self.unverified):
                 host = socket.gethostname()
                 raise ValueError(f"it is damaged on {host}: {problem}. Copy it from rank 0's machine again")
 

@@ -1,6 +1,7 @@
-"""Open a checkpoint, and check that it fits the model."""
+"""Open a checkpoint, read it into the parts that a rank holds, and check that it fits the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.nn as nn
@@ -10,46 +11,96 @@ from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.forks import nanogpt_args, shortened, without_wrappers
 from isogpt.checkpoint.search import StoredCheckpoint, check_same
 from isogpt.launch.device import synchronize
-from isogpt.parallel.local_parts import copy_to_cpu, local
+from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
 from isogpt.training import optimizer_state
 
-ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
+Value = TypeVar("Value")  # a tensor, or the part of it that a rank holds
+WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
+WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
     """
     An open checkpoint. `run` is everything that is not a tensor: model_args, iter_num, best_val_loss, config,
-    isogpt. `weights` and `optimizer` are full tensors by parameter name, memory-mapped; None if the tensors
-    are in shards.
+    isogpt.
+
+    The tensors of a ckpt.pt, which are memory-mapped, have the names that they have in shards, see `flat`.
     """
 
     stored: StoredCheckpoint
     run: dict
-    weights: dict[str, Tensor] | None = None
-    optimizer: dict[str, dict[str, Tensor]] | None = None
+    shapes: dict[str, torch.Size]  # of all tensors
+    tensors: dict[str, Tensor] | None = None  # None: in shards
+    unverified: dict = field(default_factory=dict)  # checksums of shards, to verify as they are read
 
     @property
     def is_sharded(self) -> bool:
         """Whether the tensors are in shards."""
-        return self.weights is None
+        return self.tensors is None
 
     @property
-    def unverified(self) -> dict | None:
-        """The manifest by which a rank verifies shards that rank 0 has not read; None: they are verified."""
-        return None if self.stored.is_verified else self.stored.manifest
+    def has_moments(self) -> bool:
+        """Whether there is an optimizer's state; checkpoints of forks may contain none, or not AdamW's."""
+        return any(name.startswith("optim.") for name in self.shapes)
 
     @property
     def dtype(self) -> str | None:
         """The dtype that the run computed in; None in nanoGPT's checkpoints."""
         return self.run["isogpt"].get("dtype")
 
-    @property
-    def unused_state(self) -> list[str]:
-        """What a fork's optimizer stored besides AdamW's moments, such as max_exp_avg_sq with amsgrad."""
-        if self.run["isogpt"] or not self.optimizer:  # only this program writes isogpt
-            return []
-        return sorted({key for moments in self.optimizer.values() for key in moments} - ADAMW_STATE)
+    def read(self, parts: dict[str, LocalPart]) -> None:
+        """
+        Fill parts by name, on any layout. Each rank reads what it holds, and ranks do not communicate. A row
+        of a stack is filled from the saved row if there are as many, otherwise from the mean of the saved
+        rows, or from a saved tensor that is no stack.
+
+        Raises:
+            ValueError: a tensor is missing or has a different shape, or a file is damaged or would run code.
+        """
+        path = self.stored.path
+        if missing := sorted(parts.keys() - self.shapes.keys()):
+            raise ValueError(f"{path} does not fit the model: it lacks {shortened(missing)}")
+        targets, stacks = self.targets_for(parts)
+        if self.is_sharded:
+            from isogpt.checkpoint import sharded_files
+
+            with sharded_files.explained(path):
+                sharded_files.dcp.load(
+                    targets,
+                    storage_reader=sharded_files.PlainReader(path, self.unverified),
+                    planner=sharded_files.LoadPlanner(),
+                    no_dist=True,
+                )
+        else:
+            for name, target in targets.items():
+                target.put(self.tensors[name])
+        for name, stack in stacks.items():
+            parts[name].unstacked().put_mean(stack)
+
+    def targets_for(self, parts: dict[str, LocalPart]) -> tuple[dict[str, LocalPart], dict[str, LocalPart]]:
+        """
+        What to fill with the saved tensors: the parts themselves, or new stacks for the rows of a different
+        number of ranks. Returns (all of these, the stacks).
+        """
+        targets, stacks = {}, {}
+        for name, part in parts.items():
+            saved = self.shapes[name]
+            part = first_positions(name, part, saved)
+            targets[name] = part if part.shape == saved else part.unstacked()
+            if len(saved) == len(part.unstacked().shape) + 1 and saved != part.shape:
+                targets[name] = stacks[name] = part.unstacked().new_stack(saved[0])
+            if targets[name].shape != saved:
+                sizes = f"the shape of {name} is {tuple(saved)}, not {tuple(targets[name].shape)}"
+                raise ValueError(f"{self.stored.path} does not fit the model: {sizes}")
+        return targets, stacks
+
+
+def first_positions(name: str, part: LocalPart, saved: torch.Size) -> LocalPart:
+    """This part of position embeddings in a longer saved tensor; any other part as it is."""
+    if WPE in name and len(part.shape) > 1 and len(saved) > 1 and saved[-2] > part.shape[-2]:
+        return LocalPart(torch.Size((*part.shape[:-2], *saved[-2:])), part.pieces, part.is_row)
+    return part
 
 
 def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
@@ -62,7 +113,12 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
     """
     check_same(stored)
     if stored.path.is_dir():
-        return OpenCheckpoint(stored, stored.manifest["run"])
+        from isogpt.checkpoint import sharded_files
+
+        # rank 0 has verified its folder; in a copy of it, each rank verifies the files that it reads
+        unverified = {} if stored.is_verified else stored.manifest["files"]
+        shapes = sharded_files.shapes(stored.path, unverified)
+        return OpenCheckpoint(stored, stored.manifest["run"], shapes, unverified=unverified)
     path, state = stored.path, read_file(stored.path)
     if not isinstance(state["model"], dict) or not all(torch.is_tensor(w) for w in state["model"].values()):
         raise ValueError(f"{path}: the model is not a dict of tensors")
@@ -73,7 +129,20 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
     run["model_args"] = nanogpt_args(path, state["model_args"]) | run["isogpt"].get("model_args", {})
     if "isogpt" not in state:  # a fork's settings may use the same names as ours
         run["config"] = {k: v for k, v in state["config"].items() if v is not None and k != "optimizer"}
-    return OpenCheckpoint(stored, run, weights, optimizer_state.by_name(weights, state.get("optimizer")))
+    named = flat(weights, optimizer_state.by_name(weights, state.get("optimizer")))
+    tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
+    return OpenCheckpoint(stored, run, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
+
+
+def flat(weights: dict[str, Value], state: dict[str, dict[str, Value]]) -> dict[str, Value]:
+    """
+    Tensors or parts under their names in a checkpoint: model.NAME for weights, optim.NAME.KEY for what is
+    kept for each.
+    """
+    named = {f"model.{name}": weight for name, weight in weights.items()}
+    for name, kept in state.items():
+        named |= {f"optim.{name}.{key}": value for key, value in kept.items()}
+    return named
 
 
 def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
@@ -85,33 +154,25 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     """
     if source.is_sharded:  # only this program writes shards
         return
-    path, head, wte = source.stored.path, "lm_head.weight", "transformer.wte.weight"
+    path = source.stored.path
     used = {name for name, _ in model.named_parameters()}
     dense = {name.replace(".experts.", ".") for name in used if ".router." not in name}
     wanted = used if source.run["model_args"].get("n_expert") else dense  # an MLP is copied to experts
-    lacking = sorted(wanted - source.weights.keys())
-    if lacking:
+    names = {name.removeprefix("model.") for name in source.tensors if name.startswith("model.")}
+    if lacking := sorted(wanted - names):
         raise ValueError(f"{path} does not fit the model: it lacks {shortened(lacking)}")
-    if (
-        model.config.tied
-        and head in source.weights
-        and not same_values(source.weights[head], source.weights[wte])
-    ):
-        raise ValueError(
-            f"{path} does not fit the model: {head} and {wte} should be the same weights, but differ"
-        )
-    unused = sorted(source.weights.keys() - wanted - ({head} if model.config.tied else set()))
+    unused = names - wanted
+    if model.config.tied and HEAD in unused:
+        unused.remove(HEAD)
+        if not torch.equal(source.tensors[f"model.{HEAD}"], source.tensors[f"model.{WTE}"]):
+            raise ValueError(
+                f"{path} does not fit the model: {HEAD} and {WTE} should be the same weights, but differ"
+            )
     if unused:
         raise ValueError(
-            f"{path} does not fit the model: it also contains {shortened(unused)}, which nanoGPT's model "
-            "does not contain"
+            f"{path} does not fit the model: it also contains {shortened(sorted(unused))}, which nanoGPT's "
+            "model does not contain"
         )
-
-
-def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal. Tied weights are a single tensor in the file: then nothing is read."""
-    is_same_kind = a.shape == b.shape and a.dtype == b.dtype
-    return is_same_kind and (a.data_ptr() == b.data_ptr() or torch.equal(a, b))
 
 
 def names_of_not_finite(model: nn.Module) -> list[str]:

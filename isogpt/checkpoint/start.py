@@ -1,9 +1,7 @@
 """What a run starts from: a checkpoint to resume, weights from elsewhere, or initial weights."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
@@ -16,21 +14,14 @@ from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks, rank_names
-from isogpt.launch.together import (
-    broadcast,
-    do_together,
-    exit_together,
-    gather_objects,
-    is_main,
-    wait_together,
-)
+from isogpt.launch.together import broadcast, do_together, exit_together, gather_objects
 from isogpt.parallel.parallelize import init_weights
 from isogpt.training.settings import model_args_of, settings_of_model
 
 # settings that change the updates of the weights. max_iters alone does not: it continues a run
 OF_UPDATES = (
     *("optimizer", "learning_rate", "weight_decay", "beta1", "beta2", "muon_lr", "embedding_lr"),
-    *("muon_momentum", "grad_clip", "dropout", "lr_scaling", "base_batch"),
+    *("muon_momentum", "grad_clip", "dropout"),
     *("decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr"),
 )
 
@@ -93,13 +84,12 @@ class Start:
             do_together(state.load, self.checkpoint)
             return
         if self.checkpoint:
-            do_together(partial(restore_checkpoint, self.checkpoint, state.model, seed=seed))
+            do_together(restore_checkpoint, self.checkpoint, state.model, (), seed)
+        elif self.pretrained:
+            do_together(load_weights, state.model, self.pretrained.state_dict(), seed)
         else:
             with exit_together():
-                if self.pretrained:
-                    load_weights(state.model, self.pretrained.state_dict(), seed)
-                else:
-                    init_weights(state.model, seed)
+                init_weights(state.model, seed)
         state.slow_network.restart(state.step)
 
 
@@ -114,49 +104,34 @@ def find_start(
         from_pretrained: loads a model with weights of transformers, by name.
     """
     name = init_from.removeprefix("auto:")
-    stored, is_resume = None, False
-    steps_seen = gather_objects(steps_in(out_dir))
-    look = partial(look_for_start, init_from, out_dir, resume_step, ranks.launch)
-    future = ThreadPoolExecutor(1).submit(look) if is_main() else None
-    wait_together(future)  # verifying a large checkpoint can take longer than the collectives' timeout
-    with exit_together():
-        if future:
-            stored, is_resume, reports = future.result()
-            for report in reports:
-                print(f"warning: {report}", flush=True)
-            if is_resume or init_from.split(":")[0] == "auto":
-                check_views(out_dir, stored.step if stored else -1, steps_seen, rank_names(ranks.hosts))
+    newest_steps = gather_objects(max(steps_in(out_dir), default=-1))
+    if init_from.split(":")[0] in ("resume", "auto"):
+        with exit_together():
+            check_views(out_dir, newest_steps, rank_names(ranks.hosts))
+    # in a thread, since verifying a large checkpoint can take longer than the collectives' timeout
+    stored, is_resume, reports = do_together(look_for_start, init_from, out_dir, resume_step, ranks.launch)
+    for report in reports:
+        print(f"warning: {report}", flush=True)
     is_resume = broadcast(is_resume)
     stored = share_checkpoint(stored, out_dir if is_resume else name)
-    if stored:  # opening may verify a copy, which takes long
+    if stored:
         return Start(name, is_resume, do_together(open_checkpoint, stored))
     if name in ("scratch", "auto"):
         return Start(name)
     return Start(name, pretrained=do_together(from_pretrained, name))
 
 
-def check_views(out_dir: str, step: int, steps_seen: list[list[int]], names: list[str]) -> None:
+def check_views(out_dir: str, newest_steps: list[int], names: list[str]) -> None:
     """
-    Check that no rank sees a newer checkpoint than rank 0 has chosen, unless rank 0 also sees it.
-
-    Args:
-        step: the checkpoint's step; -1: rank 0 has found none.
-        steps_seen: the steps of the checkpoints in each rank's out_dir.
-
-    Raises:
-        ValueError: a rank sees a newer checkpoint: out_dir is not one folder.
+    Raise ValueError if a rank sees a newer checkpoint in its out_dir than rank 0, which chooses one: then
+    out_dir is not one folder.
     """
-    newer = []  # a phrase for each rank that sees more
-    for name, steps in zip(names, steps_seen, strict=True):
-        unseen = [str(s) for s in steps if s > step and s not in steps_seen[0]]
-        if unseen:
-            newer.append(f"{name} sees step {', '.join(unseen)}")
-    if newer:
-        newest = f"step {step} is the newest one" if step >= 0 else "there is none"
+    newest = max(newest_steps)
+    if newest > newest_steps[0]:
         raise ValueError(
-            f"{'; '.join(newer)} in out_dir {out_dir}, but on {names[0]} {newest}: the ranks' out_dir is not "
-            "the same folder. Set --out_dir= to a folder on a file system that all machines share, or copy "
-            f"the checkpoint to the machine of {names[0]}"
+            f"{names[newest_steps.index(newest)]} sees step {newest} in out_dir {out_dir}, which {names[0]} "
+            "does not see: the ranks' out_dir is not the same folder. Set --out_dir= to a folder on a file "
+            f"system that all machines share, or copy the checkpoint to the machine of {names[0]}"
         )
 
 
@@ -170,15 +145,10 @@ def differences(
         model_args: the fields of GPTConfig of the model that the run starts with.
         source: the checkpoint that contains the model, if there is one.
     """
-    model, sentences = settings_of_model(model_args), []
-    ignored = [
-        name for name in ("arch", "n_layer", "n_head", "n_embd", "bias") if config[name] != model[name]
-    ]
-    ignored += [
-        name
-        for name in ("n_kv_head", "n_hidden", "vocab_size", "head")
-        if config[name] not in (0, "auto", model.get(name, config[name]))
-    ]
+    model, sentences = settings_of_model(model_args, config), []
+    names = ("arch", "n_layer", "n_head", "n_embd", "bias", "n_kv_head", "n_hidden", "vocab_size", "head")
+    chosen = [name for name in names if name == "bias" or config[name] not in (0, "auto")]
+    ignored = [name for name in chosen if config[name] != model.get(name, config[name])]
     if model.get("n_expert") and config["n_expert_active"] != model["n_expert_active"]:
         ignored.append("n_expert_active")
     origin = "the checkpoint" if source else config["init_from"].removeprefix("auto:")
@@ -189,40 +159,20 @@ def differences(
         sentences.append(
             f"{origin} contains no experts: each of the {config['n_expert']} starts as a copy of the MLP"
         )
-    before = source.run["config"].get("dataset", config["dataset"]) if source else config["dataset"]
-    if before != config["dataset"]:
-        sentences.append(
-            f"the checkpoint was trained on data set {before}, this run reads {config['dataset']}"
-        )
-    if is_resume:
-        sentences += reading_differences(config, source) + update_differences(config, source)
-    return sentences
+    return sentences + (changes_of_curve(config, source.run["config"]) if is_resume else [])
 
 
-def reading_differences(config: dict, source: OpenCheckpoint) -> list[str]:
-    """Describe settings that change which sequences a resumed run reads, a sentence for each."""
-    before, sentences = config | source.run["config"], []
-    was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (before, config))
-    if was != now:
-        sentences.append(
-            f"the checkpoint's steps read {was} sequences, this run's read {now}: the loss curve changes"
-        )
-    names, effect = ["seed", "data_order"], "it draws different sequences"
-    if "shuffle" in (before["data_order"], config["data_order"]):
+def changes_of_curve(config: dict, before: dict) -> list[str]:
+    """
+    Describe the settings in which a resumed run differs from the run before in what it reads or how it
+    updates the weights, all in one sentence.
+    """
+    names = ["dataset", "seed", "data_order", *OF_UPDATES]
+    if "shuffle" in (config["data_order"], before.get("data_order")):  # windows are cut anew
         names.append("block_size")
-        effect = "of this epoch, some sequences are read twice and some not at all"
-    for name in names:
-        if before[name] != config[name]:
-            sentences.append(
-                f"the checkpoint was trained with {name} {before[name]}, this run uses {config[name]}: "
-                f"{effect}"
-            )
-    return sentences
-
-
-def update_differences(config: dict, source: OpenCheckpoint) -> list[str]:
-    """Describe settings that change the updates of a resumed run's weights, all in one sentence."""
-    before = source.run["config"]
-    changed = [name for name in OF_UPDATES if name in before and before[name] != config[name]]
-    pairs = ", ".join(f"{name} {config[name]} (was {before[name]})" for name in changed)
-    return [f"this run continues with {pairs}: the loss curve changes"] if changed else []
+    changed = [name for name in names if name in before and before[name] != config[name]]
+    pairs = [f"{name} {config[name]} (was {before[name]})" for name in changed]
+    was, now = (c["gradient_accumulation_steps"] * c["batch_size"] for c in (config | before, config))
+    if was != now:
+        pairs.insert(0, f"{now} sequences per step (was {was})")
+    return [f"this run continues with {', '.join(pairs)}: the loss curve changes"] if pairs else []

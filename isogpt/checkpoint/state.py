@@ -6,17 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from isogpt.checkpoint.ckpt_file import copied_state
 from isogpt.checkpoint.progress import Progress
-from isogpt.checkpoint.source import OpenCheckpoint
-from isogpt.common.files import reason_of
+from isogpt.checkpoint.source import OpenCheckpoint, first_positions, flat
 from isogpt.parallel.data_parallel import reshard
 from isogpt.parallel.local_parts import LocalPart, local_part_of, local_parts_by_name, splits_of
 from isogpt.parallel.slow_network import SlowNetwork
 from isogpt.training import optimizer_state
-
-WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
-Parts = dict[str, dict[str, LocalPart]]  # by a parameter's name and the name of what is kept for it
 
 
 @dataclass
@@ -51,37 +46,30 @@ class TrainState:
         Raises:
             ValueError: the checkpoint does not fit, or a file cannot be read or would run code.
         """
-        restore_checkpoint(checkpoint, self.model, self.optimizers, self.slow_network.island)
+        island = self.slow_network.island
+        checkpoint.read(parts_to_read(checkpoint, self.model, self.optimizers, island))
         self.progress.rewind(checkpoint.run)
         ours = checkpoint.run["isogpt"]
         if ours.get("scaler"):
             self.scaler.load_state_dict(ours["scaler"])
-        if checkpoint.is_sharded:
-            shapes = saved_shapes(checkpoint)
-            self.slow_network.restart(self.step, shapes, ours.get("averaged_at"))
-            parts = flat({}, self.slow_network.saved_parts())
-            read_shards(checkpoint, {name: parts[name] for name in parts if name in shapes}, shapes)
-        else:  # a ckpt.pt contains nothing of the slow network
-            self.slow_network.restart(self.step)
-
-    def copy(self) -> dict[str, dict]:
-        """
-        Start to copy the state to the CPU in nanoGPT's form, from a rank that holds all of it. The copy is
-        complete when the caller has waited for the device.
-        """
-        return copied_state(self.model, self.optimizers)
+        # begins with the weights that were read, and allocates what shards hold of the slow network
+        self.slow_network.restart(self.step, checkpoint.shapes)
+        parts = flat({}, self.slow_network.saved_parts())
+        checkpoint.read({name: part for name, part in parts.items() if name in checkpoint.shapes})
 
     def copy_parts(self) -> dict[str, LocalPart]:
-        """Like `copy`, of what this rank holds, by the names that checkpoints in shards use."""
-        weights = self.slow_network.saved_weights()
+        """
+        Start to copy what this rank holds to the CPU, by the names that checkpoints in shards use. The copy
+        is complete when the caller has waited for the device.
+        """
         moments = state_parts(self.model, self.optimizers, self.slow_network.island)
-        parts = flat(weights, moments) | flat({}, self.slow_network.saved_parts())
+        parts = flat(self.slow_network.saved_weights(), moments) | flat({}, self.slow_network.saved_parts())
         return {name: part.copy() for name, part in parts.items()}
 
     def describe(self) -> dict:
         """What a checkpoint stores of the state besides tensors, iter_num and best_val_loss."""
         scaler = {"scaler": self.scaler.state_dict()}
-        return scaler | self.progress.describe() | self.slow_network.describe()
+        return scaler | self.progress.describe()
 
     def advance(self) -> None:
         """Count a step that was taken."""
@@ -96,49 +84,46 @@ def restore_checkpoint(
     checkpoint: OpenCheckpoint,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] = (),
-    island: tuple[int, int] = (0, 1),
     seed: int = 0,
 ) -> None:
     """
-    Copy a checkpoint into a model, and into its optimizers if given, on any layout. Each rank reads what it
-    holds, and ranks do not communicate. Position embeddings are cut if the model uses fewer. MLPs are copied
-    to experts if the model contains experts; `seed` then determines the routers' weights.
+    Copy a checkpoint into a model, and into its optimizers if given, on any layout. `seed` determines the
+    routers' weights if MLPs are copied to experts. For errors see `TrainState.load`.
+    """
+    checkpoint.read(parts_to_read(checkpoint, model, optimizers, seed=seed))
+
+
+def parts_to_read(
+    checkpoint: OpenCheckpoint,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    island: tuple[int, int] = (0, 1),
+    seed: int = 0,
+) -> dict[str, LocalPart]:
+    """
+    The parts of the model's and the optimizers' tensors that this rank holds, by the checkpoint's names.
 
     Args:
         island: (this rank's island, number of islands); islands have separate optimizer state.
 
     Raises:
-        ValueError: the checkpoint does not fit, or a file cannot be read or would run code.
+        ValueError: the checkpoint was saved with a different optimizer.
     """
-    path = checkpoint.stored.path
-    reshard(model)
     saved_by = checkpoint.run["config"].get("optimizer", "adamw")
     if optimizers and saved_by != optimizer_state.kind_of(optimizers):
-        advice = f"set --optimizer={saved_by}, or start a new run from the weights with --init_from=FOLDER"
-        raise ValueError(f"{path} was saved with optimizer {saved_by!r}: {advice}")
-    moments = state_parts(model, optimizers, island)
-    if checkpoint.is_sharded:
-        shapes = saved_shapes(checkpoint)
-        weights = weights_to_read(model, {name.removeprefix("model."): shapes[name] for name in shapes}, seed)
-        read_shards(checkpoint, flat(weights, moments), shapes)
-        return
-    try:
-        load_weights(model, checkpoint.weights, seed)
-    except (KeyError, RuntimeError) as e:
-        raise ValueError(f"{path} does not fit the model: {reason_of(e)[:200]}") from e
-    try:
-        load_moments(moments, checkpoint.optimizer)
-    except (KeyError, RuntimeError) as e:
         raise ValueError(
-            f"the optimizer's state in {path} does not fit the weights ({reason_of(e)[:200]}), which "
-            "nanoGPT numbered differently before May 2023: start a new run from the weights, with "
-            "--init_from=FOLDER and a different --out_dir"
-        ) from e
+            f"{checkpoint.stored.path} was saved with optimizer {saved_by!r}: set --optimizer={saved_by}, or "
+            "start a new run from the weights with --init_from=FOLDER"
+        )
+    reshard(model)
+    shapes = {name.removeprefix("model."): shape for name, shape in checkpoint.shapes.items()}
+    moments = state_parts(model, optimizers, island) if checkpoint.has_moments else {}
+    return flat(weights_to_read(model, shapes, seed), moments)
 
 
 def state_parts(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], island: tuple[int, int] = (0, 1)
-) -> Parts:
+) -> dict[str, dict[str, LocalPart]]:
     """
     The parts of the optimizers' tensors that this rank holds: see optimizer_state.state_by_name. With several
     islands, the parts are rows of a stack.
@@ -150,29 +135,11 @@ def state_parts(
     }
 
 
-def flat(weights: dict[str, LocalPart], state: Parts) -> dict[str, LocalPart]:
-    """
-    The parts under their names in shards: model.NAME for weights, optim.NAME.KEY for what is kept for each.
-    """
-    parts = {f"model.{name}": part for name, part in weights.items()}
-    for name, tensors in state.items():
-        parts |= {f"optim.{name}.{key}": part for key, part in tensors.items()}
-    return parts
-
-
 def load_weights(model: nn.Module, weights: dict[str, Tensor], seed: int = 0) -> None:
     """Copy whole tensors by parameter name into a model on any layout, see `restore_checkpoint`."""
     shapes = {name: weight.shape for name, weight in weights.items()}
     for name, part in weights_to_read(model, shapes, seed).items():
         first_positions(name, part, weights[name].shape).put(weights[name])
-
-
-def load_moments(moments: Parts, saved: dict[str, dict[str, Tensor]]) -> None:
-    """Copy the whole tensors of optimizers' state, which are the same on all islands."""
-    for name, tensors in saved.items():
-        for key, part in moments.get(name, {}).items():
-            whole = torch.as_tensor(tensors[key], dtype=torch.float32)
-            first_positions(name, part.unstacked(), whole.shape).put(whole)
 
 
 def weights_to_read(model: nn.Module, shapes: dict[str, torch.Size], seed: int) -> dict[str, LocalPart]:
@@ -193,27 +160,3 @@ def weights_to_read(model: nn.Module, shapes: dict[str, torch.Size], seed: int) 
         dense_name = name.replace(".experts.", ".")
         parts[dense_name] = parts.pop(name).as_copies_of(shapes[dense_name])
     return parts
-
-
-def first_positions(name: str, part: LocalPart, saved: torch.Size) -> LocalPart:
-    """This part of position embeddings in a longer saved tensor; any other part as it is."""
-    if WPE in name and len(part.shape) > 1 and len(saved) > 1 and saved[-2] > part.shape[-2]:
-        return LocalPart(torch.Size((*part.shape[:-2], *saved[-2:])), part.pieces, part.is_row)
-    return part
-
-
-def saved_shapes(checkpoint: OpenCheckpoint) -> dict[str, torch.Size]:
-    """The shapes of the tensors in shards, see `flat`. Raises ValueError if a file cannot be read."""
-    from isogpt.checkpoint import sharded_files
-
-    return sharded_files.shapes(checkpoint.stored.path, checkpoint.unverified)
-
-
-def read_shards(
-    checkpoint: OpenCheckpoint, parts: dict[str, LocalPart], shapes: dict[str, torch.Size]
-) -> None:
-    """Fill parts from shards. Raises ValueError if a part is missing, or if a file cannot be read."""
-    from isogpt.checkpoint import sharded_files
-
-    parts = {name: first_positions(name, part, shapes.get(name, ())) for name, part in parts.items()}
-    sharded_files.read(checkpoint.stored.path, parts, checkpoint.unverified)

@@ -36,10 +36,7 @@ def is_screen(stream: TextIO | None) -> bool:
     """
     if os.environ.get("TERM", "dumb") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
-    try:
-        return stream is not None and stream.isatty()
-    except ValueError:  # the stream was closed
-        return False
+    return stream is not None and stream.isatty()
 
 
 def erase_line(stream: TextIO) -> str:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import mmap
-import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from isogpt.common.files import REPOSITORY, load_pickle
-from isogpt.data.token_files import DTYPES, Format, declared_dtype, format_of
+from isogpt.data.token_files import declared_dtype, format_of
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
 META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
-# names of plain values that a meta.pkl may contain besides builtin values
-ARRAYS = {"scalar", "_reconstruct"}
-PICKLED = {
-    "numpy": {"dtype", "ndarray", *DTYPES},
-    "numpy._core.multiarray": ARRAYS,
-    "numpy.core.multiarray": ARRAYS,
-    "collections": {"OrderedDict", "defaultdict", "Counter"},
-    "builtins": {"int", "float", "str", "list", "dict", "set", "tuple"},
-}
 
 
 @dataclass(frozen=True)
@@ -61,14 +51,15 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
     folder = find_dataset(name)
     meta = read_meta(folder)
     vocabulary = vocabulary_of_data(meta, folder)
-    known_size = vocab_size or known_vocab_size(meta, vocabulary, folder)
+    known_size = vocab_size or meta.get("vocab_size", (vocabulary and vocabulary.size) or 0)
+    if not isinstance(known_size, int):
+        raise ValueError(f"the metadata in {folder}: vocab_size is {known_size!r}, not an integer")
     vocab_size = known_size or GPT2_VOCAB
     if vocabulary and vocabulary.size and vocabulary.size > vocab_size:
         problem = f"{folder} describes {vocabulary.size} token ids, but the vocabulary size is {vocab_size}"
         raise ValueError(f"{problem}: set --vocab_size={vocabulary.size} or more")
-    splits = map_splits(folder, declared_dtype(meta, folder), known_size, block_size)
-    check_counts(folder, meta, splits)
-    highest = max(check_split(folder / f"{split}.bin", ids, vocab_size) for split, ids in splits.items())
+    splits = {split: map_split(folder, split, meta, known_size, block_size) for split in ("train", "val")}
+    highest = max(highest_id(folder / f"{split}.bin", ids, vocab_size) for split, ids in splits.items())
     digest = digest_of(splits)
     return Dataset(folder, splits["train"], splits["val"], vocab_size, highest, digest, vocabulary)
 
@@ -76,34 +67,25 @@ def open_dataset(name: str, block_size: int, vocab_size: int = 0) -> Dataset:
 def find_dataset(name: str) -> Path:
     """
     Find the folder of data set `name`: data/<name> in the working folder or in the repository, or a path to
-    the folder or the train.bin in it.
+    the folder.
 
     Raises:
         ValueError: none of these folders contains a train.bin.
     """
     path = Path(name).expanduser()
-    if path.name in ("train.bin", "val.bin"):
-        path = path.parent
-    # on Windows, paths are written with both separators
-    is_path = "/" in name or os.sep in name or name.startswith((".", "~"))
-    places = [path] if path.is_absolute() else [Path("data") / path, REPOSITORY / "data" / path]
-    if is_path and not path.is_absolute():
-        places += [path, REPOSITORY / path]
+    places = list(dict.fromkeys([Path("data") / path, REPOSITORY / "data" / path, path, REPOSITORY / path]))
     for place in places:
         if (place / "train.bin").exists():
             return place
-    searched = " or ".join(dict.fromkeys(map(str, places)))
-    raise ValueError(f"no train.bin in {searched}; {how_to_prepare(places)}")
+    prepared = f"prepared data sets: {', '.join(prepared_datasets()) or 'none'}"
+    advice = next(filter(None, map(how_to_prepare, places)), prepared)
+    raise ValueError(f"no train.bin in {' or '.join(map(str, places[:2]))}; {advice}")
 
 
-def how_to_prepare(places: list[Path]) -> str:
-    """What a user can do if none of these folders contains a train.bin."""
-    prepared = ", ".join(prepared_datasets())
-    for place in places:
-        if (place / "prepare.py").exists():
-            others = f", or set --dataset= to a prepared data set: {prepared}" if prepared else ""
-            return f"run: python {place / 'prepare.py'}{others}"
-    return f"prepared data sets: {prepared or 'none'}"
+def how_to_prepare(folder: Path) -> str:
+    """The command that prepares a data set again; '' if its folder does not contain a prepare.py."""
+    script = folder / "prepare.py"
+    return f"run: python {script}" if script.exists() else ""
 
 
 def prepared_datasets() -> list[str]:
@@ -135,7 +117,7 @@ def read_meta(folder: Path) -> dict:
 def read_dict(path: Path) -> dict:
     """The dict in a meta.pkl or meta.json. Raises ValueError if the file cannot be read."""
     try:
-        content = load_pickle(path, PICKLED) if path.suffix == ".pkl" else json.loads(path.read_text())
+        content = load_pickle(path, allowed={}) if path.suffix == ".pkl" else json.loads(path.read_text())
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}, not a dict")
     except Exception as e:  # a damaged pickle raises nearly anything
@@ -143,113 +125,74 @@ def read_dict(path: Path) -> dict:
     return content
 
 
-def known_vocab_size(meta: dict, vocabulary: Vocabulary | None, folder: Path) -> int:
+def map_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size: int) -> np.ndarray:
     """
-    Return the size of the vocabulary by the metadata, else the number of ids with a meaning; 0 if both are
-    unknown. Raises ValueError if the metadata contains something that is not a number.
+    Map train.bin or val.bin as an array.
+
+    Args:
+        vocab_size: the size in the metadata or the settings; 0: unknown.
+
+    Raises:
+        ValueError: the file is missing, too short, of an unknown format or not as long as prepare.py has
+            recorded.
     """
-    if "vocab_size" not in meta:
-        return (vocabulary and vocabulary.size) or 0
-    size = meta["vocab_size"]
-    try:
-        return operator.index(size)
-    except TypeError:
-        where = " or ".join(name for name in ("meta.json", "meta.pkl") if (folder / name).exists())
-        raise ValueError(f"{folder / where}: vocab_size is {size!r}, not an integer") from None
+    path = folder / f"{split}.bin"
+    if not path.exists():
+        split_command = f"python {os.path.relpath(REPOSITORY / 'data' / 'split.py')} {folder}"
+        advice = how_to_prepare(folder) or f"take it from the end of train.bin: {split_command}"
+        raise ValueError(f"{path} does not exist; {advice}")
+    tokens = map_tokens(path, declared_dtype(meta, folder), vocab_size)
+    recorded = meta.get(f"{split}_tokens", len(tokens))
+    if recorded != len(tokens):  # some of the files were copied or written separately
+        problem = f"{path} contains {len(tokens)} tokens, but meta.json says {recorded}"
+        raise ValueError(f"{problem}: they come from different prepare.py runs; prepare the data set again")
+    if len(tokens) < block_size + 1:
+        need = f"block_size {block_size} needs {block_size + 1} or more"
+        shorter = f"set --block_size={len(tokens) - 1} or less, or " if len(tokens) > 1 else ""
+        raise ValueError(f"{path} contains {len(tokens)} tokens, but {need}: {shorter}use more text")
+    return tokens
 
 
-def map_splits(folder: Path, dtype: str | None, vocab_size: int, block_size: int) -> dict[str, np.ndarray]:
+def map_tokens(path: Path, dtype: str | None, vocab_size: int) -> np.memmap:
     """
-    Map train.bin and val.bin as arrays, by split.
+    Map a file of token ids as an array.
 
     Args:
         dtype: the dtype that the metadata declares; None: not declared.
         vocab_size: the size in the metadata or the settings; 0: unknown.
 
     Raises:
-        ValueError: a file is missing, empty, truncated, too short or of an unknown format.
+        ValueError: the file is empty, truncated or of an unknown format.
     """
-    splits = {}
-    for split in ("train", "val"):
-        path = folder / f"{split}.bin"
-        if not path.exists():
-            raise ValueError(f"{path} does not exist; {how_to_get_val(folder)}")
-        if path.stat().st_size == 0:
-            raise ValueError(f"{path} is empty; {how_to_repair(folder)}")
-        splits[split] = map_tokens(path, format_of(path, dtype, vocab_size), block_size)
-    return splits
-
-
-def map_tokens(path: Path, format: Format, block_size: int) -> np.ndarray:
-    """Map the file as an array. Raises ValueError if the file is truncated or too short."""
-    size, item = path.stat().st_size - format.offset, np.dtype(format.dtype).itemsize
-    if size % item:
-        problem = f"{path} contains {size} bytes, not a multiple of {item} ({format.dtype}): it is truncated"
-        raise ValueError(f"{problem}, or of a different dtype; {how_to_repair(path.parent)}")
-    tokens = size // item
-    if tokens < block_size + 1:
+    dtype, offset = format_of(path, dtype, vocab_size)
+    size, item = path.stat().st_size - offset, np.dtype(dtype).itemsize
+    if size == 0 or size % item:
         problem = (
-            f"{path} contains {tokens} tokens, but block_size {block_size} needs {block_size + 1} or more"
+            f"{path} contains {size} bytes, not a multiple of {item} ({dtype})"
+            if size
+            else f"{path} is empty"
         )
-        shorter = f"set --block_size={tokens - 1} or less, or " if tokens > 1 else ""
-        raise ValueError(f"{problem}: {shorter}use more text")
-    return np.memmap(path, dtype=format.dtype, mode="r", offset=format.offset)
-
-
-def how_to_repair(folder: Path) -> str:
-    """What a user can do about missing or damaged token files."""
-    if (folder / "prepare.py").exists():
-        return f"run: python {folder / 'prepare.py'}"
-    return f"write train.bin and val.bin in {folder} again"
-
-
-def how_to_get_val(folder: Path) -> str:
-    """What a user can do about a missing val.bin."""
-    split = f"take it from the end of train.bin: {split_command(folder)}"
-    if (folder / "prepare.py").exists():
-        return f"run: python {folder / 'prepare.py'}, or {split}"
-    return split
-
-
-def split_command(folder: Path) -> str:
-    """The command that divides a train.bin."""
-    return f"python {os.path.relpath(REPOSITORY / 'data' / 'split.py')} {folder}"
-
-
-def check_counts(folder: Path, meta: dict, splits: dict[str, np.ndarray]) -> None:
-    """Raise ValueError if the files do not contain as many tokens as prepare.py has recorded."""
-    for split, tokens in splits.items():
-        recorded = meta.get(f"{split}_tokens", len(tokens))
-        if recorded != len(tokens):  # some of the files were copied or written separately
-            problem = f"{folder / split}.bin contains {len(tokens)} tokens, but meta.json says {recorded}"
-            todo = how_to_repair(folder)
-            raise ValueError(f"{problem}: they come from different prepare.py runs; {todo}")
+        advice = how_to_prepare(path.parent) or f"write train.bin and val.bin in {path.parent} again"
+        raise ValueError(f"{problem}: it is truncated, or of a different dtype; {advice}")
+    return np.memmap(path, dtype, "r", offset)
 
 
 class DataError(ValueError):
     """The data is not what the check at the start of the run found."""
 
 
-def check_split(path: Path, tokens: np.ndarray, vocab_size: int) -> int:
-    """Return the highest id of a file. Raises DataError if an id is outside the vocabulary."""
-    lowest, highest = range_of_ids(tokens)
+def highest_id(path: Path, tokens: np.ndarray, vocab_size: int) -> int:
+    """
+    Return the highest id in a small file, or in a thousand samples of a large file (each batch is checked
+    when it is read). Raises DataError if an id is outside the vocabulary.
+    """
+    parts = np.array_split(tokens, len(tokens) // 2**20 + 1)
+    lowest = highest = 0
+    for part in parts if len(tokens) <= 2**26 else samples(tokens, 1000):
+        lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
+        release_pages(tokens)
     check_ids(highest, vocab_size, path, lowest)
     return highest
-
-
-def range_of_ids(tokens: np.ndarray) -> tuple[int, int]:
-    """
-    Return the lowest and the highest id in a small file, or in a thousand samples of a large file (each batch
-    is checked when it is read).
-    """
-    parts = np.array_split(tokens, 64) if len(tokens) <= 2**26 else samples(tokens, 1000)
-    lowest, highest = [], []
-    for part in parts:
-        if len(part):
-            lowest.append(int(part.min()))
-            highest.append(int(part.max()))
-            release_pages(tokens)
-    return min(lowest), max(highest)
 
 
 def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> None:

@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, count, islice, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -61,20 +61,17 @@ class Reader:
         return self.plan.model_args["block_size"]
 
     @property
-    def sequences(self) -> int:
-        """Sequences of a step, over all ranks."""
-        return self.plan.sequences
-
-    @property
     def share(self) -> Share:
         """This rank's share of a step."""
         return self.share_of_rank(self.mesh.rank)
 
     def share_of_rank(self, rank: int) -> Share:
         """A rank's share of a step."""
-        data_rank, data_size = self.mesh.data_rank_of(rank), self.mesh.data_size
+        data_rank, data_size = replace(self.mesh, rank=rank).data_rank, self.mesh.data_size
         if self.plan.exact:
-            return share_of_whole(self.sequences, data_rank, data_size, self.plan.micro_batch, self.mesh.pp)
+            return share_of_whole(
+                self.plan.sequences, data_rank, data_size, self.plan.micro_batch, self.mesh.pp
+            )
         return share_of(
             self.plan.sequences,
             data_rank,
@@ -87,10 +84,10 @@ class Reader:
 
     def starts(self, step: int) -> np.ndarray:
         """The windows (sequences,) of a training step, for the global batch."""
-        n_tokens = len(self.data.train)
+        n_tokens, n = len(self.data.train), self.plan.sequences
         if self.order == "shuffle":
-            return shuffled_windows(n_tokens, self.block_size, self.seed, step, self.sequences, self.shift)
-        return random_windows(n_tokens, self.block_size, self.seed, TRAIN, step, self.sequences)
+            return shuffled_windows(n_tokens, self.block_size, self.seed, step, n, self.shift)
+        return random_windows(n_tokens, self.block_size, self.seed, TRAIN, step, n)
 
     def train(self, step: int, position: int, skipped: Container[int] = ()) -> Batches:
         """
@@ -100,7 +97,7 @@ class Reader:
             position: the tokens that the run has read before.
             skipped: steps that are left out.
         """
-        self.shift = position // self.block_size - step * self.sequences
+        self.shift = position // self.block_size - step * self.plan.sequences
         steps = (number for number in count(step) if number not in skipped)
         return self.read(self.data.train, self.starts, steps, self.share)
 
@@ -127,9 +124,8 @@ class Reader:
                 yield batch
                 count_read += 1
         except DataError:
-            no_tokens, no_starts = np.zeros(self.block_size + 1, np.uint16), np.full(sequences, PADDING)
-            padding = self.read(no_tokens, lambda _: no_starts, [0], share)
-            yield from islice(padding, share.micro_steps - count_read)
+            for _ in range(share.micro_steps - count_read):
+                yield self.padding(share.rows)
             raise
 
     def read(
@@ -174,8 +170,13 @@ class Reader:
 
     def padding_batch(self) -> tuple[Tensor, Tensor]:
         """A micro-batch of padding rows, in the shape of a training micro-batch."""
-        starts, tokens = np.full(self.sequences, PADDING), np.zeros(self.block_size + 1, np.uint16)
-        return next(self.read(tokens, lambda _: starts, [0], self.share))
+        return self.padding(self.share.rows)
+
+    def padding(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Padding rows as inputs and targets, see `read_rows`."""
+        shape = (rows, self.block_size // self.mesh.cp)
+        x = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        return x, torch.full_like(x, -1)
 
 
 def in_thread(work: Callable, jobs: Iterable[tuple], ahead: int = 2) -> Iterator:

@@ -4,7 +4,6 @@ The format of a file of token ids: as llm.c's header or the metadata declares, e
 Files that are probably something else are refused, since they would give wrong tokens.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +21,7 @@ OTHER_FILES = {
     b"version https://git-lfs": "a pointer of Git LFS, not the file itself: run git lfs pull in its folder",
     np.int32(20240522).tobytes(): "llm.c's multiple-choice questions, not a text: use a different data set",
 }
-
-
-@dataclass(frozen=True)
-class Format:
-    """How to read a token file: the ids' dtype, and the number of bytes before the first id."""
-
-    dtype: str
-    offset: int = 0
+START = 2**19  # bytes at the beginning of a file by which its format is judged
 
 
 def declared_dtype(meta: dict, folder: Path) -> str | None:
@@ -47,9 +39,9 @@ def declared_dtype(meta: dict, folder: Path) -> str | None:
     return meta["dtype"]
 
 
-def format_of(path: Path, declared: str | None, vocab_size: int) -> Format:
+def format_of(path: Path, declared: str | None, vocab_size: int) -> tuple[str, int]:
     """
-    Return the format of a token file.
+    Return the dtype of a token file's ids, and the number of bytes before the first id.
 
     Args:
         declared: the dtype in the metadata; None: not declared. A header takes precedence.
@@ -59,26 +51,22 @@ def format_of(path: Path, declared: str | None, vocab_size: int) -> Format:
         ValueError: the file does not contain token ids, begins with an unknown header, or probably contains
             ids of a dtype that has to be declared.
     """
-    if header := read_header(path):
-        return header
-    check_kind(path, may_be_text=declared == "uint8")
-    if not declared:
-        check_width(path, vocab_size)
-    return Format(declared or "uint16")
-
-
-def read_header(path: Path) -> Format | None:
-    """
-    Read llm.c's header; None without a header. Raises ValueError if the version is unknown or tokens are
-    missing.
-    """
     with open(path, "rb") as f:
-        start = f.read(HEADER_BYTES)
-    if len(start) < HEADER_BYTES:
-        return None
-    magic, version, tokens = np.frombuffer(start, np.int32)[:3].tolist()
-    if magic not in HEADERS:
-        return None
+        start = f.read(START)
+    magic, version, tokens = np.frombuffer(start[:12].ljust(12, b"\0"), np.int32).tolist()
+    if magic in HEADERS:
+        return check_header(path, magic, version, tokens), HEADER_BYTES
+    check_kind(path, start[: 2**16], may_be_text=declared == "uint8")
+    if not declared:
+        check_width(path, np.frombuffer(start[: len(start) // 2 * 2], np.uint16), vocab_size)
+    return declared or "uint16", 0
+
+
+def check_header(path: Path, magic: int, version: int, tokens: int) -> str:
+    """
+    Return the dtype of the ids after llm.c's header. Raises ValueError if the version is unknown or tokens
+    are missing.
+    """
     known, dtype = HEADERS[magic]
     if version != known:
         raise ValueError(
@@ -91,13 +79,11 @@ def read_header(path: Path) -> Format | None:
             f"{path} contains {size} bytes, but the header announces {tokens} tokens, that is {expected} "
             "bytes: the file is truncated or damaged; copy or prepare the file again"
         )
-    return Format(dtype, HEADER_BYTES)
+    return dtype
 
 
-def check_kind(path: Path, may_be_text: bool) -> None:
+def check_kind(path: Path, start: bytes, may_be_text: bool) -> None:
     """Raise ValueError if a file does not contain bare token ids. The bytes of a text can be ids."""
-    with open(path, "rb") as f:
-        start = f.read(2**16)
     for beginning, kind in OTHER_FILES.items():
         if start.startswith(beginning):
             raise ValueError(f"{path} is {kind}")
@@ -115,35 +101,21 @@ def is_text(start: bytes) -> bool:
     return len(text) >= 64 and not any(c == "\ufffd" or (c < " " and c not in "\t\n\r\f") for c in text)
 
 
-def check_width(path: Path, vocab_size: int) -> None:
-    """Raise ValueError if a file without a declared dtype probably does not contain ids of 16 bits."""
-    meta = path.with_name("meta.json")
-    if contradiction := contradicts_uint16(sample_ids(path), vocab_size):
-        reason, dtype = contradiction
-        entry = f'"dtype": "{dtype}"'
-        declare = f"add {entry} to {meta}" if meta.exists() else f"write {{{entry}}} to {meta}"
-        others = ", ".join(name for name in DTYPES if name != dtype)
-        raise ValueError(f"{path}: {reason}: {declare}, or the dtype that is right: {others}")
-
-
-def contradicts_uint16(ids: np.ndarray, vocab_size: int) -> tuple[str, str] | None:
-    """Return why these numbers of 16 bits are probably not ids, and the dtype that is likely; None if not."""
+def check_width(path: Path, ids: np.ndarray, vocab_size: int) -> None:
+    """
+    Raise ValueError if a file without a declared dtype probably does not contain ids of 16 bits. `ids` are
+    the first of them, if they are.
+    """
+    first, second, low, high = (part.max(initial=0) for part in (ids[0::2], ids[1::2], ids & 0xFF, ids >> 8))
+    dtype = "uint32"
     if vocab_size > 2**16:
-        return f"the vocabulary size is {vocab_size}, but ids of 16 bits end at 65535", "uint32"
-    first, second = ids[0::2], ids[1::2]
-    if first.any() and not second.any():
-        return "every second number of 16 bits is 0, as in files with ids of 32 or 64 bits", "uint32"
-    if second.max(initial=0) < 16 <= first.max(initial=0):  # the upper half of ids below 2**20
-        return "every second number of 16 bits is small, as in files with ids of 32 bits", "uint32"
-    low, high = ids & 0xFF, ids >> 8
-    if low.max(initial=0) < 128 and 0 < high.max(initial=0) < 128:
-        return "no byte is above 127, as in files with ids of 8 bits", "uint8"
-    return None
-
-
-def sample_ids(path: Path) -> np.ndarray:
-    """Evenly spaced samples of a file, as uint16, each of which begins at an even place: (n,)."""
-    content = np.memmap(path, np.uint8, "r")
-    ids = content[: len(content) // 2 * 2].view(np.uint16)
-    starts = np.linspace(0, max(0, len(ids) - 4096), 64).astype(np.int64) // 2 * 2
-    return np.concatenate([ids[start : start + 4096] for start in np.unique(starts)])
+        reason = f"the vocabulary size is {vocab_size}, but ids of 16 bits end at 65535"
+    elif second < 16 <= first or second == 0 < first:  # the upper half of ids below 2**20
+        reason = "every second number of 16 bits is 0 or small, as in files with ids of 32 or 64 bits"
+    elif low < 128 and 0 < high < 128:
+        reason, dtype = "no byte is above 127, as in files with ids of 8 bits", "uint8"
+    else:
+        return
+    others = ", ".join(name for name in DTYPES if name != dtype)
+    declare = f'declare {{"dtype": "{dtype}"}} in {path.with_name("meta.json")}'
+    raise ValueError(f"{path}: {reason}: {declare}, or the dtype that is right: {others}")

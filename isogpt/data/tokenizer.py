@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isogpt.data.vocabulary import END_OF_TEXT, Vocabulary, check_size, ids_in_json
+from isogpt.data.vocabulary import END_OF_TEXT, Vocabulary, check_size
 
 if TYPE_CHECKING:
     import tiktoken
@@ -169,23 +169,10 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
         with suppress(ValueError):  # the vocabularies may be two forms of the same tokenizer
             if load(before).encode(SAMPLE) == load(now).encode(SAMPLE):
                 return ""
-        return f"the ids were {name_of(before)} and are {name_of(now)}"
-    old, new = tokens_of(before), tokens_of(now)
+        return f"the tokenizer was {before.name} and is {now.name}"
+    old, new = before.tokens, now.tokens
     changed = sorted(i for i in old.keys() & new.keys() if old[i] != new[i])
     return f"id {changed[0]} was {old[changed[0]]!r} and is {new[changed[0]]!r}" if changed else ""
-
-
-def tokens_of(vocabulary: Vocabulary) -> dict[int, str]:
-    """The tokens of a table or a tokenizer.json, by id."""
-    if vocabulary.kind == "tokenizer.json":
-        return {i: token for token, i in ids_in_json(vocabulary.content).items()}
-    return vocabulary.tokens
-
-
-def name_of(vocabulary: Vocabulary) -> str:
-    """The kind of tokens, for a message."""
-    names = {"table": "those of a table", "tokenizer.json": "a tokenizer.json's"}
-    return names.get(vocabulary.kind) or f"{vocabulary.content}'s"
 
 
 # ------------------------------------------------------------------------------------------------------------

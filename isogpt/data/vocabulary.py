@@ -4,10 +4,8 @@ makes encoders and decoders from these values.
 """
 
 import json
-import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from numbers import Integral
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isogpt.common.files import about_pointer
@@ -16,9 +14,7 @@ GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
 END_OF_TEXT = "<|endoftext|>"
 # files of tokenizers that are not read: next to them, ids are not taken for GPT-2's
-NOT_READ = re.compile(
-    r".*(tokenizer|vocab|merges|bpe).*\.(json|txt|bpe|pkl|pickle|tiktoken)|.*\.(model|vocab|bpe)", re.I
-)
+UNREAD = ("vocab.*", "merges.txt", "*.model")
 
 
 @dataclass(frozen=True)
@@ -31,40 +27,43 @@ class Vocabulary:
             the first of them. 'tiktoken': the name of an encoding of tiktoken. 'tokenizer.json': the text of
             such a file, in the format of Hugging Face's tokenizers. 'unknown': why the ids cannot be decoded.
         end_of_text: the token that ends a document, if the vocabulary contains the token.
-        aliases: for a table, further ids of tokens with several ids. They are decoded, but text is never
-            encoded to them.
     """
 
     kind: str
     content: str | dict[str, int]
     end_of_text: str = END_OF_TEXT
-    aliases: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The tokenizer, as a meta.json names it."""
+        return {"table": "char", "tiktoken": self.content}.get(self.kind, self.kind)
+
+    @property
+    def ids(self) -> dict[str, int]:
+        """The ids of the tokens; {} if they are not known without loading the tokenizer."""
+        if self.kind == "tokenizer.json":
+            return ids_in_json(self.content)
+        return self.content if self.kind == "table" else {}
 
     @property
     def tokens(self) -> dict[int, str]:
-        """The tokens of a table by id."""
-        tokens = {i: token for token, ids in self.aliases.items() for i in ids}
-        return tokens | {i: token for token, i in reversed(self.content.items())}
+        """The tokens by id; {} if they are not known without loading the tokenizer."""
+        return {i: token for token, i in reversed(self.ids.items())}
 
     @property
     def size(self) -> int | None:
         """The highest id + 1; None if it is not known without loading the tokenizer."""
-        if self.kind == "table":
-            aliases = [i for ids in self.aliases.values() for i in ids]
-            return max([*self.content.values(), *aliases], default=-1) + 1
-        if self.kind == "tokenizer.json":
-            return max(ids_in_json(self.content).values(), default=-1) + 1
-        return None
+        return max(self.ids.values(), default=-1) + 1 or None
 
     def describe(self) -> dict:
-        """The plain values that a checkpoint records; Vocabulary(**values) restores the vocabulary."""
+        """The plain values that a checkpoint records, see `recorded`."""
         return asdict(self)
 
 
 def recorded(run: dict) -> Vocabulary | None:
     """The vocabulary that a checkpoint's run records; None without a record, as in nanoGPT's checkpoints."""
     values = run["isogpt"].get("vocabulary")
-    return Vocabulary(**values) if values else None
+    return Vocabulary(values["kind"], values["content"], values["end_of_text"]) if values else None
 
 
 def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
@@ -181,26 +180,12 @@ def table_in(meta: dict) -> Vocabulary | None:
     if not isinstance(stoi, dict) or not isinstance(texts, dict):
         return Vocabulary("unknown", "stoi and itos in the metadata are not tables")
     pairs = [(token, i) for i, token in texts.items()] + list(stoi.items())
-    if not pairs or not all(isinstance(token, str) and is_id(i) for token, i in pairs):
+    if not pairs or not all(isinstance(token, str) and isinstance(i, int) and i >= 0 for token, i in pairs):
         return Vocabulary("unknown", "stoi and itos in the metadata do not contain text with an id each")
-    return table_of([(str(token), int(i)) for token, i in pairs])
-
-
-def is_id(value: object) -> bool:
-    """Whether the value is an integer, of numpy perhaps, that is not negative."""
-    return isinstance(value, Integral) and value >= 0
-
-
-def table_of(pairs: list[tuple[str, int]]) -> Vocabulary:
-    """
-    The vocabulary of pairs of a token and an id. Later pairs decide how a token is encoded, earlier pairs how
-    an id is decoded.
-    """
-    content, aliases = dict(pairs), {}
-    for token, i in pairs:
-        if i != content[token]:
-            aliases.setdefault(token, set()).add(i)
-    return Vocabulary("table", content, aliases={token: sorted(ids) for token, ids in aliases.items()})
+    table = Vocabulary("table", dict(pairs))
+    if any(table.tokens.get(i) != token for i, token in texts.items()):
+        return Vocabulary("unknown", "stoi and itos in the metadata contradict each other")
+    return table
 
 
 def unread_tokenizer(folder: Path | str) -> Vocabulary | None:
@@ -208,15 +193,12 @@ def unread_tokenizer(folder: Path | str) -> Vocabulary | None:
     An unknown vocabulary if a folder contains a tokenizer in a form that is not read: then the ids are
     probably not GPT-2's. None without such a file.
     """
-    folder = Path(folder)
-    names = sorted(path.name for path in folder.glob("*") if NOT_READ.fullmatch(path.name))
-    names = [name for name in names if name not in ("tokenizer.json", "tokenizer_config.json")]
+    names = sorted(path.name for pattern in UNREAD for path in Path(folder).glob(pattern))
     if not names:
         return None
-    reason = (
+    return Vocabulary(
+        "unknown",
         f"{folder} contains {names[0]}, but only a tokenizer.json is read: write it with transformers' "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER). If the ids of a data set are GPT-2's "
+        'all the same, write {"tokenizer": "gpt2"} to its meta.json',
     )
-    if (folder / "train.bin").exists():
-        reason += f'. If the ids are GPT-2\'s, write {{"tokenizer": "gpt2"}} to {folder / "meta.json"}'
-    return Vocabulary("unknown", reason)

@@ -8,8 +8,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from isogpt.launch import network
-
 
 def collectives_timeout(timeout_s: float, backend: str) -> timedelta:
     """
@@ -36,23 +34,17 @@ def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()):
         raise ValueError(f"device is {name!r}; possible are auto, cpu, cuda, cuda:N, mps")
-    if kind == "cuda":
-        if not has_cuda:
-            raise ValueError("device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto")
-        count = torch.cuda.device_count()
-        if world_size > 1 or not index:
-            return torch.device("cuda", local_rank % count)
-        if int(index) >= count:
-            names = ", ".join(f"cuda:{number}" for number in range(count))
-            raise ValueError(f"device is {name!r}, but torch finds only {names}")
-        return torch.device("cuda", int(index))
-    if kind == "mps" and not has_mps:
-        raise ValueError("device is 'mps', but torch does not find one: set --device=cpu or --device=auto")
-    if kind == "mps" and world_size > 1:
+    if kind == "cuda" and not has_cuda:
+        raise ValueError("device is 'cuda', but torch finds no GPU: set --device=cpu or --device=auto")
+    if kind == "mps" and not (has_mps and world_size == 1):
         raise ValueError(
-            "several processes cannot share device 'mps': set --device=cpu, or start one process"
+            "device is 'mps', which is for a single process on a Mac: set --device=cpu or --device=auto"
         )
-    return torch.device(kind)
+    if kind != "cuda":
+        return torch.device(kind)
+    if index and world_size == 1:
+        return torch.device("cuda", int(index))
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def pick_backend(name: str, device: torch.device, world_size: int) -> str:
@@ -63,56 +55,23 @@ def pick_backend(name: str, device: torch.device, world_size: int) -> str:
     Raises:
         ValueError: the backend is not part of this PyTorch, or does not support the device.
     """
-    if name == "nccl" and device.type != "cuda" and world_size > 1:
-        raise ValueError(f"backend 'nccl' needs GPUs, the device is {device.type}: set --backend=gloo")
-    has_nccl = dist.is_nccl_available()
+    has_nccl = device.type == "cuda" and dist.is_nccl_available()
     if name == "nccl" and not has_nccl and world_size > 1:
         raise ValueError(
-            "backend is 'nccl', but this PyTorch contains no NCCL: set --backend=gloo or --backend=auto"
+            f"backend 'nccl' needs GPUs and a PyTorch that contains NCCL, the device is {device.type}: set "
+            "--backend=gloo or --backend=auto"
         )
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and has_nccl and name != "gloo" else "gloo"
+    return "cpu:gloo,cuda:nccl" if has_nccl and name != "gloo" else "gloo"
 
 
-def use_gpu(device: torch.device) -> None:
-    """
-    Make a GPU the current device of this process, and run on the cores near the GPU.
-
-    Raises:
-        ValueError: the GPU runs no kernel.
-    """
-    try:
-        torch.cuda.set_device(device)
-        network.bind_to_gpu(torch.cuda.get_device_properties(device))
-        torch.ones(1, device=device)  # runs a kernel
-    except RuntimeError as e:
-        raise ValueError(about_unusable_gpu(device, str(e))) from e
-
-
-def about_unusable_gpu(device: torch.device, error: str) -> str:
-    """What to do about a GPU that runs no kernel, from the error of the first kernel."""
-    if "no kernel image" in error or "invalid device function" in error:  # CUDA's words, and HIP's
-        found = torch.cuda.get_device_properties(device)
-        kind = found.gcnArchName if torch.version.hip else f"compute capability {found.major}.{found.minor}"
-        return (
-            f"{device} ({found.name}) has {kind}, but this PyTorch, {torch.__version__}, has kernels for "
-            f"{', '.join(torch.cuda.get_arch_list())} only: install a PyTorch that supports this GPU "
-            "(https://pytorch.org/get-started/previous-versions), or set --device=cpu"
-        )
-    return (
-        f"{device} cannot be used ({error.splitlines()[0]}): look at nvidia-smi for other programs on this "
-        "GPU, or "
-        "set --device=cpu"
-    )
-
-
-def gpu_identity(device: torch.device) -> list[str]:
-    """[name, what distinguishes this GPU from other GPUs of the machine]; [] for other devices."""
+def gpu_identity(device: torch.device) -> str:
+    """The name of a GPU, and what distinguishes it from other GPUs of the machine; '' for other devices."""
     if device.type != "cuda":
-        return []
-    found = torch.cuda.get_device_properties(device)
+        return ""
+    gpu = torch.cuda.get_device_properties(device)
     # slices of a GPU may all have the UUID of the GPU; a process sees a single slice
-    visible_slice = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "MIG" in found.name else ""
-    return [found.name, f"{found.uuid} {visible_slice}".strip()]
+    visible_slice = os.environ.get("CUDA_VISIBLE_DEVICES", "") if "MIG" in gpu.name else ""
+    return f"{gpu.name} {gpu.uuid} {visible_slice}".strip()
 
 
 def keep_freed_memory() -> None:

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,59 +20,26 @@ from isogpt.launch import network
 # The names that mpirun uses for a process's rank, world size, local rank and local world size. Open MPI comes
 # before Slurm, since mpirun inside a Slurm job starts its daemons with srun. DeepSpeed, accelerate and
 # torch.distributed.launch use torchrun's names.
-MPI = {
-    "Open MPI's mpirun": [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
-    "MPICH's mpirun": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
-}
-# Variables that launchers set for each process. A name that ends in _ stands for all variables that begin
-# with it. Variables of the whole Slurm job, such as SLURM_JOB_ID, are not included.
-OF_A_PROCESS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_NAME",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "ISOGPT_STARTED",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "TORCHELASTIC_",
-    "SLURM_STEP_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "MPI_LOCALRANKID",
-    "MPI_LOCALNRANKS",
+OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+MPICH = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+# how the names of variables begin that launchers set for each process. Variables of the whole Slurm job, such
+# as SLURM_JOB_ID, are not included.
+OF_A_PROCESS = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|ISOGPT_STARTED|TORCHELASTIC_|OMPI_|PMI|MPI_LOCAL|"
+    "SLURM_(PROCID|LOCALID|NODEID|STEP_)"
 )
-# what `accelerate launch` passes on in variables -> the setting here, and its default
-ACCELERATE = {
-    "ACCELERATE_MIXED_PRECISION": ("dtype", "auto"),
-    "ACCELERATE_USE_CPU": ("device", "auto"),
-    "ACCELERATE_GRADIENT_CLIPPING": ("grad_clip", 1.0),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation_steps", 40),
-    "ACCELERATE_USE_FSDP": ("zero", 0),
-    "ACCELERATE_USE_DEEPSPEED": ("zero", 0),
-    "FSDP_OFFLOAD_PARAMS": ("cpu_offload", False),
-    "FSDP_ACTIVATION_CHECKPOINTING": ("activation_checkpointing", "none"),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("cpu_offload", False),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("cpu_offload", False),
-    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": ("dp_replicate", 1),
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE": ("zero", 0),
-    "PARALLELISM_CONFIG_TP_SIZE": ("tp", 1),
-    "PARALLELISM_CONFIG_CP_SIZE": ("cp", 1),
-    "MEGATRON_LM_TP_DEGREE": ("tp", 1),
-    "MEGATRON_LM_PP_DEGREE": ("pp", 1),
-}
-# values with which accelerate leaves a setting open or switches it off
-NOT_CHOSEN = ("", "no", "none", "false", "0", "1", "-1", "auto")
-CHOSEN_BY_PLAN = ("zero", "cpu_offload", "dp_replicate", "tp", "pp", "cp")  # with layout=auto
+# the variables in which `accelerate launch` passes on what was chosen, and values that choose nothing
+ACCELERATE = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_GRADIENT_CLIPPING",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "PARALLELISM_CONFIG_TP_SIZE",
+    "PARALLELISM_CONFIG_CP_SIZE",
+)
+NOT_CHOSEN = ("", "no", "none", "false", "0", "1", "auto")
 
 
 @dataclass(frozen=True)
@@ -103,90 +70,89 @@ def adopt_launcher_variables() -> None:
     Raises:
         ValueError: the processes are on several machines and rank 0's address is not known.
     """
-    env = os.environ
-    if "RANK" in env:
-        return
-    found, address, job = mpi_variables() or slurm_variables() or (None, "", "")
-    if not found or found[1] == "1":  # a single process, perhaps the shell of a job
-        return
-    env.update(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), found, strict=True))
-    env.setdefault("MASTER_ADDR", address)
-    # below the range of ephemeral ports, and different for each job
-    env.setdefault("MASTER_PORT", str(10000 + zlib.crc32(job.encode()) % 20000))
+    if "RANK" not in os.environ:
+        variables = mpi_variables() or slurm_variables()
+        if variables.get("WORLD_SIZE", "1") != "1":  # else a single process, perhaps the shell of a job
+            os.environ.update(variables)
 
 
-def mpi_variables() -> tuple[list[str], str, str] | None:
-    """
-    ([rank, world size, local rank, local world size], rank 0's address, job) from mpirun; None without
-    mpirun.
-    """
+def mpi_variables() -> dict[str, str]:
+    """torchrun's variables from mpirun's; {} without mpirun."""
     env = os.environ
-    launcher = next((name for name in MPI if set(MPI[name]) <= env.keys()), None)
-    if not launcher:
-        return None
-    found = [env[name] for name in MPI[launcher]]
-    is_one_machine = found[1] == found[3]
-    if not is_one_machine and "MASTER_ADDR" not in env:
-        flag = "-x MASTER_ADDR=HOST" if "Open" in launcher else "-genv MASTER_ADDR HOST"
+    names = next((names for names in (OPEN_MPI, MPICH) if set(names) <= env.keys()), None)
+    if not names:
+        return {}
+    rank, world_size, local_rank, local_size = (env[name] for name in names)
+    job = env.get("PMIX_NAMESPACE", "")
+    if world_size == local_size:
+        job = job or str(os.getppid())  # mpirun itself, the same for all its processes
+    elif "MASTER_ADDR" not in env:
         raise ValueError(
-            f"{launcher} started {found[1]} processes, {found[3]} of them on {socket.gethostname()}, but "
-            f"rank 0's address is not known: start with mpirun {flag} (HOST: first machine)"
+            f"mpirun started {world_size} processes, {local_size} of them on {socket.gethostname()}, but "
+            "rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST (Open MPI) or -genv "
+            "MASTER_ADDR HOST (MPICH), where HOST is the first machine"
         )
-    parent = str(os.getppid()) if is_one_machine else "0"  # mpirun itself, the same for all its processes
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("SLURM_JOB_ID") or parent
-    return found, "127.0.0.1", job
+    return torchrun_variables(rank, world_size, local_rank, local_size, "127.0.0.1", job)
 
 
-def slurm_variables() -> tuple[list[str], str, str] | None:
-    """The same from srun; None without srun, and in the shell of `srun --pty` or salloc."""
+def slurm_variables() -> dict[str, str]:
+    """The same from srun's; {} without srun, and in the shell of `srun --pty` or salloc."""
     env = os.environ
-    if (
-        is_in_a_shell_of_slurm()
-        or not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys()
-    ):
-        return None
-    address, tasks = slurm_nodes(
-        env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= env.keys() or is_typed_in_slurm():
+        return {}
+    tasks = tasks_of_nodes(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    return torchrun_variables(
+        env["SLURM_PROCID"],
+        env["SLURM_STEP_NUM_TASKS"],
+        env.get("SLURM_LOCALID", "0"),
+        str(tasks[int(env.get("SLURM_NODEID", 0))]),
+        first_node(env.get("SLURM_STEP_NODELIST", "")),
+        f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
     )
-    here = str(tasks[min(int(env.get("SLURM_NODEID", 0)), len(tasks) - 1)])
-    found = [env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"], env.get("SLURM_LOCALID", "0"), here]
-    return found, address, f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}"
 
 
-def is_in_a_shell_of_slurm() -> bool:
+def torchrun_variables(
+    rank: str, world_size: str, local_rank: str, local_size: str, address: str, job: str
+) -> dict[str, str]:
+    """torchrun's variables. An address and a port that are already set are kept."""
+    # below the range of ephemeral ports, and different for each job
+    port = str(10000 + zlib.crc32(job.encode()) % 20000)
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", address),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", port),
+    }
+
+
+def is_typed_in_slurm() -> bool:
     """
-    Whether a person started this process in the shell of `srun --pty` or salloc. The variable does not tell:
-    an `srun` that is typed there passes it on to its tasks. But Slurm gives a terminal only to the first task
-    of `srun --pty`, here the shell, and slurmstepd is the parent of each task.
+    Whether a person started this process in the shell of `srun --pty`. The variable does not tell: an `srun`
+    that is typed there passes it on to its tasks. But those have no terminal, and slurmstepd is the parent of
+    what `srun --pty` itself starts.
     """
-    if "SLURM_PTY_PORT" not in os.environ or not has_terminal():
-        return False
-    with suppress(OSError):  # there is no /proc
-        return Path(f"/proc/{os.getppid()}/comm").read_text().strip() != "slurmstepd"
-    return True
+    parent = Path(f"/proc/{os.getppid()}/comm")
+    return (
+        "SLURM_PTY_PORT" in os.environ and sys.stdin.isatty() and parent.read_text().strip() != "slurmstepd"
+    )
 
 
-def has_terminal() -> bool:
-    """Whether this process has a controlling terminal, wherever its input and output go."""
-    with suppress(OSError):
-        os.close(os.open("/dev/tty", os.O_RDWR))
-        return True
-    return False
+def first_node(nodes: str) -> str:
+    """The first name in Slurm's list of nodes, 'gpu[03-05,9],login'."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)[0])
+
+
+def tasks_of_nodes(tasks: str) -> list[int]:
+    """The number of tasks on each node, from Slurm's '2(x3),1'."""
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    return [int(count) for count, times in counts for _ in range(int(times or 1))]
 
 
 def environment_without_launcher() -> dict[str, str]:
     """The environment for a command that is not a rank of this run, although a rank starts it."""
-    groups = tuple(name for name in OF_A_PROCESS if name.endswith("_"))
-    return {k: v for k, v in os.environ.items() if k not in OF_A_PROCESS and not k.startswith(groups)}
-
-
-def slurm_nodes(nodes: str, tasks: str) -> tuple[str, list[int]]:
-    """
-    The first name in Slurm's list of nodes, 'gpu[03-05,9],login', and the tasks of each node, '2(x3),1'.
-    """
-    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)[0])
-    counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in tasks.split(",")]
-    return first, [int(c[1]) for c in counts if c for _ in range(int(c[2] or 1))] or [1]
+    return {name: value for name, value in os.environ.items() if not OF_A_PROCESS.match(name)}
 
 
 def start_workers(nproc: int, script: str) -> None:
@@ -212,25 +178,15 @@ def start_workers(nproc: int, script: str) -> None:
     os.execv(torchrun[0], [*torchrun, script, *arguments])
 
 
-def print_unapplied_settings(config: Mapping[str, object]) -> None:
-    """
-    Warn of what was set in `accelerate launch`, where the run's setting still has its default (printed by
-    rank 0).
-    """
-    planned = CHOSEN_BY_PLAN if config["layout"] == "auto" else ()
-    dropped, settings = [], []
-    for variable, (name, default) in ACCELERATE.items():
-        value = os.environ.get(variable, "")
-        if value.lower() not in NOT_CHOSEN and config[name] == default and name not in planned:
-            dropped.append(f"{variable}={value}")
-            settings.append(f"--{name}")
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(
-            f"warning: train.py does not read accelerate's {', '.join(dropped)}: set "
-            f"{', '.join(dict.fromkeys(settings))} (docs/migrating.md)",
-            file=sys.stderr,
-            flush=True,
+def print_unapplied_settings() -> None:
+    """Warn of what was chosen in `accelerate launch`, which this run does not read (printed by rank 0)."""
+    variables = {name: os.environ.get(name, "") for name in ACCELERATE}
+    ignored = [f"{name}={value}" for name, value in variables.items() if value.lower() not in NOT_CHOSEN]
+    if ignored and os.environ.get("RANK", "0") == "0":
+        text = (
+            f"warning: train.py does not read {', '.join(ignored)}, but its own settings: docs/migrating.md"
         )
+        print(text, file=sys.stderr, flush=True)
 
 
 def rank_variables() -> tuple[int, int, int, int]:
@@ -241,25 +197,25 @@ def rank_variables() -> tuple[int, int, int, int]:
     Raises:
         ValueError: some of the variables are missing or contradict each other.
     """
-    if "RANK" not in os.environ:
+    env = os.environ
+    if "RANK" not in env:
         return 0, 1, 0, 1
-    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise ValueError(
-            f"RANK is set but {', '.join(missing)} is not: no launcher started this process, and "
-            f"RANK={os.environ['RANK']} is left over in the shell. Type unset RANK, or start with torchrun"
+    values = {name: env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    values["LOCAL_RANK"] = env.get("LOCAL_RANK", values["RANK"])
+    # LOCAL_SIZE is DeepSpeed's name
+    values["LOCAL_WORLD_SIZE"] = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", values["WORLD_SIZE"]))
+    with suppress(ValueError):  # not a number
+        rank, world_size, local_rank, local_world_size, port = (
+            int(values[name])
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         )
-    local_size = os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])  # LOCAL_SIZE is DeepSpeed's name
-    values = {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": local_size, **os.environ}
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    if wrong := [f"{name} is {values[name]!r}" for name in names if not values[name].isdigit()]:
-        raise ValueError(f"{', '.join(wrong)}: not a number; start with torchrun, or type unset RANK")
-    rank, world_size, local_rank, local_world_size, port = (int(values[name]) for name in names)
-    if rank >= world_size or local_rank >= local_world_size or port > 65535:
-        text = ", ".join(f"{name} {values[name]}" for name in names)
-        raise ValueError(
-            f"the launcher's variables contradict each other: {text}; start with torchrun, or type unset RANK"
-        )
-    return rank, world_size, local_rank, local_world_size
+        if 0 <= rank < world_size and 0 <= local_rank < local_world_size and 0 < port < 2**16:
+            return rank, world_size, local_rank, local_world_size
+    listed = ", ".join(f"{name}={value}" for name, value in values.items())
+    raise ValueError(
+        f"RANK is set, but the launcher's variables are incomplete or contradict each other: {listed}. Start "
+        "with torchrun, or if RANK is left over in the shell, type unset RANK"
+    )
 
 
 def agent_start() -> int | None:
@@ -279,8 +235,8 @@ def own_agent() -> str:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    host, unique, _ = network.this_machine()
-    return f"{host} {unique} {os.environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {agent_start()}"
+    run_id = os.environ["TORCHELASTIC_RUN_ID"]
+    return f"{' '.join(network.this_machine())} {run_id} {os.getppid()} {agent_start()}"
 
 
 def make_launch(agents: Sequence[str]) -> Launch:

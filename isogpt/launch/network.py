@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +32,70 @@ UNSET = (
 LEFT_OVER = f". If no launcher started this process, RANK is left over in the shell: type {UNSET}"
 
 
+@dataclass(frozen=True)
+class Process:
+    """What all ranks know of a process before there is a process group."""
+
+    host: str
+    kernel: str  # differs between machines of equal name, see this_machine
+    cores: Sequence[int]  # on which the process may run
+    local_size: int  # number of processes on its machine, as the launcher says
+    agent: str = ""  # torchrun's agent, see launchers.own_agent
+    gpu: str = ""  # name and identifier; "" on other devices
+    master: str = ""  # the address to which MASTER_ADDR resolves on its machine
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """What is equal for the processes of a machine."""
+        return self.host, self.kernel
+
+
+# ------------------------------------------------------------------------------------------------------------
+# rendezvous
+
+
+def store_address() -> str:
+    """The address of the store, for messages."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def attempts(timeout_s: float) -> Iterator[bool]:
+    """
+    Yield until timeout_s have passed, with pauses that grow. The value is True once, after WAITING_S: then
+    the caller says what is missing.
+    """
+    began, pause, was_late = time.monotonic(), 0.005, False
+    while (waited_s := time.monotonic() - began) < timeout_s:
+        is_late = waited_s >= WAITING_S
+        yield is_late and not was_late
+        was_late = is_late
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+
+
+def wait_for_server(timeout_s: float) -> None:
+    """
+    Wait until a process listens at MASTER_ADDR and MASTER_PORT. TCPStore also waits, but prints a page of C++
+    frames at each attempt.
+
+    Raises:
+        ValueError: there is none within timeout_s.
+    """
+    problem = None
+    for is_late in attempts(timeout_s):
+        try:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(address, timeout=5).close()
+            return
+        except OSError as e:
+            problem = e
+        if is_late:
+            say_waiting(f"rank 0: nothing listens at {store_address()} ({problem})")
+    raise ValueError(
+        f"cannot reach the other ranks at {store_address()} within {timeout_s:g} s: {problem}{LEFT_OVER}"
+    )
+
+
 def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
     """
     Meet the other ranks of this start (all ranks); returns a unique name for the start.
@@ -38,68 +103,68 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
     After a restart, torchrun (2.4 to 2.13) gives the workers the store of the previous attempt. That store
     contains addresses of processes that have exited, and the restart count differs across nodes
     (pytorch#135712). So each process registers under a unique name, and rank 0 answers each name with the
-    name of this start. The start is complete when every rank has confirmed it.
+    name of this start.
 
     Raises:
         ValueError: some ranks are missing after timeout_s.
     """
-    mine, began, pause = uuid.uuid4().hex, time.monotonic(), 0.005
-    welcomed, is_welcome, has_said = {}, False, False  # on rank 0: the name that was answered, by rank
-    while time.monotonic() - began < timeout_s:
-        if not has_said and time.monotonic() - began >= WAITING_S:
-            has_said = True
-            missing = not_here(store, mine, welcomed, world_size) if rank == 0 else "0"
-            say_waiting(rank, world_size, "ranks that rank 0 names" if is_welcome else f"rank {missing}")
-        if rank == 0:
-            for r in range(1, world_size):
-                if store.check([f"hello/{r}"]) and (name := store.get(f"hello/{r}").decode()) != welcomed.get(
-                    r
-                ):
-                    store.set(f"welcome/{name}", mine)
-                    welcomed[r] = name
-            if len(welcomed) == world_size - 1 and all(
-                store.check([f"{mine}/here/{n}"]) for n in welcomed.values()
-            ):
-                store.set(f"{mine}/go", "")
-                return mine
-        else:
-            store.set(f"hello/{rank}", mine)
-            if is_welcome := store.check([f"welcome/{mine}"]):
-                start = store.get(f"welcome/{mine}").decode()
-                store.set(f"{start}/here/{mine}", "")
-                if store.check([f"{start}/go"]):
-                    return start
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
-    if rank > 0:
-        raise ValueError(f"did not find rank 0 within {timeout_s:g} s{LEFT_OVER}")
-    missing = not_here(store, mine, welcomed, world_size)
-    raise ValueError(f"rank {missing} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}")
+    if rank == 0:
+        return welcome_ranks(store, world_size, timeout_s)
+    return find_rank_0(store, rank, timeout_s)
 
 
-def not_here(store: dist.Store, start: str, welcomed: dict[int, str], world_size: int) -> str:
-    """The ranks that have not confirmed the start (rank 0), as '1, 2'; `welcomed` are names by rank."""
-    others = range(1, world_size)
-    return ", ".join(str(r) for r in others if not store.check([f"{start}/here/{welcomed.get(r)}"]))
+def welcome_ranks(store: dist.Store, world_size: int, timeout_s: float) -> str:
+    """Rank 0's part of `meet`: return the name of this start when every rank has confirmed it."""
+    start, missing = uuid.uuid4().hex, ""
+    for is_late in attempts(timeout_s):
+        ranks = [rank for rank in range(1, world_size) if not welcome(store, start, rank)]
+        if not ranks:
+            return start
+        missing = f"rank {', '.join(map(str, ranks))}"
+        if is_late:
+            say_waiting(missing)
+    raise ValueError(f"{missing} of {world_size} did not join within {timeout_s:g} s{LEFT_OVER}")
 
 
-def say_waiting(rank: int, world_size: int, for_what: str) -> None:
-    """Print what a rank waits for at the start. Only the first rank of each machine prints."""
-    if rank == 0 or os.environ.get("LOCAL_RANK", str(rank)) == "0":
+def welcome(store: dist.Store, start: str, rank: int) -> bool:
+    """Tell a rank that has registered the name of the start; returns whether the rank has confirmed it."""
+    if not store.check([f"hello/{rank}"]):
+        return False
+    name = store.get(f"hello/{rank}").decode()  # perhaps of a process that has exited, until it is replaced
+    store.set(f"welcome/{name}", start)
+    return store.check([f"{start}/here/{name}"])
+
+
+def find_rank_0(store: dist.Store, rank: int, timeout_s: float) -> str:
+    """The other ranks' part of `meet`: return the name of the start that rank 0 has answered."""
+    name = uuid.uuid4().hex
+    for is_late in attempts(timeout_s):
+        store.set(f"hello/{rank}", name)
+        if store.check([f"welcome/{name}"]):
+            start = store.get(f"welcome/{name}").decode()
+            store.set(f"{start}/here/{name}", "")
+            return start
+        if is_late:
+            say_waiting("rank 0")
+    raise ValueError(f"did not find rank 0 within {timeout_s:g} s{LEFT_OVER}")
+
+
+def say_waiting(for_what: str) -> None:
+    """Print what this rank waits for at the start. Only the first rank of each machine prints."""
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0":
         note = f"note: rank {rank} of {world_size} on {socket.gethostname()} waits for {for_what}"
         print(f"{note}{LEFT_OVER}", file=sys.stderr, flush=True)
 
 
-def gather_through_store(store: dist.Store, rank: int, world_size: int, key: str, value: object) -> list:
-    """
-    Gather `value` from every rank, by rank, through the store (all ranks): for use before there is a process
-    group.
-    """
-    store.set(f"{key}/{rank}", json.dumps(value))
+def gather_processes(store: dist.Store, rank: int, world_size: int, process: Process) -> list[Process]:
+    """Gather the Process of every rank, by rank, through the store (all ranks)."""
+    store.set(f"process/{rank}", json.dumps(vars(process)))
     # rank 0 collects the values: if every rank read all values, requests would grow with world_size squared
     if rank == 0:
-        store.set(key, json.dumps([json.loads(store.get(f"{key}/{r}")) for r in range(world_size)]))
-    return json.loads(store.get(key))
+        values = [json.loads(store.get(f"process/{other}")) for other in range(world_size)]
+        store.set("processes", json.dumps(values))
+    return [Process(**value) for value in json.loads(store.get("processes"))]
 
 
 def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
@@ -108,7 +173,8 @@ def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
     off or suspended, a request may never return, not even after the timeout of the request.
 
     Raises:
-        TimeoutError: there is no answer within limit_s. Errors of the request are raised as well.
+        ValueError: there is no answer within limit_s, or the store cannot be reached. Other errors of the
+            request are raised as they are.
     """
     answer = Future()
 
@@ -119,32 +185,40 @@ def answer_of(request: Callable[[], Answer], limit_s: float) -> Answer:
             answer.set_exception(e)
 
     threading.Thread(target=run, daemon=True).start()
-    return answer.result(limit_s)
+    try:
+        return answer.result(limit_s)
+    except dist.DistError as e:
+        problem = str(e).splitlines()[0]
+        raise ValueError(f"cannot reach the other ranks at {store_address()}: {problem}") from e
+    except TimeoutError as e:
+        raise ValueError(
+            f"no answer from {store_address()} within {limit_s:g} s, although something listens there: "
+            "rank 0 or its agent is suspended, its machine was cut off, or a different program uses the "
+            f"port: check this machine, or choose a different port{LEFT_OVER}"
+        ) from e
 
 
 # ------------------------------------------------------------------------------------------------------------
 # machines and cores
 
 
-def this_machine() -> tuple[str, str, list[int]]:
-    """
-    Return (host name, identifier that differs between machines of equal name, cores available to this
-    process).
-    """
+def this_machine() -> tuple[str, str]:
+    """Return (host name, identifier that differs between machines of equal name)."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     # containers can share a kernel and a host name; a container with a separate network counts as a machine
-    unique = (
-        f"{boot.read_text().strip()} {os.readlink(network)}" if boot.exists() and network.is_symlink() else ""
-    )
-    return socket.gethostname(), unique, own_cores()
+    kernel = ""
+    if boot.exists() and network.is_symlink():
+        kernel = f"{boot.read_text().strip()} {os.readlink(network)}"
+    return socket.gethostname(), kernel
 
 
-def order_by_machine(machines: list[tuple[str, str]]) -> list[int]:
+def order_by_machine(processes: Sequence[Process]) -> list[int]:
     """
     Return the ranks in a new order: ranks of one machine are neighbours, as with torchrun but not with
     `mpirun --map-by node`. Neighbours in a mesh, which shard a model together, are then on one machine.
     """
-    return sorted(range(len(machines)), key=lambda r: (machines.index(machines[r]), r))
+    machines = [process.machine for process in processes]
+    return sorted(range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank))
 
 
 def own_cores() -> list[int]:
@@ -152,23 +226,22 @@ def own_cores() -> list[int]:
     Return the cores that this process may run on; a container or a scheduler often allows fewer than there
     are.
     """
-    return (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
-def divide_cores(machines: list[list], rank: int, local_world_size: int) -> int:
+def divide_cores(processes: Sequence[Process], rank: int) -> int:
     """
     Limit torch's threads to this rank's share of the cores that the machine's ranks share. Thread pools on
     the same cores slow each other down, and torchrun's default is one thread. Returns how many ranks share
     this rank's cores: 1 if a scheduler has bound each rank to separate cores.
     """
-    *here, cores = machines[rank]
-    sharing = sum(there == here and bool(set(other) & set(cores)) for *there, other in machines)
-    if max(sharing, local_world_size) > 1:
-        torch.set_num_threads(max(1, len(cores) // sharing))
+    this = processes[rank]
+    neighbors = [process for process in processes if process.machine == this.machine]
+    sharing = sum(not set(neighbor.cores).isdisjoint(this.cores) for neighbor in neighbors)
+    if max(sharing, this.local_size) > 1:
+        torch.set_num_threads(max(1, len(this.cores) // sharing))
     return sharing
 
 
@@ -190,50 +263,32 @@ def bind_to_gpu(gpu: object) -> None:
 # network interfaces
 
 
-def choose_interface(several_machines: bool, addresses_of_rank_0: list[str]) -> str:
+def choose_interface(processes: Sequence[Process]) -> str:
     """
-    Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0's machine, or to loopback on a single
-    machine. By default, gloo takes the interface of the host name's address, which on many systems is a
-    loopback address. A variable that is already set is kept. NCCL chooses independently (NCCL_SOCKET_IFNAME).
+    Set GLOO_SOCKET_IFNAME, if it is not set, to the interface that leads to rank 0's machine, or to loopback
+    on a single machine. By default, gloo takes the interface of the host name's address, which on many
+    systems is a loopback address. NCCL chooses independently (NCCL_SOCKET_IFNAME).
 
-    Args:
-        addresses_of_rank_0: MASTER_ADDR as each rank resolves it; rank 0's own machine may resolve it
-            differently.
-
-    Returns:
-        The interface and its address, as 'eth0 (10.0.0.1)'; '' if not known.
-
-    Raises:
-        ValueError: GLOO_SOCKET_IFNAME names no interface of this machine, or several interfaces are possible.
+    Returns the interface and its address, as 'eth0 (10.0.0.1)'; '' if gloo chooses.
     """
-    addresses, host = interfaces(), socket.gethostname()
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    listed = ", ".join(f"{name} ({address})" for name, address in addresses.items())
-    if addresses and any(name not in addresses for name in chosen.split(",") if name):
-        raise ValueError(
-            f"GLOO_SOCKET_IFNAME is {chosen!r}, but {host} has {listed}: set one of these, or unset it"
-        )
-    if not chosen and addresses:
-        names = [
-            name for name, address in addresses.items() if address.startswith("127.") != several_machines
-        ]
-        if several_machines and len(names) > 1:
-            targets = dict.fromkeys([os.environ["MASTER_ADDR"], *addresses_of_rank_0, host])
-            ways = [address_towards(target) for target in targets]
-            names = [name for way in ways for name in names if addresses[name] == way][:1] or names
-            if len(names) > 1:
-                raise ValueError(
-                    f"{host} has several network interfaces, {listed}, and the route to rank 0 does not "
-                    f"determine one: set GLOO_SOCKET_IFNAME={names[0]} or a different interface"
-                )
-        if names:
-            os.environ["GLOO_SOCKET_IFNAME"] = chosen = names[0]
-    return f"{chosen} ({addresses[chosen]})" if chosen in addresses else chosen
+    addresses = interfaces()
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return f"{chosen} ({addresses[chosen]})" if chosen in addresses else chosen
+    own = "127.0.0.1"
+    if len({process.machine for process in processes}) > 1:
+        # rank 0's own machine often resolves MASTER_ADDR to a loopback address, the others never do
+        masters = {process.master for process in processes if not process.master.startswith("127.")}
+        own = address_towards(min(masters - {""}, default="127.0.0.1"))
+    for name, address in addresses.items():
+        if address == own:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            return f"{name} ({address})"
+    return ""
 
 
 def interfaces() -> dict[str, str]:
     """The IPv4 addresses of network interfaces, by name (Linux; empty elsewhere)."""
-    found = {}
+    addresses = {}
     if sys.platform == "linux":
         import fcntl
 
@@ -242,8 +297,8 @@ def interfaces() -> dict[str, str]:
                 with suppress(OSError):  # the interface lacks an address
                     # SIOCGIFADDR
                     reply = fcntl.ioctl(s.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
-                    found[name] = socket.inet_ntoa(reply[20:24])
-    return found
+                    addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
 
 
 def address_of(host: str) -> str:

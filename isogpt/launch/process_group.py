@@ -4,9 +4,7 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,9 +20,9 @@ from isogpt.launch.device import (
     keep_freed_memory,
     pick_backend,
     pick_device,
-    use_gpu,
 )
 from isogpt.launch.launchers import Launch, make_launch, own_agent, rank_variables
+from isogpt.launch.network import Process
 
 
 @dataclass(frozen=True)
@@ -92,42 +90,24 @@ def island_count(ranks: Ranks) -> int:
         ValueError: the launcher has started different numbers of processes on the machines.
     """
     if len(set(ranks.local_sizes)) > 1:
-        sizes = {host: n for host, n in zip(ranks.hosts, ranks.local_sizes, strict=True)}
-        counts = ", ".join(f"{n} on {host}" for host, n in list(sizes.items())[:8])
         raise ValueError(
-            f"islands is 0, one on each machine, but the numbers of processes differ: {counts}. Start "
-            "equally many on each machine, or set --islands= to a number that divides "
-            f"{ranks.world_size}"
+            "islands is 0, one on each machine, but the numbers of processes differ: start equally many on "
+            f"each machine, or set --islands= to a number that divides {ranks.world_size}"
         )
     return max(1, ranks.world_size // ranks.local_sizes[0])
 
 
-def check_gpus(machines: Sequence[tuple[str, str]], gpus: Sequence[list[str]]) -> None:
-    """
-    Check that no two processes use the same GPU.
-
-    Args:
-        machines: (host name, identifier) by rank.
-        gpus: gpu_identity by rank.
-
-    Raises:
-        ValueError: two processes use the same GPU.
-    """
-    ranks_of = {}
-    for rank, (machine, gpu) in enumerate(zip(machines, gpus, strict=True)):
-        if gpu:
-            ranks_of.setdefault((*machine, *gpu), []).append(rank)
-    names = rank_names([host for host, _ in machines])
-    for (host, unique, gpu, uuid), ranks in ranks_of.items():
-        if len(ranks) == 1:
-            continue
-        count = sum(key[:2] == (host, unique) for key in ranks_of)
-        processes = f"{count} processes" if count > 1 else "one process"
-        raise ValueError(
-            f"{', '.join(names[r] for r in ranks)} use the same GPU, {gpu} ({uuid}): start at most "
-            f"{processes} on {host}, or let the processes see different GPUs (CUDA_VISIBLE_DEVICES, "
-            "srun --gpus-per-task=1), or set --device=cpu"
-        )
+def check_gpus(processes: Sequence[Process]) -> None:
+    """Raise ValueError if two processes use the same GPU."""
+    names, users = rank_names([process.host for process in processes]), {}
+    for name, process in zip(names, processes, strict=True):
+        user = users.setdefault((process.machine, process.gpu), name)
+        if process.gpu and user != name:
+            raise ValueError(
+                f"{user} and {name} use the same GPU, {process.gpu}: start fewer processes on "
+                f"{process.host}, let the processes see different GPUs (CUDA_VISIBLE_DEVICES, srun "
+                "--gpus-per-task=1), or set --device=cpu"
+            )
 
 
 def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
@@ -140,65 +120,78 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
             timeout_s.
     """
     rank, world_size, local_rank, local_world_size = rank_variables()
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # exit when torchrun's agent is killed: a worker would otherwise keep writing where the workers of the
-        # next attempt write. On other systems, folder.enter_folder makes the worker's checkpoints not count.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    chosen = pick_device(device, local_rank, world_size)
-    group_backend = pick_backend(backend, chosen, world_size)
-    if chosen.type == "cuda":
-        use_gpu(chosen)
-    if chosen.type == "cpu":
+    end_with_agent()
+    picked = pick_device(device, local_rank, world_size)
+    group_backend = pick_backend(backend, picked, world_size)
+    if picked.type == "cuda":
+        try:
+            torch.cuda.set_device(picked)
+            torch.ones(1, device=picked)  # runs a kernel
+        except RuntimeError as e:
+            raise ValueError(
+                f"{picked} cannot be used ({str(e).splitlines()[0]}): look at nvidia-smi for other programs "
+                "on this GPU, install a PyTorch that supports it (https://pytorch.org/get-started), or set "
+                "--device=cpu"
+            ) from e
+        network.bind_to_gpu(torch.cuda.get_device_properties(picked))
+    if picked.type == "cpu":
         keep_freed_memory()
     if "RANK" not in os.environ:
-        return Ranks(rank, world_size, chosen, group_backend, launch=make_launch([]))
+        return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
-    limit_s = timeout_s + network.ANSWER_S
+    # the store: all ranks meet, describe their processes, and are numbered by machine
+    start, store = meet_ranks(rank, world_size, timeout_s)
+    process = describe_process(picked, local_world_size)
+    gather = partial(network.gather_processes, store, rank, world_size, process)
+    processes = network.answer_of(gather, timeout_s + network.ANSWER_S)
+    order = network.order_by_machine(processes)
+    rank, processes = order.index(rank), [processes[other] for other in order]
+    os.environ["RANK"] = str(rank)
 
-    def exchange(key: str, value: object) -> list:
-        return network.answer_of(
-            partial(network.gather_through_store, store, rank, world_size, key, value), limit_s
-        )
-
-    try:
-        store = connect_store(
-            timeout_s, rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        )
-        start = network.answer_of(partial(network.meet, store, rank, world_size, timeout_s), limit_s)
-        store = dist.PrefixStore(start, store)
-        store.set_timeout(timedelta(seconds=timeout_s))
-        machines = exchange("machine", network.this_machine())
-        order = network.order_by_machine([(name, unique) for name, unique, _ in machines])
-        rank, machines = order.index(rank), [machines[r] for r in order]
-        os.environ["RANK"] = str(rank)
-        address = network.address_of(os.environ["MASTER_ADDR"])
-        started = exchange("process", (own_agent(), local_world_size, gpu_identity(chosen), address))
-        agents, local_sizes, gpus, addresses = zip(*started, strict=True)
-        check_gpus([(name, unique) for name, unique, _ in machines], gpus)
-        interface, problem = "", ""
-        try:
-            interface = network.choose_interface(
-                len({(name, unique) for name, unique, _ in machines}) > 1, addresses
-            )
-        except ValueError as e:
-            problem = str(e)
-        if problems := [p for p in exchange("problem", problem) if p]:
-            raise ValueError(problems[0])
-    except dist.DistError as e:
-        raise ValueError(
-            f"cannot reach the other ranks at {store_address()}: {str(e).splitlines()[0]}"
-        ) from e
-    except TimeoutError as e:
-        raise ValueError(no_answer(limit_s)) from e
-    core_sharers = 1
-    if chosen.type != "mps":  # also with GPUs: with cpu_offload the optimizer runs on the CPU
-        core_sharers = network.divide_cores(machines, rank, local_world_size)
-    hosts = tuple(name for name, _, _ in machines)
-    used = "nccl" if "nccl" in group_backend else f"gloo over {interface}" if interface else "gloo"
-    launch = make_launch(agents)
+    check_gpus(processes)
+    interface = network.choose_interface(processes)
+    is_nccl = "nccl" in group_backend
     return Ranks(
-        rank, world_size, chosen, group_backend, store, start, hosts, used, launch, local_sizes, core_sharers
+        rank=rank,
+        world_size=world_size,
+        device=picked,
+        backend=group_backend,
+        store=store,
+        start=start,
+        hosts=tuple(process.host for process in processes),
+        network="nccl" if is_nccl else f"gloo over {interface}" if interface else "gloo",
+        launch=make_launch([process.agent for process in processes]),
+        local_sizes=tuple(process.local_size for process in processes),
+        # also with GPUs: with cpu_offload the optimizer runs on the CPU
+        core_sharers=network.divide_cores(processes, rank),
     )
+
+
+def end_with_agent() -> None:
+    """
+    Exit when torchrun's agent is killed (Linux): a worker would otherwise keep writing where the workers of
+    the next attempt write. On other systems, folder.enter_folder makes the worker's checkpoints not count.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def describe_process(device: torch.device, local_size: int) -> Process:
+    """Describe this process for the other ranks."""
+    host, kernel = network.this_machine()
+    master = network.address_of(os.environ["MASTER_ADDR"])
+    return Process(host, kernel, network.own_cores(), local_size, own_agent(), gpu_identity(device), master)
+
+
+def meet_ranks(rank: int, world_size: int, timeout_s: float) -> tuple[str, dist.Store]:
+    """Wait for the other ranks (all ranks); returns the name of this start, and the store with its keys."""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = connect_store(timeout_s, serves=rank == 0 and not has_agent)
+    meet = partial(network.meet, store, rank, world_size, timeout_s)
+    start = network.answer_of(meet, timeout_s + network.ANSWER_S)
+    store = dist.PrefixStore(start, store)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return start, store
 
 
 def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
@@ -208,69 +201,13 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
     Raises:
         ValueError: nobody serves the store within timeout_s, or what listens there does not answer.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not serves:
-        wait_for_server(address, port, timeout_s)
+        network.wait_for_server(timeout_s)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # only network.meet waits for the other ranks, and names the ranks that are missing
-    timeout, limit_s = timedelta(seconds=timeout_s), timeout_s + network.ANSWER_S
-    connecting = partial(dist.TCPStore, address, port, None, serves, timeout, wait_for_workers=False)
-    try:
-        return network.answer_of(connecting, limit_s)
-    except TimeoutError as e:
-        raise ValueError(no_answer(limit_s)) from e
-
-
-def no_answer(limit_s: float) -> str:
-    """What to print if requests to the store do not return."""
-    return (
-        f"no answer from {store_address()} within {limit_s:g} s, although something listens there: rank 0 "
-        "or the agent of rank 0 is suspended, the machine was cut off, or a different program uses the port. "
-        f"Check the machine of rank 0, or choose a different port{network.LEFT_OVER}"
-    )
-
-
-def store_address() -> str:
-    """The address of the store, for messages."""
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-
-
-def check_debug_level() -> None:
-    """
-    Raise ValueError if DistributedDataParallel cannot be used. With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch
-    2.13 wraps process groups, and DDP's constructor ends with a segmentation fault. Other layouts work.
-    """
-    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        raise ValueError(
-            "TORCH_DISTRIBUTED_DEBUG is DETAIL, with which PyTorch crashes in DistributedDataParallel: "
-            "type export TORCH_DISTRIBUTED_DEBUG=INFO, or set --zero=2"
-        )
-
-
-def wait_for_server(address: str, port: int, timeout_s: float) -> None:
-    """
-    Wait until a process listens at this address. TCPStore also waits, but prints a page of C++ frames at each
-    attempt.
-
-    Raises:
-        ValueError: there is none within timeout_s.
-    """
-    began, pause, has_said = time.monotonic(), 0.02, False
-    deadline = began + timeout_s
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            socket.create_connection((address, port), max(left, 0.1)).close()
-            return
-        except OSError as e:
-            if left <= pause:
-                problem = f"cannot reach the other ranks at {store_address()} within {timeout_s:g} s: {e}"
-                raise ValueError(f"{problem}{network.LEFT_OVER}") from e
-            if not has_said and time.monotonic() - began >= network.WAITING_S:
-                has_said = True
-                rank, world_size, *_ = rank_variables()
-                network.say_waiting(rank, world_size, f"rank 0: nothing listens at {store_address()} ({e})")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
+    timeout = timedelta(seconds=timeout_s)
+    connect = partial(dist.TCPStore, address, port, None, serves, timeout, wait_for_workers=False)
+    return network.answer_of(connect, timeout_s + network.ANSWER_S)
 
 
 def leave_process_group() -> None:

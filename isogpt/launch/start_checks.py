@@ -1,5 +1,6 @@
 """Checks at the start that all ranks use the same code, settings, data and versions of packages."""
 
+import os
 import socket
 import zlib
 from pathlib import Path
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from isogpt.common.files import REPOSITORY
-from isogpt.launch.process_group import Ranks, check_debug_level, rank_names
+from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import exit_together, gather_objects
 
 
@@ -19,8 +20,12 @@ def check_start(ranks: Ranks, config: dict) -> None:
     facts, n = gather_objects(start_facts(config)), ranks.world_size
     with exit_together():
         check_alike(facts)
-        if n > 1 and config.get("zero") in (0, 1) and config["pp"] == 1:  # DistributedDataParallel is used
-            check_debug_level()
+        uses_ddp = n > 1 and config.get("zero") in (0, 1) and config["pp"] == 1
+        if uses_ddp and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+            raise ValueError(  # torch 2.13 wraps process groups, and DDP ends with a segmentation fault
+                "TORCH_DISTRIBUTED_DEBUG is DETAIL, with which PyTorch crashes in DistributedDataParallel: "
+                "type export TORCH_DISTRIBUTED_DEBUG=INFO, or set --zero=2"
+            )
     if n == 1:
         return
     total = torch.full((), ranks.rank + 1.0, device=ranks.device)

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -139,21 +139,11 @@ def restarts_left() -> int:
     return max(0, int(counts[0]) - int(counts[1])) if all(c.isdigit() for c in counts) else 0
 
 
-def about_restarts() -> str:
-    """
-    Return a line to print after an error message if torchrun will repeat a user's mistake at restarts; else
-    ''.
-    """
-    left = restarts_left()
-    if not left:
-        return ""
-    return (
-        f"torchrun restarts the command, up to {left} more times: if this message comes back, stop torchrun "
-        "with "
-        "Ctrl-C and correct the command. With --nnodes=MIN:MAX, the settings must also fit MIN x "
-        "nproc_per_node "
-        "processes"
-    )
+class Failure(NamedTuple):
+    """Why a rank failed."""
+
+    message: str
+    is_expected: bool  # a user's mistake or the disk's; else the rank raises the exception again
 
 
 @contextmanager
@@ -168,35 +158,56 @@ def exit_together(on_error: Callable[[str], object] | None = None) -> Iterator[N
         on_error: called with the messages before the exit, for instance to log them. The crash hook of a rank
             that raises again logs the exception.
     """
-    problem = unexpected = None
+    error = None
     try:
         yield
-    except (ValueError, OSError) as e:
-        problem = str(e)
     except BaseException as e:
-        problem = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}".removesuffix(": ")
-        unexpected = e
-    gathered = []
-    # after Ctrl-C, the other ranks may have left already
-    with suppress(RuntimeError) if unexpected else nullcontext():
-        gathered = gather_objects((problem, unexpected is not None))
-    problems = [p for p, _ in gathered]
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    raises_again = unexpected and not any(is_unexpected for _, is_unexpected in gathered[:rank])
-    own = problem if raises_again else None  # reported with a traceback
-    messages = [p for p in dict.fromkeys(problems) if p and p != own]
-    if on_error and messages and not raises_again:
-        on_error("; ".join(messages))
-    for message in messages if is_main() else []:
-        ranks = ", ".join(str(r) for r, p in enumerate(problems) if p == message)
-        source = "" if problems[0] == message else f"rank {ranks}: "
-        console.print_error(message, source)
-    if raises_again:
-        raise unexpected
-    if not messages:
+        error = e
+    failures = gather_failures(error)
+    unexpected = [rank for rank, failure in failures.items() if not failure.is_expected]
+    if unexpected[:1] == [own_rank()]:
+        raise error
+    if failures:
+        if on_error:
+            on_error("; ".join(dict.fromkeys(failure.message for failure in failures.values())))
+        print_failures(failures)
+        leave_with_others()
+
+
+def own_rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather_failures(error: BaseException | None) -> dict[int, Failure]:
+    """Gather the failures of all ranks, by rank (all ranks); `error` is the exception of this rank."""
+    failure = None
+    if isinstance(error, ValueError | OSError):
+        failure = Failure(str(error), is_expected=True)
+    elif error:
+        first_line = (str(error).splitlines() or [""])[0]
+        failure = Failure(f"{type(error).__name__}: {first_line}".removesuffix(": "), is_expected=False)
+    try:
+        failures = gather_objects(failure)
+    except RuntimeError:
+        if error:  # after Ctrl-C, the other ranks may have left already
+            raise error from None
+        raise
+    return {rank: failure for rank, failure in enumerate(failures) if failure}
+
+
+def print_failures(failures: dict[int, Failure]) -> None:
+    """Print each distinct message once, on rank 0, with the ranks that have it unless rank 0 is one."""
+    if not is_main():
         return
-    if is_main() and (note := about_restarts()):
-        print(note, file=sys.stderr, flush=True)
+    for message in dict.fromkeys(failure.message for failure in failures.values()):
+        ranks = [rank for rank, failure in failures.items() if failure.message == message]
+        source = f"rank {', '.join(map(str, ranks))}: " if 0 not in ranks else ""
+        console.print_error(message, source)
+
+
+def leave_with_others() -> NoReturn:
+    """Exit with status 1 when rank 0 has printed (all ranks)."""
     if not dist.is_initialized():
         sys.exit(1)
     with suppress(RuntimeError):  # other ranks may have left already

@@ -9,7 +9,6 @@ from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import about_unused_ranks, spell_shares
-from isogpt.training.schedule import Schedule
 
 
 def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) -> list[str]:
@@ -46,19 +45,17 @@ def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> list[str]:
             f"islands: {mesh.islands} of {ranks.world_size // mesh.islands} processes each, which average "
             f"their weights every {config['local_steps']} steps"
         )
-    if config["islands"] == 0 and mesh.islands == 1:
-        lines.append("islands: none, since all processes are on one machine")
     if (kind := config["grad_compression"]) != "none":
         use = f"sent as {kind}" if mesh.replicas.size > 1 else "not sent, there is only one replica"
         lines.append(f"network: gradients are {use}")
     return lines
 
 
-def about_step(config: dict, reader: Reader, schedule: Schedule) -> list[str]:
-    """The sequences of a step, and the learning rate."""
+def about_step(config: dict, reader: Reader) -> list[str]:
+    """The sequences of a step."""
     share, length = reader.share, reader.block_size
     tokens = share.sequences * length
-    rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else share.rows_of[:1]))
+    rows = ", ".join(map(str, share.rows_of if len(set(share.rows_of)) > 1 else [share.rows]))
     padding = f" ({share.padding()} rows are padding)" if share.padding() else ""
     unit = "micro-step" if share.micro_steps == 1 else "micro-steps"
     lines = [
@@ -67,13 +64,6 @@ def about_step(config: dict, reader: Reader, schedule: Schedule) -> list[str]:
     ]
     if config["shares"] == "auto":
         lines.append(f"shares:  in proportion to measured speeds, as --shares={spell_shares(reader.speeds)}")
-    if config["lr_scaling"] != "none":
-        warmup = f"warm-up of {schedule.warmup_iters} steps" if config["decay_lr"] else "no warm-up"
-        lines.append(
-            f"rate:    {schedule.learning_rate:.4g} = learning_rate {config['learning_rate']:.4g} x "
-            f"{schedule.factor:.4g} ({config['lr_scaling']} in {share.sequences} sequences per step, "
-            f"base_batch {config['base_batch']}), {warmup}"
-        )
     return lines
 
 

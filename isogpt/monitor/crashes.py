@@ -85,7 +85,7 @@ def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object
     else:
         watchdog.logger.failed(f"{type(error).__name__}: {error}")
         print(console.erase_line(sys.stderr), end="", file=sys.stderr, flush=True)
-        watchdog.default_hook(kind, raised, trace)
+        sys.__excepthook__(kind, raised, trace)
 
 
 def is_connection_lost(error: BaseException) -> bool:

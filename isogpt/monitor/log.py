@@ -1,7 +1,7 @@
-"""The logger, which distributes what a run reports to sinks, and the sinks of a run."""
+"""The logger, which passes what a run reports to its sinks."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.launch.process_group import Ranks
@@ -12,100 +12,52 @@ from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import Plot
 from isogpt.monitor.sink_tensorboard import TensorBoard, check_tensorboard
 from isogpt.monitor.sink_wandb import Wandb
-from isogpt.monitor.status_line import Status
-
-
-class Sink(Protocol):
-    """
-    The methods that a sink may define. Each sink is a plain class that defines some of these methods.
-
-    An exception that a method raises ends the run. A sink whose files outlive a run is constructed with the
-    step at which the run continues, and treats this step as `rewind` does.
-    """
-
-    def print(self, text: str) -> None:
-        """Report a line for the user."""
-
-    def event(self, record: dict, text: str) -> None:
-        """Report an event: `record` contains event, iter and facts, `text` is for the user ('': nothing)."""
-
-    def status(self, status: Status) -> None:
-        """Report where the run is; called after each step, before `step` if the step is logged."""
-
-    def step(self, record: dict, left_s: float | None) -> None:
-        """
-        Report a logged step.
-
-        Args:
-            record: records.step_record, gpu_percent and, with experts, records.routing_record. Values may be
-                None, a list, or a float that is not finite.
-            left_s: the estimated seconds until the end of the run; None: not known yet.
-        """
-
-    def evaluation(self, record: dict, lr: float) -> None:
-        """Report an evaluation: `record` contains iter, train_loss and val_loss."""
-
-    def draw(self) -> object:
-        """Draw what has been reported so far; called after an evaluation."""
-
-    def rewind(self, step: int) -> object:
-        """Continue at an earlier step after a rollback; this and the later steps will be repeated."""
-
-    def done(self, text: str) -> None:
-        """Report the end of training: `text` is a summary."""
-
-    def close(self) -> None:
-        """Close files and connections at the end of the run."""
 
 
 @dataclass
 class Logger:
     """
-    Distributes lines, events, steps and evaluations to sinks. On ranks other than 0 there are no sinks.
+    Passes records to sinks. On ranks other than 0 there are no sinks.
 
-    At the start, a run prints and alerts (`start_sinks`). Services and the files in the run's folder are
-    added by `start_services` and `open_files`.
+    A sink is a plain class with a method `write(record, text)`, and takes what it needs of:
+
+    - a logged step: the fields of records.step_record, which alone contains step_ms. A value may be None, a
+      list, or a float that is not finite;
+    - an evaluation, which alone contains val_loss;
+    - an event: event (its name), iter and facts, with a sentence for the user, or "". After a rollback, a
+      sink removes what it contains of the step `to` and later ones, which will be repeated. A sink whose
+      files outlive a run does the same when it is constructed;
+    - a line for the user: the record is empty.
+
+    An exception in a sink ends the run. At the start, a run prints and alerts (`start_sinks`). Services and
+    the files in the run's folder are added by `start_services` and `open_files`.
     """
 
     progress: Progress
-    sinks: list[Any]  # each defines some methods of Sink
+    sinks: list[Any]
     notes: list[str] = field(default_factory=list)  # what a user should know, printed before the first step
-    interrupted_at: float | None = None  # see MetricsFile
 
-    def tell(self, method: str, *args: object) -> None:
-        """Call a method of each sink that defines the method."""
+    def write(self, record: dict, text: str = "") -> None:
+        """Pass a record and its line for the user to all sinks."""
         for sink in self.sinks:
-            if hasattr(sink, method):
-                getattr(sink, method)(*args)
+            sink.write(record, text)
 
     def print(self, text: str) -> None:
         """Report a line for the user."""
-        self.tell("print", text)
+        self.write({}, text)
 
     def print_lines(self, lines: list[str]) -> None:
         """Report several lines for the user."""
-        if lines:
-            self.print("\n".join(lines))
+        for line in lines:
+            self.print(line)
 
     def event(self, name: str, text: str = "", **facts: object) -> None:
         """Report an event: a sentence for the user, if there is one, and the facts."""
-        self.tell("event", {"event": name, "iter": self.progress.step, **facts}, text)
+        self.write({"event": name, "iter": self.progress.step, **facts}, text)
 
     def failed(self, reason: str) -> None:
         """Report why the run ends. The caller prints the reason."""
         self.event("failed", reason=reason)
-
-    def rolled_back(self, steps: tuple[int, ...], rollback: int) -> None:
-        """
-        Report that the run has gone back to progress.step and excludes `steps`, and cut the sinks back.
-
-        Args:
-            rollback: the number of this rollback, from 1.
-        """
-        step, excluded = self.progress.step, sorted(self.progress.skipped)
-        text = f"warning: {len(steps)} steps not finite: rolled back to step {step}, excluding {list(steps)}"
-        self.event("rollback", text, to=step, left_out=excluded, rollback=rollback)
-        self.tell("rewind", step)
 
     def start_services(self, config: dict) -> None:
         """
@@ -130,22 +82,17 @@ class Logger:
             owner: who has claimed the run's folder; '': nobody, then no files are written.
         """
         with exit_together():
-            if not (is_main() and owner):
-                return
-            out_dir, step = config["out_dir"], self.progress.step
-            console = next(sink for sink in self.sinks if isinstance(sink, Console))
-            metrics = MetricsFile(config, owner, console, step)
-            self.interrupted_at = metrics.interrupted_at
-            self.insert(metrics)
-            self.insert(Plot(out_dir, console))
-            if config["tensorboard_log"]:
-                self.insert(TensorBoard(out_dir, step))
+            if is_main() and owner:
+                self.insert(MetricsFile(config, self.progress.step))
+                self.insert(Plot(config["out_dir"]))
+                if config["tensorboard_log"]:
+                    self.insert(TensorBoard(config["out_dir"], self.progress.step))
 
     def insert(self, sink: object) -> None:
         """Add a sink before the alerts, whose command may read what the others have written."""
         self.sinks.insert(len(self.sinks) - 1, sink)
 
 
-def start_sinks(ranks: Ranks, out_dir: str, alert_command: str) -> list[Any]:
+def start_sinks(ranks: Ranks, config: dict) -> list[Any]:
     """Return the sinks that work before the run's folder is claimed; no sinks on ranks other than 0."""
-    return [Console(), Alerts(alert_command, out_dir)] if ranks.is_main else []
+    return [Console(config["max_iters"]), Alerts(config)] if ranks.is_main else []

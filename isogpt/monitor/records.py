@@ -1,11 +1,34 @@
 """The records of metrics.jsonl and the lines of the console."""
 
 import json
+import math
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.training.step_numbers import StepNumbers
+
+CLOSING = ("end", "preempted")  # the last event of a run that closes its files
+
+
+@dataclass
+class Means:
+    """The means of numbers of steps, by name, without values that are not finite."""
+
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)  # {name: (sum, number of values)}
+
+    def add(self, numbers: dict[str, float]) -> None:
+        """Add the numbers of a step."""
+        for name, value in numbers.items():
+            total, count = self.sums.get(name, (0.0, 0))
+            self.sums[name] = (total + value, count + 1) if math.isfinite(value) else (total, count)
+
+    def read(self) -> dict[str, float | None]:
+        """Return the means of the steps since the last call; None for a number that was never finite."""
+        means = {name: total / count if count else None for name, (total, count) in self.sums.items()}
+        self.sums = {}
+        return means
 
 
 def as_json(record: dict) -> dict:
@@ -72,14 +95,18 @@ def waiting_text(record: dict) -> str:
     )
 
 
-def step_values(record: dict) -> dict:
-    """Return the numbers of a step for wandb and TensorBoard: as in nanoGPT, the mfu is in percent."""
-    return record | {"mfu": None if record["mfu"] is None else record["mfu"] * 100}
-
-
-def evaluation_values(record: dict, lr: float) -> dict:
-    """Return the numbers of an evaluation for wandb and TensorBoard, with nanoGPT's names."""
-    return {"train/loss": record["train_loss"], "val/loss": record["val_loss"], "lr": lr}
+def chart_values(record: dict) -> dict:
+    """
+    Return the values of a step or an evaluation for wandb and TensorBoard, with nanoGPT's names and the mfu
+    in percent; {} for events and lines.
+    """
+    if "event" in record:
+        return {}
+    names = {"train_loss": "train/loss", "val_loss": "val/loss"}
+    values = {names.get(name, name): value for name, value in record.items()}
+    if values.get("mfu"):
+        values["mfu"] *= 100
+    return values
 
 
 def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
@@ -104,14 +131,9 @@ def routing_record(routing: Tensor, tokens_per_step: int) -> dict:
     }
 
 
-def step_line(record: dict, left_s: float | None) -> str:
-    """
-    Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu.
-
-    Args:
-        left_s: seconds until the end of the run; None: not known yet.
-    """
-    left = "" if left_s is None else f", {duration(left_s)} left"
+def step_line(record: dict) -> str:
+    """Return the line of a step on the console; nanoGPT's tools parse the line up to the mfu."""
+    left = "" if record["left_s"] is None else f", {duration(record['left_s'])} left"
     waiting = f", {text}" if (text := waiting_text(record)) else ""
     mfu = f"{record['mfu'] * 100:.2f}%" if record["mfu"] is not None else "n/a"
     return (

@@ -11,14 +11,15 @@ from isogpt.launch.together import gather_objects
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.meter import Meter
-from isogpt.monitor.pace import SLOW_STEPS, Means, Smoothed, TimeLeft
-from isogpt.monitor.records import duration, routing_record, step_record, waiting_percent, waiting_text
+from isogpt.monitor.records import Means, duration, routing_record, step_record, waiting_percent, waiting_text
 from isogpt.monitor.signals import Stop
-from isogpt.monitor.status_line import Status
 from isogpt.parallel.compilation import compile_report
 from isogpt.speed.clock import Clock, over_ranks
 from isogpt.speed.usage import utilization
 from isogpt.training.step_numbers import StepNumbers
+
+SLOW_STEPS = 3  # the first steps compile, allocate memory and start threads: no later step takes as long
+ENOUGH_STEPS = 7  # with fewer, the time left would be a guess
 
 
 @dataclass
@@ -27,85 +28,71 @@ class RunReport:
     Turns the numbers of steps and evaluations into records and warnings for the logger. On ranks other than
     0, the methods only count the steps.
 
-    Constructed just before the first step: estimates the remaining time from there on.
+    Constructed just before the first step.
     """
 
     logger: Logger
     meter: Meter
     ranks: Ranks
     max_iters: int
-    eval_interval: int
     log_interval: int
     flops_per_step: float
     peak_flops: float | None  # None: unknown, then the mfu is None
     steps_taken: int = 0  # steps taken by this process, including steps that a rollback repeats
     began: float = field(default_factory=time.perf_counter)
+    at_full_speed: float = 0.0  # when the first SLOW_STEPS steps had been taken
     spikes: LossSpikes = field(default_factory=LossSpikes)
     slow_ranks: SlowRanks = field(default_factory=SlowRanks)
     overflows: Overflows = field(default_factory=Overflows)
     since_log: Means = field(default_factory=Means)  # of the steps since the last logged step
     throughout: Means = field(default_factory=Means)  # of all steps
-    loss: Smoothed = field(default_factory=Smoothed)
-    step_s: Smoothed = field(default_factory=Smoothed)
-    time_left: TimeLeft = field(init=False)
 
     def __post_init__(self) -> None:
         self.progress = self.logger.progress
-        self.time_left = TimeLeft(self.max_iters, self.eval_interval)
 
-    def evaluation(self, train_loss: float, val_loss: float, lr: float, digest: str = "") -> None:
-        """
-        Report an evaluation, with the digest of the weights if there is one, and plot the losses so far.
-        """
-        step = self.progress.step
-        self.time_left.evaluated()
-        record = {"iter": step, "train_loss": train_loss, "val_loss": val_loss}
-        self.logger.tell("evaluation", record | ({"weights": digest} if digest else {}), lr)
-        if self.steps_taken and step <= self.max_iters:  # `done` plots after the last step
-            self.logger.tell("draw")
+    def evaluation(self, train_loss: float, val_loss: float, digest: str = "") -> None:
+        """Report an evaluation, with the digest of the weights if there is one."""
+        record = {"iter": self.progress.step, "train_loss": train_loss, "val_loss": val_loss}
+        self.logger.write(record | ({"weights": digest} if digest else {}))
 
-    def step(self, numbers: StepNumbers, lr: float) -> None:
-        """Report a step, and a loss spike or a slow rank if there is one."""
+    def step(self, numbers: StepNumbers, lr: float) -> dict | None:
+        """
+        Return the record of a step that is logged; None for other steps, and on other ranks than 0. Report a
+        loss spike or a slow rank if there is one.
+        """
         self.steps_taken += 1
         if not self.ranks.is_main:
-            return
-        if self.steps_taken == 1:
-            self.first_step()
+            return None
+        if self.steps_taken == 1 and (report := compile_report()):
+            self.logger.print(report)
+        if self.steps_taken == SLOW_STEPS:
+            self.at_full_speed = time.perf_counter()
         if self.overflows.seen(bool(numbers.is_finite)):
             self.overflowed(numbers.loss_scale.max().item())
-        left_s = self.tell_status(numbers)
         waiting = waiting_percent(numbers)
         self.throughout.add(waiting)
         self.since_log.add(waiting | {"loss_mean": numbers.loss.mean().item()})
         if self.progress.step % self.log_interval:
-            return
+            return None
         record = step_record(self.progress, numbers, lr, self.flops_per_step, self.peak_flops)
         record["gpu_percent"] = utilization(self.ranks.device)
         record |= self.since_log.read()
         if self.meter.routing is not None:
             record |= routing_record(self.meter.routing, self.progress.tokens_per_step)
-        self.logger.tell("step", record, left_s)
+        record["left_s"] = self.seconds_left()
         self.look_for_anomalies(record["loss"], numbers)
+        return record
 
-    def tell_status(self, numbers: StepNumbers) -> float | None:
-        """Report where the run is after a step; returns the seconds until the end, if they are known."""
-        step, step_s = self.progress.step, numbers.step_ms.mean().item() / 1e3
-        self.time_left.took(step_s, time.perf_counter())
-        left_s = self.time_left.seconds(step)
-        if self.steps_taken <= SLOW_STEPS:
-            self.step_s = Smoothed()
-        loss = self.loss.add(numbers.loss.mean().item())
-        tokens_per_s = self.progress.tokens_per_step / self.step_s.add(step_s)
-        self.logger.tell("status", Status(step, self.max_iters, loss, tokens_per_s, left_s))
-        return left_s
-
-    def first_step(self) -> None:
-        """Report how long the run was interrupted, and how much was compiled."""
-        if self.logger.interrupted_at:
-            seconds = max(0.0, time.time() - self.logger.interrupted_at)  # clocks may differ
-            self.logger.event("recovered", seconds=seconds)
-        if report := compile_report():
-            self.logger.print(report)
+    def seconds_left(self) -> float | None:
+        """
+        Estimate the seconds until the end of the run from all steps but the first, with the evaluations,
+        checkpoints and samples between them; None: not known yet.
+        """
+        steps = self.steps_taken - SLOW_STEPS
+        if steps < ENOUGH_STEPS:
+            return None
+        step_s = (time.perf_counter() - self.at_full_speed) / steps
+        return step_s * (self.max_iters - self.progress.step)
 
     def overflowed(self, scale: float) -> None:
         """Report that float16 gradients overflow in succession."""
@@ -140,7 +127,7 @@ class RunReport:
             best = f", best val loss {p.best_val_loss:.4f}{at_step}"
         if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
             self.logger.print(text)
-        self.logger.tell("done", f"done: {self.steps_taken} steps in {took}{last}{best}")
+        self.logger.print(f"done: {self.steps_taken} steps in {took}{last}{best}")
         if advice:
             self.logger.print(advice)
 
@@ -157,4 +144,3 @@ class RunReport:
             self.logger.event("preempted", text, spans_ms=spans_ms, signal=stop.agreed)
         else:
             self.logger.event("end", spans_ms=spans_ms)
-        self.logger.tell("close")

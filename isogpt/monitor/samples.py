@@ -2,7 +2,7 @@
 
 import shlex
 import textwrap
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 
 from isogpt.checkpoint.manifest import is_run
 from isogpt.common import console
-from isogpt.data import tokenizer
 from isogpt.data.tokenizer import Tokenizer
+from isogpt.data.tokenizer import load as load_tokenizer
 from isogpt.data.vocabulary import Vocabulary, check_size
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import exit_together
@@ -19,9 +19,8 @@ from isogpt.monitor.log import Logger
 from isogpt.parallel.plan import Plan
 from isogpt.training.settings import problem_of_samples
 
-STARTS = {"stdlib_char": "def main("}  # prompts that suit a data set of this repository, by name
 LINES, COLUMNS = 2, 70  # shown of a sample
-CHARACTERS, TOKENS = 150, 50  # generated for a sample, if a token is a character and otherwise
+TOKENS = 150  # generated for a sample; if a token is a character, two lines
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,8 @@ class Sampler:
     without samples, and samples of different steps can be compared.
     """
 
-    words: Tokenizer
+    tokenizer: Tokenizer
     prompt: list[int]
-    tokens: int
     seed: int
 
     def write(self, model: nn.Module, autocast: AbstractContextManager) -> str:
@@ -55,8 +53,8 @@ class Sampler:
         twin.eval()
         idx = torch.tensor([self.prompt], device=device)  # (1, T)
         with autocast:
-            ids = twin.generate(idx, self.tokens, 0.8, 200, vocab_size=self.words.n_ids, seed=self.seed)
-        return self.words.decode(ids[0].tolist())
+            ids = twin.generate(idx, TOKENS, 0.8, 200, vocab_size=self.tokenizer.n_ids, seed=self.seed)
+        return self.tokenizer.decode(ids[0].tolist())
 
     def report(self, model: nn.Module, autocast: AbstractContextManager, logger: Logger) -> None:
         """Report a sample to the logger, see `write`."""
@@ -79,46 +77,30 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
     with exit_together():
         if ranks.is_main:
             try:
-                words = tokenizer.load(vocabulary)
-                check_size(words.n_ids, plan.model_args["vocab_size"])
+                tokenizer = load_tokenizer(vocabulary)
+                check_size(tokenizer.n_ids, plan.model_args["vocab_size"])
             except ValueError as e:
                 raise ValueError(f"sample_interval: {e}, or set --sample_interval=0") from e
-            tokens = CHARACTERS if is_by_character(vocabulary) else TOKENS
-            return Sampler(words, prompt_of(words, config["dataset"]), tokens, config["seed"])
+            return Sampler(tokenizer, prompt_of(tokenizer), config["seed"])
     return None
 
 
-def is_by_character(vocabulary: Vocabulary) -> bool:
-    """Whether each token is a character."""
-    return vocabulary.kind == "table" and all(len(token) == 1 for token in vocabulary.content)
-
-
-def prompt_of(words: Tokenizer, dataset: str) -> list[int]:
-    """Return the ids of a prompt: of this repository's for the data set, or of a line's end, or one id."""
-    for text in (STARTS.get(dataset, ""), "\n"):
-        try:
-            if ids := words.begin(text):
-                return ids
-        except ValueError:  # the vocabulary does not contain the text
-            continue
-    return [0 if words.end_of_text is None else words.end_of_text]
+def prompt_of(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a line's end, or one id if the vocabulary does not contain it."""
+    with suppress(ValueError):
+        if ids := tokenizer.begin("\n"):
+            return ids
+    return [tokenizer.end_of_text or 0]
 
 
 def first_lines(text: str) -> list[str]:
     """Return the first lines of a text that are not blank, cut to COLUMNS, without control characters."""
-    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text.expandtabs(4))
-    wrapped = [
-        part
-        for line in shown.split("\n")
-        for part in textwrap.wrap(line, COLUMNS, drop_whitespace=False)
-        if part.strip()
-    ]
-    return [line.rstrip() for line in wrapped[:LINES]]
+    shown = "".join(c if c.isprintable() or c == "\n" else " " for c in text.expandtabs(4))
+    return [part for line in shown.split("\n") for part in textwrap.wrap(line, COLUMNS)][:LINES]
 
 
-def how_to_sample(out_dir: str, dataset: str, vocabulary: Vocabulary) -> str:
+def how_to_sample(out_dir: str, vocabulary: Vocabulary) -> str:
     """The command that prints samples of a run's model; "" without a checkpoint or a vocabulary."""
     if not is_run(out_dir) or vocabulary.kind == "unknown":
         return ""
-    start = f" --start={shlex.quote(STARTS[dataset])}" if dataset in STARTS else ""
-    return f"try: python sample.py --out_dir={shlex.quote(out_dir)}{start}"
+    return f"try: python sample.py --out_dir={shlex.quote(out_dir)}"

@@ -1,58 +1,60 @@
 """The console: the lines that a run prints, and the status line on a terminal."""
 
+import shutil
 import sys
+import time
 
 from isogpt.common import console
-from isogpt.monitor.records import step_line
-from isogpt.monitor.status_line import Status, StatusLine
+from isogpt.monitor.records import CLOSING, duration, step_line
+
+REDRAW_S = 0.1  # steps may be shorter: drawing more often is not seen
 
 
 class Console:
     """
-    Prints to stdout. On a terminal, a status line takes the place of the lines of steps, see
-    console.is_screen. A closed pipe, such as `| head`, costs lines, not the run.
+    Prints to stdout. A closed pipe, such as `| head`, costs lines, not the run.
+
+    On a terminal, see console.is_screen, the newest step is drawn in the last line, in place, and other lines
+    are printed above. The cursor waits at the start of this line, from where console.ERASE erases it.
     """
 
-    def __init__(self) -> None:
-        self.status_line = StatusLine() if console.is_screen(sys.stdout) else None
+    def __init__(self, max_iters: int) -> None:
+        self.max_iters = max_iters
+        self.has_status = console.is_screen(sys.stdout)
+        self.status = ""
+        self.val_loss: float | None = None
+        self.drawn_at = 0.0
 
-    def print(self, text: str) -> None:
-        """Print a line."""
-        if not (self.status_line.print(f"{text}\n") if self.status_line else console.print_line(text)):
-            print(
-                "warning: stdout was closed; training continues, see metrics.jsonl",
-                file=sys.stderr,
-                flush=True,
-            )
+    def write(self, record: dict, text: str) -> None:
+        """Print the line of a record, if there is one."""
+        is_step = "step_ms" in record
+        if "val_loss" in record:
+            self.val_loss = record["val_loss"]
+            losses = f"train loss {record['train_loss']:.4f}, val loss {self.val_loss:.4f}"
+            text = f"step {record['iter']}: {losses}"
+        elif is_step and not self.has_status:
+            text = step_line(record)
+        output = f"{text}\n" if text else ""
+        if self.has_status:
+            if is_step:
+                self.status = status_text(record, self.max_iters, self.val_loss)
+                if time.monotonic() - self.drawn_at < REDRAW_S:
+                    return
+            elif record.get("event") in CLOSING:
+                self.status = ""
+            self.drawn_at = time.monotonic()
+            # in the last column, a terminal would move the cursor to the next row
+            status = self.status[: shutil.get_terminal_size().columns - 1]
+            output = f"{console.ERASE}{output}{status}\r"
+        if output and not console.print_line(output, end=""):
+            console.print_to_stderr("warning: stdout was closed; training continues, see metrics.jsonl")
 
-    def event(self, record: dict, text: str) -> None:
-        """Print the sentence about an event, if there is one."""
-        if text:
-            self.print(text)
 
-    def status(self, status: Status) -> None:
-        """Draw the status line."""
-        if self.status_line:
-            self.status_line.show(status)
-
-    def step(self, record: dict, left_s: float | None) -> None:
-        """Print the line of a step."""
-        if not self.status_line:
-            self.print(step_line(record, left_s))
-
-    def evaluation(self, record: dict, lr: float) -> None:
-        """Print the line of an evaluation."""
-        if self.status_line:
-            self.status_line.val_loss = record["val_loss"]
-        losses = f"train loss {record['train_loss']:.4f}, val loss {record['val_loss']:.4f}"
-        self.print(f"step {record['iter']}: {losses}")
-
-    def done(self, text: str) -> None:
-        """Print the summary of the run."""
-        self.close()
-        self.print(text)
-
-    def close(self) -> None:
-        """Remove the status line."""
-        if self.status_line:
-            self.status_line.end()
+def status_text(record: dict, max_iters: int, val_loss: float | None) -> str:
+    """The status line, of which a narrow terminal shows the beginning."""
+    parts = [f"step {record['iter']}/{max_iters}", f"loss {record['loss']:.4f}"]
+    if record["left_s"] is not None:
+        parts.append(f"{duration(record['left_s'])} left")
+    if val_loss is not None:
+        parts.append(f"val {val_loss:.4f}")
+    return "  ".join([*parts, f"{record['tokens_per_s']:,.0f} tokens/s"])

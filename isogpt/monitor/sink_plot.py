@@ -4,17 +4,32 @@ import io
 import os
 from pathlib import Path
 
+from isogpt.common import console
 from isogpt.common.files import read_records, write_whole
-from isogpt.monitor.pace import Smoothed
-from isogpt.monitor.sink_console import Console
+from isogpt.monitor.records import CLOSING
 from isogpt.monitor.sink_metrics import METRICS
+
+FEW = 20  # so few points are shown completely, and are not smoothed
+
+Points = list[tuple[float, float]]  # (step, loss)
 
 
 class Plot:
-    """Plots the losses so far. An error while drawing does not stop a run."""
+    """Plots the losses after each evaluation and at the end. An error while drawing does not stop a run."""
 
-    def __init__(self, out_dir: str | Path, console: Console) -> None:
-        self.out_dir, self.console = Path(out_dir), console
+    def __init__(self, out_dir: str) -> None:
+        self.out_dir = Path(out_dir)
+        self.has_new_steps = False  # which are not drawn yet
+        self.result = ""  # a sentence about the last plot
+
+    def write(self, record: dict, text: str) -> None:
+        """Plot the losses if it is time, and tell the user at the end where the plot is."""
+        is_end = record.get("event") in CLOSING
+        if self.has_new_steps and ("val_loss" in record or is_end):
+            self.result = self.draw()
+        self.has_new_steps = "step_ms" in record or (self.has_new_steps and "val_loss" not in record)
+        if is_end and self.result:
+            console.print_line(self.result)
 
     def draw(self) -> str:
         """Plot the loss curve; returns a sentence about the plot."""
@@ -25,37 +40,19 @@ class Plot:
         except Exception as e:  # matplotlib raises many types
             return f"no plot of the loss curve: {' '.join(str(e).split())}"
 
-    def done(self, text: str) -> None:
-        """Plot the whole loss curve, and tell the user where it is."""
-        self.console.print(self.draw())
-
-
-FEW = 20  # so few points are shown completely, and are not smoothed
-
-Points = list[tuple[float, float]]  # (step, loss)
-
 
 def smoothed(points: Points) -> Points:
     """
     The mean of each point and the points before it, with weights that halve every fortieth of the points.
     """
-    mean = Smoothed(keep=0.5 ** (40 / len(points)))
-    return [(step, mean.add(loss)) for step, loss in points]
-
-
-def mean_losses(steps: list[dict]) -> Points:
-    """
-    The mean loss of the steps between two logged steps, in the middle between them. Where the mean is not
-    known, the loss of the logged step.
-    """
-    found, before = [], None
-    for record in steps:
-        first = record["iter"] if before is None else before + 1
-        is_mean = isinstance(record.get("loss_mean"), float) and record["iter"] > first
-        middle = (first + record["iter"]) / 2
-        found.append((middle, record["loss_mean"]) if is_mean else (record["iter"], record["loss"]))
-        before = record["iter"]
-    return found
+    keep = 0.5 ** (40 / len(points))
+    total = weight = 0.0
+    means = []
+    for step, loss in points:
+        total = keep * total + loss
+        weight = keep * weight + 1
+        means.append((step, total / weight))
+    return means
 
 
 def highest_shown(training: Points, evaluations: Points) -> float | None:
@@ -82,13 +79,16 @@ def plot_loss(out_dir: Path) -> Path:
     axes = Figure(figsize=(8, 5), layout="constrained").add_subplot()
     losses = {
         key: [(r["iter"], r[key]) for r in records if isinstance(r.get(key), float)]
-        for key in ("loss", "train_loss", "val_loss")
+        for key in ("loss", "loss_mean", "train_loss", "val_loss")
     }
     training, evaluations = losses["loss"], losses["train_loss"] + losses["val_loss"]
-    means = mean_losses([r for r in records if isinstance(r.get("loss"), float)])
     lines = [
         ("training step", training, dict(color="0.8", linewidth=1)),
-        ("training, smoothed", smoothed(means) if len(training) >= FEW else [], dict(color="0.3")),
+        (
+            "training, smoothed",
+            smoothed(losses["loss_mean"]) if len(training) >= FEW else [],
+            dict(color="0.3"),
+        ),
         ("evaluation, train", losses["train_loss"], dict(color="tab:blue", marker=".")),
         ("evaluation, val", losses["val_loss"], dict(color="tab:orange", marker=".")),
     ]

@@ -1,6 +1,6 @@
 """Weights & Biases: the steps and the evaluations."""
 
-from isogpt.monitor.records import evaluation_values, step_values
+from isogpt.monitor.records import CLOSING, chart_values
 
 
 class Wandb:
@@ -24,18 +24,9 @@ class Wandb:
                 f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False"
             ) from e
 
-    def step(self, record: dict, left_s: float | None) -> None:
-        """Send the numbers of a step."""
-        self.send(record["iter"], step_values(record))
-
-    def evaluation(self, record: dict, lr: float) -> None:
-        """Send the losses of an evaluation."""
-        self.send(record["iter"], evaluation_values(record, lr))
-
-    def send(self, step: int, values: dict) -> None:
-        """Send values for a step. wandb keeps the first of two values for a step."""
-        self.run.log({"iter": step, **values}, step=step)
-
-    def close(self) -> None:
-        """Finish the wandb run."""
-        self.run.finish()
+    def write(self, record: dict, text: str) -> None:
+        """Send the numbers of a record. wandb keeps the first of two values for a step."""
+        if values := chart_values(record):
+            self.run.log(values, step=record["iter"])
+        if record.get("event") in CLOSING:
+            self.run.finish()

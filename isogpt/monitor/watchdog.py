@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,11 +28,6 @@ STORE_TIMEOUT_S = 5
 SILENT_S = 8  # seconds of silence after which a rank counts as failed, if other ranks also wait for something
 
 
-def current_hook() -> Callable:
-    """Return what Python calls now for an exception that nobody catches."""
-    return sys.excepthook
-
-
 @dataclass
 class Watchdog:
     """
@@ -56,17 +50,12 @@ class Watchdog:
     store: dist.Store | None = None
     clock: Clock | None = None  # None: the run starts, and its steps are not timed yet
     saver: Saver | None = None  # None: there is no checkpoint yet
-    default_hook: Callable = field(default_factory=current_hook)  # the excepthook that ours replaces
     memory_use: "MemoryUse | None" = None  # explains running out of memory; None: a traceback does
     has_failed: bool = False  # whether a different rank has failed
     silent: list[int] = field(default_factory=list)
     reported: threading.Lock = field(default_factory=threading.Lock)
-    over: threading.Event = field(init=False, default_factory=threading.Event)
-    threads: list[threading.Thread] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.store:
-            self.start(self.store)
+    over: threading.Event = field(default_factory=threading.Event)
+    threads: list[threading.Thread] = field(default_factory=list)
 
     def start(self, store: dist.Store) -> None:
         """Begin to watch, through a store that reaches all ranks."""
@@ -91,11 +80,8 @@ class Watchdog:
             patience = 3.0 if self.has_failed else self.timeout_s
             is_in_step = self.clock is not None and self.clock.expects_progress
             if (is_in_step or self.has_failed) and time.monotonic() - since > patience:
-                self.report(
-                    "a different rank has failed"
-                    if self.has_failed
-                    else f"no progress for {self.timeout_s:g} s"
-                )
+                hang = f"no progress for {self.timeout_s:g} s"
+                self.report("a different rank has failed" if self.has_failed else hang)
                 self.finish_checkpoint()
                 os._exit(1)
 
@@ -107,11 +93,7 @@ class Watchdog:
             with suppress(Exception):  # the store ends with rank 0 or with the agent
                 self.store.set(f"beat/{self.ranks.rank}", json.dumps([number, self.position()[1]]))
                 if number % 4 == 0:
-                    now = (
-                        self.store.get(f"beat/{next_rank}")
-                        if self.store.check([f"beat/{next_rank}"])
-                        else None
-                    )
+                    now = self.read(f"beat/{next_rank}")
                     # counted, not timed: a job that was suspended as a whole has missed no beat
                     before, unchanged = now, unchanged + 1 if now and now == before else 0
                     if unchanged >= SILENT_S and not self.store.check([f"left/{next_rank}"]):
@@ -123,15 +105,13 @@ class Watchdog:
             if self.over.wait(0.25):
                 return
 
-    def beats(self) -> list[tuple[int, str] | None]:
-        """Return the last (number, position) of each rank; None if a rank has written nothing."""
-        keys = [f"beat/{rank}" for rank in range(self.ranks.world_size)]
-        return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+    def read(self, key: str) -> str | None:
+        """Return what a rank has written to the store; None: nothing."""
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
-    def errors(self) -> dict[int, str]:
-        """Return {rank: the error that ends the rank}, for ranks that have announced an error."""
-        keys = {rank: f"error/{rank}" for rank in range(self.ranks.world_size)}
-        return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
+    def read_all(self, name: str) -> list[str | None]:
+        """Return what each rank has written under a name."""
+        return [self.read(f"{name}/{rank}") for rank in range(self.ranks.world_size)]
 
     def find_silent(self) -> str:
         """
@@ -140,19 +120,20 @@ class Watchdog:
         names = rank_names(self.ranks.hosts)
         self.store.set(f"left/{self.ranks.rank}", "")
         self.store.set("failed", "")  # the others also report, while rank 0's store exists
-        before = self.beats()
+        before = self.read_all("beat")
         time.sleep(1.5)
-        after = self.beats()
-        has_left = [self.store.check([f"left/{r}"]) for r in range(len(names))]
-        positions = [beat[1] if beat else "the start" for beat in after]
-        fates = {
-            r: "does not respond" for r in range(len(names)) if before[r] == after[r] and not has_left[r]
-        }
-        fates |= {r: f"has failed ({error})" for r, error in self.errors().items() if not has_left[r]}
-        self.silent = sorted(fates)
-        if self.silent:
+        after, errors, left = (self.read_all(name) for name in ("beat", "error", "left"))
+        positions = [json.loads(beat)[1] if beat else "the start" for beat in after]
+        fates = {}
+        for r in range(len(names)):
+            if errors[r] and left[r] is None:
+                fates[r] = f"has failed ({errors[r]})"
+            elif before[r] == after[r] and left[r] is None:
+                fates[r] = "does not respond"
+        self.silent = list(fates)
+        if fates:
             return "; ".join(
-                f"{names[r]} {fates[r]}, its last position was {positions[r]}" for r in self.silent
+                f"{names[r]} {fate}, its last position was {positions[r]}" for r, fate in fates.items()
             )
         return "all ranks respond: " + ", ".join(f"{names[r]} at {positions[r]}" for r in range(len(names)))
 

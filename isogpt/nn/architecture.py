@@ -1,7 +1,6 @@
 """The architectures of the GPT family, and the shape of a model."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
@@ -41,6 +40,8 @@ ARCHS = {
 # the smallest values of fields, also for models that are made without train.py, which checks its settings
 LEAST = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": 1, "n_expert_active": 1}
 LEAST |= {"n_kv_head": 0, "n_hidden": 0, "n_expert": 0}
+# the fields that a run may set anew for weights that exist; the others describe the weights
+OF_THE_RUN = ("block_size", "dropout", "balance_loss", "router_z_loss")
 
 
 @dataclass
@@ -135,35 +136,16 @@ def problems_of_shape(values: dict) -> list[str]:
         return problems
     if 0 < c.n_expert < c.n_expert_active:
         problems.append(f"n_expert_active is {c.n_expert_active}: set it to at most n_expert, {c.n_expert}")
-    return problems + problems_of_heads(c)
-
-
-def problems_of_heads(c: SimpleNamespace) -> list[str]:
-    """The sentences of `problems_of_shape` about how heads divide the width."""
-    problems = []
-    unit = 2 if ARCHS[c.arch].rotation else 1  # rotary positions rotate pairs of features
-    multiple = unit * c.n_head
-    widths = nearest("n_embd", c.n_embd, range(multiple, 2 * (c.n_embd + c.n_head), multiple))
-    if c.n_embd % c.n_head:
-        counts = [n for n in range(1, c.n_embd + 1) if c.n_embd % (unit * n) == 0]
-        if c.n_kv_head:
-            counts = [n for n in counts if n % c.n_kv_head == 0]
-        advice = ", or ".join(filter(None, [nearest("n_head", c.n_head, counts), widths]))
-        problems.append(f"n_embd is {c.n_embd}: it must be a multiple of n_head, {c.n_head}: set {advice}")
-    elif c.n_embd % multiple:
-        size = c.n_embd // c.n_head
-        problems.append(f"n_embd / n_head is {size}: rotary positions need an even number: set {widths}")
+    # rotary positions rotate pairs of a head's features
+    multiple, name = (2 * c.n_head, "2 n_head") if ARCHS[c.arch].rotation else (c.n_head, "n_head")
+    if c.n_embd % multiple:
+        width = multiple * max(1, round(c.n_embd / multiple))
+        problems.append(
+            f"n_embd is {c.n_embd}: it must be a multiple of {name}, {multiple}: set --n_embd={width}"
+        )
     if c.n_kv_head and c.n_head % c.n_kv_head:
-        advice = nearest("n_kv_head", c.n_kv_head, [n for n in range(1, c.n_head + 1) if c.n_head % n == 0])
-        problems.append(f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}: set {advice}")
+        divisor = math.gcd(c.n_head, c.n_kv_head)
+        problems.append(
+            f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}: set --n_kv_head={divisor}"
+        )
     return problems
-
-
-def nearest(name: str, value: int, possible: Iterable[int]) -> str:
-    """
-    The nearest of the possible values, in ascending order, below and above `value`, as they are typed; "" if
-    there are none.
-    """
-    below = [n for n in possible if n < value][-1:]
-    above = [n for n in possible if n > value][:1]
-    return f"--{name}={' or '.join(map(str, below + above))}" if below + above else ""

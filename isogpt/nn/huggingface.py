@@ -32,8 +32,7 @@ CLASSES = {
     "mixtral": "MixtralForCausalLM",
 }
 # transformers' name of a GELU -> ours
-GELUS = {"gelu": "none", "gelu_python": "none"}
-GELUS |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate"), "tanh")
+GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 # values of transformers' settings with an equivalent here
 SUPPORTED = {
     "gpt2": {
@@ -90,8 +89,7 @@ MLPS = {
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 # transformers implements GPT-2's attention and MLP with Conv1D, whose weights are (in, out)
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# used in every call of from_pretrained: otherwise transformers asks at the terminal whether to run a folder's
-# Python files
+# otherwise transformers asks at the terminal whether to run a folder's Python files
 RUN_NO_CODE = {"trust_remote_code": False}
 
 
@@ -120,43 +118,33 @@ def load(name: str) -> "PreTrainedModel":
             **RUN_NO_CODE,
         )
     except Exception as e:  # transformers, safetensors and the network raise many types
-        reason = " ".join(str(e).split())[:250]
-        if name in GPT2 and isinstance(e, OSError) and "connect" in str(e):
-            files = "config.json model.safetensors tokenizer.json"
-            reason = (
-                f"it is not in the cache, and the Hugging Face hub cannot be reached. On a machine with "
-                f"Internet access, type: hf download {name} {files} --local-dir=hf-{name}. Copy that folder "
-                f"here, and set --init_from=hf-{name}"
-            )
-        if needs_code(e):
-            reason = f"it needs custom Python code, which is not run; possible are {', '.join(CLASSES)}"
-        if pointer := next(filter(is_weights_pointer, Path(name).glob("*")), None):
-            reason = f"{pointer.name} is {about_pointer(pointer)}"
-        raise ValueError(f"cannot load {name!r} with transformers: {reason}") from e
-    if report["missing_keys"]:  # transformers initializes them randomly
+        raise ValueError(f"cannot load {name!r} with transformers: {reason_of(name, e)}") from e
+    # transformers initializes weights randomly that are missing or of a different shape
+    if report["missing_keys"]:
         raise ValueError(
             f"{name!r} is not a complete {CLASSES[kind]}: {min(report['missing_keys'])} is missing"
         )
-    if report["mismatched_keys"]:  # transformers also initializes these randomly
-        key, found, expected = min(report["mismatched_keys"])
-        raise ValueError(
-            f"the weights and the config.json of {name!r} do not belong together: {key} is "
-            f"{tuple(found)}, but config.json says {tuple(expected)}"
-        )
+    if report["mismatched_keys"]:
+        key, saved, expected = min(report["mismatched_keys"])
+        shapes = f"{key} is {tuple(saved)}, but config.json says {tuple(expected)}"
+        raise ValueError(f"the weights and the config.json of {name!r} do not belong together: {shapes}")
     return hf
 
 
-def is_weights_pointer(path: Path) -> bool:
-    """
-    Whether a file that should contain weights is a pointer of Git LFS, for which transformers gives wrong
-    advice.
-    """
-    return path.suffix in (".safetensors", ".bin") and bool(about_pointer(path))
-
-
-def needs_code(error: Exception) -> bool:
-    """Whether transformers failed because RUN_NO_CODE keeps it from running the Python files of a folder."""
-    return "trust_remote_code" in str(error)
+def reason_of(name: str, error: Exception) -> str:
+    """Why transformers could not load a model, and what to do about it."""
+    for path in Path(name).glob("*"):
+        if pointer := about_pointer(path):
+            return f"{path.name} is {pointer}"
+    if "trust_remote_code" in str(error):
+        return f"it needs custom Python code, which is not run; possible are {', '.join(CLASSES)}"
+    if name in GPT2 and isinstance(error, OSError) and "connect" in str(error):
+        return (
+            "it is not in the cache, and the Hugging Face hub cannot be reached. On a machine with Internet "
+            f"access, type: hf download {name} config.json model.safetensors tokenizer.json "
+            f"--local-dir=hf-{name}. Copy that folder here, and set --init_from=hf-{name}"
+        )
+    return " ".join(str(error).split())[:250]
 
 
 def model_args(config: "PretrainedConfig") -> dict:

@@ -543,12 +543,5 @@ class ChunkedLoss(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         grad = grad / ctx.scale
         # in float32: if 1 / target_count were rounded to bfloat16, gradients would be scaled by up to 0.4%
-        return (
-            (dx.float() * grad).to(dx.dtype),
-            (dw * grad).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        dx, dw = (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype)
+        return dx, dw, None, None, None, None, None

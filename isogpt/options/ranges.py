@@ -4,6 +4,7 @@ The range of a setting, in square brackets at the end of the comment that descri
     grad_clip = 1.0  # maximum norm of the gradient (0: no clipping) [>= 0]
     beta1 = 0.9  # AdamW's decay rate of the first moment [>= 0, < 1]
     on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
+    max_iters = 600000  # number of the last step, perhaps computed as 3e9 / 491520 [>= 0, fractions]
 
 The configurator checks the values of all settings, and --help shows the ranges.
 """
@@ -12,30 +13,17 @@ import operator
 import re
 from collections.abc import Mapping
 
-from isogpt.options.values import Setting, Value
+from isogpt.options.values import FRACTIONS, Setting, Value
 
 AT_THE_END = re.compile(r"(.*?)\s*\[([^][]*)\]")
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
-COMPARISONS = {
-    ">=": (operator.ge, "at least"),
-    ">": (operator.gt, "above"),
-    "<=": (operator.le, "at most"),
-    "<": (operator.lt, "below"),
-}
-UNBROKEN = "\xa0"  # a space at which textwrap breaks no line
-LARGEST = 2**63 - 1  # whole number that NumPy and PyTorch can compute with
+COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
 def split_comment(comment: str) -> tuple[str, str]:
     """Split a comment into the description of a setting and its range; "" if there is no range."""
     match = AT_THE_END.fullmatch(comment)
     return (match[1], match[2]) if match else (comment, "")
-
-
-def described(setting: Setting) -> str:
-    """The description of a setting with the range, in which no line breaks at a space."""
-    values = setting.range.replace(" ", UNBROKEN)
-    return f"{setting.meaning} [{values}]" if values else setting.meaning
 
 
 def problems(settings: Mapping[str, Setting], values: Mapping[str, Value]) -> list[str]:
@@ -62,9 +50,9 @@ def problem_of_choice(setting: Setting, value: Value) -> str:
 
 def problem_of_limits(setting: Setting, value: Value) -> str:
     """A sentence about the first of the setting's limits that the value does not keep; "" if it keeps all."""
-    if isinstance(value, int) and value > LARGEST:
-        return f"{setting.name} is {value}: it must be below 2**63"
     for limit in setting.range.split(",") if setting.range else []:
+        if limit.strip() == FRACTIONS:
+            continue
         match = LIMIT.fullmatch(limit.strip())
         if not match:
             raise ValueError(
@@ -72,7 +60,6 @@ def problem_of_limits(setting: Setting, value: Value) -> str:
                 "[>= 0, < 1], choices such as [adamw | muon], or a comment that does not end in brackets"
             )
         sign, bound = match.groups()
-        is_within, meaning = COMPARISONS[sign]
-        if not is_within(value, float(bound)):
-            return f"{setting.name} is {value}: it must be {meaning} {bound}"
+        if not COMPARISONS[sign](value, float(bound)):
+            return f"{setting.name} is {value}: it must be {sign} {bound}"
     return ""

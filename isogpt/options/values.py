@@ -13,16 +13,8 @@ Value = int | float | bool | str
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 WANTED = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
-# Numbers of steps may be fractions: a config of nanoGPT may compute them, as in max_iters = 3e9 / 491520
-STEPS = (
-    "max_iters",
-    "eval_interval",
-    "log_interval",
-    "save_interval",
-    "warmup_iters",
-    "lr_decay_iters",
-    "cooldown_iters",
-)
+# in the range of a number of steps: a config of nanoGPT may compute max_iters = 3e9 / 491520
+FRACTIONS = "fractions"
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,7 @@ class Setting:
     def parse(self, text: str) -> Value:
         """Convert text that was typed on the command line. Raise ValueError if this is not possible."""
         if self.kind is str:
-            return without_quotes(text)
+            return self.convert(without_quotes(text))
         if self.kind is bool:
             return self.convert(BOOLS.get(text.lower()))
         try:
@@ -61,14 +53,15 @@ class Setting:
         setting. Raise ValueError if the conversion is not exact.
         """
         if self.kind is str and isinstance(value, str | os.PathLike):
-            return str(value)
+            text = str(value)  # a shell replaces ~ in `--key ~/x`, but not in `--key=~/x`
+            return os.path.expanduser(text) if text.startswith("~/") else text
         if self.kind is bool and isinstance(value, numbers.Integral) and value in (0, 1):
             return bool(value)
         if self.kind in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
             if self.kind is int and value == value // 1:  # false for nan and inf
                 return int(value)
             with suppress(OverflowError):  # a whole number beyond the range of float
-                if math.isfinite(value) and (self.kind is float or self.name in STEPS):
+                if math.isfinite(value) and (self.kind is float or FRACTIONS in self.range):
                     return float(value)
         raise ValueError(f"{value!r} is not {WANTED[self.kind]}")
 
@@ -88,5 +81,4 @@ def as_typed(value: Value) -> str:
     once for the script.
     """
     text = str(value)
-    is_plain = text.isprintable() and without_quotes(text) == text
-    return shlex.quote(text if is_plain else json.dumps(text, ensure_ascii=False))
+    return shlex.quote(text if text.isprintable() else json.dumps(text, ensure_ascii=False))

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from isogpt.nn.architecture import GPTConfig
-from isogpt.parallel.local_parts import Split, keep_local_part
+from isogpt.parallel.local_parts import Split, splits_of
 from isogpt.parallel.mesh import Mesh
 
 
@@ -69,7 +70,7 @@ def attach(model: nn.Module, plan: Sequence[Attachment], mesh: Mesh, axis: str, 
                 old, module = module, row.becomes(ranks, module)
                 put_in_place(model, old, module)
             if row.dim is not None:
-                divide_parameters(model, name, row, mesh, axis)
+                divide_parameters(model.config, module, row, mesh, axis)
             if row.inputs:
                 module.register_forward_pre_hook(partial(row.inputs, ranks))
             if row.output:
@@ -85,13 +86,16 @@ def put_in_place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 parent.add_module(name, new)
 
 
-def divide_parameters(model: nn.Module, name: str, row: Attachment, mesh: Mesh, axis: str) -> None:
+def divide_parameters(config: GPTConfig, module: nn.Module, row: Attachment, mesh: Mesh, axis: str) -> None:
     """Keep this rank's part of each parameter of a module, if the parameter has the dimension of the row."""
-    for leaf, p in list(model.get_submodule(name).named_parameters(recurse=False)):
+    for name, p in list(module.named_parameters(recurse=False)):
         if row.dim < p.dim():
-            sections = row.sections(model.config, p.size(row.dim))
+            sections = row.sections(config, p.size(row.dim))
             split = Split(axis, row.dim, sections, mesh.index(axis), mesh.size(axis))
-            keep_local_part(model, f"{name}.{leaf}", split)
+            shape = [split.length() if dim == row.dim else n for dim, n in enumerate(p.shape)]
+            part = nn.Parameter(torch.empty(shape, device=p.device))
+            part.splits = (*splits_of(p), split)
+            setattr(module, name, part)
 
 
 def replace_seams(model: nn.Module, **functions: Callable) -> None:

@@ -1,7 +1,7 @@
 """Compare the weights of ranks that hold the same parameters."""
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import torch
@@ -35,14 +35,14 @@ def weight_differences(model: nn.Module, island: int = 0) -> str:
     sums = [piece.contiguous().view(torch.int32).sum(dtype=torch.int64) for _, _, piece in pieces]
     sums = torch.stack(sums).tolist() if sums else []  # a single copy from the device
     mine = {(name, offsets, island): value for (name, offsets, _), value in zip(pieces, sums, strict=True)}
-    found = defaultdict(list)  # {(name, offsets, island): [(rank, checksum)]}
+    checksums = defaultdict(dict)  # {(name, offsets, island): {rank: checksum}}
     for rank, theirs in enumerate(gather_objects(mine)):
         for key, value in theirs.items():
-            found[key].append((rank, value))
+            checksums[key][rank] = value
     wrong = defaultdict(set)
-    for (name, *_), values in found.items():
-        usual = most_common([value for _, value in values])
-        wrong[name] |= {rank for rank, value in values if value != usual}
+    for (name, *_), by_rank in checksums.items():
+        ((usual, _),) = Counter(by_rank.values()).most_common(1)
+        wrong[name] |= {rank for rank, value in by_rank.items() if value != usual}
     texts = [
         f"{name} differs on rank {', '.join(map(str, sorted(ranks)))}"
         for name, ranks in wrong.items()
@@ -67,11 +67,6 @@ def weights_digest(model: nn.Module, mesh: Mesh) -> str:
         if i % copies == number:
             whole = whole.add_(0.0)  # -0 becomes 0, as the sum over the shards makes it
             mine[name] = hashlib.sha256(whole.cpu().numpy()).hexdigest()
-    found = {name: digest for digests in gather_objects(mine) for name, digest in digests.items()}
-    lines = "".join(f"{name} {found[name]}\n" for name in sorted(found))
+    digests = {name: digest for theirs in gather_objects(mine) for name, digest in theirs.items()}
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()[:DIGITS]
-
-
-def most_common(values: list[int]) -> int:
-    """Return the value that occurs most often; of several such values, the smallest."""
-    return min(values, key=lambda value: (-values.count(value), value))

@@ -5,14 +5,10 @@ import torch.nn as nn
 
 from isogpt.launch.together import gather_objects
 from isogpt.nn import generation
-from isogpt.nn.experts import MoE
 from isogpt.nn.kernels import summed_loss
 from isogpt.parallel.attach import replace_seams
-from isogpt.parallel.local_parts import is_split
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-
-EXCHANGE = "expert parallelism: a step's token counts decide how many rows a rank receives"
 
 
 def compile_model(model: nn.Module, device: torch.device, plan: Plan, mesh: Mesh) -> str:
@@ -79,13 +75,8 @@ def compile_generation(model: nn.Module, device: torch.device, splits_model: boo
 def compile_parts(model: nn.Module, by_block: bool, **options: object) -> None:
     """
     Compile the model, or its blocks and its loss, in place. Shapes are fixed: an evaluation uses separate
-    graphs. Experts on several ranks run uncompiled, because the number of rows that they receive is different
-    each time.
+    graphs.
     """
-    for block in model.transformer.h:
-        if isinstance(block.mlp, MoE) and is_split(block.mlp.experts.c_fc.weight, "ep"):
-            exchange = torch.compiler.disable(block.mlp.seams.experts, reason=EXCHANGE)
-            replace_seams(block.mlp, experts=exchange)
     for part in model.transformer.h if by_block else [model]:
         part.compile(dynamic=False, **options)
     # not the loss of tensor parallelism, which communicates; warning: nor a partial of summed_loss

@@ -59,12 +59,6 @@ def rounded(x: Tensor, unit: float) -> Tensor:
     return (x.double() + shift).sub_(shift)
 
 
-def write_rounded(totals: Tensor, values: Tensor, factor: Tensor) -> None:
-    """Write `values` (n,) times `factor`, rounded to integers, to the int64 `totals` (n,)."""
-    for total, part in in_chunks(totals, values):
-        total.copy_((part * factor).round_())
-
-
 def add_rounded(totals: Tensor, values: Tensor, factor: Tensor) -> None:
     """Add `values` (n,) times `factor`, rounded to integers, to the int64 `totals` (n,), in place."""
     for total, part in in_chunks(totals, values):
@@ -120,7 +114,6 @@ class ExactSums:
     scaler: torch.amp.GradScaler
     keeps_memory: bool = field(init=False, default=False)  # see FloatSums
     totals: dict[Hashable, Tensor] = field(default_factory=dict)  # int64 sums, by bucket, unit or parameter
-    begun: set[Hashable] = field(default_factory=set)  # sums that contain a term of this step
     fits: dict[Hashable, Tensor] = field(default_factory=dict)  # whether this rank's terms of a sum did fit
     buckets: list[Tensor] = field(default_factory=list)  # DDP's flat gradients
     is_padding: bool = False  # whether the current micro-batch consists of padding rows
@@ -164,7 +157,8 @@ class ExactSums:
         self.wrapped.zero_grad(set_to_none=not self.keeps_memory)
         scale = self.scaler.scale(torch.ones((), device=self.device))
         self.to_units, self.from_units = 1 / (UNIT * scale), UNIT * scale
-        self.begun.clear()
+        for total in self.totals.values():
+            total.zero_()
         self.fits.clear()
         if self.model.config.n_expert:
             self.routing = self.model.routing.double()
@@ -206,28 +200,25 @@ class ExactSums:
                 p.grad = None
 
     def add(self, key: Hashable, values: Tensor) -> None:
-        """Add this micro-batch's flat gradients to a sum. A first term replaces the last step's sum."""
-        if key not in self.totals:
-            self.totals[key] = torch.empty(values.numel(), dtype=torch.int64, device=values.device)
-        is_first = key not in self.begun
-        self.begun.add(key)
-        if self.is_padding:
-            if is_first:
-                self.totals[key].zero_()
-            return
-        self.check(key, values)
-        if is_first:
-            write_rounded(self.totals[key], values, self.to_units)
-        else:
-            add_rounded(self.totals[key], values, self.to_units)
+        """Add this micro-batch's flat gradients to a sum."""
+        total = self.total(key, values)
+        if not self.is_padding:
+            self.add_terms(key, total, values)
 
-    def check(self, key: Hashable, values: Tensor) -> None:
-        """Note whether values can be added: they are finite and small enough."""
+    def total(self, key: Hashable, values: Tensor) -> Tensor:
+        """The integers of a sum, as many as `values`."""
+        if key not in self.totals:
+            self.totals[key] = torch.zeros(values.numel(), dtype=torch.int64, device=values.device)
+        return self.totals[key]
+
+    def add_terms(self, key: Hashable, total: Tensor, values: Tensor) -> None:
+        """Add values to integers, and note whether they can be added: they are finite and small enough."""
         if not values.numel():
             return
         low, high = (bound * self.to_units for bound in torch.aminmax(values))
         fit = (low >= -self.largest) & (high <= self.largest)  # False for NaN
         self.fits[key] = fit & self.fits[key] if key in self.fits else fit
+        add_rounded(total, values, self.to_units)
 
     def write(self, key: Hashable, values: Tensor) -> None:
         """Write a complete sum as flat gradients: NaN if this rank's terms did not fit."""
@@ -244,11 +235,9 @@ class ExactSums:
         if self.reduces_shards or self.buckets:
             return
         params = list(self.model.parameters())
-        for p in params:
-            if p not in self.begun:  # a rank of a pipeline whose micro-batches are all padding
-                self.totals[p] = torch.zeros(local(p).numel(), dtype=torch.int64, device=p.device)
+        totals = [self.total(p, local(p)) for p in params]
         if self.group:
-            sum_in_buckets([self.totals[p] for p in params], self.group)
+            sum_in_buckets(totals, self.group)
         for p in params:
             p.grad = torch.empty_like(p, requires_grad=False)
             self.write(p, local(p.grad).view(-1))
@@ -313,22 +302,15 @@ class IntegerReduceScatter:
         """
         Add the sum of the ranks' gradients of a micro-batch to this rank's shards (all ranks of the group).
         """
-        sums, terms = self.sums, torch.empty_like(input_tensor, dtype=torch.int64)
-        if sums.is_padding:
-            terms.zero_()
-        else:
-            sums.check(self, input_tensor)
-            write_rounded(terms, input_tensor, sums.to_units)
+        sums, terms = self.sums, torch.zeros_like(input_tensor, dtype=torch.int64)
+        if not sums.is_padding:
+            sums.add_terms(self, terms, input_tensor)
         shard = torch.empty_like(output_tensor, dtype=torch.int64)
         reduce_scatter_single(shard, terms, group=group)
-        if self in sums.begun:
-            sums.totals[self] += shard
-        else:
-            sums.totals[self] = shard
-        sums.begun.add(self)
+        total = sums.total(self, output_tensor).add_(shard)
         if not sums.is_last:
             output_tensor.zero_()
             return
         if sums.group:
-            dist.all_reduce(sums.totals[self], group=sums.group)
+            dist.all_reduce(total, group=sums.group)
         sums.write(self, output_tensor)

@@ -149,16 +149,6 @@ def local_part_of(tensor: Tensor, splits: Splits = ()) -> LocalPart:
     return LocalPart(torch.Size(shape), tuple(pieces))
 
 
-def keep_local_part(model: nn.Module, name: str, split: Split) -> None:
-    """Replace a parameter on the meta device by this rank's part of it."""
-    p = model.get_parameter(name)
-    owner, _, leaf = name.rpartition(".")
-    shape = [split.length() if dim == split.dim else n for dim, n in enumerate(p.shape)]
-    part = nn.Parameter(torch.empty(shape, device=p.device))
-    part.splits = (*splits_of(p), split)
-    setattr(model.get_submodule(owner), leaf, part)
-
-
 def splits_of(p: Tensor) -> Splits:
     """How expert and tensor parallelism have split a parameter."""
     return getattr(p, "splits", ())

@@ -17,7 +17,7 @@ from torch.distributed import DeviceMesh, ProcessGroup, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, get_backend_config
 
 from isogpt.launch.device import collectives_timeout
-from isogpt.parallel.local_parts import is_split
+from isogpt.parallel.local_parts import splits_of
 from isogpt.parallel.plan import Plan
 
 # HSDP with further axes needs a slice of a flattened mesh dimension: torch 2.13 offers no other way
@@ -41,7 +41,7 @@ class Role:
     @property
     def index(self) -> int:
         """The number of this rank among them."""
-        return self.mesh.rank_and_size(*self.axes)[0]
+        return self.mesh.index(*self.axes)
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -54,7 +54,7 @@ class Role:
 
     def of(self, p: Tensor) -> "Role":
         """Those that hold the same part of a parameter that expert or tensor parallelism may divide."""
-        return Role(self.mesh, tuple(axis for axis in self.axes if not is_split(p, axis)))
+        return self.without(*(split.axis for split in splits_of(p)))
 
 
 @dataclass
@@ -87,17 +87,13 @@ class Mesh:
         """Number of ranks along these axes together."""
         return prod(getattr(self, axis) for axis in axes)
 
-    def index(self, axis: str, rank: int | None = None) -> int:
-        """The coordinate of this rank, or of a given rank, along an axis."""
-        inner = prod(getattr(self, a) for a in AXES[AXES.index(axis) + 1 :])
-        return (self.rank if rank is None else rank) // inner % getattr(self, axis)
-
-    def rank_and_size(self, *axes: str, rank: int | None = None) -> tuple[int, int]:
-        """(number of this or a given rank among the ranks along these axes, how many ranks these are)."""
+    def index(self, *axes: str) -> int:
+        """The number of this rank among the ranks along these axes."""
         number = 0
         for axis in axes:
-            number = number * self.size(axis) + self.index(axis, rank)
-        return number, self.size(*axes)
+            inner = self.size(*AXES[AXES.index(axis) + 1 :])
+            number = number * self.size(axis) + self.rank // inner % self.size(axis)
+        return number
 
     @property
     def readers(self) -> Role:
@@ -141,11 +137,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which share of the batch this rank reads."""
-        return self.data_rank_of(self.rank)
-
-    def data_rank_of(self, rank: int) -> int:
-        """Which share of the batch a rank reads."""
-        return self.rank_and_size(*self.readers.axes, rank=rank)[0]
+        return self.readers.index
 
     @property
     def data_size(self) -> int:
@@ -238,19 +230,15 @@ def make_mesh(rank: int, plan: Plan, timeout_s: float = 600.0) -> Mesh:
     an island, ZeRO stages 0 and 1 replicate the parameters over these ranks, stages 2 and 3 shard them; ep
     divides experts.
     """
-    left = plan.world_size // (plan.islands * plan.pp * plan.ep * plan.cp * plan.tp)
-    replicate, shard = left, 1
+    degrees = {axis: getattr(plan, axis) for axis in AXES if not axis.startswith("dp_")}
+    replicate, shard = plan.world_size // prod(degrees.values()), 1
     if plan.zero >= 2:
-        replicate, shard = plan.dp_replicate, left // plan.dp_replicate
+        replicate, shard = plan.dp_replicate, replicate // plan.dp_replicate
     return Mesh(
         rank,
-        islands=plan.islands,
-        pp=plan.pp,
+        **degrees,
         dp_replicate=replicate,
         dp_shard=shard,
-        ep=plan.ep,
-        cp=plan.cp,
-        tp=plan.tp,
         timeout_s=timeout_s,
         shards_parameters=plan.zero >= 2,
     )

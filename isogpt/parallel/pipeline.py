@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
-from math import inf
 
 import torch
 import torch.distributed as dist
@@ -49,18 +48,13 @@ def cut_evenly(costs: tuple[float, ...], n: int) -> tuple[range, ...]:
         """The cost of the most expensive of the runs that begin at `first`, and where the first run ends."""
         if runs == 1:
             return before[-1] - before[first], len(costs)
-        found = (inf, len(costs))
-        for end in range(first + 1, len(costs) - runs + 2):
-            own = before[end] - before[first]
-            found = min(found, (max(best(end, runs - 1)[0], own), end))
-            if own > found[0]:
-                break  # longer first runs cost more
-        return found
+        ends = range(first + 1, len(costs) - runs + 2)
+        return min((max(best(end, runs - 1)[0], before[end] - before[first]), end) for end in ends)
 
-    cuts = [0]
+    starts = [0]
     for runs in range(n, 0, -1):
-        cuts.append(best(cuts[-1], runs)[1])
-    return tuple(range(*ends) for ends in pairwise(cuts))
+        starts.append(best(starts[-1], runs)[1])
+    return tuple(range(*ends) for ends in pairwise(starts))
 
 
 def block_costs(model: nn.Module) -> list[float]:

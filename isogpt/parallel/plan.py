@@ -54,7 +54,6 @@ class Plan:
     outer_lr: float
     outer_momentum: float
     outer_compression: str
-    outer_parts: int
     ddp_bucket_mb: float
     fsdp_prefetch: int
     activation_checkpointing: str
@@ -127,5 +126,5 @@ def plan_of(config: dict, islands: int, **decided: Any) -> Plan:
     values = {field.name: config[field.name] for field in fields(Plan) if field.name in config}
     values |= {"zero": normalized(config)["zero"], "micro_batch": config["batch_size"], "islands": islands}
     if islands == 1:
-        values |= {"local_steps": 1, "outer_parts": 1, "outer_compression": "none"}
+        values |= {"local_steps": 1, "outer_compression": "none"}
     return Plan(**values | decided)

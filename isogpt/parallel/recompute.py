@@ -39,24 +39,16 @@ def recompute(model: nn.Module, mode: str) -> None:
         mode: 'none'; 'full' recomputes every block; 'selective' recomputes every block except for the results
             of matmuls and attention; 'every:K' recomputes one block in K.
     """
-    every = recompute_every(mode)
-    options = (
-        {"context_fn": partial(create_selective_checkpoint_contexts, KEPT)} if mode == "selective" else {}
-    )
-    for block in model.transformer.h[::every] if every else []:
-        block.seams = replace(block.seams, block=recomputing(options))
+    every, options = recompute_every(mode), {}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
 
-
-def recomputing(options: dict) -> Callable:
-    """
-    What calls a block's computation so that it is recomputed. A function, since torch.compile skips a partial
-    of `checkpoint`.
-    """
-
+    # not a partial of `checkpoint`, which torch.compile skips
     def recomputed_block(compute: Callable, *args: object) -> Tensor:
         return checkpoint(compute, *args, use_reentrant=False, **options)
 
-    return recomputed_block
+    for block in model.transformer.h[::every] if every else []:
+        block.seams = replace(block.seams, block=recomputed_block)
 
 
 def recompute_every(mode: str) -> int:

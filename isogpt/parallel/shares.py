@@ -225,15 +225,10 @@ def parse_shares(shares: str, data_size: int | None = None) -> tuple[float, ...]
             "data-parallel rank, such as 2,1,1"
         )
     if data_size not in (None, len(speeds)):
-        if data_size == 1:
-            raise ValueError(
-                f"shares is {shares!r}, but there is only one data-parallel rank: set --shares=equal, or "
-                "start more processes"
-            )
         example = spell_shares((*speeds, *(1.0,) * data_size)[:data_size])
         raise ValueError(
             f"shares is {shares!r}, {len(speeds)} numbers for {data_size} data-parallel ranks: set one for "
-            f"each, such as --shares={example}"
+            f"each, such as --shares={example}, or --shares=equal"
         )
     return speeds
 

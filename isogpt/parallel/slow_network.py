@@ -20,22 +20,18 @@ class SlowNetwork:
     """Gradient compression and islands; the methods do nothing where neither is used."""
 
     model: nn.Module
-    compression: "Compression | None" = None
-    islands: "Islands | None" = None
+    compression: Compression | None
+    islands: Islands | None
 
     @property
     def island(self) -> tuple[int, int]:
         """(the number of this rank's island, how many islands there are)."""
-        return self.islands.mesh.rank_and_size("islands") if self.islands else (0, 1)
+        return (self.islands.mesh.index("islands"), self.islands.mesh.islands) if self.islands else (0, 1)
 
     def attach(self, model: nn.Module) -> None:
-        """
-        Let DistributedDataParallel send compressed gradients, after its buckets are final, and send again
-        what islands were sending when the checkpoint was saved (all ranks).
-        """
+        """Let DistributedDataParallel send compressed gradients, after its buckets are final."""
         if self.compression:
             self.compression.attach(model)
-        self.resume()
 
     def after_step(self, step: int) -> None:
         """Average the islands' weights, if that is due after this step (all ranks)."""
@@ -54,11 +50,6 @@ class SlowNetwork:
         """
         return self.islands.outer_weights() if self.islands else nullcontext()
 
-    def wait(self) -> None:
-        """Wait for what is being sent in the background (all ranks)."""
-        if self.islands:
-            self.islands.wait()
-
     def saved_weights(self) -> dict[str, LocalPart]:
         """The weights that a checkpoint stores as the model's."""
         return self.islands.saved_weights() if self.islands else local_parts_by_name(self.model)
@@ -70,28 +61,15 @@ class SlowNetwork:
             parts[name] = parts.get(name, {}) | others
         return parts
 
-    def describe(self) -> dict:
-        """What a checkpoint stores of this object that is not a tensor."""
-        return {"averaged_at": self.islands.averaged_at} if self.islands else {}
-
-    def restart(
-        self, step: int, saved: dict[str, torch.Size] | None = None, averaged_at: int | None = None
-    ) -> None:
+    def restart(self, step: int, saved: dict[str, torch.Size] | None = None) -> None:
         """
-        Start from the model's weights at a step, without errors or an outer momentum.
-
-        Tensors are allocated for what a checkpoint saved, by names (see state.flat) and shapes.
-        `averaged_at` is what the checkpoint recorded of `describe`.
+        Start from the model's weights at a step, without errors or an outer momentum. Tensors are allocated
+        for what a checkpoint saved, by names (see state.flat) and shapes.
         """
         if self.compression:
             self.compression.restart(step, saved or {})
         if self.islands:
-            self.islands.restart(step, saved or {}, averaged_at)
-
-    def resume(self) -> None:
-        """Continue with the `saved_parts` that were read from a checkpoint (all ranks)."""
-        if self.islands:
-            self.islands.resume()
+            self.islands.restart()
 
 
 def keeps_errors(grad_compression: str) -> bool:
@@ -106,12 +84,8 @@ def make_slow_network(model: nn.Module, mesh: Mesh, plan: Plan) -> SlowNetwork:
     """
     compression = islands = None
     if plan.grad_compression != "none" and mesh.replicas.size > 1:
-        from isogpt.parallel.compression import Compression
-
-        kind, _, amount = plan.grad_compression.partition(":")
-        compression = Compression(kind, float(amount or 0), mesh, next(model.parameters()).device)
+        kind, _, rank = plan.grad_compression.partition(":")
+        compression = Compression(kind, int(rank or 1), mesh, next(model.parameters()).device)
     if mesh.islands > 1:
-        from isogpt.parallel.local_sgd import Islands
-
         islands = Islands(model, mesh, plan)
     return SlowNetwork(model, compression, islands)

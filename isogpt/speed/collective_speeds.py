@@ -19,8 +19,7 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
     is the input or the output, whichever is larger, and bus bandwidth is what each link carries.
 
     Returns:
-        {operation, bytes, us, gb_per_s} for each measurement, or {operation, bytes, problem} if the backend
-        does not support the collective.
+        {operation, bytes, ranks, us, gb_per_s} for each measurement.
 
     Raises:
         ValueError: there is only one process, or the others cannot be reached.
@@ -44,21 +43,13 @@ def measure_collectives(device: str, backend: str, timeout_s: float) -> list[dic
     if ranks.is_main:
         smallest = [cell for cell in cells if cell["bytes"] == cells[0]["bytes"]]
         print(f"  {'1 KB, in µs':>12}" + columns(smallest, "us", ".1f"))
-        for cell in smallest:
-            if "problem" in cell:
-                print(f"  {cell['operation']}: {cell['problem']}")
     leave_process_group()
     return cells
 
 
 def columns(cells: list[dict], key: str, form: str = "") -> str:
     """One figure, or the name, of each cell of a row."""
-    return "".join(f"{shown(cell.get(key), form):>16}" for cell in cells)
-
-
-def shown(value: float | None, form: str) -> str:
-    """Format a figure; n/a if it is not known."""
-    return "n/a" if value is None else format(value, form)
+    return "".join(f"{format(cell[key], form):>16}" for cell in cells)
 
 
 def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
@@ -74,13 +65,9 @@ def measure_all(size: int, n: int, device: torch.device) -> list[dict]:
         ("broadcast", 1.0, dist.broadcast, whole, 0),
         ("all-to-all", (n - 1) / n, dist.all_to_all_single, other, whole),
     ):
-        cell = {"operation": name, "bytes": whole.nbytes, "ranks": n}
-        try:
-            seconds = mean_seconds(device, function, *arguments)
-            cell |= {"us": seconds * 1e6, "gb_per_s": factor * whole.nbytes / seconds / 1e9}
-        except (RuntimeError, NotImplementedError) as e:
-            cell["problem"] = f"not supported by this backend: {e}"
-        cells.append(cell)
+        seconds = mean_seconds(device, function, *arguments)
+        figures = {"us": seconds * 1e6, "gb_per_s": factor * whole.nbytes / seconds / 1e9}
+        cells.append({"operation": name, "bytes": whole.nbytes, "ranks": n} | figures)
     return cells
 
 

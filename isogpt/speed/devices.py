@@ -6,12 +6,9 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil, log2
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
 from isogpt.launch.device import synchronize
 from isogpt.launch.network import own_cores
@@ -44,7 +41,6 @@ class Hardware:
         gather, scatter: time of the bytes of an all-gather and of a reduce-scatter, as a multiple of half an
             all-reduce's; more than 1 where the backend copies, as gloo does.
         overlaps: whether collectives run at the same time as computation; on a CPU they slow it down.
-        sharing: processes per device; more than 1 where processes share the cores of a CPU.
         fixed_gb: memory that a process takes before it allocates a model.
     """
 
@@ -59,7 +55,6 @@ class Hardware:
     gather: float = 1.0
     scatter: float = 1.0
     overlaps: bool = True
-    sharing: float = 1.0
     fixed_gb: float = 1.5
 
 
@@ -173,96 +168,52 @@ def hardware_of(device: torch.device, dtype: str, nproc: int) -> Hardware:
             bandwidth = BANDWIDTH * gpu.bytes_per_s
             memory_gb = properties.total_memory / 1e9
             return replace(HARDWARE[gpu.plan], memory_gb=memory_gb, bytes_per_s=bandwidth)
-    return hardware_here(device, dtype, nproc, [])
+    return hardware_here(device, dtype, nproc)
 
 
-def hardware_here(device: torch.device, dtype: str, nproc: int, collectives: list[dict]) -> Hardware:
+def hardware_here(device: torch.device, dtype: str, nproc: int, local: Link | None = None) -> Hardware:
     """
-    Measure this machine with `nproc` processes: a large and a narrow matmul, attention, and a copy.
+    Measure a large matmul and a copy on this machine, whose cores `nproc` processes share. The rest is usual.
 
     Args:
-        collectives: the result of measure_collectives for `nproc` processes; empty for one process.
+        local: the link between its devices, if it was measured.
     """
     set_numerics(device, dtype, False)
-    is_gpu, threads, cores = device.type == "cuda", torch.get_num_threads(), len(own_cores())
+    is_gpu, threads = device.type == "cuda", torch.get_num_threads()
     if not is_gpu:
-        torch.set_num_threads(cores)
-    matmul, one = measured_matmul(device, dtype), torch.ones(1, device=device)
-    machine = Hardware(
-        memory_of(device) / 1e9,
-        matmul,
-        measured_copy(device),
-        half=measured_half(device, dtype, matmul),
-        attention=measured_attention(device, dtype) / matmul,
-        kernel_s=fastest(one.add, one),
-        overlaps=is_gpu,
-        **links_of(collectives, is_gpu),
-    )
-    if is_gpu:
-        return machine
-    # a process is a device: it uses some of the cores, and shares them if there are more processes than cores
-    torch.set_num_threads(threads)
-    part = max(1, cores // nproc) / cores
-    return replace(
-        machine,
-        memory_gb=machine.memory_gb / nproc,
-        matmul=part * machine.matmul,
-        bytes_per_s=part * machine.bytes_per_s,
-        sharing=max(1.0, nproc * part),
-        fixed_gb=0.42 if nproc > 1 else 0.38,
-    )
-
-
-def links_of(collectives: list[dict], is_gpu: bool) -> dict:
-    """
-    Return the fields of Hardware that describe links: as measured within the machine, else usual values.
-    """
+        torch.set_num_threads(len(own_cores()))
+    devices = 1 if is_gpu else nproc
     usual = HARDWARE["4090" if is_gpu else "cpu"]
-    links = {name: getattr(usual, name) for name in ("local", "network", "gather", "scatter")}
-    cells = {
-        name: [cell for cell in collectives if cell["operation"] == name and "us" in cell]
-        for name in ("all-reduce", "all-gather", "reduce-scatter")
-    }
-    if not all(cells.values()):
-        return links
-    reduce, gather, scatter = (
-        np.array([cell["gb_per_s"] * 1e9 for cell in of_operation if cell["bytes"] >= 2**20])
-        for of_operation in cells.values()
+    machine = replace(
+        usual,
+        memory_gb=memory_of(device) / 1e9 / devices,
+        matmul=measured_matmul(device, dtype) / devices,
+        bytes_per_s=measured_copy(device) / devices,
+        local=local or usual.local,
     )
-    smallest = cells["all-reduce"][0]
+    torch.set_num_threads(threads)
+    return machine
+
+
+def measured_link(collectives: list[dict]) -> Link:
+    """The link between the devices of this machine, from the result of measure_collectives."""
+    reductions = [cell for cell in collectives if cell["operation"] == "all-reduce"]
+    smallest = reductions[0]
     latency = smallest["us"] * 1e-6 / (2 * ceil(log2(smallest["ranks"])))
-    if not is_gpu:  # between computations, threads have to be woken up, which takes as long
-        latency *= 2
-    return links | {
-        "local": Link(latency, float(np.median(reduce))),
-        "gather": float(np.median(reduce / gather)),
-        "scatter": float(np.median(reduce / scatter)),
-    }
+    return Link(latency, max(cell["gb_per_s"] for cell in reductions) * 1e9)
 
 
-def named_hardware(
-    name: str,
-    network_gbit: float,
-    machine: Hardware | None = None,
-    memory_gb: float = 0.0,
-    tflops: float = 0.0,
-) -> Hardware:
+def changed_hardware(hw: Hardware, network_gbit: float, memory_gb: float, tflops: float) -> Hardware:
     """
-    Return the Hardware with a name: a key of HARDWARE, or 'this' for `machine`, which was measured.
+    Return the Hardware of a card that is like `hw`, except for the values that are not 0.
 
     Args:
-        network_gbit: each machine's bandwidth to other machines (0: usual).
-        memory_gb, tflops: memory and peak of a different card that is otherwise like this one (0: as here).
+        network_gbit: each machine's bandwidth to other machines.
+        tflops: the peak of the card's data sheet.
     """
-    hardware = machine if name == "this" else HARDWARE[name]
-    if network_gbit:
-        network = replace(hardware.network, bytes_per_s=network_gbit * 1e9 / 8 * 0.94)
-        hardware = replace(hardware, network=network)
-    if memory_gb:
-        hardware = replace(hardware, memory_gb=memory_gb)
-    if tflops:
-        hardware = replace(hardware, matmul=REACHED * tflops * 1e12)
-    return hardware
+    network = replace(hw.network, bytes_per_s=network_gbit * 1e9 / 8 * 0.94) if network_gbit else hw.network
+    matmul = REACHED * tflops * 1e12 if tflops else hw.matmul
+    return replace(hw, network=network, memory_gb=memory_gb or hw.memory_gb, matmul=matmul)
 
 
 def known_gpu(device_name: str) -> Gpu | None:
@@ -312,21 +263,6 @@ def measured_copy(device: torch.device) -> float:
     """Bytes/s read and written by a copy of 256 MiB."""
     source = torch.ones(2**26, device=device)
     return 2 * source.nbytes / fastest(torch.empty_like(source).copy_, source, 0.3)
-
-
-def measured_half(device: torch.device, dtype: str, peak: float, narrow: int = 64) -> float:
-    """See Hardware.half, from a matmul with a small dimension. `peak`: the FLOP/s of a large matmul."""
-    shapes = ((1024, narrow), (narrow, 1024))
-    a, b = (torch.randn(shape, device=device).to(DTYPES[dtype]) for shape in shapes)
-    flops_per_s = 2 * 1024 * narrow * 1024 / fastest(a.matmul, b)
-    return narrow * max(0.0, peak / flops_per_s - 1)
-
-
-def measured_attention(device: torch.device, dtype: str) -> float:
-    """FLOP/s of causal attention."""
-    q = torch.randn(4, 8, 512, 64, device=device).to(DTYPES[dtype])
-    causal = partial(F.scaled_dot_product_attention, key=q, value=q, is_causal=True)
-    return 2 * q.numel() * q.size(2) / fastest(causal, q)
 
 
 def memory_of(device: torch.device) -> int:

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryFile
 
-from isogpt.common import console
 from isogpt.common.files import read_records
 from isogpt.speed.memory import OUT_OF_MEMORY
 from isogpt.speed.profiling import PROFILE_SKIP, PROFILE_STEPS, traced_collectives
@@ -34,8 +32,6 @@ FIXED = {
     "alert_command": "",
     "sample_interval": 0,
 }
-# beginnings of lines that are about the short launch, which ends before the settings' warm-up does
-NOT_SHOWN = ("step ", "done", "waiting", "the loss curve", "no plot", "note:    the run ends")
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,7 @@ class Launches:
         Train for `steps` steps after a warm-up. Returns `figures` on rank 0 and {} on other ranks, or
         {"problem": why the launch failed}.
         """
-        nproc = str(settings["nproc"])
-        if not nproc.isdecimal() or int(nproc) == 0:
-            return {"problem": f"nproc is {nproc!r}: it must be a whole number of at least 1"}
+        nproc = int(settings["nproc"])
         # with grad_sync never, only the collectives of tp, cp and ep remain: the trace has their durations
         divides_activations = any(str(settings[name]) != "1" for name in ("tp", "cp", "ep"))
         is_traced = (self.profile and show) or (settings["grad_sync"] == "never" and divides_activations)
@@ -76,7 +70,7 @@ class Launches:
         settings |= {"profile": is_traced, "out_dir": out, "max_iters": warm_up + steps - 1}
         settings["gradient_accumulation_steps"] = settings["gradient_accumulation_steps"] or nproc
         # train.py launches as many processes
-        settings["nproc"] = 0 if self.is_launched or int(nproc) == 1 else nproc
+        settings["nproc"] = 0 if self.is_launched or nproc == 1 else nproc
         code, errors = self.start([f"--{name}={value}" for name, value in settings.items()], show)
         if code:
             return {"problem": reason_for(code, errors)}
@@ -88,17 +82,13 @@ class Launches:
         if self.is_launched:  # by torchrun's agent, or by rank 0 of bench.py, which serves the store
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         command = [sys.executable, str(self.train_py), *arguments]
-        with TemporaryFile("w+", errors="replace") as stderr:
-            pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
-            with subprocess.Popen(command, text=True, env=env, **pipes) as process:
-                for line in process.stdout:
-                    if show and not line.startswith(NOT_SHOWN):
-                        console.print_line(line.rstrip("\n"))
-            stderr.seek(0)
-            errors = stderr.read()
+        stdout = None if show else subprocess.DEVNULL
+        run = subprocess.run(
+            command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
         if show:
-            sys.stderr.write(without_torchrun(errors))
-        return process.returncode, errors
+            sys.stderr.write(without_torchrun(run.stderr))
+        return run.returncode, run.stderr
 
 
 def without_torchrun(errors: str) -> str:
@@ -115,9 +105,10 @@ def reason_for(code: int, errors: str) -> str:
         return "out of memory"
     if code == -9 or "Signal 9 (SIGKILL)" in errors:
         return "killed (SIGKILL), probably because the machine ran out of memory"
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in without_torchrun(errors).splitlines()]
-    lines = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))]
-    lines = [line for line in lines if "lost the connection" not in line]
+    text = re.sub(r"^\[rank\d+\]: ?", "", without_torchrun(errors), flags=re.M)
+    lines = [
+        line for line in text.splitlines() if re.match(r"\S", line) and "lost the connection" not in line
+    ]
     messages = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (messages or lines or [f"exit status {code}"])[-1]
 

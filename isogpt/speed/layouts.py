@@ -3,6 +3,7 @@ The layouts that a number of devices allows, ranked by predicted speed: for `ben
 `train.py --layout=auto`. A layout's setting that is not at the default is kept.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -15,7 +16,7 @@ from isogpt.speed.prediction import SCHEDULES, Prediction, predict
 from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import check_layout
 
-MOST_DEVICES = 2**17  # to plan for, and to look for a number of devices on which the model fits
+MOST_DOUBLINGS = 15  # of a machine, to look for a number of devices on which the model fits
 BATCH = ("batch_size", "gradient_accumulation_steps")  # always typed in a command
 DEGREES = ("zero", "dp_replicate", "tp", "pp", "cp", "ep")
 RECOMPUTE = ("none", "selective", "full")
@@ -86,28 +87,25 @@ def predictions_of(wanted: Plan, layout: Plan, hw: Hardware, per_node: int) -> I
     Args:
         wanted: the plan that the settings describe, whose values are kept if they are not the defaults.
     """
-    sequences, sizes = wanted.sequences, micro_batches(wanted, layout)
-    modes = fixed_or(wanted, "activation_checkpointing", RECOMPUTE)
-    schedules = [s for s in fixed_or(wanted, "pp_schedule", SCHEDULES) if allows(wanted, layout, s)]
-    has_fit = False
-    for mode, schedule in product(modes, schedules):
-        if mode != modes[0] and has_fit:
-            return  # if a plan without recomputation fits, recomputation only costs time
+    schedules = fixed_or(wanted, "pp_schedule", SCHEDULES if layout.pp > 1 else ["1f1b"])
+    possible = [s for s in schedules if wanted.model_args["n_layer"] >= layout.pp * stages_per_rank(s)]
+    for mode in fixed_or(wanted, "activation_checkpointing", RECOMPUTE):
         fits = 0
-        for size in sizes:
+        for schedule, size in product(possible, micro_batches(wanted, layout)):
             plan = replace(
                 layout,
                 pp_schedule=schedule,
                 activation_checkpointing=mode,
                 batch_size=size,
-                gradient_accumulation_steps=sequences // size,
+                gradient_accumulation_steps=wanted.sequences // size,
             )
             prediction = predict(plan, hw, per_node)
             yield prediction
             fits += not prediction.problem
             if layout.pp == 1 and fits == 2:
                 break  # smaller micro-batches are slower
-        has_fit = has_fit or fits > 0
+        if fits:
+            return  # if a plan fits, more recomputation only costs time
 
 
 def micro_batches(wanted: Plan, layout: Plan) -> list[int]:
@@ -116,17 +114,6 @@ def micro_batches(wanted: Plan, layout: Plan) -> list[int]:
     most = -(-wanted.sequences // replicas)  # sequences of a rank
     sizes = {2**k for k in range(11)} | {wanted.batch_size}
     return sorted((n for n in sizes if wanted.sequences % n == 0 and n < 2 * most), reverse=True)
-
-
-def allows(wanted: Plan, layout: Plan, schedule: str) -> bool:
-    """
-    Whether there are enough layers for the schedule. Without a pipeline, one schedule is enough; with the
-    zero-bubble schedules, ZeRO-3 equals ZeRO-2 (isogpt/parallel/data_parallel.py).
-    """
-    if layout.pp == 1:
-        return schedule in (UNDIVIDED.pp_schedule, wanted.pp_schedule)
-    is_known = layout.zero == 3 and schedule in ("zero_bubble", "zbv") and wanted.zero != 3
-    return wanted.model_args["n_layer"] >= layout.pp * stages_per_rank(schedule) and not is_known
 
 
 def all_predictions(plan: Plan, hw: Hardware, per_node: int) -> Iterator[Prediction]:
@@ -165,23 +152,35 @@ def check_fits(predictions: list[Prediction], plan: Plan, hw: Hardware, per_node
     advice = []
     if fewest := smallest_world(plan, hw, per_node):
         advice.append(f"start with {fewest}, the fewest that do")
-    if fits_with_offload(plan, hw, per_node):
+    can_offload = plan.device_type == "cuda" and plan.zero in (UNDIVIDED.zero, 3)
+    if can_offload and fits(replace(plan, zero=3, cpu_offload=True), hw, per_node):
         advice.append("set --zero=3 --cpu_offload=True, with which a layout fits")
     hint = f": {', or '.join(advice)}" if advice else ""
     devices = f"{plan.world_size} device{'s' if plan.world_size > 1 else ''}"
     raise ValueError(f"no layout fits on {devices}{hint}")
 
 
-def fits_with_offload(plan: Plan, hw: Hardware, per_node: int) -> bool:
-    """Whether a layout fits on GPUs if the CPU keeps parameters and optimizer state."""
-    if plan.device_type != "cuda" or plan.cpu_offload or plan.zero not in (UNDIVIDED.zero, 3):
-        return False
-    return fits(replace(plan, zero=3, cpu_offload=True), hw, per_node)
-
-
 def fits(plan: Plan, hw: Hardware, per_node: int) -> bool:
     """Whether a layout fits on plan.world_size devices."""
     return any(not prediction.problem for prediction in all_predictions(plan, hw, per_node))
+
+
+def smallest_world(plan: Plan, hw: Hardware, per_node: int) -> int:
+    """
+    The smallest number of devices on which the model fits: a part of a machine, or whole machines. 0 if there
+    is none.
+    """
+
+    def fits_on(devices: int) -> bool:
+        return fits(replace(plan, world_size=devices), hw, per_node)
+
+    for devices in range(1, per_node):
+        if fits_on(devices):
+            return devices
+    doubled = (per_node * 2**k for k in range(MOST_DOUBLINGS))
+    enough = next((devices for devices in doubled if fits_on(devices)), 0)
+    between = range(enough // 2 + per_node, enough, per_node)
+    return (*between, enough)[bisect_left(between, True, key=fits_on)]
 
 
 def degrees(prediction: Prediction) -> tuple[int, ...]:
@@ -195,28 +194,6 @@ def best_of_layouts(predictions: list[Prediction]) -> list[Prediction]:
     for prediction in predictions:
         first.setdefault(degrees(prediction), prediction)
     return list(first.values())
-
-
-def smallest_world(plan: Plan, hw: Hardware, per_node: int) -> int:
-    """
-    The smallest number of devices on which the model fits: a part of a machine, or whole machines. 0 if there
-    is none.
-    """
-    for devices in range(1, per_node):
-        if fits(replace(plan, world_size=devices), hw, per_node):
-            return devices
-    too_few, enough = 0, 1  # machines
-    while not fits(replace(plan, world_size=enough * per_node), hw, per_node):
-        too_few, enough = enough, 2 * enough
-        if enough * per_node > MOST_DEVICES:
-            return 0
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if fits(replace(plan, world_size=middle * per_node), hw, per_node):
-            enough = middle
-        else:
-            too_few = middle
-    return enough * per_node
 
 
 def typed(settings: dict) -> str:

@@ -41,21 +41,19 @@ def memory_estimate(plan: Plan) -> dict[str, float]:
     The parts are weights, gradients, optimizer state (the moments, and what compression and islands keep),
     activations, and the total. In a pipeline, this is the first or the last rank, whichever needs more.
     """
-    ranks = sorted({0, plan.pp - 1})
-    return max((rank_estimate(plan, rank) for rank in ranks), key=lambda parts: parts["total"])
+    return max((rank_estimate(plan, rank) for rank in {0, plan.pp - 1}), key=lambda parts: parts["total"])
 
 
 def rank_estimate(plan: Plan, pp_rank: int) -> dict[str, float]:
     """Return `memory_estimate` for one rank of a pipeline."""
     part = part_of(plan, pp_rank)
     parts = {
-        "weights": weight_bytes(plan, part),
-        "gradients": gradient_bytes(plan, part),
-        "optimizer": optimizer_bytes(plan, part),
-        "activations": activation_bytes(plan, part, micro_batches_in_flight(plan, pp_rank)),
+        "weights": weight_bytes(plan, part) / 1e9,
+        "gradients": gradient_bytes(plan, part) / 1e9,
+        "optimizer": optimizer_bytes(plan, part) / 1e9,
+        "activations": activation_bytes(plan, part, micro_batches_in_flight(plan, pp_rank)) / 1e9,
     }
-    parts["total"] = sum(parts.values())
-    return {name: size / 1e9 for name, size in parts.items()}
+    return parts | {"total": sum(parts.values())}
 
 
 def largest_micro_batch(plan: Plan, gb: float) -> int:
@@ -63,12 +61,10 @@ def largest_micro_batch(plan: Plan, gb: float) -> int:
     Return the largest micro-batch, a power of two up to 256, that is estimated to fit into 80% of `gb`; at
     least 1.
     """
-    fits = [
-        rows
-        for rows in (2**k for k in range(9))
-        if memory_estimate(replace(plan, micro_batch=rows))["total"] <= 0.8 * gb
-    ]
-    return max(fits, default=1)
+    sizes = [2**k for k in range(9)]
+    return max(
+        (n for n in sizes if memory_estimate(replace(plan, micro_batch=n))["total"] <= 0.8 * gb), default=1
+    )
 
 
 def memory_report(plan: Plan) -> str:
@@ -82,12 +78,9 @@ def memory_report(plan: Plan) -> str:
     options = {f"--batch_size={half}": {"micro_batch": half}, "--activation_checkpointing=full": full}
     if plan.zero < 3 and plan.world_size > 1:
         options |= {"--fsdp=True": fsdp, "--fsdp=True --activation_checkpointing=full": fsdp | full}
-    if plan.cuda_graphs:
-        options["--cuda_graphs=False"] = {"cuda_graphs": False}
     if plan.zero >= 2:
         options["--cpu_offload=True"] = {"cpu_offload": True}
-    if plan.cpu_offload and plan.grad_sync == "auto":
-        options["--grad_sync=every"] = {"grad_sync": "every"}
+    options |= {"--cuda_graphs=False": {"cuda_graphs": False}, "--grad_sync=every": {"grad_sync": "every"}}
     totals = {flags: memory_estimate(replace(plan, **changes))["total"] for flags, changes in options.items()}
     lower = [f"{flags} {total:.2f}" for flags, total in totals.items() if total < parts["total"]]
     text = "GB on each rank, estimated: " + ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
@@ -157,38 +150,24 @@ class RankPart:
 
 def part_of(plan: Plan, pp_rank: int) -> RankPart:
     """Return what a rank of a pipeline holds."""
-    layers, edges, has_loss = stages_held(plan, pp_rank)
-    counts, tp = parameter_counts(plan.model_args), plan.tp
-    return RankPart(
-        layers=layers,
-        block=(counts.block - counts.experts) / tp,
-        block_experts=counts.experts / tp / plan.ep,
-        edges=edges / tp,
-        has_loss=has_loss,
-    )
-
-
-def stages_held(plan: Plan, pp_rank: int) -> tuple[int, int, bool]:
-    """
-    Return a pipeline rank's number of blocks, number of parameters outside of the blocks, and whether the
-    rank computes the loss.
-    """
-    args, pp, schedule = plan.model_args, plan.pp, plan.pp_schedule
+    args, pp, tp = plan.model_args, plan.pp, plan.tp
     L, C, V = args["n_layer"], args["n_embd"], args["vocab_size"]
-    n, block, _ = parameter_counts(args)
-    if pp == 1:
-        return L, n - L * block, True
-    used = block - GPTConfig(**args).unused_count // L
-    flops = [2.0 * (used + args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
-    flops[-1] += 2.0 * V * C
-    n_stages = pp * stages_per_rank(schedule)
-    runs = cut_evenly(tuple(flops), n_stages)
-    held = stages_of(pp_rank, pp, schedule)
-    has_first, has_last = 0 in held, n_stages - 1 in held
-    edges = n - L * block if has_first else V * C
-    if has_first and not has_last and not args["tied"]:
-        edges -= V * C  # the head is on a different rank
-    return sum(len(runs[stage]) for stage in held), edges, has_last
+    counts = parameter_counts(args)
+    layers, edges, has_last = L, counts.model - L * counts.block, True
+    if pp > 1:
+        used = counts.block - GPTConfig(**args).unused_count // L
+        flops = [2.0 * (used + args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
+        flops[-1] += 2.0 * V * C
+        n_stages = pp * stages_per_rank(plan.pp_schedule)
+        runs = cut_evenly(tuple(flops), n_stages)
+        held = stages_of(pp_rank, pp, plan.pp_schedule)
+        layers, has_last = sum(len(runs[stage]) for stage in held), n_stages - 1 in held
+        if 0 not in held:
+            edges = V * C
+        elif not has_last and not args["tied"]:
+            edges -= V * C  # the head is on a different rank
+    dense, experts = (counts.block - counts.experts) / tp, counts.experts / tp / plan.ep
+    return RankPart(layers, dense, experts, edges / tp, has_last)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -257,8 +236,8 @@ def optimizer_bytes(plan: Plan, part: RankPart) -> float:
     islands = max(1, plan.islands)
     if keeps_errors(plan.grad_compression) and plan.world_size > islands:
         total += 4 * kept
-    if islands > 1:  # weights and momentum of the outer step; for one part, what is sent and its change
-        total += 8 * kept + 8 * kept / plan.outer_parts
+    if islands > 1:  # weights and momentum of the outer step, and the change that is sent
+        total += 12 * kept
     return total
 
 
@@ -315,10 +294,10 @@ def activation_bytes(plan: Plan, part: RankPart, in_flight: float) -> float:
 
     # the head and the loss
     head = ceil(args["vocab_size"] / tp) * C if part.has_loss else 0  # weights
-    loss = loss_of_rank(plan, gathered_tokens) if part.has_loss else LossActivations(0, 0)
+    loss_forward, loss_backward = loss_activations(plan, gathered_tokens) if part.has_loss else (0, 0)
 
-    end_of_forward = blocks + last_norm + copies + recomputed * dense_copy + copied * head + loss.in_forward
-    start_of_backward = blocks + last_norm + copies + copied * head + loss.in_backward
+    end_of_forward = blocks + last_norm + copies + recomputed * dense_copy + copied * head + loss_forward
+    start_of_backward = blocks + last_norm + copies + copied * head + loss_backward
 
     temporary = block.temporary + 2 * size * C * (tp - 1)
     if plan.cp > 1:  # keys and values, gathered and then ordered, with their gradients
@@ -371,8 +350,7 @@ def block_activations(plan: Plan) -> BlockActivations:
     arch, C, hidden = args["arch"], args["n_embd"], args["n_hidden"]
     keys = C * args["n_kv_head"] // args["n_head"]  # width of the keys, and of the values
     qkv = C + 2 * keys
-    attention = attention_activations(plan)
-    attention_kept = attention.kept
+    attention_kept, attention_selective, score_gradients = attention_activations(plan)
     if arch != "gpt2":
         attention_kept += size * (C + keys)  # the rotated queries and keys
 
@@ -394,30 +372,19 @@ def block_activations(plan: Plan) -> BlockActivations:
     linear = size * (qkv + C + active * (C + (2 if is_gated else 1) * hidden)) + 4 * n_expert
     # gradients of the residual stream, the block's output and the hidden layer
     mlp_gradients = stream * C + size * active * (C + (3 if is_gated else 1) * hidden)
-    attention_gradients = stream * C + 2 * size * qkv + attention.score_gradients - mlp
+    attention_gradients = stream * C + 2 * size * qkv + score_gradients - mlp
     return BlockActivations(
         kept=norms + attention_kept + mlp + masks,
-        selective=stream * C + linear + attention.selective,
+        selective=stream * C + linear + attention_selective,
         temporary=max(mlp_gradients, attention_gradients),
     )
 
 
-class AttentionActivations(NamedTuple):
+def attention_activations(plan: Plan) -> tuple[float, float, float]:
     """
-    The activations of one attention, in bytes per token.
-
-    Args:
-        kept, selective: see BlockActivations.
-        score_gradients: what the backward pass allocates for the gradients of the scores.
+    Return the activations of one attention by the kernel that the plan's device uses, in bytes per token:
+    `kept` and `selective` of BlockActivations, and the gradients of the scores.
     """
-
-    kept: float
-    selective: float
-    score_gradients: float
-
-
-def attention_activations(plan: Plan) -> AttentionActivations:
-    """Return the activations of one attention by the kernel that the plan's device uses."""
     args, size = plan.model_args, plan.torch_dtype.itemsize
     C, H, T, dropout = args["n_embd"], args["n_head"], args["block_size"], args.get("dropout", 0)
     on_cpu = plan.device_type == "cpu"
@@ -428,12 +395,12 @@ def attention_activations(plan: Plan) -> AttentionActivations:
         if dropout or T <= HALF_ATTENTION_KEEPS_UP_TO:
             scores = size * H * min(T, (T + HALF_ATTENTION_CHUNK) / 2)
             kept += 2 * scores if dropout else scores  # probabilities, and dropout's factors
-        return AttentionActivations(kept, size * C, 3 * size * H * min(T, HALF_ATTENTION_CHUNK))
+        return kept, size * C, 3 * size * H * min(T, HALF_ATTENTION_CHUNK)
     if on_cpu and dropout:  # PyTorch's CPU kernels lack dropout: attention is composed in float32
         kept = 4 * qkv + size * C + 12 * H * T  # with three T x T matrices
-        return AttentionActivations(kept, 4 * C + 4 * H * T, 4 * H * T)
+        return kept, 4 * C + 4 * H * T, 4 * H * T
     # FlashAttention (Dao et al. 2022, arXiv:2205.14135): q, k, v, the output and a logsumexp per head
-    return AttentionActivations(size * (qkv + C) + 4 * H, size * C + 4 * H, 0)
+    return size * (qkv + C) + 4 * H, size * C + 4 * H, 0
 
 
 def routing_activations(model_args: dict, size: int) -> int:
@@ -449,35 +416,25 @@ def routing_activations(model_args: dict, size: int) -> int:
     return rows + (4 - size) * C + 8 * E + 32 * active
 
 
-class LossActivations(NamedTuple):
-    """Bytes that the head and the loss allocate in the forward pass and in the backward pass."""
-
-    in_forward: int
-    in_backward: int
-
-
-def loss_of_rank(plan: Plan, tokens: int) -> LossActivations:
-    """Return what the head and the loss of a micro-batch's tokens allocate on the rank that computes them."""
-    args = plan.model_args
-    V = ceil(args["vocab_size"] / plan.tp)
-    loss = loss_activations(tokens, V, args["n_embd"], plan.torch_dtype.itemsize, plan.device_type == "cpu")
+def loss_activations(plan: Plan, tokens: int) -> tuple[int, int]:
+    """
+    Return the bytes that the head and the loss (isogpt.nn.kernels.summed_loss) of a micro-batch's tokens
+    allocate in the forward pass and in the backward pass.
+    """
+    args, size, on_cpu = plan.model_args, plan.torch_dtype.itemsize, plan.device_type == "cpu"
+    V, C = ceil(args["vocab_size"] / plan.tp), args["n_embd"]
     # nanochat's soft cap keeps float32 logits before and after tanh
     capped = 8 * tokens * V if args["arch"] == "nanochat" else 0
-    return LossActivations(loss.in_forward + capped, loss.in_backward + capped)
-
-
-def loss_activations(tokens: int, V: int, C: int, size: int, on_cpu: bool) -> LossActivations:
-    """Return what isogpt.nn.kernels.summed_loss allocates, with elements of `size` bytes."""
     unchunked, per_chunk, per_chunk_float = logits_at_once(on_cpu, size, V)
     if tokens <= max(1, unchunked // V):
         # forward: logits in half precision and in float32, log_softmax; backward: log_softmax and two
         # gradients
-        return LossActivations(10 * tokens * V, 12 * tokens * V)
-    gradients = 4 * V * C + size * tokens * C  # gradients of the weight, in float32, and of the hidden states
+        return capped + 10 * tokens * V, capped + 12 * tokens * V
+    # gradients of the weight, in float32, and of the hidden states
+    gradients = capped + 4 * V * C + size * tokens * C
     logits = size * V * min(tokens, max(1, per_chunk // V))
     weight_part = (size if on_cpu else 4) * min(per_chunk_float, V * C)
     if size == 4:
-        return LossActivations(gradients + logits + weight_part, gradients + 4 * V * C)
+        return gradients + logits + weight_part, gradients + 4 * V * C
     logits_float = 4 * V * min(tokens, max(1, per_chunk_float // V))
-    in_forward = gradients + logits + max(logits_float, weight_part)
-    return LossActivations(in_forward, gradients + (4 + size) * V * C)
+    return gradients + logits + max(logits_float, weight_part), gradients + (4 + size) * V * C

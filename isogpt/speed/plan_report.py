@@ -4,18 +4,21 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 from isogpt.parallel.plan import Plan
-from isogpt.speed.devices import Hardware, hardware_here, named_hardware
+from isogpt.speed.devices import HARDWARE, Hardware, changed_hardware, hardware_here, measured_link
 from isogpt.speed.launches import Launches
 from isogpt.speed.layouts import best_of_layouts, check_fits, degrees, ranked, reason, smallest_world, typed
 from isogpt.speed.prediction import Prediction, calibrated, two_blocks
 from isogpt.speed.sweep import Table
 from isogpt.speed.workload import Workload
 from isogpt.training.settings import check_training
+
+ROWS, ROWS_THAT_DO_NOT_FIT = 15, 3  # of the table of layouts
+HEADER = f"{'ms/step':>9} {'tokens/s':>12} {'TFLOP/s':>8} {'GB':>6}  settings (why they are slower)"
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,16 @@ class Predictor:
     Ranks the layouts of a workload.
 
     Args:
-        launches: of train.py and bench.py, which measure this machine.
+        launches: of train.py, which measure this machine.
+        flops: the model's FLOPs per token.
         per_node: devices of each machine.
-        network_gbit, memory_gb, tflops: see devices.named_hardware.
+        network_gbit, memory_gb, tflops: see devices.changed_hardware.
     """
 
     workload: Workload
     launches: Launches
     bench_py: Path
+    flops: float
     per_node: int
     network_gbit: float
     memory_gb: float
@@ -58,71 +63,88 @@ class Predictor:
         one_step = {"out_dir": "out", "gradient_accumulation_steps": 1}
         check_training(self.workload.without_weights() | one_step)
         wanted = self.workload.plan(n, card, machines=n // on_machine)
-        machine = self.measured_machine(wanted, on_machine) if card == "this" else None
-        hardware = named_hardware(card, self.network_gbit, machine, self.memory_gb, self.tflops)
+        usual = self.measured_machine(wanted, on_machine) if card == "this" else HARDWARE[card]
+        hardware = changed_hardware(usual, self.network_gbit, self.memory_gb, self.tflops)
         return Ranking(wanted, card, hardware, ranked(wanted, hardware, on_machine))
 
     def measured_machine(self, wanted: Plan, n: int) -> Hardware:
         """Measure this machine with n processes: large operations, collectives, two of the model's blocks."""
-        device, collectives = self.workload.device, []
-        name = self.workload.settings["device"]
+        device, link = self.workload.device, None
         if n > 1:
             path = self.launches.folder / "comm.json"
-            settings = ["--comm", f"--nproc={n}", f"--device={name}", f"--json_path={path}"]
-            command = [sys.executable, str(self.bench_py), *settings]
+            settings = [f"--nproc={n}", f"--device={self.workload.settings['device']}", f"--json_path={path}"]
+            command = [sys.executable, str(self.bench_py), "--comm", *settings]
             subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-            collectives = json.loads(path.read_text())["comm"]
-        machine = hardware_here(device, wanted.dtype, n, collectives)
+            link = measured_link(json.loads(path.read_text())["comm"])
+        machine = hardware_here(device, wanted.dtype, n, link)
         if device.type == "cuda":
             return machine
-        settings = self.workload.without_weights() | two_blocks(wanted, n) | {"nproc": n}
+        two = two_blocks(wanted, n)
+        settings = self.workload.without_weights() | {"n_layer": 2, "nproc": n}
+        settings |= {name: value for name, value in vars(two).items() if name in settings}
         run = self.launches.run(settings, 5)
-        if "problem" in run:
-            return machine
-        return calibrated(machine, wanted, n, run["step_ms"]["mean"] / 1e3)
+        return machine if "problem" in run else calibrated(machine, two, run["step_ms"]["mean"] / 1e3)
 
     def command(self, layout: dict, n: int) -> str:
         """The command that trains with a layout on n devices."""
         return self.workload.command(layout, n, self.per_node, sys.argv[1:])
 
 
-def print_ranking(predictor: Predictor, ranking: Ranking, flops: float) -> None:
+def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> dict:
+    """
+    Print the layouts on a number of devices of a kind, and the command of the fastest. With several numbers
+    or kinds, print the fastest layout on each instead.
+    """
+    rankings = [predictor.rank(n, card) for n, card in product(counts, cards)]
+    if len(rankings) > 1:
+        return compare_devices(predictor, rankings)
+    print_layouts(predictor, rankings[0])
+    fastest = rankings[0].predictions[0]
+    command = predictor.command(fastest.settings, counts[0])
+    duration = ""
+    if max_iters := predictor.workload.settings["max_iters"]:
+        steps = max_iters + 1  # as in nanoGPT
+        time = timedelta(seconds=round(steps * fastest.total_s))
+        duration = f", {steps:,} steps in {time} hours without evaluations and checkpoints"
+    print(f"\nthe fastest, predicted{duration}:\n{command}")
+    return {"plans": [as_record(prediction) for prediction in rankings[0].predictions], "command": command}
+
+
+def print_layouts(predictor: Predictor, ranking: Ranking) -> None:
     """
     Print the layouts as a table.
-
-    Args:
-        flops: the model's FLOPs per token.
 
     Raises:
         ValueError: no layout fits.
     """
     wanted, per_node = ranking.wanted, predictor.per_node
-    n = wanted.world_size
-    devices = f"{n} x {ranking.card}, {min(n, per_node)} on each machine"
+    devices = f"{wanted.world_size} x {ranking.card}, {min(wanted.world_size, per_node)} on each machine"
     print(f"the global batch of {wanted.sequences} sequences on {devices}, predicted:")
-    tokens = wanted.sequences * predictor.workload.settings["block_size"]
-    print(table(ranking.predictions, tokens, n, flops))
+    print(table(ranking.predictions, predictor.flops))
     check_fits(ranking.predictions, wanted, ranking.hardware, per_node)
 
 
-def report_plan(predictor: Predictor, ranking: Ranking, flops: float) -> dict:
-    """Print the layouts, and the command of the fastest. `flops`: the model's FLOPs per token."""
-    print_ranking(predictor, ranking, flops)
-    fastest = ranking.predictions[0]
-    command = predictor.command(fastest.settings, ranking.wanted.world_size)
-    duration = duration_of_run(fastest.total_s, predictor.workload.settings["max_iters"])
-    print(f"\nthe fastest, predicted{duration}:\n{command}")
-    return {"plans": [as_record(prediction) for prediction in ranking.predictions], "command": command}
+def table(predictions: list[Prediction], flops: float) -> str:
+    """Format the fastest layouts, and some layouts that do not fit. `flops`: the model's FLOPs per token."""
+    best = best_of_layouts(predictions)
+    fitting = [prediction for prediction in best if not prediction.problem]
+    others = [prediction for prediction in best if prediction.problem]
+    lines = [f"  {HEADER}"]
+    for prediction in (*fitting[:ROWS], *others[:ROWS_THAT_DO_NOT_FIT]):
+        why = reason(prediction, predictions[0])
+        lines.append(
+            f"  {figures(prediction, flops)}  {typed(prediction.settings)}{f'  ({why})' * bool(why)}"
+        )
+    return "\n".join(lines)
 
 
-def duration_of_run(step_s: float, max_iters: float) -> str:
-    """How long the run takes with steps of `step_s` seconds; empty if nothing sets max_iters."""
-    if not max_iters:
-        return ""
-    steps = max_iters + 1  # as in nanoGPT
-    minutes = steps * step_s / 60
-    duration = f"{minutes:.1f} minutes" if minutes < 60 else f"{minutes / 60:,.1f} hours"
-    return f", {steps:,} steps in {duration} without evaluations and checkpoints"
+def figures(prediction: Prediction, flops: float) -> str:
+    """The time, speed, FLOP/s of each device and memory of a step."""
+    if prediction.problem:
+        return f"{'':31} {prediction.gb:6.1f}"
+    tflops = prediction.tokens_per_s * flops / prediction.plan.world_size / 1e12
+    speed = f"{prediction.total_s * 1e3:9,.1f} {prediction.tokens_per_s:12,.0f}"
+    return f"{speed} {tflops:8.1f} {prediction.gb:6.1f}"
 
 
 def as_record(prediction: Prediction) -> dict:
@@ -136,53 +158,38 @@ def as_record(prediction: Prediction) -> dict:
     }
 
 
-def compare_devices(predictor: Predictor, counts: list[int], cards: list[str]) -> dict:
+def compare_devices(predictor: Predictor, rankings: list[Ranking]) -> dict:
     """
     Print the fastest layout on each number of devices of each kind, the fastest first. Where no layout fits,
     the line says how many devices suffice.
     """
-    choices = []
-    for n, card in product(counts, cards):
-        ranking = predictor.rank(n, card)
-        wanted, best = ranking.wanted, ranking.predictions[0]
-        fewest = smallest_world(wanted, ranking.hardware, predictor.per_node) if best.problem else 0
-        tokens = wanted.sequences * predictor.workload.settings["block_size"]
-        choices.append(Choice(n, card, tokens, best, fewest))
     # those on which no layout fits are last, smallest first
-    choices.sort(key=lambda choice: (-choice.tokens_per_s, choice.best.gb))
-    batch = f"the global batch of {wanted.sequences} sequences"
-    if len({choice.tokens for choice in choices}) > 1:
-        batch = "a global batch that grows with the devices"
-        if not predictor.workload.weak:  # nothing was set, and each process reads a micro-batch
-            batch += f" (--gradient_accumulation_steps={max(counts)}: the same on any number)"
-    print(f"{batch}, predicted:")
-    print(table_of_choices(choices))
-    if choices[0].tokens_per_s:
-        fastest = f"--devices={choices[0].devices} --hardware={choices[0].hardware}"
-        print(f"\nall layouts, and the command: choose one line, such as {fastest}")
-    return {
-        "compared": [
-            {
-                "devices": choice.devices,
-                "hardware": choice.hardware,
-                "tokens": choice.tokens,
-                "found": as_record(choice.best),
-                "fewest": choice.fewest,
-            }
-            for choice in choices
-        ]
-    }
+    rankings.sort(key=lambda ranking: (-ranking.predictions[0].tokens_per_s, ranking.predictions[0].gb))
+    batches = sorted({ranking.wanted.sequences for ranking in rankings})
+    batch = f"the global batch of {batches[0]} sequences"
+    if len(batches) > 1:
+        most = max(ranking.wanted.world_size for ranking in rankings)
+        fixed = f" (--gradient_accumulation_steps={most}: the same on any number)"
+        batch = f"a global batch that grows with the devices{'' if predictor.workload.weak else fixed}"
+    print(f"{batch}, predicted:\n  {'devices':>15} {HEADER}")
+    compared = []
+    for ranking in rankings:
+        n, best, fewest = ranking.wanted.world_size, ranking.predictions[0], 0
+        text = typed(best.settings)
+        if best.problem:
+            fewest = smallest_world(ranking.wanted, ranking.hardware, predictor.per_node)
+            text = f"does not fit; {f'{fewest} devices are the fewest on which a layout fits' * bool(fewest)}"
+        print(f"  {f'{n} x {ranking.card}':>15} {figures(best, predictor.flops)}  {text}")
+        compared.append({"devices": n, "hardware": ranking.card, "fewest": fewest} | as_record(best))
+    fastest = f"--devices={rankings[0].wanted.world_size} --hardware={rankings[0].card}"
+    print(f"\nall layouts, and the command: choose one line, such as {fastest}")
+    return {"compared": compared}
 
 
-def tune(predictor: Predictor, ranking: Ranking, flops: float) -> dict:
-    """
-    Measure the best few layouts for the launched processes; print the fastest layout's command.
-
-    Args:
-        flops: the model's FLOPs per token.
-    """
+def tune(predictor: Predictor, ranking: Ranking) -> dict:
+    """Measure the best few layouts for the launched processes; print the fastest layout's command."""
     workload = predictor.workload
-    print_ranking(predictor, ranking, flops)
+    print_layouts(predictor, ranking)
     fitting = [prediction for prediction in ranking.predictions if not prediction.problem]
     candidates = best_of_layouts(fitting)[:4]
     # of the best layout, two other schedules, recomputations or micro-batches too
@@ -200,62 +207,3 @@ def tune(predictor: Predictor, ranking: Ranking, flops: float) -> dict:
         report["command"] = predictor.command(fastest, workload.processes)
         print(f"\nthe fastest, {max(speeds):,.0f} tokens/s:\n{report['command']}")
     return report
-
-
-# ------------------------------------------------------------------------------------------------------------
-# tables
-
-
-def table(predictions: list[Prediction], tokens: int, devices: int, flops: float, rows: int = 15) -> str:
-    """
-    Format the fastest layouts, and some layouts that do not fit.
-
-    Args:
-        predictions: fastest first.
-        tokens: tokens per step.
-        flops: the model's FLOPs per token; the table shows FLOP/s per device.
-    """
-    lines = [f"  {'ms/step':>9} {'tokens/s':>12} {'TFLOP/s':>8} {'GB':>6}  settings (why they are slower)"]
-    best = best_of_layouts(predictions)
-    fitting = [prediction for prediction in best if not prediction.problem]
-    others = [prediction for prediction in best if prediction.problem]
-    for prediction in (*fitting[:rows], *others[:3]):
-        figures = " " * 31
-        if not prediction.problem:
-            speed = tokens / prediction.total_s
-            figures = f"{prediction.total_s * 1e3:9,.1f} {speed:12,.0f} {speed * flops / devices / 1e12:8.1f}"
-        why = reason(prediction, predictions[0])
-        settings = typed(prediction.settings)
-        lines.append(f"  {figures} {prediction.gb:6.1f}  {settings}{f'  ({why})' if why else ''}")
-    return "\n".join(lines)
-
-
-class Choice(NamedTuple):
-    """The fastest layout on a number of devices of a kind."""
-
-    devices: int
-    hardware: str
-    tokens: int  # per step
-    best: Prediction  # the smallest layout if none fits
-    fewest: int  # if none fits: how many devices suffice (0: unknown)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The speed; 0 if no layout fits."""
-        return 0.0 if self.best.problem else self.tokens / self.best.total_s
-
-
-def table_of_choices(choices: list[Choice]) -> str:
-    """Format a line for each number of devices of each kind, in order."""
-    columns = f"{'ms/step':>12} {'tokens/s':>12} {'per device':>12} {'GB':>6}  fits  settings"
-    lines = [f"  {'devices':>15} {columns}"]
-    for choice in choices:
-        best, name = choice.best, f"{choice.devices} x {choice.hardware}"
-        if best.problem:
-            needs = f"{choice.fewest} devices are the fewest on which a layout fits" if choice.fewest else ""
-            lines.append(f"  {name:>15} {'':38} {best.gb:6.1f}  no    {needs}".rstrip())
-        else:
-            speed = choice.tokens_per_s
-            figures = f"{best.total_s * 1e3:12,.1f} {speed:12,.0f} {speed / choice.devices:12,.0f}"
-            lines.append(f"  {name:>15} {figures} {best.gb:6.1f}  yes   {typed(best.settings)}")
-    return "\n".join(lines)

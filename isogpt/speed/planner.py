@@ -55,8 +55,11 @@ def make_plan(config: dict, ranks: Ranks, data: Dataset, start: Start) -> Plan:
         plan = with_best_layout(plan, ranks, config["out_dir"])
     if plan.exact:  # a smaller micro-batch would give other bits
         return plan
-    rows = gather_objects(micro_batch_of(config["out_dir"], plan.job(), plan.batch_size))
-    return replace(plan, micro_batch=min(rows))
+    # an attempt at the same job has recorded a smaller size if it ran out of memory: the global batch and the
+    # curve stay the same. All ranks look, since the rank that ran out may be on a different machine
+    rows = recorded(Path(config["out_dir"]) / MICRO_BATCH, plan.job())
+    rows = gather_objects(rows if isinstance(rows, int) else plan.batch_size)
+    return replace(plan, micro_batch=min(plan.batch_size, *rows))
 
 
 def with_best_layout(plan: Plan, ranks: Ranks, out_dir: str) -> Plan:
@@ -83,7 +86,7 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     make_writable(out_dir)
     path = Path(out_dir) / LAYOUT_FILE
     settings = recorded(path, job)
-    if settings and is_usable(settings, plan):
+    if settings and is_valid(replace(plan, **settings)):  # someone may have edited it
         print(f"layout:  {typed(settings)}, recorded in {path}", flush=True)
         return settings
     hw = hardware_of(ranks.device, plan.dtype, per_node)
@@ -99,23 +102,3 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
         print(f"         {typed(other.settings)}: {reason(other, best)}", flush=True)
     record(path, job, best.settings)
     return best.settings
-
-
-def is_usable(settings: object, plan: Plan) -> bool:
-    """Whether a recorded choice, which someone may have edited, is a layout for the same global batch."""
-    try:
-        layout = replace(plan, **settings)
-        is_known = settings.keys() <= plan.layout_settings().keys()
-        return is_known and layout.sequences == plan.sequences and is_valid(layout)
-    except TypeError:  # a name or a value of a wrong type
-        return False
-
-
-def micro_batch_of(out_dir: str, job: dict, batch_size: int) -> int:
-    """
-    Return the micro-batch size to use: batch_size, or a smaller size that an attempt at the same job (see
-    Plan.job) recorded when it ran out of memory. The global batch and thus the loss curve stay the same. The
-    rank that ran out of memory may be on a different machine: all ranks look, and the smallest size is used.
-    """
-    rows = recorded(Path(out_dir) / MICRO_BATCH, job)
-    return min(batch_size, rows) if isinstance(rows, int) else batch_size

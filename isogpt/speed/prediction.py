@@ -17,7 +17,7 @@ from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.speed.devices import Hardware
-from isogpt.speed.memory import RankPart, block_activations, memory_estimate, parameter_counts, part_of
+from isogpt.speed.memory import RankPart, block_activations, memory_estimate, part_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # the idle time of a pipeline as a multiple of 1F1B's idle time: zero_bubble fills two thirds of it with
@@ -43,6 +43,11 @@ class Prediction:
     def total_s(self) -> float:
         """Seconds of a step; infinite if the layout does not fit."""
         return inf if self.problem else sum(self.seconds.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The speed of all devices; 0 if the layout does not fit."""
+        return self.plan.sequences * self.plan.model_args["block_size"] / self.total_s
 
 
 class Passes(NamedTuple):
@@ -287,19 +292,12 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
     mesh = make_mesh(0, plan)
     share = share_of(plan.sequences, 0, mesh.data_size, plan.batch_size, plan.pp)
     plan = replace(plan, micro_batch=share.rows)
-    gb = memory_estimate(plan)["total"] + hw.fixed_gb + unestimated_gb(plan)
+    gb = memory_estimate(plan)["total"] + hw.fixed_gb
     if gb > hw.memory_gb:
         return Prediction(plan, gb, problem=f"does not fit: {gb:.1f} of {hw.memory_gb:g} GB")
 
-    ranks = sorted({0, plan.pp // 2, plan.pp - 1})
-    computed = [micro_step_s(hw, plan, rank) for rank in ranks]
-    slowest = max(computed, key=sum)
-    busy = share.micro_steps * sum(slowest)
-    mean_busy = share.micro_steps * sum(map(sum, computed)) / len(computed)
-    idle = (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0)
-    # where processes share cores, other ranks use the cores of a rank that waits
-    compute = max(busy, mean_busy * hw.sharing)
-    bubble = max(busy + idle, mean_busy * hw.sharing) - compute
+    ranks = {0, plan.pp // 2, plan.pp - 1}
+    slowest = max((micro_step_s(hw, plan, rank) for rank in ranks), key=sum)
     rings = Rings(hw, mesh, per_node)
     communication = share.micro_steps * activations_s(rings, plan)
     communication += weights_s(rings, plan, share.micro_steps, slowest)
@@ -307,8 +305,8 @@ def predict(plan: Plan, hw: Hardware, per_node: int) -> Prediction:
         plan,
         gb,
         {
-            "compute": compute,
-            "bubble": bubble,
+            "compute": share.micro_steps * sum(slowest),
+            "bubble": (plan.pp - 1) * sum(slowest) * IDLE.get(plan.pp_schedule, 1.0),
             "communication": communication,
             "optimizer": optimizer_s(hw, plan, mesh),
         },
@@ -324,58 +322,39 @@ def optimizer_s(hw: Hardware, plan: Plan, mesh: Mesh) -> float:
     shards = mesh.loss if plan.zero == 1 else mesh.shards
     # ZeRO divides experts less, since ep has divided them already
     updated = part.dense / shards.size + part.experts / shards.without("ep").size
-    return 40 * updated / hw.bytes_per_s * hw.sharing
-
-
-def unestimated_gb(plan: Plan) -> float:
-    """
-    Return the GB that ZeRO-2, ZeRO-3 and experts take on a CPU besides memory_estimate: FSDP's modules, and
-    gaps in the heap. glibc allocates short-lived pieces at new addresses each time. After ten steps the gaps
-    were 32 times the largest piece: a block of weights, or the hidden layer of the experts. Pieces of more
-    than 32 MiB are not in the heap.
-    """
-    if plan.device_type != "cpu":
-        return 0.0
-    args, pieces = plan.model_args, [0.0]
-    if plan.zero >= 2:
-        pieces.append(4 * parameter_counts(args).block / plan.tp / plan.ep)
-    if args.get("n_expert"):
-        tokens = plan.micro_batch * args["block_size"] / plan.cp
-        pieces.append(4 * tokens * args["n_expert_active"] * args["n_hidden"])
-    largest = max(piece for piece in pieces if piece <= 2**25)
-    return (0.07 if plan.zero >= 2 else 0.0) + 32 * largest / 1e9
+    return 40 * updated / hw.bytes_per_s
 
 
 # ------------------------------------------------------------------------------------------------------------
 # calibration on this machine
 
 
-def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> dict:
-    """
-    Return the settings with which n processes train two of the model's blocks alone, each on about `tokens`
-    tokens.
-    """
-    return {name: getattr(UNDIVIDED, name) for name in LAYOUT} | {
-        "n_layer": 2,
-        "batch_size": max(1, tokens // plan.model_args["block_size"]),
-        "gradient_accumulation_steps": n,
-        "grad_sync": "never",
-        "islands": 1,
-        "local_steps": 1,
-        "grad_compression": "none",
-        "cpu_offload": False,
-        "layout": "manual",
-    }
+def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> Plan:
+    """Return a plan of n processes that train two of the model's blocks alone, with about `tokens` each."""
+    undivided = {name: getattr(UNDIVIDED, name) for name in LAYOUT}
+    return replace(
+        plan,
+        **undivided,
+        world_size=n,
+        model_args=plan.model_args | {"n_layer": 2},
+        batch_size=max(1, tokens // plan.model_args["block_size"]),
+        gradient_accumulation_steps=n,
+        grad_sync="never",
+        islands=1,
+        local_steps=1,
+        grad_compression="none",
+        cpu_offload=False,
+    )
 
 
-def calibrated(hw: Hardware, plan: Plan, n: int, measured_s: float) -> Hardware:
+def calibrated(hw: Hardware, measured: Plan, measured_s: float) -> Hardware:
     """
-    Scale the speeds of `hw` so that the predicted time of a step of `two_blocks` equals the measured time: a
-    prediction includes only the large operations.
+    Scale the speeds of `hw` so that the predicted time of a step equals the measured time: a prediction
+    includes only the large operations.
+
+    Args:
+        measured: see `two_blocks`.
     """
-    settings = {name: value for name, value in two_blocks(plan, n).items() if name in vars(plan)}
-    args = plan.model_args | {"n_layer": 2}
-    two = replace(plan, **settings, model_args=args, world_size=n)
-    seconds = predict(two, replace(hw, memory_gb=inf), n).seconds
+    seconds = predict(measured, replace(hw, memory_gb=inf), measured.world_size).seconds
     factor = (seconds["compute"] + seconds["optimizer"]) / measured_s
     return replace(hw, matmul=factor * hw.matmul, bytes_per_s=factor * hw.bytes_per_s)

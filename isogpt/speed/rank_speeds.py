@@ -1,15 +1,14 @@
 """Measure how fast each rank computes alone."""
 
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from isogpt.checkpoint.state import TrainState
 from isogpt.data.reader import Reader
-from isogpt.launch.device import synchronize
 from isogpt.launch.together import gather_number
 
 
@@ -48,22 +47,16 @@ def seconds_per_pass(
     budget: float = 3.0,
 ) -> float:
     """
-    Measure the mean seconds of a forward and backward pass (all ranks), over as many as fit into `budget`
-    seconds, at least three. The ranks begin together: ranks of one machine share the memory bandwidth, as in
-    a step.
+    Measure the median seconds of a forward and backward pass (all ranks), of as many as fit into `budget`
+    seconds. The ranks begin together: ranks of one machine share the memory bandwidth, as in a step.
     """
 
     def run_pass() -> None:
         with autocast:
             _, loss = model(*batch, 1.0)
         loss.backward()
-        synchronize(device)
 
-    run_pass()  # warms up
-    run_pass()
+    timer = Timer("run_pass()", globals={"run_pass": run_pass}, num_threads=torch.get_num_threads())
+    timer.timeit(1)  # warms up
     gather_number(0.0, device)
-    began, passes = time.perf_counter(), 0
-    while passes < 3 or time.perf_counter() - began < budget:
-        run_pass()
-        passes += 1
-    return (time.perf_counter() - began) / passes
+    return timer.blocked_autorange(min_run_time=budget).median

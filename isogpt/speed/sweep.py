@@ -6,13 +6,12 @@ from itertools import product
 
 from isogpt.common import console
 from isogpt.parallel.plan import LAYOUT
-from isogpt.speed.collective_speeds import shown
 from isogpt.speed.launches import Launches
-from isogpt.speed.step_report import bubble, shown_bubble, split_step
+from isogpt.speed.step_report import shown, shown_bubble, split_step
 from isogpt.speed.workload import Workload
 
 CHANGES_COMMUNICATION = set(LAYOUT) - {"activation_checkpointing"}
-CHANGES_BATCH = ("batch_size", "block_size", "gradient_accumulation_steps")
+HEADER = "  tokens/step   tokens/s   ms/step       GB    MFU  speed-up  efficiency"
 
 
 @dataclass
@@ -37,22 +36,15 @@ class Table:
         run = {"point": point} | self.launches.run(settings, self.steps)
         if self.shows_waits and "problem" not in run:
             silent = self.launches.run(settings | {"grad_sync": "never"}, self.steps)
-            if self.launches.rank == 0:
-                known = "problem" not in silent
-                run["exposed_ms"] = split_step(run, silent)["exposed comm"]["mean"] if known else None
-                run["bubble"] = bubble(run) if "pipeline" in run["spans_ms"] else None
+            if self.launches.rank == 0 and "problem" not in silent:
+                run["exposed_ms"] = split_step(run, silent)["exposed comm"]["mean"]
         self.runs.append(run)
         if self.launches.rank == 0:
             if len(self.runs) == 1:
-                console.print_line(self.header())
+                names = "".join(f"  {name:>9}" for name in self.names)
+                waits = "   comm ms  bubble (formula)" if self.shows_waits else ""
+                console.print_line(f"{names}{HEADER}{waits}")
             console.print_line(self.row(run))
-
-    def header(self) -> str:
-        """The names of the columns."""
-        text = "".join(f"  {name:>9}" for name in self.names)
-        text += "  tokens/step   tokens/s   ms/step       GB    MFU  speed-up"
-        text += "  efficiency" if "nproc" in self.names else ""
-        return text + ("   comm ms  bubble (formula)" if self.shows_waits else "")
 
     def row(self, run: dict) -> str:
         """Settings and figures, or why the launch failed. The speed-up is that over the first launch."""
@@ -61,40 +53,25 @@ class Table:
             return f"{text}  failed: {run['problem']}"
         first = next(other for other in self.runs if "problem" not in other)
         speed_up = run["tokens_per_s"] / first["tokens_per_s"]
+        efficiency = speed_up * first["processes"] / run["processes"]
         text += f" {run['tokens_a_step']:12,} {run['tokens_per_s']:10,.0f} {run['step_ms']['mean']:9.2f}"
-        text += f" {run['memory_gb']['max']:8.2f} {shown(run['mfu'], '.1%'):>6} {speed_up:8.2f}x"
-        if "nproc" in self.names:
-            text += f" {speed_up * first['processes'] / run['processes']:11.0%}"
+        text += f" {run['memory_gb']['max']:8.2f} {shown(run['mfu'], '.1%'):>6}"
+        text += f" {speed_up:8.2f}x {efficiency:11.0%}"
         if self.shows_waits:
-            text += f" {shown(run['exposed_ms'], '.2f'):>9}  {shown_bubble(run['bubble'])}"
+            text += f" {shown(run.get('exposed_ms'), '.2f'):>9}  {shown_bubble(run)}"
         return text
 
 
 def run_sweep(launches: Launches, workload: Workload, swept: dict[str, list[str]], steps: int) -> list[dict]:
-    """Launch every combination of the swept values (all ranks), print a table, and return its rows."""
-    if launches.rank == 0:
-        print(what_is_fixed(swept, workload.weak), flush=True)
+    """
+    Launch every combination of the swept values (all ranks), print a table, and return its rows. The global
+    batch is the same in all, unless a swept setting changes it or the scaling is weak.
+    """
     table = Table(launches, tuple(swept), steps, shows_waits=not CHANGES_COMMUNICATION.isdisjoint(swept))
-    counts = [int(n) for n in swept.get("nproc", [str(workload.processes)]) if n.isdecimal() and int(n)]
+    # a number of micro-batches that divides evenly over every number of processes
+    even = math.lcm(*(int(n) for n in swept.get("nproc", [workload.processes])))
     for values in product(*swept.values()):
         point = dict(zip(swept, values, strict=True))
-        # strong scaling: a number of micro-batches that divides evenly over every number of processes
-        n = math.lcm(*counts)
-        if workload.weak and point["nproc"].isdecimal():
-            n = int(point["nproc"])
-        micro_batches = {"gradient_accumulation_steps": workload.micro_batches(n)}
-        table.add(workload.settings | micro_batches | point)
+        n = int(point["nproc"]) if workload.weak else even
+        table.add(workload.settings | {"gradient_accumulation_steps": workload.micro_batches(n)} | point)
     return table.runs
-
-
-def what_is_fixed(swept: dict[str, list[str]], weak: bool) -> str:
-    """A sentence about what the rows of a sweep have in common."""
-    varied = [name for name, values in swept.items() if len(values) > 1]
-    batch = [name for name in varied if name in CHANGES_BATCH]
-    if batch:
-        return f"the global batch varies with {', '.join(batch)}: compare tokens/s"
-    if weak:
-        return "held fixed: the sequences of each process, so that the speed-up by nproc is weak scaling"
-    if "nproc" in varied:
-        return "held fixed: the global batch, so that the speed-up by nproc is strong scaling"
-    return "held fixed: the global batch"

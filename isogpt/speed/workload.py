@@ -11,11 +11,10 @@ from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import Setting
-from isogpt.parallel.plan import LAYOUT, UNDIVIDED, Plan, normalized, plan_of
+from isogpt.parallel.plan import Plan, normalized, plan_of
 from isogpt.parallel.shares import parse_shares, share_of
 from isogpt.speed.bench_request import Request
 from isogpt.speed.launches import FIXED
-from isogpt.speed.layouts import BATCH
 from isogpt.speed.memory import largest_micro_batch
 from isogpt.training import precision
 from isogpt.training.settings import check_layout, model_args_of
@@ -46,8 +45,8 @@ class Workload:
 
     Args:
         settings: all of train.py's. gradient_accumulation_steps 0: one micro-batch per process.
-        must_type: settings without which a command for train.py would train a different model.
-        was_set: names of the settings that the user has set.
+        typed: the same as the user's arguments set them.
+        chosen: settings that bench.py chooses, without which train.py would train a different model.
         device: of this machine.
         processes: how many are launched.
         weak: whether the global batch grows with the processes.
@@ -55,8 +54,8 @@ class Workload:
     """
 
     settings: dict
-    must_type: dict
-    was_set: frozenset[str]
+    typed: dict
+    chosen: dict
     device: torch.device
     processes: int
     weak: bool
@@ -90,6 +89,22 @@ class Workload:
         shape = GPT2[start] | {"arch": "gpt2", "bias": True, "vocab_size": 50257}
         return self.settings | shape | {"init_from": "scratch"}
 
+    def model_args(self) -> dict:
+        """
+        Return the fields of the model's GPTConfig.
+
+        Raises:
+            ValueError: the data set that tells the vocabulary is not prepared.
+        """
+        settings = self.without_weights()
+        vocab_size = settings["vocab_size"]
+        try:
+            vocab_size = vocab_size or open_dataset(settings["dataset"], settings["block_size"]).vocab_size
+        except ValueError as e:
+            hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
+            raise ValueError(f"{e}{hint}") from e
+        return asdict(GPTConfig(**model_args_of(settings, vocab_size)))
+
     def plan(self, world_size: int, card: str, machines: int = 1) -> Plan:
         """
         Return the plan that the settings describe for this many processes, on devices of a kind.
@@ -110,14 +125,13 @@ class Workload:
             device_type, dtype = "cuda", dtype.replace("auto", "bfloat16")
         else:
             raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
-        vocab_size = settings["vocab_size"] or vocabulary_of(settings["dataset"], settings["block_size"])
         plan = plan_of(
             settings,
             settings["islands"] or machines,
             world_size=world_size,
             device_type=device_type,
             dtype=dtype,
-            model_args=asdict(GPTConfig(**model_args_of(settings, vocab_size))),
+            model_args=self.model_args(),
         )
         check_layout(plan)
         data_size = max(1, world_size // (plan.pp * plan.cp * plan.tp))
@@ -133,34 +147,20 @@ class Workload:
             layout: settings that a plan chooses.
             arguments: bench.py's, of which the command repeats those for train.py.
         """
-        typed = self.must_type | {
-            name: value
-            for name, value in layout.items()
-            # what a config file sets must be set again
-            if value != getattr(UNDIVIDED, name) or name in self.was_set or name in BATCH
-        }
-        chosen = typed.keys() | set(LAYOUT) | {"fsdp", "nproc", "profile", "layout"}
-        repeated = self.settings.keys() - chosen
+        wanted = self.chosen | layout
+        chosen = {name: value for name, value in wanted.items() if value != self.typed[name]}
+        repeated = self.typed.keys() - chosen.keys() - {"nproc", "profile", "layout"}
         kept = [word for word in arguments if not word.startswith("--") or name_of(word) in repeated]
         program = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
         if n > per_node:
             nodes = f"--nnodes={n // per_node} --node_rank=RANK"
             program = f"torchrun {nodes} --nproc_per_node={per_node} --master_addr=HOST"
-        return f"{program} train.py {shlex.join([*kept, *(f'--{k}={value}' for k, value in typed.items())])}"
+        return f"{program} train.py {shlex.join([*kept, *(f'--{k}={value}' for k, value in chosen.items())])}"
 
 
 def name_of(argument: str) -> str:
     """The name in an argument --name=value."""
     return argument[2:].partition("=")[0]
-
-
-def vocabulary_of(dataset: str, block_size: int) -> int:
-    """The vocabulary size of a data set. Raises ValueError if the data set is not prepared."""
-    try:
-        return open_dataset(dataset, block_size).vocab_size
-    except ValueError as e:
-        hint = f"; to predict without the data, set --vocab_size={GPT2_VOCAB} for GPT-2's tokens"
-        raise ValueError(f"{e}{hint}") from e
 
 
 def choose_workload(
@@ -176,20 +176,17 @@ def choose_workload(
     """
     chooses_nothing = not any(map(CHOOSES_MODEL.match, arguments))
     is_small = chooses_nothing and device.type != "cuda" and {*request.cards} <= {"this", "cpu"}
-    must_type = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
-    settings = {name: config.get(name, setting.default) for name, setting in defaults.items()}
-    settings |= must_type | {"nproc": request.processes}
+    typed = normalized({name: config.get(name, setting.default) for name, setting in defaults.items()})
+    chosen = SMALL | {"dataset": config.get("dataset", SMALL["dataset"])} if is_small else {}
+    settings = typed | chosen | {"nproc": request.processes}
     if config["plan"] or config["tune"]:
         settings["layout"] = "manual"
-    settings = normalized(settings)
     is_prepared = "dataset" in config or settings["dataset"] in prepared_datasets()
     is_random = not config["real_data"] or not is_prepared
     if is_random and not settings["vocab_size"]:
         settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-    was_set = frozenset(config)
-    workload = Workload(settings, must_type, was_set, device, request.processes, config["weak"], is_random)
+    workload = Workload(settings, typed, chosen, device, request.processes, config["weak"], is_random)
     if chooses_nothing and device.type == "cuda":
         plan = workload.plan(request.processes, request.cards[0])
-        memory_gb = torch.cuda.mem_get_info(device)[1] / 1e9
-        settings = settings | {"batch_size": largest_micro_batch(plan, memory_gb)}
-    return replace(workload, settings=settings)
+        settings["batch_size"] = largest_micro_batch(plan, torch.cuda.mem_get_info(device)[1] / 1e9)
+    return workload

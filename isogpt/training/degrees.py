@@ -1,15 +1,13 @@
 """Whether the degrees of parallelism divide the ranks and the model."""
 
-import re
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil, gcd, prod
 
-from isogpt.parallel.mesh import stages_per_rank
+from isogpt.parallel.mesh import AXES, stages_per_rank
 from isogpt.parallel.plan import Plan
 from isogpt.training.settings import report
 
-DEGREES = ("islands", "pp", "dp_replicate", "ep", "cp", "tp")
+DEGREES = tuple(axis for axis in AXES if axis != "dp_shard")
 
 
 def check_degrees(plan: Plan, splits_sequence: bool = True) -> None:
@@ -26,26 +24,7 @@ def check_degrees(plan: Plan, splits_sequence: bool = True) -> None:
     problems = list(problems_with_ranks(plan))
     if plan.model_args:
         problems += problems_with_model(plan, splits_sequence)
-    is_only_tp = all(getattr(plan, name) == 1 for name in DEGREES if name != "tp")
-    if len(problems) > 1 and is_only_tp and all(re.search(r"\btp\b", problem) for problem in problems):
-        problems = [advice_on_tp(plan, splits_sequence)]
     report(problems)
-
-
-def advice_on_tp(plan: Plan, splits_sequence: bool) -> str:
-    """One sentence about a tp for which there are several problems, with the largest tp without problems."""
-    args = plan.model_args
-    smaller = [replace(plan, tp=n) for n in range(1, plan.tp)]
-    suits_model = [it for it in smaller if not any(problems_with_model(it, splits_sequence))]
-    suits_both = [it.tp for it in suits_model if not any(problems_with_ranks(it))]
-    advice = [f"set --tp={suits_both[-1]}"] if suits_both else []
-    if suits_model and suits_model[-1].tp > max(suits_both, default=1):
-        largest = suits_model[-1].tp
-        advice += [f"start {largest} processes and set --tp={largest}"]
-    return (
-        f"tp is {plan.tp}: it must divide the number of processes, {plan.world_size}, the heads, "
-        f"{args['n_kv_head'] or args['n_head']}, and block_size, {args['block_size']}: {', or '.join(advice)}"
-    )
 
 
 def problems_with_ranks(plan: Plan) -> Iterator[str]:
@@ -67,13 +46,10 @@ def problem_with_product(world_size: int, degrees: dict[str, int]) -> str:
     product = prod(degrees.values())
     started = "1 process" if world_size == 1 else f"{world_size} processes"
     text = " x ".join(f"{name} {n}" for name, n in degrees.items())
-    advice = "lower a degree"
     if len(degrees) > 1:
         text += f" = {product}"
-    else:
-        advice = f"set --{min(degrees)}={nearest_divisor(world_size, product)}"
     counts = multiples_around(world_size, product)
-    return f"{started} cannot be divided into {text}: start {counts} processes, or {advice}"
+    return f"{started} cannot be divided into {text}: start {counts} processes, or lower a degree"
 
 
 def problems_with_model(plan: Plan, splits_sequence: bool) -> Iterator[str]:
@@ -151,9 +127,3 @@ def multiples_around(n: int, factor: int) -> str:
     """The multiples of `factor` below and above n, as they are typed."""
     below = n // factor * factor
     return " or ".join(str(multiple) for multiple in (below, below + factor) if multiple)
-
-
-def nearest_divisor(n: int, number: int) -> int:
-    """The divisor of n that is nearest to a number; the smaller of two equally near divisors."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    return min(divisors, key=lambda d: (abs(d - number), d))

@@ -73,37 +73,27 @@ class Muon(torch.optim.Muon):
             torch._foreach_lerp_(local_buffers, local_grads, 1 - group["momentum"])
             torch._foreach_lerp_(local_updates, local_buffers, group["momentum"])  # Nesterov momentum
             parts = [matrix_part(u, p) for u, p in zip(updates, params, strict=True)]
-            device = params[0].device
-            orthogonalize_parts(parts, group["rows"], self.dtype, self.group, device, self.separately)
+            self.orthogonalize_parts(parts, group["rows"], params[0].device)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
+    def orthogonalize_parts(
+        self, parts: list[LocalPart], rows: tuple[int, ...], device: torch.device
+    ) -> None:
+        """
+        Orthogonalize the matrices of heights `rows` whose parts this rank holds, in place (all ranks of the
+        group).
 
-def orthogonalize_parts(
-    parts: list[LocalPart],
-    rows: tuple[int, ...],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    separately: bool = False,
-) -> None:
-    """
-    Orthogonalize the matrices of heights `rows` whose parts this rank holds, in place (all ranks of the
-    group).
-
-    Only here do bits depend on the layout: the parameters that a rank updates determine how many matrices a
-    matmul multiplies together.
-
-    Args:
-        separately: multiply one matrix at a time, with the same bits on any layout.
-    """
-    wholes = whole_tensors(parts, group, device)  # (parameters, rows, columns)
-    for matrices in stacked_matrices(wholes, rows):
-        scale = math.sqrt(max(1, matrices.size(1) / matrices.size(2)))
-        for batch in matrices.split(1) if separately else [matrices]:
-            batch.copy_(orthogonalize(batch, dtype)).mul_(scale)
-    for part, whole in zip(parts, wholes, strict=True):
-        part.put(whole)
+        Only here do bits depend on the layout: the parameters that a rank updates determine how many matrices
+        a matmul multiplies together.
+        """
+        wholes = whole_tensors(parts, self.group, device)  # (parameters, rows, columns)
+        for matrices in stacked_matrices(wholes, rows):
+            scale = math.sqrt(max(1, matrices.size(1) / matrices.size(2)))
+            for batch in matrices.split(1) if self.separately else [matrices]:
+                batch.copy_(orthogonalize(batch, self.dtype)).mul_(scale)
+        for part, whole in zip(parts, wholes, strict=True):
+            part.put(whole)
 
 
 def stacked_matrices(wholes: Tensor, rows: tuple[int, ...]) -> list[Tensor]:

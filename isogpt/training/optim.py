@@ -7,16 +7,16 @@ Muon is in muon.py, the optimizers' state by parameter name in optimizer_state.p
 import math
 import re
 from collections import defaultdict
+from itertools import chain
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as update_adamw
 
 from isogpt.launch.together import Gathered
 from isogpt.nn.architecture import GPTConfig
-from isogpt.parallel.local_parts import is_sharded, is_split, local
+from isogpt.parallel.local_parts import is_split, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.training.muon import Muon, Stack, stack_of
 from isogpt.training.optimizer_state import create_state, inner_optimizer
@@ -53,26 +53,25 @@ class AdamW(torch.optim.AdamW):
         from_scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            parts = [adamw_tensors(p, self.state[p]) for p in params]
+            states = [self.state[p] for p in params]
+            parts = [
+                [local(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+                for p, state in zip(params, states, strict=True)
+            ]
             padded = [pad_to_multiple(tensors, self.multiple) for tensors in parts]
             beta1, beta2 = group["betas"]
             update_adamw(
                 *([tensors[i] for tensors in padded] for i in range(4)),
                 max_exp_avg_sqs=[],
-                state_steps=[self.state[p]["step"] for p in params],
+                state_steps=[state["step"] for state in states],
                 beta1=beta1,
                 beta2=beta2,
                 **{name: group[name] for name in ADAMW_OPTIONS},
                 **from_scaler,
             )
-            for tensors, copies in zip(parts, padded, strict=True):
-                copy_without_padding(copies, tensors)
-
-
-def adamw_tensors(p: nn.Parameter, state: dict[str, Tensor]) -> list[Tensor]:
-    """This rank's part of a parameter, of its gradient and of AdamW's moments."""
-    tensors = [p, p.grad, state["exp_avg"], state["exp_avg_sq"]]
-    return [local(t) for t in tensors] if is_sharded(p) else tensors
+            for target, source in zip(chain(*parts), chain(*padded), strict=True):
+                if source is not target:
+                    target.copy_(source[: target.numel()].view_as(target))
 
 
 def pad_to_multiple(tensors: list[Tensor], multiple: int) -> list[Tensor]:
@@ -81,13 +80,6 @@ def pad_to_multiple(tensors: list[Tensor], multiple: int) -> list[Tensor]:
     """
     missing = -tensors[0].numel() % multiple
     return [torch.nn.functional.pad(t.flatten(), (0, missing)) for t in tensors] if missing else tensors
-
-
-def copy_without_padding(padded: list[Tensor], tensors: list[Tensor]) -> None:
-    """Undo `pad_to_multiple`: copy the elements back to where it has taken them from."""
-    for source, target in zip(padded, tensors, strict=True):
-        if source is not target:
-            target.copy_(source[: target.numel()].view_as(target))
 
 
 class Rule(NamedTuple):
@@ -154,7 +146,15 @@ def make_optimizers(
         elif cls is Muon:
             options = {"dtype": muon_dtype, "group": mesh.matrix_parts.without(*divided).group}
         replicas = mesh.loss.without(*divided).group
-        optimizers.append(make_optimizer(cls, groups[cls, are_experts], options, zero, replicas))
+        if zero == 1 and replicas:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            # a rank sends its share in one piece, not each parameter separately
+            options |= {"parameters_as_bucket_view": True, "process_group": replicas}
+            optimizer = ZeroRedundancyOptimizer(groups[cls, are_experts], cls, **options)
+        else:
+            optimizer = cls(groups[cls, are_experts], **options)
+        optimizers.append(optimizer)
     if config.get("exact"):
         make_steps_exact(optimizers)
     return optimizers
@@ -165,8 +165,7 @@ def make_steps_exact(optimizers: list[torch.optim.Optimizer]) -> None:
     Let the optimizers compute an element's update in the same way in any shard and next to any other
     parameters, in place. The step of other layouts is the same up to rounding.
     """
-    for optimizer in optimizers:
-        inner = getattr(optimizer, "optim", optimizer)  # of ZeroRedundancyOptimizer
+    for inner in map(inner_optimizer, optimizers):
         if isinstance(inner, Muon):
             inner.separately = True
         elif isinstance(inner, AdamW) and inner.defaults["fused"]:
@@ -213,20 +212,6 @@ def make_group(params: list[nn.Parameter], rule: Rule, stack: Stack | None, conf
         "weight_decay": config[rule.weight_decay] if rule.weight_decay else 0.0,
     }
     return group | {"rows": stack.rows} if stack else group
-
-
-def make_optimizer(
-    cls: type, groups: list[dict], options: dict, zero: int, replicas: dist.ProcessGroup | None
-) -> torch.optim.Optimizer:
-    """Make an optimizer for groups of parameters. With zero 1, the ranks of `replicas` share the state."""
-    if zero == 1 and replicas:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        # as_bucket_view: a rank sends its share in one piece, not each parameter separately
-        return ZeroRedundancyOptimizer(
-            groups, cls, process_group=replicas, parameters_as_bucket_view=True, **options
-        )
-    return cls(groups, **options)
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muon_momentum: float) -> None:

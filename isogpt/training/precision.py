@@ -48,9 +48,8 @@ def cpu_has(feature: str) -> bool:
 
 def is_emulated(dtype: str, device: torch.device) -> bool:
     """Whether this x86 CPU computes in `dtype` without instructions for this dtype."""
-    features = CPU_FEATURES.get(dtype, ())
     is_x86 = device.type == "cpu" and cpu_has("sse2")
-    return is_x86 and bool(features) and not any(map(cpu_has, features))
+    return is_x86 and dtype in CPU_FEATURES and not any(map(cpu_has, CPU_FEATURES[dtype]))
 
 
 def notes_about_dtype(dtype: str, device: torch.device) -> list[str]:
@@ -123,26 +122,18 @@ def set_numerics(device: torch.device, dtype: str, deterministic: bool) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def fix_threads(device: torch.device, exact: bool = True) -> None:
+def fix_threads(device: torch.device) -> None:
     """
-    With `exact`, let each process on a CPU use OMP_NUM_THREADS threads, by default 1. The bits of some
+    Let each process on a CPU use OMP_NUM_THREADS threads, by default 1, for `exact`. The bits of some
     kernels, such as the backward pass of LayerNorm, depend on the number of threads, which otherwise depends
     on the number of processes.
     """
-    if not exact:
-        return
     if device.type == "mps":
         raise ValueError(
             "exact needs float64 numbers, which device 'mps' lacks: set --exact=False or --device=cpu"
         )
     if device.type == "cpu":
-        torch.set_num_threads(threads_of_exact())
-
-
-def threads_of_exact() -> int:
-    """OMP_NUM_THREADS, or 1."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(threads)) if threads.isdigit() else 1
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 
 def kind_of_device(device: torch.device, batch_size: int) -> dict[str, str]:
@@ -173,14 +164,12 @@ def cpu_info() -> list[tuple[str, str]]:
 def differences_of_devices(kinds: list[dict[str, str]]) -> list[str]:
     """A sentence about each difference between the ranks' results of `kind_of_device`."""
     sentences = []
-    for name in kinds[0]:
-        ranks_of = {}
-        for rank, kind in enumerate(kinds):
-            ranks_of.setdefault(kind[name], []).append(str(rank))
-        if len(ranks_of) > 1:
-            values = "; ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_of.items())
+    for name, value in kinds[0].items():
+        others = [rank for rank, kind in enumerate(kinds) if kind[name] != value]
+        if others:
             sentences.append(
-                f"exact: {name} is not the same on all ranks ({values}): other layouts may give other bits"
+                f"exact: {name} is not the same on all ranks ({value} on rank 0, {kinds[others[0]][name]} on "
+                f"rank {others[0]}): other layouts may give other bits"
             )
     return sentences
 

@@ -1,7 +1,7 @@
-"""The schedule of the learning rate, and how the learning rate depends on the batch size."""
+"""The schedule of the learning rate."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,6 @@ class Schedule:
     cooldown_iters: int | float
     lr_schedule: str  # cosine, linear or wsd
     decay_lr: bool
-    factor: float = 1.0  # contained in the rates and warmup_iters, see `make_schedule`
 
     def lr(self, step: int) -> float:
         """The learning rate of a step."""
@@ -77,39 +76,6 @@ class Schedule:
         return options
 
 
-def make_schedule(config: dict, sequences_per_step: int) -> Schedule:
-    """
-    The schedule of train.py's settings. With lr_scaling, learning_rate, min_lr and warmup_iters are
-    multiplied by sequences_per_step / base_batch (linear; Goyal et al. 2017, arXiv:1706.02677) or by the
-    square root of this ratio (sqrt; for SGD Krizhevsky 2014, arXiv:1404.5997, for Adam Malladi et al. 2022,
-    arXiv:2205.10782). The other optimizers' rates follow learning_rate, see optim.set_rates.
-
-    Raises:
-        ValueError: the warm-up would become longer than the decay allows.
-    """
-    ratio = sequences_per_step / config["base_batch"] if config["base_batch"] else 1.0
-    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config["lr_scaling"]]
-    warmup = config["warmup_iters"] if factor == 1 else round(factor * config["warmup_iters"])
-    check_warmup(config, warmup, factor)
-    return Schedule(
-        learning_rate=factor * config["learning_rate"],
-        min_lr=factor * config["min_lr"],
-        warmup_iters=warmup,
-        lr_decay_iters=config["lr_decay_iters"],
-        cooldown_iters=config["cooldown_iters"],
-        lr_schedule=config["lr_schedule"],
-        decay_lr=config["decay_lr"],
-        factor=factor,
-    )
-
-
-def check_warmup(config: dict, warmup: int | float, factor: float) -> None:
-    """Raise ValueError if the warm-up leaves no time to decay only because lr_scaling has made it longer."""
-    latest, limit = config["lr_decay_iters"], "lr_decay_iters"
-    if config["lr_schedule"] == "wsd":
-        latest, limit = latest - config["cooldown_iters"], "lr_decay_iters - cooldown_iters"
-    if config["decay_lr"] and config["warmup_iters"] <= latest < warmup:
-        raise ValueError(
-            f"lr_scaling multiplies warmup_iters by {factor:.4g}, to {warmup} steps: more than {limit}, "
-            f"{latest}: set --warmup_iters={int(latest / factor)} or less, or a larger --lr_decay_iters"
-        )
+def make_schedule(config: dict) -> Schedule:
+    """The schedule of train.py's settings."""
+    return Schedule(**{field.name: config[field.name] for field in fields(Schedule)})

@@ -14,26 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from isogpt.data.dataset import Dataset
-from isogpt.nn.architecture import GPTConfig, problems_of_shape
+from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.plan import Plan, normalized
 from isogpt.parallel.shares import parse_shares
 from isogpt.parallel.slow_network import keeps_errors
 
 Settings = SimpleNamespace  # all settings of train.py
-# settings that the model determines if it is not new
-SHAPE = (
-    "arch",
-    "n_layer",
-    "n_head",
-    "n_kv_head",
-    "n_embd",
-    "n_hidden",
-    "bias",
-    "vocab_size",
-    "n_expert",
-    "n_expert_active",
-)
 
 
 def check_training(config: dict) -> dict:
@@ -48,7 +35,8 @@ def check_training(config: dict) -> dict:
     problems += rules_of_start(settings)
     problems += rules_of_model(settings)
     problems += rules_of_updates(settings)
-    problems += rules_of_fsdp(settings)
+    if settings.fsdp and settings.zero not in (0, 3):
+        problems.append(f"fsdp is short for zero=3, but zero is {settings.zero}: set only one of them")
     problems += rules_of_layout(Settings(**normalized(config)))
     if settings.exact:
         problems += [f"exact: {reason}, or --exact=False" for reason in rules_of_exact(settings)]
@@ -119,43 +107,11 @@ def rules_of_updates(c: Settings) -> Iterator[str]:
         )
     if c.lr_schedule == "wsd" and c.cooldown_iters == 0:
         yield "lr_schedule 'wsd' needs the steps of the decay: set --cooldown_iters="
-    if c.lr_scaling != "none" and c.base_batch == 0:
-        yield (
-            f"lr_scaling {c.lr_scaling!r} needs the batch for which learning_rate was chosen: set "
-            "--base_batch= to the sequences per step"
-        )
-    if c.lr_scaling == "none" and c.base_batch > 0:
-        yield (
-            f"base_batch is {c.base_batch}, but lr_scaling is 'none': set --lr_scaling=linear or sqrt, or "
-            "--base_batch=0"
-        )
-
-
-def rules_of_fsdp(c: Settings) -> Iterator[str]:
-    """The short form of zero=3."""
-    if c.fsdp and c.zero not in (0, 3):
-        yield f"fsdp is short for zero=3, but zero is {c.zero}: set only one of them"
 
 
 def rules_of_layout(c: Plan | Settings) -> Iterator[str]:
     """How the ways of dividing the work fit each other. All settings that are read are fields of Plan."""
-    return chain(
-        rules_of_recomputation(c),
-        rules_of_shares(c),
-        rules_of_compression(c),
-        rules_of_islands(c),
-        rules_of_cuda_graphs(c),
-        rules_of_sharding(c),
-    )
-
-
-def rules_of_recomputation(c: Plan | Settings) -> Iterator[str]:
-    """How often blocks are recomputed."""
-    if not re.fullmatch(r"none|full|selective|every:0*[1-9]\d*", c.activation_checkpointing):
-        yield (
-            f"activation_checkpointing is {c.activation_checkpointing!r}; possible are none, full, selective "
-            "and every:K (K >= 1)"
-        )
+    return chain(rules_of_shares(c), rules_of_compression(c), rules_of_islands(c), rules_of_memory(c))
 
 
 def rules_of_shares(c: Plan | Settings) -> Iterator[str]:
@@ -179,11 +135,10 @@ def rules_of_shares(c: Plan | Settings) -> Iterator[str]:
 
 def rules_of_compression(c: Plan | Settings) -> Iterator[str]:
     """Compressed gradients."""
-    kinds = r"none|fp16|bf16|int8|sign|powersgd:0*[1-9]\d*|topk:(0?\.\d*[1-9]\d*|1|1\.0*)"
-    if not re.fullmatch(kinds, c.grad_compression):
+    if not re.fullmatch(r"none|fp16|bf16|int8|powersgd:0*[1-9]\d*", c.grad_compression):
         yield (
-            f"grad_compression is {c.grad_compression!r}; possible are none, fp16, bf16, int8, sign, "
-            "powersgd:RANK such as powersgd:4, and topk:FRACTION of at most 1, such as topk:0.01"
+            f"grad_compression is {c.grad_compression!r}; possible are none, fp16, bf16, int8, and "
+            "powersgd:RANK such as powersgd:4"
         )
         return
     if c.grad_compression != "none" and c.zero >= 2 and c.dp_replicate == 1:
@@ -202,20 +157,20 @@ def rules_of_compression(c: Plan | Settings) -> Iterator[str]:
 
 def rules_of_islands(c: Plan | Settings) -> Iterator[str]:
     """Islands, and how they average their weights."""
-    if c.islands == 1 and (c.local_steps > 1 or c.outer_parts > 1 or c.outer_compression != "none"):
+    if c.islands == 1 and (c.local_steps > 1 or c.outer_compression != "none"):
         yield (
-            "local_steps, outer_parts and outer_compression are for islands: set --islands= to their number, "
-            "or 0 for one on each machine"
-        )
-    if c.outer_parts > c.local_steps:
-        yield (
-            f"outer_parts is {c.outer_parts}: it must not be above local_steps, {c.local_steps}, since one "
-            "part is sent after a step"
+            "local_steps and outer_compression are for islands: set --islands= to their number, or 0 for one "
+            "on each machine"
         )
 
 
-def rules_of_cuda_graphs(c: Plan | Settings) -> Iterator[str]:
-    """CUDA graphs, which replay kernels on the same memory."""
+def rules_of_memory(c: Plan | Settings) -> Iterator[str]:
+    """What is recomputed, recorded as CUDA graphs, or kept in shards and on the CPU."""
+    if not re.fullmatch(r"none|full|selective|every:0*[1-9]\d*", c.activation_checkpointing):
+        yield (
+            f"activation_checkpointing is {c.activation_checkpointing!r}; possible are none, full, selective "
+            "and every:K (K >= 1)"
+        )
     if c.cuda_graphs and not c.compile:
         yield "cuda_graphs needs compile: set --compile=True, or --cuda_graphs=False"
     if c.cuda_graphs and c.zero >= 2:
@@ -223,10 +178,6 @@ def rules_of_cuda_graphs(c: Plan | Settings) -> Iterator[str]:
             "cuda_graphs needs gradients that stay in place, and zero 2 and 3 allocate new gradients: set "
             "--zero=0 --fsdp=False, or --cuda_graphs=False"
         )
-
-
-def rules_of_sharding(c: Plan | Settings) -> Iterator[str]:
-    """What only FSDP can do."""
     if (c.cpu_offload or c.dp_replicate != 1) and c.zero < 2:
         yield f"cpu_offload and dp_replicate need zero 2 or 3, but zero is {c.zero}: set --zero=3"
 
@@ -284,22 +235,22 @@ def model_args_of(config: dict, vocab_size: int) -> dict:
     return model_fields(config) | {"vocab_size": vocab_size, "tied": tied}
 
 
-def settings_of_model(model_args: dict) -> dict:
+def settings_of_model(model_args: dict, config: dict) -> dict:
     """
     Return the settings for a new model of this shape, from fields of GPTConfig or nanoGPT: the inverse of
     model_args_of.
     """
-    tied = model_args.get("tied", True)
-    same = {name: model_args[name] for name in SHAPE if name in model_args}
-    return {"arch": "gpt2"} | same | {"head": "tied" if tied else "untied"}
+    names = {*model_fields(config), "vocab_size"} - {*OF_THE_RUN}
+    shape = {name: value for name, value in model_args.items() if name in names}
+    return {"arch": "gpt2", "head": "tied" if model_args.get("tied", True) else "untied"} | shape
 
 
 def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: bool) -> dict:
     """
     Return the fields of GPTConfig for this run, from the fields of a checkpoint, a pretrained model or a new
-    model. What is not in SHAPE is the run's: dropout, the length of the context, the router's losses. With
-    n_expert, a dense model that the run does not resume is upcycled: each expert starts as a copy of the MLP
-    (Komatsuzaki et al. 2022, arXiv:2212.05055).
+    model. The fields OF_THE_RUN come from the run's settings. With n_expert, a dense model that the run does
+    not resume is upcycled: each expert starts as a copy of the MLP (Komatsuzaki et al. 2022,
+    arXiv:2212.05055).
 
     Raises:
         ValueError: the model's context is shorter than block_size, the data set contains token ids beyond the
@@ -317,21 +268,17 @@ def fit_model_args(model_args: dict, config: dict, data: Dataset, is_resume: boo
             f"{model_args['vocab_size']}: it was trained on a different data set"
         )
     fitted = {"n_kv_head": 0, "n_expert": 0} | model_args
-    fitted |= {name: value for name, value in model_fields(config).items() if name not in SHAPE}
+    fitted |= {name: value for name, value in model_fields(config).items() if name in OF_THE_RUN}
     if config["n_expert"] in (0, fitted["n_expert"]):
         return fitted
-    if fitted["n_expert"]:
-        raise ValueError(
-            f"n_expert is {config['n_expert']}, but the checkpoint contains {fitted['n_expert']} experts: "
-            f"set --n_expert={fitted['n_expert']}"
-        )
-    if is_resume:
-        folder = config["out_dir"]
-        raise ValueError(
-            f"n_expert is {config['n_expert']}, but the checkpoint in {folder} contains no experts: to start "
-            f"a new run in which each expert is a copy of the MLP, set --init_from={folder} and a different "
-            "--out_dir"
-        )
+    if fitted["n_expert"] or is_resume:
+        advice = f"set --n_expert={fitted['n_expert']}"
+        if not fitted["n_expert"]:
+            advice = "to start a new run in which each expert is a copy of the MLP, set "
+            advice += f"--init_from={config['out_dir']} and a different --out_dir"
+        count = fitted["n_expert"] or "no"
+        problem = f"n_expert is {config['n_expert']}, but the checkpoint contains {count} experts"
+        raise ValueError(f"{problem}: {advice}")
     return fitted | {name: config[name] for name in ("n_expert", "n_expert_active")}
 
 
@@ -360,10 +307,10 @@ def check_sampling(config: dict) -> None:
     """
     init_from = config["init_from"]
     if init_from not in ("resume", *GPT2) and not os.path.isdir(init_from):
-        possible = "resume, gpt2[-medium|-large|-xl], a folder of Hugging Face weights"
-        folder = os.path.dirname(init_from) or "."
-        advice = f"; for this file, set --out_dir={shlex.quote(folder)}" if os.path.isfile(init_from) else ""
-        raise ValueError(f"init_from is {init_from!r}; possible: {possible}{advice}")
+        raise ValueError(
+            f"init_from is {init_from!r}; possible: resume (a run in out_dir), gpt2[-medium|-large|-xl], or "
+            "a folder of Hugging Face weights"
+        )
 
 
 def notes_about_text(start: str, stop: str) -> list[str]:
@@ -392,7 +339,5 @@ def read_prompt(start: str) -> str:
     path = os.path.expanduser(start.removeprefix("FILE:"))
     try:
         return Path(path).read_text(encoding="utf-8-sig")  # drops a byte order mark
-    except OSError as e:
-        raise ValueError(f"--start={start} cannot be read as text: {e}") from e
-    except UnicodeDecodeError as e:
-        raise ValueError(f"--start={start} cannot be read as text: {e}; save it in UTF-8") from e
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"--start={start} cannot be read as text in UTF-8: {e}") from e

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.optim  # uses torch.jit, which cannot script our torch.tensor
 import torch.nn.attention.bias
-from pretend_gpu import GPU
+from pretend_gpu import GPU, NAMES
 from pretend_tensors import CudaTensor, Generator, Mode, is_cuda, is_pinned, pin
 from torch.utils._pytree import tree_map
 
@@ -121,35 +121,16 @@ class DeviceContext(contextlib.AbstractContextManager):
 # functions of torch
 
 
-class Properties(types.SimpleNamespace):
+def properties(device=None) -> types.SimpleNamespace:
     """What torch.cuda.get_device_properties returns."""
-
-    def __hash__(self) -> int:
-        return id(type(self))
-
-
-def properties(device=None) -> Properties:
-    """Of the pretended GPU; sizes of caches and registers are an H100's."""
-    return Properties(
-        name=GPU.name,
+    return types.SimpleNamespace(
+        name=NAMES[GPU.capability],
         major=GPU.capability[0],
         minor=GPU.capability[1],
         total_memory=GPU.memory,
         multi_processor_count=132,
-        max_threads_per_multi_processor=2048,
-        warp_size=32,
-        regs_per_multiprocessor=65536,
-        L2_cache_size=50 << 20,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-        pci_bus_id=1,
-        pci_device_id=0,
-        pci_domain_id=0,
-        is_integrated=False,
-        is_multi_gpu_board=False,
         uuid=f"pretend-{GPU.index}",
-        gcnArchName="gfx90a" if os.environ.get("PRETEND_CUDA_HIP") else "",
+        gcnArchName="",
     )
 
 
@@ -177,10 +158,6 @@ def set_device(device) -> None:
     if index is not None and index >= GPU.count:
         raise torch.AcceleratorError("CUDA error: invalid device ordinal")
     GPU.index = index or 0
-
-
-def set_sync_debug_mode(mode) -> None:
-    GPU.sync_debug_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
 
 
 def utilization(*args):
@@ -215,12 +192,7 @@ def is_tensor_pinned(self: torch.Tensor, *args) -> bool:
 
 def init_process_group(backend=None, *args, device_id=None, **kwargs) -> None:
     """NCCL's part is played by gloo."""
-    if not os.environ.get("PRETEND_CUDA_NO_NCCL"):
-        if backend is None or "nccl" in backend:
-            backend = "cpu:gloo,cuda:gloo"
-        if os.environ.get("PRETEND_CUDA_BIND"):
-            kwargs["device_id"] = device_id
-    REAL.init_process_group(backend, *args, **kwargs)
+    REAL.init_process_group("cpu:gloo,cuda:gloo", *args, **kwargs)
 
 
 def get_future(self: dist.Work) -> torch.futures.Future:
@@ -233,6 +205,8 @@ def get_future(self: dist.Work) -> torch.futures.Future:
         return CudaTensor(t) if is_plain and t.data_ptr() in GPU.sent else t
 
     def all_on_gpu(future):
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is None:
+            Mode().__enter__()  # in gloo's thread, which runs the callbacks that follow
         return tree_map(on_gpu, future.value())
 
     return REAL.get_future(self).then(all_on_gpu)
@@ -264,7 +238,7 @@ def stand_ins() -> dict[str, object]:
         "device_count": GPU.count,
         "is_current_stream_capturing": False,
         "get_device_capability": GPU.capability,
-        "get_device_name": GPU.name,
+        "get_device_name": NAMES[GPU.capability],
         "mem_get_info": (GPU.memory - 10**9, GPU.memory),
         "memory_stats": {},
         "reset_peak_memory_stats": None,
@@ -322,7 +296,6 @@ def install_cuda() -> None:
     c.streams.Event = Event
     c.synchronize = synchronize
     c.utilization = utilization
-    c.set_sync_debug_mode = set_sync_debug_mode
     c.get_rng_state = get_rng_state
     c.set_rng_state = constant(None)
     c.nvtx.mark = c.nvtx.range_push = c.nvtx.range_pop = constant(None)
@@ -336,10 +309,7 @@ def install_cuda() -> None:
     a.current_device_index = current_device
     torch.backends.cuda.is_built = constant(True)
     torch._C._get_accelerator = constant(torch.device("cuda"))
-    if os.environ.get("PRETEND_CUDA_HIP"):
-        torch.version.hip = "6.4"
-    else:
-        torch.version.cuda = "12.8"
+    torch.version.cuda = "12.8"
 
 
 def have_the_same_type(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -352,7 +322,7 @@ def install() -> None:
     install_cuda()
     torch._has_compatible_shallow_copy_type = have_the_same_type  # Module.to makes new parameters
     dist.Work.get_future = get_future
-    dist.is_nccl_available = constant(not os.environ.get("PRETEND_CUDA_NO_NCCL"))
+    dist.is_nccl_available = constant(True)
     dist.init_process_group = init_process_group
     dist.distributed_c10d.init_process_group = init_process_group
     torch._C._set_only_lift_cpu_tensors(True)
@@ -366,44 +336,3 @@ def install() -> None:
     Mode().__enter__()
     atexit.register(GPU.report)
     os._exit = leave
-
-
-def install_for_compile() -> None:
-    """
-    From now on torch.cuda's functions, which torch.compile knows by their identity, describe a GPU. Its
-    tensors come from torch.ops.pretend.label and have no kernels of a GPU.
-    """
-    GPU.configure()
-    values = {
-        "getDeviceCount": GPU.count,
-        "init": None,
-        "getDevice": 0,
-        "setDevice": None,
-        "exchangeDevice": 0,
-        "maybeExchangeDevice": 0,
-        "getArchFlags": " ".join(ARCHITECTURES),
-        "getCurrentRawStream": 0,
-        "isInBadFork": False,
-        "memoryStats": {},
-        "synchronize": None,
-        "CUDAAllocator_AllocatorState": None,
-        "isCurrentStreamCapturing": False,
-        "getCompiledVersion": 12080,
-    }
-    for name, value in values.items():
-        setattr(torch._C, f"_cuda_{name}", constant(value))
-    torch._C._set_cached_tensors_enabled = constant(None)
-    torch._C._has_cuda = True
-    torch._C.has_cuda = True
-    c = torch.cuda
-    c._initialized = True
-    c._cached_device_count = GPU.count
-    c._CudaDeviceProperties = Properties
-    c._get_device_properties = properties
-    c._exchange_device = constant(0)
-    c._maybe_exchange_device = constant(-1)
-    c.default_generators = tuple(torch.Generator() for _ in range(GPU.count))
-    torch.version.cuda = "12.8"
-    from torch._dynamo import utils
-
-    utils.common_constant_types.add(Properties)  # as it does for the real class

@@ -426,8 +426,6 @@ def watch_source(source: torch.Tensor, number: int) -> None:
 
     def compare() -> None:
         if not torch.equal(torch.nan_to_num(source), torch.nan_to_num(before)):
-            GPU.problems[
-                f"a pinned source of a non_blocking copy was changed before the copy had run: {where}"
-            ] += 1
+            GPU.problems.add(f"a pinned source of a non_blocking copy was changed before it had run: {where}")
 
     GPU.later(number, compare)

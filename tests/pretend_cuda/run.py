@@ -2,11 +2,8 @@
 Run a script with a pretended GPU:
 
     python tests/pretend_cuda/run.py train.py --dataset=tiny --compile=False --dtype=tf32 ...
-
-prints how often the host waits in a step, and where. See README.md.
 """
 
-import os
 import sys
 import types
 from pathlib import Path
@@ -19,7 +16,6 @@ def main() -> None:
     script = Path(sys.argv[1]).resolve()
     sys.argv = [str(script), *sys.argv[2:]]
     sys.path.insert(0, str(script.parent))
-    os.environ.setdefault("PRETEND_CUDA_ROOT", str(script.parent))
     harness.install()
     space = types.ModuleType("__main__")
     space.__file__ = str(script)
