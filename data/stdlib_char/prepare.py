@@ -39,7 +39,7 @@ def read_library(library: Path) -> tuple[str, int]:
     return "\n".join(texts).replace("\r\n", "\n").replace("\r", "\n"), len(texts)
 
 
-def read_own_library(folder: Path) -> tuple[str, dict]:
+def read_standard_library(folder: Path) -> tuple[str, dict]:
     """Return the text of this interpreter's library and a description of its source; `folder` is unused."""
     library = Path(sysconfig.get_path("stdlib"))
     text, files = read_library(library)
@@ -52,7 +52,7 @@ def read_own_library(folder: Path) -> tuple[str, dict]:
 
 def main(argv: list[str]) -> None:
     """Write the data set to the folder of this script, or to --out."""
-    prepare_text(__file__, __doc__, argv, read_own_library)
+    prepare_text(__file__, __doc__, argv, read_standard_library)
 
 
 if __name__ == "__main__":
