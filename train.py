@@ -132,7 +132,7 @@ pp_schedule = "1f1b"  # the last three: two stages per rank [gpipe | 1f1b | inte
 ep = 1  # expert parallelism: data-parallel ranks that divide the experts (with n_expert) [>= 1]
 shares = "equal"  # shares of a step by data-parallel rank: equal, a list such as 2,1,1, or auto (measured)
 grad_sync = "auto"  # the micro-steps that reduce gradients; every: less memory [auto | last | every | never]
-grad_compression = "none"  # between replicas: none, fp16, bf16, int8 or powersgd:RANK
+grad_compression = "none"  # between replicas: none, fp16, bf16, int8, powersgd:RANK or topk:FRACTION
 ddp_bucket_mb = 25.0  # size of the buckets in which gradients are reduced (zero 0 and 1) [> 0]
 fsdp_prefetch = 1  # blocks whose parameters are gathered in advance: more hides a slow network [>= 1]
 cpu_offload = False  # keep parameters and optimizer state in CPU memory (zero 2 or 3)

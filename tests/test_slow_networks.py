@@ -23,6 +23,7 @@ MODES = {
     "fp16": (2, ["--grad_compression=fp16"]),
     "int8-3": (3, [INT8, "--gradient_accumulation_steps=3"]),
     "int8-hsdp": (4, [INT8, *HSDP]),
+    "topk-zero1": (2, ["--grad_compression=topk:0.05", "--zero=1"]),
     "int8-tp": (4, [INT8, "--tp=2"]),
     "int8-pp": (4, [INT8, "--pp=2", *FOUR]),
     "int8-ep": (4, [INT8, "--n_expert=4", "--ep=2", *FOUR]),
@@ -33,7 +34,7 @@ MODES = {
     "islands-powersgd": (4, [*ISLANDS, POWERSGD, *FOUR]),
 }
 QUICK = ("powersgd", "islands")
-EXTRA = ("fp16", "int8-hsdp", "islands-muon", "powersgd-zero1", "int8-ep", "islands-powersgd")
+EXTRA = ("fp16", "int8-hsdp", "islands-muon", "powersgd-zero1", "topk-zero1", "int8-ep", "islands-powersgd")
 MARKED = [
     pytest.param(
         name, marks=[] if name in QUICK else pytest.mark.extra if name in EXTRA else pytest.mark.slow
@@ -147,11 +148,12 @@ def noise(seed, *shape):
 
 
 def compressor(kind):
-    return Compression(kind, 1, Mesh(rank, dp_replicate=ranks), torch.device("cpu"))
+    amount = 0.05 if kind == "topk" else 1
+    return Compression(kind, amount, Mesh(rank, dp_replicate=ranks), torch.device("cpu"))
 
 
 # what is sent in 60 steps adds up to the mean gradients, but for the last errors
-for kind in ("int8", "powersgd"):
+for kind in ("int8", "powersgd", "topk"):
     p, compression = nn.Parameter(torch.zeros(60, 50)), compressor(kind)
     total, sent = torch.zeros(60, 50), torch.zeros(60, 50)
     for step in range(60):
@@ -178,7 +180,7 @@ for rows, is_exact in ((150, True), (149, False)):
     assert torch.allclose(p.grad, stack[:rows], atol=1e-5) == is_exact, rows
 
 # a gradient that is not finite stays so
-for kind in ("int8", "powersgd", "fp16", "bf16"):
+for kind in ("int8", "powersgd", "topk", "fp16", "bf16"):
     p, compression = nn.Parameter(torch.zeros(60, 50)), compressor(kind)
     for step in range(4):
         p.grad = noise(rank, 60, 50)
@@ -306,8 +308,9 @@ def test_a_run_continues_on_a_different_number_of_islands(zygote, shared_work):
 # messages
 
 MISTAKES = {
-    "--grad_compression=zip": "grad_compression is 'zip'; possible are none, fp16, bf16, int8, and powersgd:",
+    "--grad_compression=zip": "grad_compression is 'zip'; possible are none, fp16, bf16, int8, powersgd:RANK",
     "--grad_compression=powersgd:0": "powersgd:RANK such as powersgd:4",
+    "--grad_compression=topk:2": "topk:FRACTION such as topk:0.01",
     "--zero=3 --grad_compression=int8": "set --dp_replicate= to the number of replicas",
     "--grad_compression=int8 --grad_sync=every": "set --grad_sync=last",
     "--grad_compression=int8 --dtype=float16": "set --dtype=bfloat16 or float32, or --grad_compression=fp16",

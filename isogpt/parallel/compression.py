@@ -2,7 +2,7 @@
 Gradient compression: data-parallel ranks on a slow network send each other fewer bytes for the mean of their
 gradients.
 
-fp16, bf16 and PowerSGD are hooks of DistributedDataParallel that torch offers. int8 and PowerSGD use error
+fp16, bf16 and PowerSGD are hooks of DistributedDataParallel that torch offers. The other kinds use error
 feedback (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847): the compression error of a rank's
 gradient is added to the rank's next gradient. torch's own feedback of PowerSGD is not used, since it is by
 bucket: errors by parameter can be resumed on a different layout.
@@ -73,8 +73,8 @@ class Compression:
     parameter, the mean of the ranks' `errors` is the sum of the errors of the mean gradients so far.
     """
 
-    kind: str  # fp16, bf16, int8 or powersgd
-    matrix_rank: int  # powersgd: the rank of the matrices that are sent
+    kind: str  # fp16, bf16, int8, powersgd or topk
+    amount: float  # powersgd: the rank of the matrices that are sent; topk: the fraction of the elements
     mesh: Mesh
     device: torch.device
     errors: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Compression:
     def __post_init__(self) -> None:
         self.powersgd = PowerSGDState(
             None,
-            self.matrix_rank,
+            int(self.amount) or 1,
             POWERSGD_START,
             POWERSGD_GAIN,
             use_error_feedback=False,
@@ -111,15 +111,16 @@ class Compression:
             return
         errors = [local(self.error_of(p)) for p in bucket.params]
         flat += torch.cat([error.flatten() for error in errors])
-        if self.kind == "int8":
-            mean, error = int8_mean(flat, group)
-            flat.copy_(mean)
-        else:
+        if self.kind == "powersgd":
             error = flat.clone()
             self.powersgd.process_group = group
             # wait, since gloo's threads would start the collectives of several buckets in any order
             powerSGD_hook(self.powersgd, bucket).wait()
             error -= flat
+        else:
+            is_sparse = self.kind == "topk"
+            mean, error = topk_mean(flat, self.amount, group) if is_sparse else int8_mean(flat, group)
+            flat.copy_(mean)
         torch._foreach_copy_(errors, views_of(error, errors))
 
     def average_all(self, params: list[nn.Parameter], group: ProcessGroup, name: str) -> None:
@@ -166,7 +167,7 @@ class Compression:
 
     def name_of_factors(self) -> str:
         """The name in a checkpoint of this rank's factors, whose order in a bucket only torch knows."""
-        return f"powersgd:{self.matrix_rank}.rank{self.mesh.rank}"
+        return f"powersgd:{int(self.amount)}.rank{self.mesh.rank}"
 
     def saved_parts(self, model: nn.Module) -> dict[str, dict[str, LocalPart]]:
         """
@@ -275,3 +276,19 @@ def decode(codes: Tensor) -> Tensor:
     scales = scales.contiguous().view(torch.float32)[..., None]  # (rows, blocks, 1)
     values = content.contiguous().view(torch.int8).float()
     return values.view(rows, blocks, INT8_BLOCK).mul_(scales).view(rows, -1)
+
+
+def topk_mean(corrected: Tensor, fraction: float, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """
+    Return the mean over a group of the largest elements of each rank's tensor (N,), and the compression error
+    of this rank's tensor. Elements that are not sent count as zero (Aji and Heafield 2017, arXiv:1704.05021).
+    """
+    n, count = group.size(), max(1, round(fraction * len(corrected)))
+    chosen = corrected.abs().topk(count, sorted=False).indices
+    mine = torch.stack((chosen.int(), corrected[chosen].view(torch.int32)))  # (2, count)
+    everyone = [torch.empty_like(mine) for _ in range(n)]
+    dist.all_gather(everyone, mine, group=group)
+    mean = torch.zeros_like(corrected)
+    for places, values in everyone:
+        mean[places.long()] += values.view(torch.float32) / n
+    return mean, corrected.index_fill(0, chosen, 0.0)

@@ -84,8 +84,8 @@ def make_slow_network(model: nn.Module, mesh: Mesh, plan: Plan) -> SlowNetwork:
     """
     compression = islands = None
     if plan.grad_compression != "none" and mesh.replicas.size > 1:
-        kind, _, rank = plan.grad_compression.partition(":")
-        compression = Compression(kind, int(rank or 1), mesh, next(model.parameters()).device)
+        kind, _, amount = plan.grad_compression.partition(":")
+        compression = Compression(kind, float(amount or 0), mesh, next(model.parameters()).device)
     if mesh.islands > 1:
         islands = Islands(model, mesh, plan)
     return SlowNetwork(model, compression, islands)

@@ -135,10 +135,11 @@ def rules_of_shares(c: Plan | Settings) -> Iterator[str]:
 
 def rules_of_compression(c: Plan | Settings) -> Iterator[str]:
     """Compressed gradients."""
-    if not re.fullmatch(r"none|fp16|bf16|int8|powersgd:0*[1-9]\d*", c.grad_compression):
+    kinds = r"none|fp16|bf16|int8|powersgd:0*[1-9]\d*|topk:0?\.\d*[1-9]\d*"
+    if not re.fullmatch(kinds, c.grad_compression):
         yield (
-            f"grad_compression is {c.grad_compression!r}; possible are none, fp16, bf16, int8, and "
-            "powersgd:RANK such as powersgd:4"
+            f"grad_compression is {c.grad_compression!r}; possible are none, fp16, bf16, int8, "
+            "powersgd:RANK such as powersgd:4, and topk:FRACTION such as topk:0.01"
         )
         return
     if c.grad_compression != "none" and c.zero >= 2 and c.dp_replicate == 1:
