@@ -83,7 +83,7 @@ def configure(
     # the script's settings come first in --help, and take precedence over extra settings of the same name
     known = settings | (extra or {}) | settings
     arguments = sys.argv[1:] if argv is None else argv
-    if not {"-h", "--help", "--help=all"}.isdisjoint(arguments):
+    if any(argument == "-h" or argument.startswith("--help") for argument in arguments):
         if _is_rank_0():
             console.print_line(help_text(script, known, with_rare="--help=all" in arguments))
         sys.exit(0)

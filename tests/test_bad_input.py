@@ -117,7 +117,7 @@ CASES = {
     "heads": Case(["--n_embd=33"], ["n_embd", "33", "n_head", "2"]),
     "replicate-3": Case(
         ["--zero=3", "--dp_replicate=3"],
-        ["divided into dp_replicate 3: start 3 processes, or set --dp_replicate="],
+        ["divided into dp_replicate 3: start 3 processes, or lower a degree"],
         BOTH,
     ),
     "zero-and-fsdp": Case(["--fsdp=True", "--zero=1"], ["fsdp", "zero is 1"]),

@@ -418,7 +418,6 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
         (["--device=tpu"], ["possible are auto"]),
         (["--hardware=4090"], ["set --plan=True; to measure N processes, set --nproc=N"]),
         (["--devices=2,4"], ["set --plan=True; to measure N processes, set --nproc=N"]),
-        (["--help=zero"], ["command line: --help=zero: type --help"]),
         (["--plan", "--hardware=l4,9090"], ["hardware is '9090'; possible are"]),
         (["--plan", "--devices=1 2 x"], ["devices is '1 2 x': type a number, or several such as --dev"]),
         (["--plan", "--devices=1000000000000"], ["devices is '1000000000000': type a number"]),

@@ -93,7 +93,7 @@ def test_a_run_on_a_terminal(zygote, work, columns):
     """Steps are shown in place, other lines stay above, and no status line is longer than a row."""
     terminal = Terminal(columns)
     args = ["--max_iters=29", "--eval_interval=10", "--out_dir=out"]
-    env = {"TERM": "xterm", "CI": ""}
+    env = {"TERM": "xterm", "CI": "", "COLUMNS": ""}  # pytest-xdist sets COLUMNS
     run = start_changed(zygote, OTHERS, args, work, env=env, out=os.ttyname(terminal.slave))
     run.wait(ok=False)
     output = terminal.close()
