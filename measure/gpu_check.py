@@ -801,6 +801,8 @@ def main() -> None:
         parser.error(f"no such check: {', '.join(sorted(unknown))}")
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch finds no GPU: --device=cpu runs the checks with small sizes")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
     lines = []
     with tempfile.TemporaryDirectory(prefix="isogpt-gpu-check-") as folder:
