@@ -5,6 +5,7 @@ data/shakespeare_char. nanoGPT runs in a temporary copy.
     python measure/against_nanogpt.py speed --nanogpt=FOLDER     FOLDER: a clone of nanoGPT
     python measure/against_nanogpt.py start --nanogpt=FOLDER     seconds from the command to the first step
     python measure/against_nanogpt.py memory --nanogpt=FOLDER    the peaks of the resident sets
+    python measure/against_nanogpt.py loss --nanogpt=FOLDER      validation losses after 500 steps
     python measure/against_nanogpt.py sampling --nanogpt=FOLDER  tokens per second of one thread's CPU time
 """
 
@@ -67,12 +68,13 @@ class Run(NamedTuple):
     first_s: float  # from the command to the line of the first step
     step_ms: list[float]
     peak_gb: float  # the largest resident set
+    val_losses: list[float]  # of each evaluation
 
 
-def train(folder: Path, args: list[str]) -> Run:
-    """Run train.py in a folder."""
+def train(folder: Path, args: list[str], last: list[str] | None = None) -> Run:
+    """Run train.py in a folder, with arguments that come after those of all runs in `last`."""
     first_s, lines, began = 0.0, [], time.perf_counter()
-    command = [sys.executable, "-u", "train.py", *args, *BOTH]  # a config file comes first
+    command = [sys.executable, "-u", "train.py", *args, *BOTH, *(last or [])]  # a config file comes first
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -84,7 +86,10 @@ def train(folder: Path, args: list[str]) -> Run:
     if status:
         sys.exit("".join(lines)[-2000:])
     times = re.findall(r"^iter \d+: .*?time ([\d.]+)ms", "".join(lines), re.M)
-    return Run(first_s, [float(ms) for ms in times], usage.ru_maxrss * 1024 / 1e9)
+    losses = re.findall(r"^step \d+: train loss [\d.]+, val loss ([\d.]+)", "".join(lines), re.M)
+    return Run(
+        first_s, [float(ms) for ms in times], usage.ru_maxrss * 1024 / 1e9, [float(loss) for loss in losses]
+    )
 
 
 def pairs(nanogpt: Path, isogpt: list[str], args: list[str], count: int) -> list[tuple[Run, Run]]:
@@ -127,6 +132,17 @@ def memory(nanogpt: Path, isogpt: list[str], count: int) -> None:
         print(shown(name, "GB", theirs, ours), flush=True)
 
 
+def loss(nanogpt: Path, isogpt: list[str], count: int) -> None:
+    """Print the validation losses after 500 steps: of nanoGPT, and of isoGPT with `count` seeds."""
+    last = ["--max_iters=500", "--eval_interval=500", "--eval_iters=20"]
+    for name in ("--batch_size=8 --dropout=0.0", "the Shakespeare model for a CPU"):
+        args, *_ = SPEED[name]
+        theirs = train(nanogpt, args, last).val_losses[1]
+        seeds = [1337, *range(1, count)]
+        ours = [train(REPO, [*args, *isogpt, f"--seed={seed}"], last).val_losses[1] for seed in seeds]
+        print(f"{name}: nanoGPT {theirs:.4f}, isoGPT {', '.join(f'{x:.4f}' for x in ours)}", flush=True)
+
+
 def sampling(nanogpt: Path, isogpt: list[str], count: int) -> None:
     """nanoGPT generates one sample at a time; isoGPT generates ten together, in measure/costs.py."""
     commands = {"nanoGPT": ["-c", SAMPLE], "isoGPT": [str(ROOT / "measure" / "costs.py"), "sampling"]}
@@ -139,7 +155,7 @@ def sampling(nanogpt: Path, isogpt: list[str], count: int) -> None:
 
 
 def main() -> None:
-    kinds = {found.__name__: found for found in (speed, start, memory, sampling)}
+    kinds = {found.__name__: found for found in (speed, start, memory, loss, sampling)}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -147,6 +163,12 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--pairs", type=int, default=3)
     options = parser.parse_args()
+    if options.pairs < 1:
+        parser.error(f"--pairs is {options.pairs}: set it to at least 1")
+    if not (options.nanogpt / "train.py").is_file() or not (options.nanogpt / "data").is_dir():
+        parser.error(f"{options.nanogpt} is not a clone of nanoGPT: it lacks train.py or data/")
+    if not (CHARACTERS_DATA / "train.bin").is_file():
+        parser.error(f"run python {CHARACTERS_DATA}/prepare.py first")
     with tempfile.TemporaryDirectory(prefix="against_nanogpt_") as work:
         nanogpt = Path(work) / "nanoGPT"
         shutil.copytree(options.nanogpt, nanogpt)

@@ -22,8 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import numpy as np
 import torch
 from hosts import Hosts
-from runs import REPO, column
-from slow_network import prepare_shakespeare, train
+from runs import REPO, column, tiny_data
+from slow_network import train
 
 from configurator import settings_of
 from isogpt.parallel.plan import Plan, plan_of
@@ -42,7 +42,7 @@ COMMON = {
     "log_interval": 1,
     "save_checkpoint": False,
     "max_iters": STEPS + WARM_UP - 1,
-    "dataset": "shakespeare_char",
+    "dataset": "tiny",
 }
 MODELS = {
     "gpt2": dict(
@@ -146,7 +146,7 @@ def main() -> None:
     rows = []  # (group, time predicted, measured, memory predicted, measured)
     with tempfile.TemporaryDirectory(prefix="predictions_") as folder, ExitStack() as stack:
         work = Path(folder)
-        prepare_shakespeare(work)
+        tiny_data(work)
         print(
             "| processes | model | layout | ms predicted | measured | | GB predicted | measured | |\n|"
             + "---|" * 9
