@@ -159,30 +159,32 @@ muon_momentum = 0.95  # Muon's momentum, after warming up from 0.85 over 300 ste
 # 1. settings and processes
 try:
     launchers.adopt_launcher_variables()  # translates srun's and mpirun's variables to torchrun's
-    # config/*.py and --key=value override the globals above; in config, fsdp has become zero=3
+    # config/*.py and --key=value override the globals above; config is a copy of them, with zero=3 for fsdp
     config = settings.check_training(configure(globals()))
     schedule = make_schedule(config)
     launchers.start_workers(nproc, __file__)  # with nproc, torchrun replaces this process
     launchers.print_unapplied_settings()  # options of accelerate launch that are not read here (rank 0)
-    # sets this process's device, and numbers the ranks by machine through a store: no process group yet
+    # sets this process's device, meets the other ranks at a store, and numbers those of a machine one after
+    # the other; no process group yet
     ranks = process_group.connect_ranks(device, backend, dist_timeout_s)
     progress = Progress(tokens_per_step=gradient_accumulation_steps * batch_size * block_size)
     logger = log.Logger(progress, log.start_sinks(ranks, config))  # prints, alerts
-    # sets sys.excepthook; from here on, a rank that fails is named
+    # sets sys.excepthook and starts a thread; from here on, a rank that fails or does not respond is named
     watchdog = crashes.watch_start(ranks, dist_timeout_s, progress, logger)
     if exact:  # the bits of some CPU kernels depend on the number of threads
         precision.fix_threads(ranks.device)
     if ranks.has_launcher or config["zero"] > 0:  # ZeRO needs a group even for a single process
         torch.distributed.init_process_group(ranks.backend, **ranks.group_options(dist_timeout_s))
-        crashes.explain_crashes(watchdog)  # again, since the group hides what an exception prints
+        crashes.explain_crashes(watchdog)  # again, since init_process_group replaces sys.excepthook
 except ValueError as e:
     fail(str(e))
 
 # 2. data, what the run starts from, and the resolved settings: the plan
 # from here on, all ranks call the same functions; an error on any rank ends all ranks, with one message
-data = together.do_together(open_dataset, dataset, block_size, vocab_size)  # in a thread: disks may be slow
+# do_together calls a function in a thread of each rank, and waits for all of them: disks may be slow
+data = together.do_together(open_dataset, dataset, block_size, vocab_size)
 start_checks.check_start(ranks, config | data.facts())  # exits if ranks differ in settings, data or code
-stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once in a step
+stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once per step
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
 plan = planner.make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
@@ -191,7 +193,8 @@ precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
 # with exact, the bits depend on the kind of device
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
-# continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable
+# continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns
+# sentences for the user, as the next functions do
 not_continued = progress.begin(config, data.digest, start.resumed, kinds[0])
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
 logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device)
@@ -200,38 +203,39 @@ reader = Reader(data, data_order, seed, plan, mesh, ranks.device)
 # for the message after an out-of-memory error, and a smaller micro-batch at the next start
 watchdog.memory_use = out_of_memory.MemoryUse(out_dir, reader, progress.step)
 
-# 3. the model: shapes on the meta device, divide, allocate
+# 3. the model: it is made on the meta device, divided, then allocated
 with torch.device("meta"):  # no memory yet: the model may be too large for one rank
     raw_model = GPT(GPTConfig(**plan.model_args))
 start.check(raw_model)  # exits if a checkpoint's weights do not fit, before memory is allocated
 parameter_count = raw_model.get_num_params()  # over all ranks
 flops_per_token = raw_model.flops_per_token()
-splits = parallelize.split_model(raw_model, mesh, plan.pp_schedule, ranks.device)  # pp, ep, tp, cp
+# pp, ep, tp, cp; splits: how parameters were cut
+splits = parallelize.split_model(raw_model, mesh, plan.pp_schedule, ranks.device)
 recompute.recompute(raw_model, plan.activation_checkpointing)
-compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)  # torch.compile, in place
+# torch.compile of the model or its blocks, which takes place at the first call
+compile_note = compilation.compile_model(raw_model, ranks.device, plan, mesh)
 if plan.zero >= 2:
     data_parallel.shard(raw_model, mesh, ranks.device, plan)  # FSDP2: fully_shard on each block
-parallelize.materialize(raw_model, torch.device("cpu") if cpu_offload else ranks.device, splits)
+parallelize.materialize(raw_model, torch.device("cpu") if plan.cpu_offload else ranks.device, splits)
 pipeline = parallelize.make_pipeline(raw_model, mesh, ranks.device, plan)  # None with pp 1
-# FSDP casts to the dtype itself, by a mixed-precision policy; with exact, autocast is used instead
-is_cast = plan.torch_dtype.itemsize == 2 and (plan.zero < 2 or exact)
-autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=is_cast)
+autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.uses_autocast)
 
 # 4. optimizers, and the state that a checkpoint holds
 optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
-# a GradScaler, whose scale is where the gradients are: with cpu_offload, on the CPU
+# a GradScaler, which does nothing without float16; its scale is on the gradients' device
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
 slow_network = make_slow_network(raw_model, mesh, plan)  # compressed gradients, islands, or a no-op
 state = TrainState(raw_model, optimizers, scaler, progress, slow_network)
 start.load(state, seed)  # from a checkpoint, pretrained or initial weights
 if shares == "auto":
     reader = rank_speeds.with_measured_shares(reader, state, autocast)  # before DDP, whose hooks communicate
+    watchdog.memory_use.reader = reader
 model = raw_model
 if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
     model = torch.nn.parallel.DistributedDataParallel(
         raw_model,
         process_group=mesh.replicas.group,
-        bucket_cap_mb=ddp_bucket_mb,
+        bucket_cap_mb=plan.ddp_bucket_mb,
         gradient_as_bucket_view=True,
     )
 share = reader.share  # this rank's part of a step: micro-batches and their rows
@@ -244,13 +248,13 @@ else:
 logger.start_services(recorded)  # wandb; before the folder is changed
 run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)  # a new run moves an earlier one aside
 logger.open_files(recorded, run_folder.owner)
-# the state of this step need not be saved
+# step: the state that the run starts from is not saved
 saver = Saver(run_folder, plan, mesh, recorded, vocabulary, logger, step=state.step)
 profiler = profiling.start_profiler(out_dir, max_iters - state.step + 1, ranks) if profile else None
 clock = make_clock(ranks, plan, raw_model, profile, profiler)
 watchdog.clock, watchdog.saver = clock, saver
 if pipeline:
-    pipeline.prepare(share, scaler, gradients, clock.part, autocast)
+    pipeline.prepare(share, scaler, gradients, clock.part, autocast)  # clock.part times its stages
 peak_flops, peak_source = devices.total_peak_flops(ranks.device, plan.dtype)
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
 logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
@@ -275,26 +279,26 @@ evaluator = evaluation.Evaluator(
 )
 sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None on other ranks, and without samples
 nan_policy = not_finite.NanPolicy(on_nan)
-start = None  # frees the memory of the loaded tensors
+del start  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
-# DDP reorders its buckets after the first backward pass: without discarded passes, a resume would differ in
-# the last bits
-gradients.allocate(*reader.padding_batch(), autocast)
-slow_network.attach(model)  # DDP's communication hook for compressed gradients: must follow allocate
-batches = reader.train(state.step, progress.position, progress.skipped)
 is_complete = state.step > max_iters and not eval_only
 if is_complete:  # a complete run was resumed: nothing is left to do
     advice = f"to continue, set {schedule.to_continue(state.step)} or so"
     logger.print(f"{out_dir} is at step {state.step}, which is beyond max_iters: {advice}")
+else:
+    # with DDP, a discarded forward and backward pass, after which the order of its buckets is final: without
+    # it, a resumed run would add gradients in a different order
+    gradients.allocate(*reader.padding_batch(), autocast)
+batches = reader.train(state.step, progress.position, progress.skipped)
 while not is_complete:
     step = state.step
     lr = schedule.lr(step)
     optim.set_rates(optimizers, step, lr, muon_momentum)
-    precision.seed_step(seed, step, ranks.rank)  # dropout of a pipeline; else each micro-batch is seeded
+    precision.seed_step(seed, step, ranks.rank)  # for dropout in a pipeline; else see seed_micro_batch
 
     # evaluate, save and sample the state before the step; after the last step, the final state
-    clock.pause()
+    clock.pause()  # until clock.start(): not a part of a step
     is_complete = eval_only or step > max_iters
     if is_complete or step % eval_interval == 0:
         evaluator.run()
@@ -309,18 +313,19 @@ while not is_complete:
         sampler.report(raw_model, autocast, logger)
     if is_complete:
         break
-    if state.is_excluded:  # by a rollback; `batches` does not contain the step's
+    if state.is_excluded:  # by a rollback; `batches` already omits what the step would have read
         state.skip()
         continue
 
     # -- a step: forward and backward passes of this rank's micro-batches. The model returns the loss summed
-    # over tokens, divided by loss_divisor: a step's tokens for each rank over which gradients are averaged
+    # over tokens, divided by loss_divisor: the tokens of the whole step, divided by the number of ranks over
+    # which gradients are averaged. With exact they are added, and loss_divisor is the tokens of the step
     clock.start()
-    gradients.start_step()  # zero
+    gradients.start_step()  # zero_grad
     if pipeline:
         micro_batches = [next(batches) for _ in range(share.micro_steps)]
         clock.lap("data")
-        loss_sum = pipeline.step(micro_batches)  # each through all stages; 0 without the last stage
+        loss_sum = pipeline.step(micro_batches)  # 0 on ranks without the last stage
         clock.lap("pipeline")
     else:
         loss_sum = 0.0
@@ -328,7 +333,8 @@ while not is_complete:
             x, y = next(batches)  # (rows, block_size / cp) each
             clock.lap("data")
             precision.seed_micro_batch(seed, step, share.first(micro_step), raw_model, mesh)
-            with gradients.micro_batch(micro_step):  # DDP's no_sync but for the last micro-batch
+            # no_sync, except in the last micro-batch; FSDP reduces in each unless grad_sync says otherwise
+            with gradients.micro_batch(micro_step):
                 with autocast:
                     _, loss = model(x, y, gradients.loss_divisor)
                 clock.lap("forward")
@@ -336,22 +342,23 @@ while not is_complete:
                 clock.lap("backward")
             loss_sum += gradients.loss_term(loss)
             clock.lap("sum")
-    gradients.finish()  # reduces what DDP and FSDP do not reduce: with tp, ep and pp
+    gradients.finish()  # reduces what DDP and FSDP do not: with tp, ep, pp, exact and compression
     clock.lap("reduce")
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    grad_square = gradients.norm_share()
+    for one_optimizer in optimizers:
+        scaler.unscale_(one_optimizer)
+    square_share = gradients.norm_share()  # of the gradient's squared norm
     clock.lap("norm")
-    # all-gathers loss, norm, times and requests to stop; loss_weight: the mean over ranks is the batch's loss
-    gathered = meter.gather(step, loss_sum * gradients.loss_weight, grad_square)
+    # all-gathers loss, norm, times and requests to stop. The mean over ranks of the weighted loss is that of
+    # the batch
+    gathered = meter.gather(step, loss_sum * gradients.loss_weight, square_share)
     clock.lap("agree")
     optim.clip_and_step(optimizers, scaler, gathered, grad_clip)  # no update if loss or norm is not finite
     clock.lap("optimizer")
-    numbers = gathered.read()  # synchronizes: waits for the GPU's backward pass
+    numbers = gathered.read()  # synchronizes: waits for the GPU, unless clip_and_step has done so
     clock.lap("agree")
     # -- after the step
 
-    if not nan_policy.takes(numbers, step):  # all ranks decide alike; a float16 overflow counts as taken
+    if not nan_policy.takes(numbers, step):  # all ranks decide the same; a float16 overflow counts as taken
         batches = nan_policy.recover(numbers, state, reader, saver, logger)  # skips, rolls back, or exits
         clock.discard()
         continue
@@ -359,7 +366,7 @@ while not is_complete:
     clock.step()
     if record := report.step(numbers, lr):  # on rank 0, if the step is logged
         logger.write(record)  # the console's line, metrics.jsonl, wandb and TensorBoard
-    saver.poll()  # reports a checkpoint in the background that is complete or has failed
+    saver.poll()  # reports a checkpoint that was written in the background, or could not be
     state.advance()
     if stop.decide(numbers.stop):
         break
@@ -378,11 +385,11 @@ if exact:
     )
 report.end(out_dir, stop, clock)
 watchdog.stop()
-# the process group can be destroyed only after the last reference to it is dropped
+# a model that still refers to the process group can keep it from being destroyed
 del model, raw_model, state, optimizers, slow_network, gradients, pipeline, batches
-del evaluator, meter, saver, watchdog
+del report, evaluator, meter, saver, watchdog
 process_group.leave_process_group()
-# 128 + the signal, unless there is a launcher, which would restart the run after an error. The code of the
-# time limit is negative, and the exit status is 0
+# 128 + the signal, unless there is a launcher, which would restart the run after an error. After the time
+# limit, stop.agreed is negative, and the exit status is 0
 if is_preempted and stop.agreed > 0 and not ranks.has_launcher:
     raise SystemExit(128 + stop.agreed)

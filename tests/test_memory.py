@@ -372,18 +372,18 @@ def test_a_run_survives_a_full_disk(zygote, work, flags):
 GRADIENTS = """
 from contextlib import contextmanager
 from isogpt.launch import process_group
-from isogpt.parallel import data_parallel
+from isogpt.parallel.float_sums import FloatSums
 from model import GPTConfig
-no_sync, leave, storages = data_parallel.no_sync, process_group.leave_process_group, set()
+micro_batch, leave, storages = FloatSums.micro_batch, process_group.leave_process_group, set()
 @contextmanager
-def watched(model, *args):
-    with no_sync(model, *args):
+def watched(gradients, micro_step):
+    with micro_batch(gradients, micro_step):
         yield
-    storages.update(p.grad.untyped_storage().data_ptr() for p in model.parameters())
+    storages.update(p.grad.untyped_storage().data_ptr() for p in gradients.model.parameters())
 def tell():
     print(f"gradients in {len(storages)} storages", flush=True)
     leave()
-data_parallel.no_sync, process_group.leave_process_group = watched, tell
+FloatSums.micro_batch, process_group.leave_process_group = watched, tell
 """
 
 

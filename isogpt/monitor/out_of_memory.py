@@ -23,7 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(has_said_so)
 
 
-@dataclass(frozen=True)
+@dataclass
 class MemoryUse:
     """What explains that memory runs out, and what makes the next start use less."""
 

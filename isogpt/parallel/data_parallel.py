@@ -5,7 +5,7 @@ the parameters (FSDP2).
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -30,7 +30,7 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
-    if plan.torch_dtype != torch.float32 and not plan.exact:  # with exact, autocast converts, as with DDP
+    if plan.torch_dtype != torch.float32 and not plan.uses_autocast:
         policy = MixedPrecisionPolicy(plan.torch_dtype, torch.float32)
     # pipeline stages receive float32 numbers of the routers, which must not be cast
     root_policy = replace(policy, cast_forward_inputs=False)
@@ -71,27 +71,6 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters after a forward pass without a backward pass; does nothing without FSDP."""
     for unit in fsdp_units(model):
         unit.reshard()
-
-
-@contextmanager
-def no_sync(model: nn.Module, adds_shards: bool = False) -> Iterator[None]:
-    """
-    In the block, let the backward pass add to the local gradients without reducing them over the ranks: DDP's
-    no_sync, or FSDP2's set_requires_gradient_sync(False).
-
-    Args:
-        adds_shards: let FSDP2 reduce the gradients to shards, which are added on the device. Only the last
-            micro-step copies the shards to the CPU: with cpu_offload, adding there would wait for the GPU at
-            each gradient.
-    """
-    switch = None
-    if hasattr(model, "set_requires_gradient_sync"):
-        switch = model.set_requires_all_reduce if adds_shards else model.set_requires_gradient_sync
-        switch(False)
-    with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
-        yield
-    if switch:
-        switch(True)
 
 
 def allocate_gradients(

@@ -1,12 +1,14 @@
 """The sums of a step's gradients over micro-batches and ranks, in floating point."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.parallel.compression import Compression
-from isogpt.parallel.data_parallel import allocate_gradients, no_sync
+from isogpt.parallel.data_parallel import allocate_gradients
 from isogpt.parallel.gradients import complete_gradients, norm_share, parameters_by_replica_count
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -50,10 +52,15 @@ class FloatSums:
         self.adds_shards = is_auto and plan.cpu_offload  # copied to the CPU in the last micro-step
 
     def allocate(self, x: Tensor, y: Tensor, autocast: AbstractContextManager) -> None:
-        """Allocate gradients before the first step (all ranks), see data_parallel.allocate_gradients."""
+        """
+        Allocate gradients before the first step (all ranks), see data_parallel.allocate_gradients. From here
+        on, the buckets of DistributedDataParallel are final, and compression sends them.
+        """
         self.keeps_memory = allocate_gradients(
             self.model, self.plan.cuda_graphs, x, y, self.loss_divisor, autocast
         )
+        if self.compression:
+            self.compression.attach(self.model)
 
     def start_step(self) -> None:
         """Set the gradients to zero; those whose memory is kept are not None afterwards."""
@@ -69,15 +76,28 @@ class FloatSums:
         """A micro-batch's loss as a term of the step's loss."""
         return loss.detach()
 
-    def micro_batch(self, micro_step: int) -> AbstractContextManager:
+    @contextmanager
+    def micro_batch(self, micro_step: int) -> Iterator[None]:
         """
-        The context of a micro-batch's forward and backward pass: DDP's no_sync, or what FSDP offers, unless
-        the pass reduces gradients over the ranks. By default, only the last micro-batch's pass does.
+        The context of a micro-batch's forward and backward pass, which reduces gradients over the ranks in
+        the last micro-batch, or with FSDP in each, as grad_sync says.
         """
         is_last = micro_step == self.share.micro_steps - 1
         if self.reduces_always or (is_last and self.plan.grad_sync != "never"):
-            return nullcontext()
-        return no_sync(self.model, self.adds_shards)
+            yield
+        elif isinstance(self.model, DistributedDataParallel):
+            with self.model.no_sync():
+                yield
+        elif hasattr(self.model, "set_requires_gradient_sync"):  # FSDP2
+            # with cpu_offload, shards are reduced and added on the GPU, and only the last micro-batch copies
+            # them: adding on the CPU would wait for the GPU at each gradient
+            model = self.model
+            switch = model.set_requires_all_reduce if self.adds_shards else model.set_requires_gradient_sync
+            switch(False)
+            yield
+            switch(True)
+        else:
+            yield
 
     def finish(self) -> None:
         """Complete the sums that the backward pass leaves open with tp, ep and pp (all ranks)."""
@@ -86,7 +106,7 @@ class FloatSums:
 
     def norm_share(self) -> tuple[Tensor, float]:
         """
-        This rank's share of the gradient's squared norm, in two parts (see exact.sum_of_squares), of which
-        the second is 0. The sum over all ranks is the squared norm.
+        This rank's share of the gradient's squared norm, in two parts, of which the second is 0, see
+        integer_sums.sum_of_squares. The sum over all ranks is the squared norm.
         """
         return norm_share(self.by_replica_count), 0.0

@@ -172,7 +172,7 @@ class Mesh:
 
         Args:
             offloads: with cpu_offload, the mesh needs an axis of replicas even for a single replica, see
-                data_parallel.no_sync.
+                float_sums.FloatSums.micro_batch.
         """
         # fully_shard needs a mesh even for a single rank
         kept = {"dp_shard": self.shards_parameters, "dp_replicate": self.shards_parameters and offloads}

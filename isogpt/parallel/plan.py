@@ -67,6 +67,14 @@ class Plan:
         return DTYPES[self.dtype]
 
     @property
+    def uses_autocast(self) -> bool:
+        """
+        Whether autocast casts to a dtype of 16 bits. With zero 2 and 3, fully_shard casts instead, unless
+        exact is set.
+        """
+        return self.torch_dtype.itemsize == 2 and (self.zero < 2 or self.exact)
+
+    @property
     def sequences(self) -> int:
         """Sequences of a step, over all ranks."""
         return self.batch_size * self.gradient_accumulation_steps

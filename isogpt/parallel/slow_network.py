@@ -28,11 +28,6 @@ class SlowNetwork:
         """(the number of this rank's island, how many islands there are)."""
         return (self.islands.mesh.index("islands"), self.islands.mesh.islands) if self.islands else (0, 1)
 
-    def attach(self, model: nn.Module) -> None:
-        """Let DistributedDataParallel send compressed gradients, after its buckets are final."""
-        if self.compression:
-            self.compression.attach(model)
-
     def after_step(self, step: int) -> None:
         """Average the islands' weights, if that is due after this step (all ranks)."""
         if self.islands:
