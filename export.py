@@ -56,21 +56,21 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         ValueError: there is no checkpoint, the checkpoint already exists in this form, ids cannot be decoded,
             or, for 'hf', weights are not finite.
     """
-    found, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
-    if not found:
+    stored, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
+    if not stored:
         raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *damaged]))
     for report in damaged:
         print(f"warning: {report}", file=sys.stderr)
-    if form == "shards" and found.path.is_dir():
-        raise ValueError(f"{found.path} is in shards already")
-    source = open_checkpoint(found)
+    if form == "shards" and stored.path.is_dir():
+        raise ValueError(f"{stored.path} is in shards already")
+    source = open_checkpoint(stored)
     with torch.device("meta"):
         model = GPT(GPTConfig(**source.run["model_args"]))
     check_weights(source, model)
     materialize(model, torch.device("cpu"))
     if form == "hf":
         restore_checkpoint(source, model)
-        check_finite(model, found.path)
+        check_finite(model, stored.path)
         return write_hf(out_dir, model, vocabulary_of_run(source.run, Path(out_dir), dataset))
     optimizers = optimizers_of(model, source.run["config"])
     restore_checkpoint(source, model, optimizers)
@@ -82,7 +82,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
 
         parts = flat(local_parts_by_name(model), state_parts(model, optimizers))
         sharded_files.write(unfinished, parts, group=None)
-        manifest = make_manifest(source.run, 1, 3, found.val_loss) | {"run": source.run}
+        manifest = make_manifest(source.run, 1, 3, stored.val_loss) | {"run": source.run}
         return commit_checkpoint(unfinished, manifest, keep_last=0)
 
 
@@ -143,9 +143,9 @@ def convert_hf(folder: str) -> Path:
             f"{folder} contains checkpoints, which would be hidden by the new one: use a different folder"
         )
     model = GPT.from_pretrained(folder)
-    words = vocabulary_of_weights(folder, model.config.vocab_size)
+    vocabulary = vocabulary_of_weights(folder, model.config.vocab_size)
     run = {"model_args": model.describe(), "iter_num": 0, "best_val_loss": float("inf"), "config": {}}
-    run["isogpt"] = {"vocabulary": words.describe()}
+    run["isogpt"] = {"vocabulary": vocabulary.describe()}
     state = nanogpt_state(run, model, optimizers_of(model, {}))
     with unfinished_folder(folder) as unfinished:
         write_file(unfinished / "ckpt.pt", state)

@@ -310,13 +310,13 @@ class GPT(nn.Module):
         each block.
         """
         rope = self.rotary_angles(positions) if self.arch.rotation else None  # (2, T, 1, D)
-        found = []
+        routings = []
         for number, block in blocks:
             x = block(x, rope, caches[int(number)] if caches else None)
             if self.config.n_expert:
                 x, routing = x
-                found.append(routing)
-        return x, torch.stack(found) if found and self.training else None  # (blocks, B, E + 2)
+                routings.append(routing)
+        return x, torch.stack(routings) if routings and self.training else None  # (blocks, B, E + 2)
 
     def predict(
         self, x: Tensor, routing: Tensor | None, targets: Tensor | None, target_count: float | None

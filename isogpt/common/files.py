@@ -48,8 +48,8 @@ def reason_of(error: BaseException) -> str:
     chain = [error]
     while (behind := chain[-1].__cause__ or chain[-1].__context__) and behind not in chain:
         chain.append(behind)
-    found = next((e for e in chain if isinstance(e, OSError)), error)
-    return " ".join(str(found).split()) or type(found).__name__
+    cause = next((e for e in chain if isinstance(e, OSError)), error)
+    return " ".join(str(cause).split()) or type(cause).__name__
 
 
 def about_pointer(path: Path) -> str:
@@ -71,8 +71,8 @@ def record(path: Path, job: dict, value: object) -> None:
 def recorded(path: Path, job: dict) -> object | None:
     """What `record` wrote for the same job; None if there is nothing."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        found = json.loads(path.read_text())
-        return found[path.stem] if found["job"] == job else None
+        content = json.loads(path.read_text())
+        return content[path.stem] if content["job"] == job else None
 
 
 def sync_folder(folder: Path) -> None:

@@ -274,13 +274,13 @@ def choose_interface(processes: Sequence[Process]) -> str:
     addresses = interfaces()
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
         return f"{chosen} ({addresses[chosen]})" if chosen in addresses else chosen
-    own = "127.0.0.1"
+    this_address = "127.0.0.1"
     if len({process.machine for process in processes}) > 1:
         # rank 0's own machine often resolves MASTER_ADDR to a loopback address, the others never do
         masters = {process.master for process in processes if not process.master.startswith("127.")}
-        own = address_towards(min(masters - {""}, default="127.0.0.1"))
+        this_address = address_towards(min(masters - {""}, default="127.0.0.1"))
     for name, address in addresses.items():
-        if address == own:
+        if address == this_address:
             os.environ["GLOO_SOCKET_IFNAME"] = name
             return f"{name} ({address})"
     return ""

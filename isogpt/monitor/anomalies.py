@@ -50,7 +50,7 @@ class SlowRanks:
         Returns:
             A sentence for each rank that has been above the other ranks for exactly `patience` steps.
         """
-        found = []
+        sentences = []
         for what, values in columns.items():
             typical = statistics.median_low(values)
             margin = 0.2 if what.endswith("GB") else 5  # GB or ms: differences that do not matter
@@ -58,5 +58,5 @@ class SlowRanks:
                 is_above = value > 1.5 * typical + margin
                 self.counts[what, rank] = self.counts.get((what, rank), 0) + 1 if is_above else 0
                 if self.counts[what, rank] == self.patience:
-                    found.append(f"rank {rank}: {what} {value:.1f}, others {typical:.1f}")
-        return found
+                    sentences.append(f"rank {rank}: {what} {value:.1f}, others {typical:.1f}")
+        return sentences

@@ -156,8 +156,8 @@ def model_args(config: "PretrainedConfig") -> dict:
     """
     kind = config.model_type
     rope = getattr(config, "rope_parameters", None) or {}
-    found = {name: getattr(config, name) for name in SUPPORTED[kind] if hasattr(config, name)}
-    unsupported = [f"{name}={value}" for name, value in found.items() if value not in SUPPORTED[kind][name]]
+    values = {name: getattr(config, name) for name in SUPPORTED[kind] if hasattr(config, name)}
+    unsupported = [f"{name}={value}" for name, value in values.items() if value not in SUPPORTED[kind][name]]
     if rope.get("rope_type", "default") != "default":
         unsupported.append(f"rope_type={rope['rope_type']}")
     head_dim = getattr(config, "head_dim", None)  # NanoChatConfig contains head_dim only if config.json does

@@ -110,8 +110,8 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
     positions = mesh.own_positions(model.config.block_size).to(device)
     order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
     size = model.config.block_size // len(order)  # tokens of a chunk
-    own = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in mesh.chunks(mesh.index("cp"))]
-    ranks = ContextRanks(mesh.group("cp"), positions, order, own)
+    chunks = [(c, last_rows_mask(size, (c + 1) * size, device)) for c in mesh.chunks(mesh.index("cp"))]
+    ranks = ContextRanks(mesh.group("cp"), positions, order, chunks)
     replace_seams(
         model,
         positions=partial(own_positions, ranks),

@@ -90,13 +90,13 @@ def parameters_by_replica_count(model: nn.Module, mesh: Mesh) -> dict[int, list[
     Group this rank's parameters by the number of ranks that hold the same part. Islands count as well,
     although their gradients differ: so the squared norm is the mean over the islands.
     """
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for p in model.parameters():
         copies = mesh.holders(p).size
         if mesh.pp > 1 and p is getattr(model.lm_head, "weight", None) and is_tied_over_ranks(model):
             copies *= 2
-        found[copies].append(p)
-    return found
+        groups[copies].append(p)
+    return groups
 
 
 def norm_share(copies: dict[int, list[nn.Parameter]]) -> Tensor:
@@ -122,8 +122,8 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     values = torch.stack(list(pieces.values())).tolist() if pieces else []  # a single copy from the device
     pieces = dict(zip(pieces, values, strict=True))
     gathered = {}
-    for found in gather_objects(pieces):
-        for key, square in found.items():
+    for rank_pieces in gather_objects(pieces):
+        for key, square in rank_pieces.items():
             # with exact, a gradient that is not finite is NaN only on the rank that computed it
             if key not in gathered or not math.isfinite(square):
                 gathered[key] = square

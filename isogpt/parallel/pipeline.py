@@ -120,14 +120,15 @@ class Stage(nn.Module):
             positions = model.seams.positions(0, model.config.block_size, device=x.device)
         if self.is_first:
             x = model.embed(x, positions)
-        x, own = model.run_blocks(self.blocks.items(), x, positions, caches)
-        if own is not None and routing is not None:
-            own = torch.cat((routing, own))
-        # views: the library detaches other outputs of the last stage in place, and the zero-bubble
+        x, stage_routing = model.run_blocks(self.blocks.items(), x, positions, caches)
+        outputs = [x]
+        if stage_routing is not None:
+            outputs.append(stage_routing if routing is None else torch.cat((routing, stage_routing)))
         if self.is_last:
-            x = x.view_as(x)  # schedules' second backward still needs the graph
-            own = None if own is None else own.view_as(own)
-        return x if own is None else (x, own)
+            # views: the library detaches other outputs of the last stage in place, and the second backward
+            # pass of the zero-bubble schedules still needs the graph
+            outputs = [output.view_as(output) for output in outputs]
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def routing_shapes(blocks: int, rows: int, config: GPTConfig) -> list[Tensor]:
@@ -143,9 +144,10 @@ def routing_shapes(blocks: int, rows: int, config: GPTConfig) -> list[Tensor]:
 def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     """Remove the layers of other ranks from a model on the meta device; returns this rank's stages."""
     n = mesh.pp * stages_per_rank(pp_schedule)
-    runs, own = cut_evenly(tuple(block_costs(model)), n), stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
-    stages = [Stage(model, number, n, runs[number]) for number in own]
-    for i in {*range(model.config.n_layer)} - {i for number in own for i in runs[number]}:
+    runs = cut_evenly(tuple(block_costs(model)), n)
+    numbers = stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
+    stages = [Stage(model, number, n, runs[number]) for number in numbers]
+    for i in {*range(model.config.n_layer)} - {i for number in numbers for i in runs[number]}:
         del model.transformer.h._modules[str(i)]  # deleting from a ModuleList would renumber the others
     kept = {name for stage in stages for name in stage.edges}
     for name in {"wte", "wpe", "ln_0", "ln_f"}.intersection(model.transformer) - kept:
