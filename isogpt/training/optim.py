@@ -242,10 +242,21 @@ def clip_and_step(
         max_norm: maximum norm of the gradient (0: no clipping).
     """
     for optimizer in optimizers:
+        params = params_of(optimizer)
         if clips_on_device(optimizer):
-            step_on_device(optimizer, gathered, max_norm)
-        else:
-            step_on_host(optimizer, gathered.read(), max_norm)
+            # fused AdamW divides gradients by grad_scale, and leaves out a step whose found_inf is not 0: so a
+            # GPU does not wait for the host between the backward pass and the optimizer
+            numbers = gathered.on(params[0].device)
+            inner = inner_optimizer(optimizer)
+            inner.grad_scale = clipping_divisor(numbers.grad_norm, max_norm)
+            inner.found_inf = (~numbers.is_finite).float()
+            optimizer.step()
+        elif gathered.read().is_finite:
+            divisor = clipping_divisor(gathered.read().grad_norm, max_norm)
+            if divisor > 1:
+                grads = [local(p.grad) for p in params if p.grad is not None]
+                torch._foreach_div_(grads, divisor.item())
+            optimizer.step()
         if scaler.is_enabled():
             report_overflow(scaler, optimizer, gathered)
     scaler.update()
@@ -261,28 +272,6 @@ def clips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     # before torch 2.13, fused AdamW ignores grad_scale and found_inf on MPS
     is_mps = params_of(optimizer)[0].device.type == "mps"
     return bool(inner_optimizer(optimizer).defaults.get("fused")) and not is_mps
-
-
-def step_on_device(
-    optimizer: torch.optim.Optimizer, gathered: Gathered[StepNumbers], max_norm: float
-) -> None:
-    """Let a GPU decide, so that it does not wait for the host between the backward pass and the optimizer."""
-    numbers = gathered.on(params_of(optimizer)[0].device)
-    inner = inner_optimizer(optimizer)
-    inner.grad_scale = clipping_divisor(numbers.grad_norm, max_norm)
-    inner.found_inf = (~numbers.is_finite).float()
-    optimizer.step()
-
-
-def step_on_host(optimizer: torch.optim.Optimizer, numbers: StepNumbers, max_norm: float) -> None:
-    """Divide the gradients and take the step, unless a number is not finite."""
-    if not numbers.is_finite:
-        return
-    divisor = clipping_divisor(numbers.grad_norm, max_norm)
-    if divisor > 1:
-        grads = [local(p.grad) for p in params_of(optimizer) if p.grad is not None]
-        torch._foreach_div_(grads, divisor.item())
-    optimizer.step()
 
 
 def clipping_divisor(grad_norm: Tensor, max_norm: float) -> Tensor:
