@@ -244,8 +244,8 @@ def clip_and_step(
     for optimizer in optimizers:
         params = params_of(optimizer)
         if clips_on_device(optimizer):
-            # fused AdamW divides gradients by grad_scale, and leaves out a step whose found_inf is not 0: so a
-            # GPU does not wait for the host between the backward pass and the optimizer
+            # fused AdamW divides gradients by grad_scale, and leaves out a step whose found_inf is not 0, so
+            # that a GPU does not wait for the host between the backward pass and the optimizer
             numbers = gathered.on(params[0].device)
             inner = inner_optimizer(optimizer)
             inner.grad_scale = clipping_divisor(numbers.grad_norm, max_norm)
