@@ -11,7 +11,6 @@ from torch import nn
 
 from isogpt.checkpoint.forks import MODEL_ARGS
 from isogpt.common.files import about_pointer, reason_of
-from isogpt.launch.device import synchronize
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
 
@@ -56,8 +55,8 @@ def why_not_loaded(error: Exception) -> str:
 
 def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
     """
-    Copy the state to the CPU in nanoGPT's form, which nanoGPT's train.py and sample.py load if the model is a
-    GPT-2.
+    Start to copy the state to the CPU in nanoGPT's form, which nanoGPT's train.py and sample.py load if the
+    model is a GPT-2. The copy is complete when the caller has waited for the device.
 
     Args:
         run: what is not a tensor.
@@ -67,7 +66,6 @@ def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Opti
     state["state"] = {i: {k: copy_to_cpu(v) for k, v in old.items()} for i, old in state["state"].items()}
     if model.config.tied:
         weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    synchronize(next(model.parameters()).device)
     args, others = {}, {}
     for name, value in run["model_args"].items():  # other fields are unknown to nanoGPT
         (args if name in (*MODEL_ARGS, "dropout") else others)[name] = value
