@@ -289,8 +289,8 @@ def free_name(out: Path, name: str, first: int = 0) -> Path:
 def set_aside(out_dir: str) -> Path | None:
     """
     Prepare the folder for a run from scratch: move what an earlier run left to previous_1, previous_2, ...,
-    so that nothing is overwritten or mistaken for the new run's. Only names in `others` and checkpoints are
-    moved: a file that a new sink writes is added there. Returns the new folder, or None.
+    so that nothing is overwritten or mistaken for the new run's: checkpoints, and what sinks write, of which
+    files called metrics* are found by their names. Returns the new folder, or None.
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
@@ -298,7 +298,8 @@ def set_aside(out_dir: str) -> Path | None:
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()
-    others = [out / name for name in ("ckpt.pt", "ckpt_best.pt", "metrics.jsonl", "loss.png", "tensorboard")]
-    for path in step_folders(out) + [path for path in others if os.path.lexists(path)]:
+    others = [out / name for name in ("ckpt.pt", "ckpt_best.pt", "loss.png", "tensorboard")]
+    others = [path for path in others if os.path.lexists(path)]
+    for path in [*step_folders(out), *others, *out.glob("metrics*")]:
         os.rename(path, previous / path.name)
     return previous

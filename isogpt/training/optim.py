@@ -100,6 +100,8 @@ RULES = (
     Rule("muon", (TOKEN_EMBEDDING,), AdamW, "embedding_lr", None),
     Rule("muon", (OTHER_MATRIX, VECTOR), AdamW, "learning_rate", None),
 )
+# the tensors, in the shape of a parameter, that an optimizer keeps for it and a resume loads
+MOMENTS = {AdamW: ("exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
 
 
 def role_of(name: str, p: Tensor, config: GPTConfig) -> str:
@@ -210,6 +212,7 @@ def make_group(params: list[nn.Parameter], rule: Rule, stack: Stack | None, conf
         "lr": rate,
         "lr_scale": 1.0 if rate == config["learning_rate"] else rate / config["learning_rate"],
         "weight_decay": config[rule.weight_decay] if rule.weight_decay else 0.0,
+        "moments": MOMENTS[rule.updated_by],
     }
     return group | {"rows": stack.rows} if stack else group
 

@@ -39,15 +39,15 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 def new_state(p: Tensor, group: dict) -> dict[str, Tensor]:
     """
-    Return an optimizer's state for a parameter before the first step: Muon's, whose groups contain the
-    heights of stacked matrices, or AdamW's. Others create it in their first step.
+    Return an optimizer's state for a parameter before the first step: the group's `moments`, by default
+    AdamW's, and AdamW's count of steps.
     """
-    if "rows" in group:
-        return {"momentum_buffer": torch.zeros_like(p)}
-    if "betas" not in group:
-        return {}
-    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
-    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    is_adamw = "betas" in group
+    names = group.get("moments", ("exp_avg", "exp_avg_sq") if is_adamw else ())
+    state = {name: torch.zeros_like(p) for name in names}
+    if is_adamw:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+    return state
 
 
 def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
@@ -60,8 +60,8 @@ def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> di
         return {"state": state}
     state = optimizers[0].state_dict()
     for group in state["param_groups"]:
-        group.pop("lr_scale", None)
-        group.pop("optimizer", None)
+        for name in ("lr_scale", "optimizer", "moments"):
+            group.pop(name, None)
     return state
 
 
