@@ -287,7 +287,7 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     Raises ValueError if a file does not exist, has a different extension or cannot be parsed.
     """
     readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
-    names: set[str] = set()
+    names: dict[str, str] = {}  # by the file that they lead to
     for pattern in data_files.split(","):
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         files = set(filter(os.path.isfile, matches))
@@ -295,8 +295,8 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
             raise ValueError(
                 f"--data_files: no file matches '{pattern}', e.g. --data_files='texts/*.txt,more.jsonl'"
             )
-        names |= files
-    paths = [Path(name) for name in sorted(names)]
+        names |= {os.path.realpath(name): name for name in sorted(files)}
+    paths = [Path(name) for name in sorted(names.values())]
     for path in paths:  # check all files before reading the first file, which can take hours
         if path.suffix.lower() not in readers:
             raise ValueError(f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}")

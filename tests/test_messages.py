@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import pickle
 import re
@@ -260,6 +261,13 @@ def test_checkpoints_of_nanogpts_forks(at):
     source, progress = fork(at, best_val_loss=float("inf")), Progress(64)
     assert progress.load(source) == [] and progress.best_step == NONE and source.stored.val_loss is None
     assert export.list_checkpoints("out").splitlines()[1].split()[:3] == ["3", "bare", "-"]
+
+
+def test_numbers_of_numpy_in_a_checkpoint_are_plain_values(at):
+    """nanoGPT stores all settings, also those that a config has computed with numpy."""
+    config = {"learning_rate": np.float64(0.25), "max_iters": np.int64(4)}
+    run = opened(at, config=config, best_val_loss=None).run
+    assert run["config"] == config and run["best_val_loss"] == math.inf
 
 
 def test_a_converted_checkpoint_has_the_settings_of_the_run(at):

@@ -3,10 +3,12 @@ OpenWebText in GPT-2 tokens, from the Hugging Face hub: 8 million web pages, eac
 token. With --data_files=, the script tokenizes your documents instead, without a network.
 """
 
+import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).absolute().parent.parent))  # not resolved: the folder may be a link
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(os.environ.get("PWD", ""), sys.argv[0]).parent.parent))  # if the folder is a link
 from bins import prepare_documents, run
 
 # The hub's conversion to Parquet: the main revision is a loading script, which `datasets` no longer runs.

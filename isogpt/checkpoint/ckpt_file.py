@@ -6,6 +6,7 @@ import re
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,6 +14,15 @@ from isogpt.checkpoint.forks import MODEL_ARGS
 from isogpt.common.files import about_pointer, reason_of
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
+
+# A numpy scalar, such as a setting computed by numpy, is plain data. NumPy 1 called the module numpy.core.
+SCALAR = np._core.multiarray.scalar if hasattr(np, "_core") else np.core.multiarray.scalar
+PLAIN = (
+    (SCALAR, "numpy._core.multiarray.scalar"),
+    (SCALAR, "numpy.core.multiarray.scalar"),
+    np.dtype,
+    *{type(np.dtype(kind)) for kind in (*np.typecodes["AllInteger"], *np.typecodes["Float"], "?")},
+)
 
 
 def read_file(path: Path, verify: bool = False) -> dict:
@@ -31,14 +41,15 @@ def read_file(path: Path, verify: bool = False) -> dict:
     try:
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"the checksum of the record {bad} does not match")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with torch.serialization.safe_globals(PLAIN):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if missing := [key for key in ("model", "model_args", "iter_num") if key not in state]:
             raise ValueError(f"it is no checkpoint of nanoGPT or isoGPT and lacks {', '.join(missing)}")
-        # nanoGPT stores best_val_loss as a tensor
+        best = state.get("best_val_loss")  # in nanoGPT's a tensor
         return {
             **state,
             "iter_num": int(state["iter_num"]),
-            "best_val_loss": float(state.get("best_val_loss", math.inf)),
+            "best_val_loss": math.inf if best is None else float(best),
             "config": state.get("config") or {},
         }
     except Exception as e:  # a damaged or hostile file raises nearly anything

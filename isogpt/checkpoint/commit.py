@@ -40,7 +40,8 @@ def commit_checkpoint(unfinished: Path, manifest: dict, keep_last: int, owner: s
 def replace_files(unfinished: Path, folder: Path) -> None:
     """
     Replace the files of a step folder. The manifest, which says which files count, is replaced after the
-    other files are there and before the old ones are deleted, so that a kill loses nothing.
+    other files are there and before the old ones are deleted, so that a kill loses nothing if new files have
+    other names than old ones, or the same content.
     """
     for path in unfinished.iterdir():
         if path.name != "manifest.json":

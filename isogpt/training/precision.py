@@ -133,7 +133,8 @@ def fix_threads(device: torch.device) -> None:
             "exact needs float64 numbers, which device 'mps' lacks: set --exact=False or --device=cpu"
         )
     if device.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+        threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP also takes a list
+        torch.set_num_threads(max(1, int(threads)) if threads.isdigit() else 1)
 
 
 def kind_of_device(device: torch.device, batch_size: int) -> dict[str, str]:
