@@ -220,9 +220,8 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
     blind = [f"{names[r]} looks in {path}" for r, (is_seen, path) in enumerate(seen) if not is_seen]
     text = (
         f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: "
-        f"{shortened(blind)}. All ranks read checkpoints on a resume, a rollback or a restart, and write "
-        "them in shards if none holds the whole state: set --out_dir= to one folder on a file system that all "
-        "machines share"
+        f"{shortened(blind)}. All ranks write checkpoints that are in shards, and read any checkpoint on a "
+        "resume, a rollback or a restart: set --out_dir= to one folder on a file system that all machines share"
     )
     with exit_together():
         if blind and (is_sharded or restarts_left()):
