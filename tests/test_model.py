@@ -176,6 +176,14 @@ def test_adamw_is_what_nanogpts_interface_makes(bias):
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-8)
 
 
+@pytest.mark.parametrize("columns", [1, 255, 256, 257, 1000])
+def test_the_running_sum_of_a_vocabulary_is_computed_in_pieces(columns):
+    values = torch.rand(3, columns, generator=torch.Generator().manual_seed(0))
+    sums = generation.running_sum(values)
+    torch.testing.assert_close(sums.double(), values.double().cumsum(-1), rtol=1e-6, atol=1e-6)
+    assert sums.is_contiguous()  # searchsorted would copy
+
+
 # ------------------------------------------------------------------------------------------------------------
 # initial weights: a function of (seed, name, shape)
 
