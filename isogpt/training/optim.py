@@ -254,8 +254,8 @@ def clip_and_step(
             inner.grad_scale = clipping_divisor(numbers.grad_norm, max_norm)
             inner.found_inf = (~numbers.is_finite).float()
             optimizer.step()
-        elif gathered.read().is_finite:
-            divisor = clipping_divisor(gathered.read().grad_norm, max_norm)
+        elif (numbers := gathered.read()).is_finite:
+            divisor = clipping_divisor(numbers.grad_norm, max_norm)
             if divisor > 1:
                 grads = [local(p.grad) for p in params if p.grad is not None]
                 torch._foreach_div_(grads, divisor.item())
