@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -342,6 +341,9 @@ def test_a_plan_compares_devices(plan):
     assert [row[0] for row in rows] == ["h100", "a100", "l4"], text
     assert rows[2][1] == "does not fit; 2 devices are the fewest on which a layout fits"
     assert text.rstrip().endswith("--devices=1 --hardware=h100")
+    tiny = ["--n_layer=1", "--n_head=1", "--n_embd=64", "--dtype=bfloat16", "--hardware=h100"]
+    text, _ = plan(*tiny, "--devices=1,2", "--device_memory_gb=0.001")  # on no number of devices
+    assert re.findall(r"does not fit.*", text) == ["does not fit"] * 2, text
     _, single = plan(*large, "--hardware=a100")
     assert found["compared"][1].items() >= single["plans"][0].items()
     cards = ["a100-40gb", "RTX-3090", "v100", "nvidia_tesla_t4", "l4", "l40s", "5090", "b200", "mi300x"]
@@ -370,8 +372,12 @@ def test_a_plan_for_pretrained_weights_says_how_long_the_run_takes(plan, at, cap
     finetune = [str(REPO / "config" / "finetune_shakespeare.py"), "--devices=1", "--dtype=auto"]
     text, found = plan(*finetune, "--init_from=auto:gpt2-large", "--hardware=h100")
     assert "--init_from=auto:gpt2-large" in shlex.split(found["command"]), text
-    time = timedelta(seconds=round(21 * found["plans"][0]["total_s"]))
-    assert f"the fastest, predicted, 21 steps in {time} hours without evaluations" in text
+    minutes, seconds = divmod(round(21 * found["plans"][0]["total_s"]), 60)
+    assert f"the fastest, predicted, 21 steps in {minutes}:{seconds:02} without evaluations" in text
+    long, found = plan(*finetune, "--init_from=gpt2-large", "--hardware=h100", "--max_iters=5999999")
+    hours, rest = divmod(round(6000000 * found["plans"][0]["total_s"]), 3600)
+    assert hours > 24
+    assert f", 6,000,000 steps in {hours}:{rest // 60:02}:{rest % 60:02} without evaluations" in long
     shape = ["--n_layer=36", "--n_head=20", "--n_embd=1280", "--bias=True", "--vocab_size=50257"]
     _, by_shape = plan(*finetune, "--init_from=scratch", *shape, "--hardware=h100")
     assert by_shape["plans"] == found["plans"]

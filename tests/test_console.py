@@ -79,11 +79,11 @@ def screen(output, columns=80):
 # a config file with which a status line is drawn for each step, and other lines are printed above
 OTHERS = """
 from isogpt.common import console
-from isogpt.monitor import records, sink_console
-sink_console.REDRAW_S, step_line = 0, records.duration
+from isogpt.monitor import sink_console
+sink_console.REDRAW_S, format_seconds = 0, console.duration
 def duration(seconds):
     console.print_error("a problem")
-    return step_line(seconds)
+    return format_seconds(seconds)
 sink_console.duration = duration
 """
 

@@ -48,6 +48,13 @@ def erase_line(stream: TextIO) -> str:
     return ERASE if is_screen(stream) else ""
 
 
+def duration(seconds: float) -> str:
+    """Format seconds as 1:02:03 or 2:03."""
+    minutes, s = divmod(int(seconds + 0.5), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
 def print_to_stderr(text: str) -> None:
     """Print lines to stderr, in place of a status line if there is one."""
     print(f"{erase_line(sys.stderr)}{text}", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from isogpt.checkpoint.progress import Progress
+from isogpt.common.console import duration
 from isogpt.training.step_numbers import StepNumbers
 
 CLOSING = ("end", "preempted")  # the last event of a run that closes its files
@@ -156,10 +157,3 @@ def routing_text(record: dict) -> str:
         return text
     more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
     return f"{text}, dead experts (layer.expert): {', '.join(dead[:3])}{more}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as 1:02:03 or 2:03."""
-    minutes, s = divmod(int(seconds + 0.5), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

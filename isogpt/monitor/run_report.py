@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 from isogpt.checkpoint.manifest import is_run
 from isogpt.checkpoint.measures import NONE
+from isogpt.common.console import duration
 from isogpt.launch.process_group import Ranks
 from isogpt.launch.together import gather_objects
 from isogpt.monitor.anomalies import LossSpikes, Overflows, SlowRanks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.meter import Meter
-from isogpt.monitor.records import Means, duration, routing_record, step_record, waiting_percent, waiting_text
+from isogpt.monitor.records import Means, routing_record, step_record, waiting_percent, waiting_text
 from isogpt.monitor.signals import Stop
 from isogpt.parallel.compilation import compile_report
 from isogpt.speed.clock import Clock, over_ranks

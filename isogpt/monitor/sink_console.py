@@ -5,7 +5,8 @@ import sys
 import time
 
 from isogpt.common import console
-from isogpt.monitor.records import CLOSING, duration, step_line
+from isogpt.common.console import duration
+from isogpt.monitor.records import CLOSING, step_line
 
 REDRAW_S = 0.1  # steps may be shorter: drawing more often is not seen
 

@@ -1,1 +1,1 @@
-"""What did the user type? Settings, their values, and the names and files of other tools."""
+"""What did the user type? Settings and their values."""

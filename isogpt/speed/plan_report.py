@@ -4,10 +4,10 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
+from isogpt.common.console import duration
 from isogpt.parallel.plan import Plan
 from isogpt.speed.devices import HARDWARE, Hardware, changed_hardware, hardware_here, measured_link
 from isogpt.speed.launches import Launches
@@ -101,12 +101,12 @@ def report_plan(predictor: Predictor, counts: list[int], cards: list[str]) -> di
     print_layouts(predictor, rankings[0])
     fastest = rankings[0].predictions[0]
     command = predictor.command(fastest.settings, counts[0])
-    duration = ""
+    whole_run = ""
     if max_iters := predictor.workload.settings["max_iters"]:
-        steps = max_iters + 1  # as in nanoGPT
-        time = timedelta(seconds=round(steps * fastest.total_s))
-        duration = f", {steps:,} steps in {time} hours without evaluations and checkpoints"
-    print(f"\nthe fastest, predicted{duration}:\n{command}")
+        steps = int(max_iters) + 1  # as in nanoGPT
+        took = duration(steps * fastest.total_s)
+        whole_run = f", {steps:,} steps in {took} without evaluations and checkpoints"
+    print(f"\nthe fastest, predicted{whole_run}:\n{command}")
     return {"plans": [as_record(prediction) for prediction in rankings[0].predictions], "command": command}
 
 
@@ -131,10 +131,10 @@ def table(predictions: list[Prediction], flops: float) -> str:
     others = [prediction for prediction in best if prediction.problem]
     lines = [f"  {HEADER}"]
     for prediction in (*fitting[:ROWS], *others[:ROWS_THAT_DO_NOT_FIT]):
-        why = reason(prediction, predictions[0])
-        lines.append(
-            f"  {figures(prediction, flops)}  {typed(prediction.settings)}{f'  ({why})' * bool(why)}"
-        )
+        line = f"  {figures(prediction, flops)}  {typed(prediction.settings)}"
+        if why := reason(prediction, predictions[0]):
+            line += f"  ({why})"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -168,9 +168,10 @@ def compare_devices(predictor: Predictor, rankings: list[Ranking]) -> dict:
     batches = sorted({ranking.wanted.sequences for ranking in rankings})
     batch = f"the global batch of {batches[0]} sequences"
     if len(batches) > 1:
-        most = max(ranking.wanted.world_size for ranking in rankings)
-        fixed = f" (--gradient_accumulation_steps={most}: the same on any number)"
-        batch = f"a global batch that grows with the devices{'' if predictor.workload.weak else fixed}"
+        batch = "a global batch that grows with the devices"
+        if not predictor.workload.weak:  # nothing was set, and each process reads a micro-batch
+            most = max(ranking.wanted.world_size for ranking in rankings)
+            batch += f" (--gradient_accumulation_steps={most}: the same on any number)"
     print(f"{batch}, predicted:\n  {'devices':>15} {HEADER}")
     compared = []
     for ranking in rankings:
@@ -178,7 +179,9 @@ def compare_devices(predictor: Predictor, rankings: list[Ranking]) -> dict:
         text = typed(best.settings)
         if best.problem:
             fewest = smallest_world(ranking.wanted, ranking.hardware, predictor.per_node)
-            text = f"does not fit; {f'{fewest} devices are the fewest on which a layout fits' * bool(fewest)}"
+            text = "does not fit"
+            if fewest:
+                text += f"; {fewest} devices are the fewest on which a layout fits"
         print(f"  {f'{n} x {ranking.card}':>15} {figures(best, predictor.flops)}  {text}")
         compared.append({"devices": n, "hardware": ranking.card, "fewest": fewest} | as_record(best))
     fastest = f"--devices={rankings[0].wanted.world_size} --hardware={rankings[0].card}"
