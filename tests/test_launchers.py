@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -233,6 +234,7 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
 def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch):
     cards = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "docker0": "172.17.0.1"}
     monkeypatch.setattr(network, "interfaces", lambda: cards)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate([*cards, "ib6"])))
     monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.7"}.get)
 
     def chosen(*masters, given=""):
@@ -243,6 +245,9 @@ def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch):
     assert chosen("127.0.1.1", "10.0.0.1") == ("eth0 (10.0.0.7)", "eth0"), "rank 0 resolves its own name"
     assert chosen("10.0.0.1") == ("lo (127.0.0.1)", "lo")
     assert chosen("10.0.0.1", "10.0.0.1", given="docker0") == ("docker0 (172.17.0.1)", "docker0")
+    assert chosen("10.0.0.1", given="ib6")[0] == "ib6", "an interface without an IPv4 address"
+    with pytest.raises(ValueError, match="is 'eth0,eth9', but .* has lo, eth0, docker0, ib6: set one of"):
+        chosen("10.0.0.1", given="eth0,eth9")
     assert chosen("10.0.0.9", "10.0.0.9") == ("", ""), "no route: gloo chooses"
     monkeypatch.undo()
     if sys.platform == "linux":

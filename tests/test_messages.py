@@ -152,6 +152,9 @@ RAISED = {
     "ckpt.pt cannot be loaded: could not convert string to float: 'low'": lambda at: opened(
         at, best_val_loss="low"
     ),
+    "ckpt.pt cannot be loaded: iter_num is -3": lambda at: opened(at, iter_num=-3),
+    "ckpt.pt cannot be loaded: config is of type list, not a dict": lambda at: opened(at, config=[1]),
+    "ckpt.pt cannot be loaded: isogpt is of type int, not a dict": lambda at: opened(at, isogpt=5),
     (
         "out/ckpt.pt: nanoGPT's model does not know use_rope=True, norm='rms' in model_args: load it with the"
     ): lambda at: fork(at, args={"use_rope": True, "norm": "rms", "flash_attn": True}),

@@ -16,6 +16,7 @@ REFUSED = [
     ("train.py", "--learning_rate=-1", "learning_rate is -1.0: it must be >= 0"),
     ("train.py", "--dist_timeout_s=0", "dist_timeout_s is 0.0: it must be > 0"),
     ("train.py", "--beta1=1", "beta1 is 1.0: it must be < 1"),
+    ("train.py", f"--seed={2**64}", f"seed is {2**64}: it must be < 2**63"),
     ("train.py", "--zero=4", "zero is 4; possible are 0, 1, 2 and 3"),
     ("train.py", "--grad_sync=", "grad_sync is ''; possible are auto, last, every and never"),
     ("sample.py", "--top_p=1.5", "top_p is 1.5: it must be <= 1"),

@@ -45,6 +45,11 @@ def read_file(path: Path, verify: bool = False) -> dict:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if missing := [key for key in ("model", "model_args", "iter_num") if key not in state]:
             raise ValueError(f"it is no checkpoint of nanoGPT or isoGPT and lacks {', '.join(missing)}")
+        for name in ("model", "model_args", "config", "isogpt"):
+            if not isinstance(state.get(name) or {}, dict):
+                raise ValueError(f"{name} is of type {type(state[name]).__name__}, not a dict")
+        if state["iter_num"] < 0:
+            raise ValueError(f"iter_num is {state['iter_num']}")
         best = state.get("best_val_loss")  # in nanoGPT's a tensor
         return {
             **state,

@@ -270,9 +270,18 @@ def choose_interface(processes: Sequence[Process]) -> str:
     systems is a loopback address. NCCL chooses independently (NCCL_SOCKET_IFNAME).
 
     Returns the interface and its address, as 'eth0 (10.0.0.1)'; '' if gloo chooses.
+
+    Raises:
+        ValueError: GLOO_SOCKET_IFNAME names an interface that this machine does not have.
     """
     addresses = interfaces()
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        names = [name for _, name in socket.if_nameindex()]  # also of interfaces without an IPv4 address
+        if not set(chosen.split(",")) <= set(names):
+            raise ValueError(
+                f"GLOO_SOCKET_IFNAME is {chosen!r}, but {socket.gethostname()} has {', '.join(names)}: set "
+                "one of these, or unset it"
+            )
         return f"{chosen} ({addresses[chosen]})" if chosen in addresses else chosen
     this_address = "127.0.0.1"
     if len({process.machine for process in processes}) > 1:

@@ -17,6 +17,7 @@ from isogpt.options.values import FRACTIONS, Setting, Value
 
 AT_THE_END = re.compile(r"(.*?)\s*\[([^][]*)\]")
 LIMIT = re.compile(r"(>=|>|<=|<) *([\d.]+)")
+LARGEST = 2**63 - 1  # whole number that NumPy and PyTorch can compute with
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
@@ -50,6 +51,8 @@ def problem_of_choice(setting: Setting, value: Value) -> str:
 
 def problem_of_limits(setting: Setting, value: Value) -> str:
     """A sentence about the first of the setting's limits that the value does not keep; "" if it keeps all."""
+    if isinstance(value, int) and value > LARGEST:
+        return f"{setting.name} is {value}: it must be < 2**63"
     for limit in setting.range.split(",") if setting.range else []:
         if limit.strip() == FRACTIONS:
             continue

@@ -68,13 +68,17 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
         problems.append(f"sweep is {c.sweep!r}: type numbers of processes, such as --sweep=nproc:1,2,4")
     if c.weak and swept and "nproc" not in swept:
         problems.append("weak scaling needs a sweep over nproc, such as --sweep=nproc:1,2,4")
-    if not Path(c.json_path).absolute().parent.is_dir():
+    json_path = Path(c.json_path).absolute()
+    if c.json_path and not json_path.parent.is_dir():
         problems.append(f"json_path is {c.json_path!r}: no such folder")
+    if c.json_path and json_path.is_dir():  # else the file could not be written after the measurement
+        problems.append(f"json_path is {c.json_path!r}: it is a folder, set a file in it")
     report(problems)
 
     counts = list(dict.fromkeys(int(number) or processes for number in numbers))
     uneven = [n for n in counts if c.plan and n > c.per_node and n % c.per_node]
-    report([f"devices is {n}: it must be a multiple of per_node, {c.per_node}" for n in uneven])
+    advice = f"it must be a multiple of per_node, {c.per_node}"
+    report([f"devices is {n}: {advice}: set --devices={n - n % c.per_node}" for n in uneven])
     return Request(processes, counts, cards, swept)
 
 
