@@ -9,9 +9,11 @@ from outside. `Seams` lists the functions that it exchanges for this.
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import ARCHS, GPTConfig
-from isogpt.nn.experts import ExpertLinear, MoE, unchanged
+from isogpt.nn.experts import ExpertLinear, MoE, Router, unchanged
 from isogpt.nn.kernels import (
     IGNORE,
     Cache,
@@ -61,6 +63,36 @@ class Seams:
     # generation.advance, which generates in steps of one shape, as a GPU always does; None: with caches that
     # grow; torch.compile
     advance: Callable[..., None] | None = None
+
+
+# Initial values. The biases of these modules are 0; their weights are normal, see GPT.initial_std, or 1
+NORMAL_WEIGHTS = (nn.Linear, nn.Embedding, ExpertLinear, Router)
+UNIT_WEIGHTS = (nn.LayerNorm, nn.RMSNorm)
+# of all other parameters and of buffers: {pattern of their names: a number, "normal", or a function of the
+# config that returns the values}. What a module's __init__ writes is lost: models are made on the meta device
+INITIAL_VALUES: dict[str, float | str | Callable[[GPTConfig], Tensor]] = {}
+
+
+def initial_rule(name: str, module: nn.Module) -> float | str | Callable[[GPTConfig], Tensor]:
+    """
+    Return how the values of a module's parameter or buffer begin, as a value of INITIAL_VALUES.
+
+    Raises:
+        ValueError: there is no rule.
+    """
+    for pattern, rule in INITIAL_VALUES.items():
+        if re.fullmatch(pattern, name):
+            return rule
+    if isinstance(module, NORMAL_WEIGHTS + UNIT_WEIGHTS):
+        if name.endswith(".bias"):
+            return 0.0
+        if name.endswith(".weight"):
+            return "normal" if isinstance(module, NORMAL_WEIGHTS) else 1.0
+    pattern = re.sub(r"\.\d+(?=\.)", r".\\d+", name).replace(".", r"\.")
+    raise ValueError(
+        f"{name} has no initial values: {type(module).__name__} is not among the modules that initial_rule "
+        f'in model.py knows. Add a line such as r"{pattern}": 0.0 to INITIAL_VALUES in model.py'
+    )
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -188,6 +220,12 @@ class GPT(nn.Module):
         self.seams = Seams()
         self.routing: Tensor | None = None  # sums of MoE.routing_of since `reset_routing`, (L, E + 2)
         self.tie_weights()
+        tensors = chain(
+            self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False)
+        )
+        self.initial_rules = {
+            name: initial_rule(name, self.get_submodule(name.rpartition(".")[0])) for name, _ in tensors
+        }
         if not self.lm_head.weight.is_meta:
             self.init_weights(torch.initial_seed() if seed is None else seed)
 
@@ -201,24 +239,34 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw the initial weights, see `initial_weight`."""
+        """Set all parameters and buffers to their initial values, see `initial_weight`."""
         self.tie_weights()
-        for name, p in self.named_parameters():
-            p.copy_(self.initial_weight(name, p.shape, seed))
+        for name, tensor in chain(self.named_parameters(), self.named_buffers()):
+            tensor.copy_(self.initial_weight(name, tensor.shape, seed))
 
     def initial_weight(self, name: str, shape: torch.Size, seed: int) -> Tensor:
         """
-        Return a parameter's initial values: biases 0, weights of norms 1, the rest normal with the standard
-        deviation of `initial_std`. Each parameter is drawn on the CPU from a separate generator, seeded with
-        (seed, name). So the values depend neither on the device nor on how parameters are distributed over
-        ranks.
+        Return the initial values of a parameter or buffer, as `initial_rule` says. Normal values have the
+        standard deviation of `initial_std`, and are drawn on the CPU from a separate generator for each
+        parameter, seeded with (seed, name). So the values depend neither on the device nor on how parameters
+        are distributed over ranks.
         """
-        if len(shape) < 2:
-            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+        rule = self.initial_rules[name]
+        if callable(rule):
+            return rule(self.config)
+        if rule != "normal":
+            return torch.full(shape, rule)
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.empty(shape, dtype=torch.float32)
         return values.normal_(0.0, self.initial_std(name), generator=generator)
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Allocate the buffers of a model from the meta device, with their initial values."""
+        for name, buffer in list(self.named_buffers()):
+            module = self.get_submodule(name.rpartition(".")[0])
+            values = self.initial_weight(name, buffer.shape, seed=0)
+            setattr(module, name.rpartition(".")[2], values.to(device, buffer.dtype))
 
     def initial_std(self, name: str) -> float:
         """
@@ -425,6 +473,7 @@ class GPT(nn.Module):
         except RuntimeError as e:
             raise ValueError(" ".join(str(e).split())[:500]) from e
         model.tie_weights()
+        model.fill_buffers(torch.device("cpu"))
         return model
 
     def describe(self) -> dict:

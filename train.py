@@ -49,7 +49,7 @@ from isogpt.parallel.mesh import connect_mesh
 from isogpt.parallel.slow_network import make_slow_network
 from isogpt.speed import devices, planner, profiling, rank_speeds
 from isogpt.speed.clock import make_clock
-from isogpt.training import optim, precision, settings
+from isogpt.training import layout_check, optim, precision, settings
 from isogpt.training.schedule import make_schedule
 from model import GPT, GPTConfig
 
@@ -113,6 +113,7 @@ profile = False  # write a torch.profiler trace of 5 steps to <out_dir>/trace.js
 time_limit_s = 0  # save and exit before this many seconds have passed since the launch (0: no limit) [>= 0]
 dist_timeout_s = 600.0  # how long ranks wait for each other before they report which one is missing [> 0]
 on_nan = "stop"  # if a loss or gradient is not finite: stop the run, or skip the step [stop | skip]
+check_layout = True  # before training, compare a step of a small model on all ranks with one process's
 check_ranks_interval = 0  # steps between comparisons of weights that should be equal (0: never) [>= 0]
 alert_command = ""  # shell command that receives a JSON line for each event: NaN, resume, hang, end, ...
 # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -188,6 +189,8 @@ stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, on
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
 plan = planner.make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
+# compares a step of a small model on all ranks with the step of one process; exits if they differ
+checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
@@ -257,7 +260,7 @@ if pipeline:
     pipeline.prepare(share, scaler, gradients, clock.part, autocast)  # clock.part times its stages
 peak_flops, peak_source = devices.total_peak_flops(ranks.device, plan.dtype)
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
-logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note))
+logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note) + checked)
 logger.print_lines(banner.about_network(config, ranks, mesh))
 logger.print_lines(banner.about_step(config, reader))
 logger.print_lines(banner.about_machine(ranks, plan, peak_flops, peak_source))

@@ -13,6 +13,7 @@ from isogpt.launch.process_group import Ranks, connect_store
 from isogpt.monitor.log import Logger
 from isogpt.monitor.out_of_memory import explain_out_of_memory, is_out_of_memory, line_of
 from isogpt.monitor.watchdog import STORE_TIMEOUT_S, Watchdog
+from isogpt.parallel.plan import LayoutError
 
 # parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
 CONNECTION_LOST = (
@@ -82,6 +83,11 @@ def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object
     elif is_connection_lost(error):
         reason = str(error).splitlines()[0].split(". ")[0][:200]
         watchdog.report(f"lost the connection to a different rank ({reason})")
+    elif isinstance(raised, LayoutError):
+        if watchdog.is_first("layout"):  # all ranks raise it
+            console.print_error(str(raised))
+            watchdog.logger.failed(str(raised))
+        watchdog.let_others_finish()  # they may be about to ask whether they are the first
     else:
         watchdog.logger.failed(f"{type(error).__name__}: {error}")
         print(console.erase_line(sys.stderr), end="", file=sys.stderr, flush=True)

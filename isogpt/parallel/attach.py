@@ -23,6 +23,7 @@ from torch import nn
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import Split, splits_of
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import LayoutError
 
 
 def one_matrix(config: GPTConfig, length: int) -> tuple[int, ...]:
@@ -93,9 +94,23 @@ def divide_parameters(config: GPTConfig, module: nn.Module, row: Attachment, mes
             sections = row.sections(config, p.size(row.dim))
             split = Split(axis, row.dim, sections, mesh.index(axis), mesh.size(axis))
             shape = [split.length() if dim == row.dim else n for dim, n in enumerate(p.shape)]
-            part = nn.Parameter(torch.empty(shape, device=p.device))
+            part = nn.Parameter(torch.empty(shape, device=p.device), requires_grad=p.requires_grad)
             part.splits = (*splits_of(p), split)
             setattr(module, name, part)
+
+
+def check_seam(model: nn.Module, name: str, known: Callable, way: str) -> None:
+    """
+    Raise LayoutError if a module calls a function in place of the `known` one, which a way of dividing the
+    work replaces by what computes the same on several ranks.
+    """
+    for module_name, module in model.named_modules():
+        used = getattr(module.seams, name) if hasattr(module, "seams") else known
+        if used is not known:
+            raise LayoutError(
+                f"{way} divides {known.__name__}, but {module_name} in model.py computes "
+                f"{getattr(used, '__name__', used)} instead: set --{way}=1"
+            )
 
 
 def replace_seams(model: nn.Module, **functions: Callable) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from isogpt.parallel.attach import replace_seams
+from isogpt.nn.kernels import causal_attention
+from isogpt.parallel.attach import check_seam, replace_seams
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.sequence_collectives import Gather
 
@@ -107,6 +108,7 @@ def parallelize_context(model: nn.Module, mesh: Mesh, device: torch.device) -> N
     Make the model compute on this rank's positions of each sequence of block_size tokens, in place (all
     ranks).
     """
+    check_seam(model, "attention", causal_attention, "cp")
     positions = mesh.own_positions(model.config.block_size).to(device)
     order = torch.tensor([c for r in range(mesh.cp) for c in mesh.chunks(r)]).argsort().tolist()
     size = model.config.block_size // len(order)  # tokens of a chunk

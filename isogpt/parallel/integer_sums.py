@@ -234,7 +234,7 @@ class ExactSums:
             self.model.routing = self.routing
         if self.reduces_shards or self.buckets:
             return
-        params = list(self.model.parameters())
+        params = [p for p in self.model.parameters() if p.requires_grad]
         totals = [self.total(p, local(p)) for p in params]
         if self.group:
             sum_in_buckets(totals, self.group)

@@ -5,6 +5,8 @@ The model is on the meta device until `materialize`, so that no rank ever holds 
 its memory.
 """
 
+from collections import defaultdict
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -56,18 +58,25 @@ def make_pipeline(
 
 def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits] | None = None) -> None:
     """
-    Allocate memory for this rank's parts of a model on the meta device; the values are undefined.
+    Allocate memory for this rank's parts of a model on the meta device. The values of parameters are
+    undefined, those of buffers are the model's. Modules share the parameters that they shared.
 
     Args:
         splits: what `split_model` returned.
     """
+    places = defaultdict(list)  # of each parameter, which modules can share
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            places[p].append((module, name))
     if fsdp_units(model):
         model.to_empty(device=device)
-    else:  # Module.to_empty would do, but imports sympy, which takes half a second
-        for module in model.modules():
-            for name, p in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device)))
-    model.tie_weights()
+    for p, ((first, first_name), *others) in places.items():
+        if not fsdp_units(model):  # Module.to_empty would do, but imports sympy, which takes half a second
+            memory = torch.empty(p.shape, dtype=p.dtype, device=device)
+            setattr(first, first_name, nn.Parameter(memory, requires_grad=p.requires_grad))
+        for module, name in others:
+            setattr(module, name, getattr(first, first_name))
+    model.fill_buffers(device)
     for name, p in model.named_parameters() if splits else ():
         p.splits = splits[name]
     model.reset_routing(device)

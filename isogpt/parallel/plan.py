@@ -19,6 +19,10 @@ DTYPES = {
 LAYOUT = ("zero", "dp_replicate", "tp", "pp", "pp_schedule", "cp", "ep", "activation_checkpointing")
 
 
+class LayoutError(ValueError):
+    """The model and the layout do not fit: all ranks raise this, and one of them prints it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.experts import ExpertLinear
 from isogpt.nn.kernels import VocabularyPart, summed_loss
-from isogpt.parallel.attach import Attachment, attach, replace_seams
+from isogpt.parallel.attach import Attachment, attach, check_seam, replace_seams
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.sequence_collectives import Gather, ScatterSum
 
@@ -193,5 +193,6 @@ def parallelize_tensors(model: nn.Module, mesh: Mesh, splits_sequence: bool = Tr
     """
     c = model.config
     ranks = TensorRanks(mesh.group("tp"), mesh.index("tp"), mesh.tp, splits_sequence, c.vocab_size)
+    check_seam(model, "loss", summed_loss, "tp")
     attach(model, PLAN + (EXPERTS_PLAN if c.n_expert else MLP_PLAN), mesh, "tp", ranks)
     replace_seams(model, loss=partial(vocabulary_parallel_loss, ranks))

@@ -1,0 +1,401 @@
+"""
+Prove a layout before a run trains with it: a small model, with the code of model.py, computes on all ranks
+together what it computes on one process.
+
+The ways of dividing the work know the model: that only attention mixes positions, that nothing but the
+residual stream goes from block to block, and which matrices are divided. After an edit of model.py this can
+be wrong, and nothing else would say so.
+"""
+
+import gc
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from isogpt.launch.together import gather_number, gather_objects
+from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.kernels import IGNORE
+from isogpt.parallel import parallelize
+from isogpt.parallel.data_parallel import shard
+from isogpt.parallel.float_sums import FloatSums
+from isogpt.parallel.integer_sums import ExactSums
+from isogpt.parallel.local_parts import LocalPart, local_part_of, splits_of
+from isogpt.parallel.mesh import Mesh, connect_mesh, stages_per_rank
+from isogpt.parallel.pipeline import Pipeline
+from isogpt.parallel.plan import LayoutError, Plan
+from isogpt.parallel.recompute import recompute
+from isogpt.parallel.shares import Share, multiple_up, share_of, share_of_whole
+from isogpt.training import precision
+from isogpt.training.optim import make_optimizers
+
+LAYERS, HEAD_SIZE, LONGEST = 4, 4, 256  # of the small model; more layers if there are more stages
+ROWS = 2  # sequences of a micro-batch
+KINDS = 3  # different micro-batches, which the batch repeats: the cost does not grow with the ranks
+# how much a parameter's gradient may differ, relative to the norm of the whole gradient: the parameter's norm
+# is no measure, since the bias of keys has no gradient but rounding
+GRADIENT_LIMIT = 1e-5
+LOSS_LIMIT = 1e-5  # relative
+# relative to the norm of a parameter's update, besides the rounding of the weights
+UPDATE_LIMIT = 1e-2
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the ranks together and one process differ: at `place` in the order of a step, on this rank."""
+
+    place: int
+    text: str
+
+
+def prove_layout(
+    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
+) -> list[str]:
+    """
+    Compare one step of a small model on all ranks with the step of one process, in float32: the loss, each
+    gradient, and each weight after the step (all ranks). Returns a line for the user; none if nothing
+    is divided, and with check_layout=False.
+
+    Args:
+        model_class: GPT, from the model.py of the run.
+        mesh: of the plan, connected.
+        config: train.py's settings.
+
+    Raises:
+        LayoutError: the results differ, or the small model cannot be computed. On every rank.
+    """
+    is_divided = plan.world_size > 1 or plan.zero >= 2 or plan.exact
+    if not (config["check_layout"] and is_divided):
+        return []
+    try:
+        problem = first_problem(model_class, plan, mesh, device, config)
+    except LayoutError:
+        raise
+    except Exception as e:  # whatever an edited model raises
+        raise LayoutError(
+            f"{layout_name(plan)} cannot compute a small model of model.py: {crash_of(e)}. To see which "
+            "layouts can, run: python bench.py --check"
+        ) from e
+    if not problem:
+        return [f"layout:  {layout_name(plan)} computes the same as one process: checked with a small model"]
+    others = {"dp": UNSHARDED, "zero=3": UNSHARDED | {"zero": 3}}
+    same = []
+    for name, changes in others.items():
+        other = replace(plan, **changes)
+        if layout_name(other) != layout_name(plan):
+            with_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
+            if not first_problem(model_class, other, with_mesh, device, config):
+                same.append(name)
+    advice = f"; {' and '.join(same)} compute the same" if same else ""
+    raise LayoutError(
+        f"{layout_name(plan)} does not compute what one process computes with this model.py: {problem}"
+        f"{advice}. "
+        "For reasons, see docs/changing-the-model.md; to train nevertheless, set --check_layout=False"
+    )
+
+
+UNSHARDED = {"zero": 0, "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "islands": 1, "exact": False}
+UNSHARDED |= {"cpu_offload": False, "grad_sync": "auto"}
+
+
+def layout_name(plan: Plan) -> str:
+    """The settings that divide the work, as they are typed."""
+    names = ("islands", "pp", "dp_replicate", "ep", "cp", "tp")
+    degrees = [f"{name}={getattr(plan, name)}" for name in names if getattr(plan, name) > 1]
+    degrees += [f"zero={plan.zero}"] if plan.zero else []
+    degrees += [f"pp_schedule={plan.pp_schedule}"] if plan.pp > 1 and plan.pp_schedule != "1f1b" else []
+    degrees += ["exact"] if plan.exact else []
+    return " ".join(degrees) or f"dp on {plan.world_size} processes"
+
+
+def crash_of(error: Exception) -> str:
+    """What was raised, and the last line of our code that called it."""
+    root = Path(__file__).resolve().parents[2]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(root)]
+    last = frames[-1] if frames else None
+    place = f" ({Path(last.filename).relative_to(root)}, line {last.lineno})" if last else ""
+    reason = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {reason}".removesuffix(": ") + place
+
+
+def first_problem(
+    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device, config: dict
+) -> str:
+    """
+    Return the first difference of any rank; "" if there is none (all ranks). By rounding, a token can flip
+    from one expert to another: what differs with one draw of weights and tokens must differ with a second.
+    """
+    precision.set_numerics(device, "float32", deterministic=False)  # without TF32
+    problem = ""
+    for draw in range(2):
+        trial = Trial(model_class, small_plan(plan), mesh, device, config, draw)
+        differences = gather_objects(trial.difference())
+        gc.collect()  # what the small model has allocated; its hooks refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        differences = [difference for difference in differences if difference]
+        if not differences:
+            return ""
+        problem = min(differences, key=lambda difference: difference.place).text
+    return problem
+
+
+def small_plan(plan: Plan) -> Plan:
+    """The plan with a small model of the same kind and a small batch, without what is lossy on purpose."""
+    args = plan.model_args
+    stages = plan.pp * stages_per_rank(plan.pp_schedule) if plan.pp > 1 else 1
+    heads, tp = args["n_head"], plan.tp
+    width = HEAD_SIZE * heads
+    parts = tp * (2 * plan.cp if plan.cp > 1 else 1)  # of a sequence
+    small = {
+        "n_layer": min(args["n_layer"], max(LAYERS, stages)),
+        "n_embd": width,
+        # as uneven as the real sizes
+        "n_hidden": 2 * width + args["n_hidden"] % tp,
+        "vocab_size": min(args["vocab_size"], 16 * tp + 32 + args["vocab_size"] % tp),
+        "block_size": min(args["block_size"], LONGEST // parts * parts),
+        "dropout": 0.0,
+    }
+    if args["n_expert"]:
+        experts = multiple_up(args["n_expert_active"] + 1, plan.ep)
+        small["n_expert"] = min(args["n_expert"], experts)
+    data_size = plan.world_size // (plan.pp * plan.cp * plan.tp)
+    micro_steps = multiple_up(2, plan.pp)
+    return replace(
+        plan,
+        dtype="float32",
+        model_args=args | small,
+        batch_size=ROWS,
+        micro_batch=ROWS,
+        gradient_accumulation_steps=data_size * micro_steps,
+        shares="equal",
+        grad_sync="auto" if plan.grad_sync == "never" else plan.grad_sync,
+        grad_compression="none",
+        compile=False,
+        cuda_graphs=False,
+    )
+
+
+@dataclass
+class Trial:
+    """A step of a small model, whole and divided."""
+
+    model_class: Callable[[GPTConfig], nn.Module]
+    plan: Plan  # see small_plan
+    mesh: Mesh
+    device: torch.device
+    config: dict
+    draw: int  # seed of the weights and tokens
+
+    def __post_init__(self) -> None:
+        plan, mesh = self.plan, self.mesh
+        share = share_of_whole if plan.exact else share_of
+        islands = {} if plan.exact else {"islands": mesh.islands}
+        sizes = (plan.sequences, mesh.data_rank, mesh.data_size, ROWS, plan.pp)
+        self.share: Share = share(*sizes, **islands)
+        self.length = plan.model_args["block_size"]
+
+    def difference(self) -> Difference | None:
+        """The first difference on this rank (all ranks)."""
+        whole = self.new_model()
+        batches = self.micro_batches()
+        loss = self.whole_step(whole, batches)
+        model, pipeline = self.divided_model(whole)
+        optimizers = make_optimizers(model, self.config, self.plan.zero, torch.float32, self.mesh)
+        divided_loss = self.divided_step(model, pipeline, batches)
+        return (
+            self.difference_of_loss(loss, divided_loss)
+            or self.difference_of_names(whole, model)
+            or self.difference_of_gradients(whole, model)
+            or self.difference_of_updates(whole, model, optimizers)
+        )
+
+    def new_model(self) -> nn.Module:
+        """
+        The whole model, with weights that are all different from 0 and from each other: an initial weight of
+        0 would hide what comes before it.
+        """
+        model = self.model_class(GPTConfig(**self.plan.model_args), self.draw)
+        generator = torch.Generator().manual_seed(self.draw)
+        with torch.no_grad():
+            for p in model.parameters():
+                noise = torch.randn(p.shape, generator=generator)
+                p.add_(noise, alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.3)
+        return model.to(self.device)
+
+    def micro_batches(self) -> list[tuple[Tensor, Tensor]]:
+        """The different micro-batches, (ROWS, T) inputs and targets each. Some targets do not count."""
+        generator = torch.Generator().manual_seed(self.draw)
+        shape = (KINDS, ROWS, self.length + 1)
+        tokens = torch.randint(self.plan.model_args["vocab_size"], shape, generator=generator)
+        x, y = tokens[..., :-1].clone(), tokens[..., 1:].clone()
+        y[torch.rand(y.shape, generator=generator) < 0.1] = IGNORE
+        x[-1, -1], y[-1, -1] = 0, IGNORE  # a padding row
+        return list(zip(x.to(self.device), y.to(self.device), strict=True))
+
+    def kind(self, sequence: int) -> int:
+        """Which of the micro-batches begins at this place of the batch."""
+        return sequence // ROWS % KINDS
+
+    def whole_step(self, model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """
+        Return the loss of the batch, and leave the gradients of this rank's island, as one process would
+        compute them with the same micro-batches.
+        """
+        places = range(0, self.share.sequences, ROWS)
+        island = self.share.island.places
+        total = torch.zeros((), device=self.device)
+        for kind, (x, y) in enumerate(batches):
+            count = sum(self.kind(place) == kind for place in places)
+            island_count = sum(self.kind(place) == kind for place in places if place in island)
+            _, loss = model(x, y, float(len(island) * self.length))
+            (island_count * loss).backward()
+            total += count * loss.detach() * len(island) / self.share.sequences
+        return total
+
+    def divided_model(self, whole: nn.Module) -> tuple[nn.Module, Pipeline | None]:
+        """What train.py makes of the same model: this rank's parts, with the weights of the whole model."""
+        plan, mesh = self.plan, self.mesh
+        with torch.device("meta"):
+            model = self.model_class(GPTConfig(**plan.model_args))
+        splits = parallelize.split_model(model, mesh, plan.pp_schedule, self.device)
+        recompute(model, plan.activation_checkpointing)
+        if plan.zero >= 2:
+            shard(model, mesh, self.device, plan)
+        parallelize.materialize(model, torch.device("cpu") if plan.cpu_offload else self.device, splits)
+        weights = dict(whole.named_parameters())
+        for name, p in model.named_parameters():
+            if name in weights:
+                part_of(p, p).put(weights[name].detach())
+        return model, parallelize.make_pipeline(model, mesh, self.device, plan)
+
+    def divided_step(
+        self, model: nn.Module, pipeline: Pipeline | None, batches: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """
+        Return the loss of the batch, and leave this rank's gradients, as train.py's step does (all ranks).
+        """
+        plan, mesh, share = self.plan, self.mesh, self.share
+        wrapped = model
+        if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
+            wrapped = DistributedDataParallel(
+                model, process_group=mesh.replicas.group, gradient_as_bucket_view=True
+            )
+        scaler = torch.amp.GradScaler(self.device.type, enabled=False)
+        if plan.exact:
+            gradients = ExactSums(wrapped, model, mesh, plan, share, scaler)
+        else:
+            gradients = FloatSums(wrapped, model, mesh, plan, share)
+        positions = mesh.own_positions(self.length)
+        micro_batches = []
+        for micro_step in range(share.micro_steps):
+            x, y = batches[self.kind(share.first(micro_step))]
+            micro_batches.append((x, y) if positions is None else (x[:, positions], y[:, positions]))
+        if pipeline:
+            pipeline.prepare(share, scaler, gradients, no_timer, nullcontext())
+        gradients.allocate(*micro_batches[0], nullcontext())
+        gradients.start_step()
+        if pipeline:
+            loss_sum = pipeline.step(micro_batches)
+        else:
+            loss_sum = 0.0
+            for micro_step, (x, y) in enumerate(micro_batches):
+                with gradients.micro_batch(micro_step):
+                    _, loss = wrapped(x, y, gradients.loss_divisor)
+                    loss.backward()
+                loss_sum += gradients.loss_term(loss)
+        gradients.finish()
+        return gather_number(loss_sum * gradients.loss_weight, self.device).mean()
+
+    def difference_of_loss(self, whole: Tensor, divided: Tensor) -> Difference | None:
+        """Whether the loss of the batch differs, which is equal on all ranks."""
+        whole, divided = whole.item(), divided.item()
+        if abs(divided - whole) <= LOSS_LIMIT * abs(whole):
+            return None
+        return Difference(0, f"the loss is {divided:.6f} instead of {whole:.6f}")
+
+    def difference_of_names(self, whole: nn.Module, model: nn.Module) -> Difference | None:
+        """Whether each parameter of the whole model is on a rank, and there are no others (all ranks)."""
+        names = [name for name, _ in whole.named_parameters()]
+        held = [name for name, _ in model.named_parameters()]
+        is_held = torch.tensor([float(name in held) for name in names], device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(is_held, dist.ReduceOp.MAX)
+        missing = [name for name, count in zip(names, is_held.tolist(), strict=True) if not count]
+        unknown = [name for name in held if name not in names]
+        if missing:
+            return Difference(1, f"no rank holds {missing[0]}")
+        if unknown:
+            return Difference(1, f"{unknown[0]}, which is shared, is a separate parameter here")
+        return None
+
+    def difference_of_gradients(self, whole: nn.Module, model: nn.Module) -> Difference | None:
+        """Whether a gradient differs in this rank's part."""
+        grads = {name: p.grad for name, p in whole.named_parameters()}
+        present = [grad for grad in grads.values() if grad is not None]
+        norm = torch.stack(torch._foreach_norm(present)).norm().item()
+        for place, (name, p) in enumerate(model.named_parameters(), 2):
+            if (p.grad is None) != (grads[name] is None):
+                absent, where = ("no", "on one process only") if p.grad is None else ("a", "here only")
+                return Difference(place, f"{name} gets {absent} gradient {where}")
+            if p.grad is None:
+                continue
+            error, whole_norm, part_norm = distance(part_of(p.grad, p), grads[name])
+            if not error <= GRADIENT_LIMIT * norm:
+                return Difference(
+                    place,
+                    f"the gradient of {name} differs by {error / norm:.1e} of the whole gradient's norm "
+                    f"(its norm is {part_norm:.4e} instead of {whole_norm:.4e})",
+                )
+        return None
+
+    def difference_of_updates(
+        self, whole: nn.Module, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> Difference | None:
+        """
+        Whether a weight differs after the optimizers' step, if both get the same gradients (all ranks).
+        """
+        before = {name: p.detach().clone() for name, p in whole.named_parameters()}
+        grads = {name: p.grad for name, p in whole.named_parameters()}
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                part_of(p.grad, p).put(grads[name])
+        for optimizer in make_optimizers(whole, self.config) + optimizers:
+            optimizer.step()
+        after = {name: p.detach() for name, p in whole.named_parameters()}
+        for place, (name, p) in enumerate(model.named_parameters(), 2 + len(before)):
+            error, *_ = distance(part_of(p, p), after[name])
+            change = (after[name] - before[name]).norm().item()
+            if not error <= UPDATE_LIMIT * change + ROUNDING * after[name].norm().item():
+                return Difference(
+                    place,
+                    f"with equal gradients, the optimizer's change of {name}, {change:.2e} on one process, "
+                    f"differs by {error:.2e}",
+                )
+        return None
+
+
+def part_of(tensor: Tensor, p: nn.Parameter) -> LocalPart:
+    """This rank's part of a parameter or of its gradient."""
+    return local_part_of(tensor.detach(), splits_of(p))
+
+
+def distance(part: LocalPart, whole: Tensor) -> tuple[float, float, float]:
+    """The norms of (a part minus the same part of the whole tensor, the latter, the former)."""
+    squares = torch.zeros(3, dtype=torch.float64)
+    for piece, values in part.cut(whole.detach()):
+        piece, values = piece.double().cpu(), values.double().cpu()
+        squares += torch.stack([t.square().sum() for t in (piece - values, values, piece)])
+    return tuple(squares.sqrt().tolist())
+
+
+def no_timer(part: str) -> nullcontext:
+    """In place of Clock.part, which times a pipeline's stages."""
+    return nullcontext()
