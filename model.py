@@ -324,7 +324,7 @@ class GPT(nn.Module):
         if positions is None:
             positions = self.next_positions(idx.size(1), caches, idx.device)
         x = self.embed(idx, positions)
-        x, routing = self.run_blocks(self.transformer.h.named_children(), x, positions, caches)
+        x, routing = self.run_blocks(enumerate(self.transformer.h), x, positions, caches)
         return self.predict(x, routing, targets, target_count)
 
     def next_positions(self, T: int, caches: list[KVCache] | None, device: torch.device) -> Tensor:
@@ -348,7 +348,7 @@ class GPT(nn.Module):
 
     def run_blocks(
         self,
-        blocks: Iterable[tuple[str, nn.Module]],
+        blocks: Iterable[tuple[int | str, nn.Module]],
         x: Tensor,
         positions: Tensor,
         caches: list[Cache] | None = None,

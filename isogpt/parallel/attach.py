@@ -82,7 +82,7 @@ def attach(model: nn.Module, plan: Sequence[Attachment], mesh: Mesh, axis: str, 
 def put_in_place(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Exchange a module wherever the model holds it: a pipeline's stage holds some modules as well."""
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # named_children would omit a second name
             if child is old:
                 parent.add_module(name, new)
 

@@ -4,7 +4,7 @@ Data parallelism: DistributedDataParallel, and the stages of ZeRO (Rajbhandari e
 the parameters (FSDP2).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from isogpt.nn.experts import MoE
 from isogpt.parallel.local_parts import is_sharded
 from isogpt.parallel.mesh import Mesh
-from isogpt.parallel.plan import Plan
+from isogpt.parallel.plan import LayoutError, Plan
 
 
 def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> None:
@@ -37,7 +37,9 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reduces_replicas = plan.grad_compression == "none" and not plan.exact
     settings = dict(mesh=mesh.fsdp_mesh(mesh.shards, reduces_replicas), offload_policy=offload)
-    blocks, prefetch = list(model.transformer.h), plan.fsdp_prefetch
+    blocks, prefetch = list(dict.fromkeys(model.transformer.h)), plan.fsdp_prefetch
+    if name := shared_parameter(model, [[block] for block in blocks]):
+        raise LayoutError(f"zero {plan.zero} shards blocks separately, but two share {name}: set --zero=1")
     delays_weights = mesh.pp > 1 and plan.pp_schedule in ("zero_bubble", "zbv")
     reshards = plan.zero == 3 and not delays_weights
     for block in blocks:
@@ -60,6 +62,18 @@ def shard(model: nn.Module, mesh: Mesh, device: torch.device, plan: Plan) -> Non
         # rank
         done = {p for p in root.parameters() if is_sharded(p)}
         fully_shard(root, reshard_after_forward=False, mp_policy=root_policy, ignored_params=done, **settings)
+
+
+def shared_parameter(model: nn.Module, parts: Sequence[Sequence[nn.Module]]) -> str:
+    """
+    Return the name of a parameter in a module that a module of a different part shares; "" if none is shared.
+    """
+    part_of = {}
+    for number, modules in enumerate(parts):
+        for p in (p for module in modules for p in module.parameters()):
+            if part_of.setdefault(p, number) != number:
+                return next(name for name, other in model.named_parameters() if other is p)
+    return ""
 
 
 def fsdp_units(model: nn.Module) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.kernels import KVCache
+from isogpt.parallel.data_parallel import shared_parameter
 from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.mesh import Mesh, stages_per_rank
@@ -142,24 +143,12 @@ def routing_shapes(blocks: int, rows: int, config: GPTConfig) -> list[Tensor]:
     return [torch.empty(blocks, rows, config.n_expert + 2, device="meta", requires_grad=True)]
 
 
-def check_nothing_is_shared(model: nn.Module, runs: tuple[range, ...]) -> None:
-    """Raise LayoutError if blocks of different stages share parameters, whose gradients would part."""
-    stage_of = {}
-    for stage, run in enumerate(runs):
-        for i in run:
-            for name, p in model.transformer.h[i].named_parameters():
-                if stage_of.setdefault(p, stage) != stage:
-                    raise LayoutError(
-                        f"pp is {len(runs)} stages, but transformer.h.{i}.{name} is shared with a block of a "
-                        "different stage: set --pp=1"
-                    )
-
-
 def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     """Remove the layers of other ranks from a model on the meta device; returns this rank's stages."""
     n = mesh.pp * stages_per_rank(pp_schedule)
     runs = cut_evenly(tuple(block_costs(model)), n)
-    check_nothing_is_shared(model, runs)
+    if name := shared_parameter(model, [[model.transformer.h[i] for i in run] for run in runs]):
+        raise LayoutError(f"blocks of two pipeline stages share {name}: set --pp=1")
     numbers = stages_of(mesh.index("pp"), mesh.pp, pp_schedule)
     stages = [Stage(model, number, n, runs[number]) for number in numbers]
     for i in {*range(model.config.n_layer)} - {i for number in numbers for i in runs[number]}:

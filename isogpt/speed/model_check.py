@@ -1,0 +1,257 @@
+"""
+What `bench.py --check` compares: the model of model.py, small, on every layout, compiled, resumed, in
+generation and exported, each with what one process computes without any of this.
+
+Processes that bench.py starts write a line for each comparison to a file. A comparison that crashes ends its
+processes, and bench.py starts new ones for the rest.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.kernels import IGNORE
+from isogpt.parallel.compilation import compile_parts, trial_compilation
+from isogpt.parallel.mesh import Mesh, connect_mesh
+from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan, plan_of
+from isogpt.training import settings
+from isogpt.training.degrees import check_degrees
+from isogpt.training.layout_check import LOSS_LIMIT, Trial, crash_of, first_problem, small_plan
+
+CPU = torch.device("cpu")
+HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"
+TIMEOUT = timedelta(seconds=60)  # of a collective: ranks that wait for different ones
+# {name: settings} of the layouts of two or more processes
+LAYOUTS = {
+    "ddp": {},
+    "zero 1": {"zero": 1},
+    "zero 2": {"zero": 2},
+    "zero 3": {"zero": 3},
+    "tp 2": {"tp": 2},
+    "cp 2": {"cp": 2},
+    "pp 2, gpipe": {"pp": 2, "pp_schedule": "gpipe"},
+    "pp 2, 1f1b": {"pp": 2},
+    "pp 2, interleaved": {"pp": 2, "pp_schedule": "interleaved"},
+    "pp 2, zero_bubble": {"pp": 2, "pp_schedule": "zero_bubble"},
+    "pp 2, zbv": {"pp": 2, "pp_schedule": "zbv"},
+    "ep 2": {"ep": 2},
+    "islands 2": {"islands": 2},
+    "exact": {"exact": True},
+    "exact, zero 3": {"exact": True, "zero": 3},
+    "recompute full": {"activation_checkpointing": "full"},
+    "recompute selective": {"activation_checkpointing": "selective"},
+}
+# with four processes, also
+COMBINED = {
+    "tp 2, cp 2": {"tp": 2, "cp": 2},
+    "tp 2, pp 2": {"tp": 2, "pp": 2},
+    "cp 2, pp 2": {"cp": 2, "pp": 2},
+    "zero 3, tp 2": {"zero": 3, "tp": 2},
+    "zero 3, cp 2": {"zero": 3, "cp": 2},
+    "zero 2, pp 2": {"zero": 2, "pp": 2},
+    "zero 3, dp_replicate 2": {"zero": 3, "dp_replicate": 2},
+    "ep 2, tp 2": {"ep": 2, "tp": 2},
+    "ep 2, zero 3": {"ep": 2, "zero": 3},
+}
+
+
+# of train.py, before a layout changes them
+UNDIVIDED_SETTINGS = {name: getattr(UNDIVIDED, name) for name in (*LAYOUT, "islands", "exact")}
+UNDIVIDED_SETTINGS |= {"fsdp": False, "cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a comparison has shown: it holds, it is refused with a reason, or it differs at a place."""
+
+    name: str
+    state: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """
+    What a group of processes compares.
+
+    Args:
+        config: train.py's settings.
+        model_args: the fields of GPTConfig.
+        names: of the comparisons, see `compare`.
+    """
+
+    config: dict
+    model_args: dict
+    names: list[str]
+    processes: int = 1
+
+    def plan(self, changes: dict) -> Plan:
+        """The plan of a layout, in which settings of the config that divide the work are not kept."""
+        config = self.config | UNDIVIDED_SETTINGS | changes
+        return plan_of(
+            config,
+            config["islands"],
+            world_size=self.processes,
+            device_type="cpu",
+            dtype="float32",
+            model_args=self.model_args,
+        )
+
+
+def layouts_for(processes: int, n_expert: int) -> list[str]:
+    """The names of the layouts to compare on this many processes."""
+    names = LAYOUTS | (COMBINED if processes % 4 == 0 else {})
+    return [name for name, changes in names.items() if n_expert or "ep" not in changes]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# in the processes
+
+
+def work(model_class: Callable[[GPTConfig], nn.Module], folder: str) -> None:
+    """
+    Make the comparisons of folder/request.json (all ranks), and append the results to folder/results.jsonl.
+    """
+    request = Request(**json.loads((Path(folder) / "request.json").read_text()))
+    rank = int(os.environ.get("RANK", 0))
+    if request.processes > 1:
+        store = dist.FileStore(f"{folder}/store", request.processes)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=request.processes, timeout=TIMEOUT)
+
+    def write(name: str, state: str, text: str = "") -> None:
+        with open(Path(folder) / "results.jsonl", "a") as file:
+            file.write(json.dumps([name, state, text]) + "\n")
+
+    for name in request.names:
+        try:
+            state, text = compare(model_class, request, name, rank)
+        except Exception as e:  # whatever an edited model raises; the other ranks may wait for this one
+            refused = isinstance(e, LayoutError)
+            write(name, REFUSED, str(e) if refused else f"it cannot be computed: {crash_of(e)}")
+            break
+        if rank == 0:
+            write(name, state, text)
+    # not destroy_process_group: other ranks may have left after a crash
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def compare(
+    model_class: Callable[[GPTConfig], nn.Module], request: Request, name: str, rank: int
+) -> tuple[str, str]:
+    """Return the state and text of a Result (all ranks)."""
+    if name in ALONE:
+        plan = small_plan(request.plan({}))
+        return ALONE[name](Trial(model_class, plan, Mesh(), CPU, request.config, draw=0))
+    changes = (LAYOUTS | COMBINED)[name]
+    plan = request.plan(changes)
+    try:
+        settings.check_layout(plan)
+        check_degrees(plan)
+    except ValueError as e:
+        return REFUSED, str(e)
+    mesh = connect_mesh(rank, plan, TIMEOUT.total_seconds())
+    problem = first_problem(model_class, plan, mesh, CPU, request.config | changes)
+    return (DIFFERS, problem) if problem else (HOLDS, "")
+
+
+def compare_alone(trial: Trial) -> tuple[str, str]:
+    """Whether the loss is finite, and each parameter that is trained gets a gradient."""
+    model = trial.new_model()
+    loss = trial.whole_step(model, trial.micro_batches())
+    if not loss.isfinite():
+        return DIFFERS, f"the loss is {loss.item()}"
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    return (DIFFERS, f"{unused[0]} gets no gradient") if unused else (HOLDS, "")
+
+
+@torch.no_grad()
+def compare_logits(trial: Trial) -> tuple[str, str]:
+    """
+    Compare the loss that training computes with the cross-entropy of the logits, which sampling uses; and each
+    with the loss in evaluation mode, since nothing is dropped.
+    """
+    model = trial.new_model()
+    x, y = trial.micro_batches()[0]
+    count = float((y != IGNORE).sum())
+    summed, (logits, mean), evaluated = model(x, y, count)[1], model(x, y), model.eval()(x, y, count)[1]
+    last = model(x)[0]  # (B, 1, V)
+    if problem := problem_of_loss("training", summed, "evaluation", evaluated):
+        return DIFFERS, problem
+    if problem := problem_of_loss("training", summed, "the logits", mean):
+        return DIFFERS, problem
+    error = (last - logits[:, -1:]).norm() / logits[:, -1:].norm()
+    if not error <= LOSS_LIMIT:
+        return DIFFERS, f"the logits of the last position differ by {error:.1e} without targets"
+    return HOLDS, ""
+
+
+def problem_of_loss(name: str, loss: Tensor, other_name: str, other: Tensor) -> str:
+    """Say how two losses differ; "" if they are equal up to rounding."""
+    if abs(loss - other) <= LOSS_LIMIT * abs(loss):
+        return ""
+    return f"the loss is {loss:.6f} in {name}, but {other:.6f} by {other_name}"
+
+
+def compare_compiled(trial: Trial) -> tuple[str, str]:
+    """Compare the loss and the gradients of the compiled model with those of the same model, uncompiled."""
+    if problem := trial_compilation(CPU):
+        return REFUSED, f"it does not work on this machine: {problem}"
+    whole, compiled = trial.new_model(), trial.new_model()
+    compile_parts(compiled, by_block=False)
+    batches = trial.micro_batches()
+    losses = [trial.whole_step(model, batches) for model in (whole, compiled)]
+    difference = trial.difference_of_loss(*losses) or trial.difference_of_gradients(whole, compiled)
+    return (DIFFERS, difference.text) if difference else (HOLDS, "")
+
+
+# comparisons in a single process
+ALONE = {"one process": compare_alone, "loss by logits": compare_logits, "compile": compare_compiled}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# in bench.py
+
+
+def results(request: Request, worker: str, home: Path, folder: Path) -> Iterator[Result]:
+    """
+    Start the processes of a request, and yield a Result for each of its names, in order.
+
+    Args:
+        worker: Python code that calls `work` with a model class and sys.argv[1].
+        home: the repository, where `worker` imports from.
+        folder: where the processes write.
+    """
+    names = list(request.names)
+    while names:
+        attempt = folder / f"from-{len(names)}"
+        attempt.mkdir(parents=True)
+        rest = replace(request, names=names)
+        (attempt / "request.json").write_text(json.dumps(asdict(rest)))
+        processes = []
+        with open(attempt / "errors.txt", "w") as errors:
+            for rank in range(request.processes):
+                env = os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(home)}
+                command = [sys.executable, "-c", worker, str(attempt)]
+                processes.append(subprocess.Popen(command, env=env, stdout=errors, stderr=errors))
+        for process in processes:
+            process.wait()
+        shown = {}
+        path = attempt / "results.jsonl"
+        for name, state, text in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+            shown.setdefault(name, Result(name, state, text))  # the first rank that crashed says why
+        if not shown:  # no process came as far as the first comparison
+            lines = (attempt / "errors.txt").read_text().splitlines()
+            shown = {names[0]: Result(names[0], REFUSED, lines[-1] if lines else "no output")}
+        yield from shown.values()
+        names = names[len(shown) :]

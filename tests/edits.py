@@ -1,0 +1,277 @@
+"""
+Edits of model.py as users make them, each as replacements of text, and what becomes of them on each layout.
+
+The first six are those of docs/changing-the-model.md, which is read from there.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+PAGE = REPO / "docs" / "changing-the-model.md"
+
+ATTENTION_INIT = "        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)\n"
+ATTENTION_END = "        return self.resid_dropout(self.c_proj(y))  # (B, T, C)\n"
+ATTEND = "        y = self.seams.attention(q, k, v, self.dropout if self.training else 0.0, cache)  # (B, T, H * D)\n"
+MLP_INIT = "        self.mlp = make_mlp(config)\n"
+BLOCKS = '            self.transformer["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))\n'
+NUMBERED = BLOCKS.replace("Block(config) for _", "Block(config, i) for i")
+HEAD = "            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)\n"
+EMBED_END = "        return self.transformer.drop(x)\n"
+BLOCK_INIT = "class Block(nn.Module):\n    def __init__(self, config: GPTConfig) -> None:\n"
+LAYER_INIT = BLOCK_INIT.replace("config: GPTConfig)", "config: GPTConfig, layer: int)")
+FIRST = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
+SECOND = "            return x + self.mlp(self.ln_2(x))\n"
+RULES = "INITIAL_VALUES: dict[str, float | str | Callable[[GPTConfig], Tensor]] = {}\n"
+LOSS = "            return None, self.seams.loss(x, self.lm_head.weight, targets, self.arch.softcap) / target_count\n"
+ATTENTION = "        self.attn = CausalSelfAttention(config)\n"
+
+
+def rule(pattern, value):
+    """A line of INITIAL_VALUES."""
+    return RULES, RULES.replace("{}", f'{{r"{pattern}": {value}}}')
+
+
+def after(line, more):
+    """Add lines after a line."""
+    return line, line + more
+
+
+# {name: replacements in model.py}
+EDITS = {
+    "token shift": [(EMBED_END, "        x = (x + F.pad(x, (0, 0, 1, 0))[:, :-1]) / 2\n" + EMBED_END)],
+    "parallel blocks": [
+        (FIRST, "        y = self.attn(self.ln_1(x), rope, cache)\n"),
+        (SECOND, "            return x + y + self.mlp(self.ln_2(x))\n"),
+    ],
+    "one more linear": [
+        after(ATTENTION_INIT, "        self.c_more = nn.Linear(config.n_embd, config.n_embd, bias=False)\n"),
+        (ATTENTION_END, "        return self.resid_dropout(self.c_more(self.c_proj(y)))\n"),
+    ],
+    "every other position": [
+        (
+            ATTEND,
+            "        mask = torch.ones(T, T, dtype=torch.bool).tril()\n"
+            "        mask &= (torch.arange(T)[:, None] - torch.arange(T)) % 2 == 0\n"
+            "        q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
+            "        y = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)\n",
+        )
+    ],
+    "attention in the seam": [
+        (
+            "        self.qk_eps = config.norm_eps if ARCHS[config.arch].qk_norm else None\n        self.seams = Seams()\n",
+            "        self.qk_eps = config.norm_eps if ARCHS[config.arch].qk_norm else None\n"
+            "        self.seams = Seams(attention=banded)\n",
+        ),
+        (
+            "class CausalSelfAttention(nn.Module):\n",
+            "def banded(q, k, v, dropout=0.0, cache=None):\n"
+            "    mask = torch.ones(q.size(1), q.size(1), dtype=torch.bool).tril().triu(-4)\n"
+            "    q, k, v = (t.transpose(1, 2) for t in (q, k, v))\n"
+            "    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)\n\n\n"
+            "class CausalSelfAttention(nn.Module):\n",
+        ),
+    ],
+    "sandwich norm": [
+        after(MLP_INIT, "        self.ln_3, self.ln_4 = make_norm(config), make_norm(config)\n"),
+        (FIRST, "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n"),
+        (SECOND, "            return x + self.ln_4(self.mlp(self.ln_2(x)))\n"),
+    ],
+    "shared blocks": [
+        (
+            BLOCKS,
+            "            pairs = [Block(config) for _ in range(config.n_layer // 2)]\n"
+            '            self.transformer["h"] = nn.ModuleList(pairs[i // 2] for i in range(config.n_layer))\n',
+        )
+    ],
+    "shared MLP of distant blocks": [
+        after(BLOCKS, "            self.transformer.h[-1].mlp = self.transformer.h[0].mlp\n")
+    ],
+    "no first MLP": [
+        (BLOCKS, NUMBERED),
+        (BLOCK_INIT, LAYER_INIT),
+        (MLP_INIT, "        self.mlp = make_mlp(config) if layer else None\n"),
+        (SECOND, "            return x + self.mlp(self.ln_2(x)) if self.mlp else x + 0 * self.ln_2(x)\n"),
+    ],
+    "tied q and k": [
+        (
+            "nn.Linear(config.n_embd, sum(config.qkv_rows), bias=config.bias)",
+            "nn.Linear(config.n_embd, sum(config.qkv_rows[1:]), bias=config.bias)",
+        ),
+        (
+            "        qkv = self.c_attn(x).view(B, T, -1, self.head_size)  # (B, T, H + 2 K, D)\n",
+            "        k, v = self.c_attn(x).view(B, T, -1, self.head_size).chunk(2, 2)\n"
+            "        qkv = torch.cat((k, k, v), 2)\n",
+        ),
+    ],
+    "tied weights of two linears": [
+        after(
+            ATTENTION_INIT,
+            "        self.c_one = nn.Linear(config.n_embd, config.n_embd, bias=False)\n"
+            "        self.c_two = nn.Linear(config.n_embd, config.n_embd, bias=False)\n"
+            "        self.c_two.weight = self.c_one.weight\n",
+        ),
+        (
+            ATTENTION_END,
+            "        return self.resid_dropout(self.c_two(F.gelu(self.c_one(self.c_proj(y)))))\n",
+        ),
+    ],
+    "n_head by layer": [
+        (BLOCKS, NUMBERED),
+        (BLOCK_INIT, LAYER_INIT),
+        (
+            ATTENTION,
+            "        self.attn = CausalSelfAttention(replace(config, n_head=config.n_head // (1 + layer % 2), n_kv_head=0))\n",
+        ),
+    ],
+    "learned temperature": [
+        after(ATTENTION_INIT, "        self.temperature = nn.Parameter(torch.ones(1))\n"),
+        (ATTEND, ATTEND.replace("(q, k", "(q * self.temperature, k")),
+        rule(r".*\.temperature", 1.0),
+    ],
+    "temperature of each head": [
+        after(ATTENTION_INIT, "        self.temperature = nn.Parameter(torch.ones(config.n_head, 1))\n"),
+        (ATTEND, ATTEND.replace("(q, k", "(q * self.temperature, k")),
+        rule(r".*\.temperature", 1.0),
+    ],
+    "value embeddings": [
+        after(
+            ATTENTION_INIT,
+            "        self.values = nn.Embedding(config.vocab_size, config.n_embd)\n        self.idx = None\n",
+        ),
+        (ATTEND, "        v = v + self.values(self.idx).view(B, T, -1, self.head_size)\n" + ATTEND),
+        (
+            "        x = self.embed(idx, positions)\n",
+            "        x = self.embed(idx, positions)\n"
+            "        for block in self.transformer.h:\n            block.attn.idx = idx\n",
+        ),
+    ],
+    "convolution": [
+        after(
+            HEAD,
+            "            self.conv = nn.Conv1d(config.n_embd, config.n_embd, 3, groups=config.n_embd, bias=False)\n",
+        ),
+        (EMBED_END, "        x = x + self.conv(F.pad(x.mT, (2, 0))).mT\n" + EMBED_END),
+        rule(r"conv\.weight", '"normal"'),
+    ],
+    "convolution in each block": [
+        after(
+            MLP_INIT,
+            "        self.conv = nn.Conv1d(config.n_embd, config.n_embd, 3, groups=config.n_embd, bias=False)\n",
+        ),
+        (FIRST, "        x = x + self.conv(F.pad(x.mT, (2, 0))).mT\n" + FIRST),
+        rule(r".*\.conv\.weight", '"normal"'),
+    ],
+    "factorized embedding": [
+        (
+            "torch.empty(config.vocab_size, config.n_embd), freeze=False)",
+            "torch.empty(config.vocab_size, 12), freeze=False)",
+        ),
+        after(HEAD, "            self.widen = nn.Linear(12, config.n_embd, bias=False)\n"),
+        ("        x = self.transformer.wte(idx)\n", "        x = self.widen(self.transformer.wte(idx))\n"),
+    ],
+    "MLPs of different width": [
+        (BLOCKS, NUMBERED),
+        (BLOCK_INIT, LAYER_INIT),
+        (
+            MLP_INIT,
+            "        self.mlp = make_mlp(replace(config, n_hidden=config.n_hidden * (1 + layer % 2)))\n",
+        ),
+    ],
+    "extra bias": [
+        after(MLP_INIT, "        self.extra = nn.Parameter(torch.zeros(config.n_embd))\n"),
+        (SECOND, "            return x + self.mlp(self.ln_2(x)) + self.extra\n"),
+        rule(r".*\.extra", 0.0),
+    ],
+    "bias of the head": [(HEAD, HEAD.replace("bias=False", "bias=True"))],
+    "auxiliary mean": [
+        (LOSS, LOSS.replace("/ target_count\n", "/ target_count + 0.01 * x.float().square().mean()\n"))
+    ],
+    "auxiliary loss by token": [
+        (
+            LOSS,
+            "            counted = (targets != IGNORE)[..., None]\n"
+            + LOSS.replace(
+                "/ target_count\n",
+                "/ target_count + 0.01 * (x.float() * counted).square().sum() / target_count\n",
+            ),
+        )
+    ],
+    "zero-initialized scalar": [
+        after(MLP_INIT, "        self.alpha = nn.Parameter(torch.zeros(()))\n"),
+        (SECOND, "            return x + self.alpha * self.mlp(self.ln_2(x))\n"),
+        rule(r".*\.alpha", 0.0),
+    ],
+    "without a rule": [
+        after(MLP_INIT, "        self.alpha = nn.Parameter(torch.zeros(()))\n"),
+        (SECOND, "            return x + self.alpha * self.mlp(self.ln_2(x))\n"),
+    ],
+    "frozen positions": [after(HEAD, "            self.transformer.wpe.weight.requires_grad_(False)\n")],
+    "buffer": [
+        after(MLP_INIT, '        self.register_buffer("slope", torch.linspace(0.5, 1.5, config.n_embd))\n'),
+        (SECOND, "            return x + self.slope * self.mlp(self.ln_2(x))\n"),
+        rule(r".*\.slope", "lambda config: torch.linspace(0.5, 1.5, config.n_embd)"),
+    ],
+    "gate of each head": [
+        after(ATTENTION_INIT, "        self.gate = nn.Linear(config.n_embd, config.n_head)\n"),
+        (
+            ATTENTION_END,
+            "        y = (y.view(B, T, H, -1) * self.gate(x).sigmoid()[..., None]).flatten(2)\n"
+            + ATTENTION_END,
+        ),
+    ],
+    "mean over the sequence": [(EMBED_END, "        x = x + x.mean(1, keepdim=True)\n" + EMBED_END)],
+    "running average in a buffer": [
+        after(MLP_INIT, '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'),
+        (
+            SECOND,
+            "            if self.training:\n                self.mean.lerp_(x.detach().mean((0, 1)), 0.1)\n"
+            "            return x - self.mean + self.mlp(self.ln_2(x))\n",
+        ),
+        rule(r".*\.mean", 0.0),
+    ],
+}
+
+
+# settings with which an edit is tried
+SETTINGS = {"factorized embedding": {"arch": "llama"}, "one more linear": {"arch": "llama"}}
+
+
+def edited(replacements, source):
+    """The text after the replacements, each of which must apply once."""
+    for old, new in replacements:
+        assert source.count(old) == 1, f"{source.count(old)} times: {old}"
+        source = source.replace(old, new)
+    return source
+
+
+def copy_of_repository(folder):
+    """A copy of what trains, in a folder."""
+    for pattern in ("*.py", "isogpt", "config", "data"):
+        for path in REPO.glob(pattern):
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, Path(folder) / path.name)
+    return Path(folder)
+
+
+def documented_edits():
+    """{heading: the diff} of docs/changing-the-model.md."""
+    sections = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
+    diffs = {}
+    for section in sections:
+        if blocks := re.findall(r"```diff\n(.*?)```", section, flags=re.S):
+            diffs[section.splitlines()[0]] = "".join(blocks)
+    return diffs
+
+
+def apply(name, folder):
+    """A copy of the repository with an edit, by its name in EDITS or its heading in the docs."""
+    repo = copy_of_repository(folder)
+    if name in EDITS:
+        path = repo / "model.py"
+        path.write_text(edited(EDITS[name], path.read_text()))
+    else:
+        subprocess.run(["patch", "-p1"], input=documented_edits()[name], text=True, cwd=repo, check=True)
+    return repo
