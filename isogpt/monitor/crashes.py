@@ -13,6 +13,7 @@ from isogpt.launch.process_group import Ranks, connect_store
 from isogpt.monitor.log import Logger
 from isogpt.monitor.out_of_memory import explain_out_of_memory, is_out_of_memory, line_of
 from isogpt.monitor.watchdog import STORE_TIMEOUT_S, Watchdog
+from isogpt.parallel.pipeline import cause_of
 from isogpt.parallel.plan import LayoutError
 
 # parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
@@ -103,16 +104,6 @@ def is_connection_lost(error: BaseException) -> bool:
         text in str(error).lower() for text in CONNECTION_LOST
     )
     return has_failed or isinstance(error, dist.DistStoreError | dist.DistNetworkError)
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """
-    Return the first error of a chain: torch.distributed.pipelining raises a RuntimeError from what a stage
-    raised.
-    """
-    while error.__cause__:
-        error = error.__cause__
-    return error
 
 
 def summary_of(error: BaseException) -> str:

@@ -163,6 +163,16 @@ def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     return stages
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """
+    Return the first error of a chain: torch.distributed.pipelining raises a RuntimeError from what a stage
+    raised.
+    """
+    while error.__cause__:
+        error = error.__cause__
+    return error
+
+
 class Pipeline(nn.Module):
     """
     A model whose layers are divided over the ranks of a group, as it is called: this rank's stages and how

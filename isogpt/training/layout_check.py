@@ -28,7 +28,7 @@ from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.local_parts import LocalPart, local_part_of, splits_of
 from isogpt.parallel.mesh import Mesh, connect_mesh, stages_per_rank
-from isogpt.parallel.pipeline import Pipeline
+from isogpt.parallel.pipeline import Pipeline, cause_of
 from isogpt.parallel.plan import LayoutError, Plan
 from isogpt.parallel.recompute import recompute
 from isogpt.parallel.shares import Share, multiple_up, share_of, share_of_whole
@@ -116,7 +116,8 @@ def layout_name(plan: Plan) -> str:
 
 
 def crash_of(error: Exception) -> str:
-    """What was raised, and the last line of our code that called it."""
+    """What was raised first, and the last line of our code that called it."""
+    error = cause_of(error)
     root = Path(__file__).resolve().parents[2]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(root)]
     last = frames[-1] if frames else None
@@ -343,8 +344,10 @@ class Trial:
         norm = torch.stack(torch._foreach_norm(present)).norm().item()
         for place, (name, p) in enumerate(model.named_parameters(), 2):
             if (p.grad is None) != (grads[name] is None):
-                absent, where = ("no", "on one process only") if p.grad is None else ("a", "here only")
-                return Difference(place, f"{name} gets {absent} gradient {where}")
+                with_gradient, without = "one process", "this layout"
+                if grads[name] is None:
+                    with_gradient, without = without, with_gradient
+                return Difference(place, f"{name} gets a gradient on {with_gradient}, but none on {without}")
             if p.grad is None:
                 continue
             error, whole_norm, part_norm = distance(part_of(p.grad, p), grads[name])

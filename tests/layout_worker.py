@@ -1,0 +1,51 @@
+"""
+Compare layouts with one process (all ranks), many in one launch: see isogpt/training/layout_check.py.
+
+The argument is a JSON file with a list of [model settings, settings of the layout, break or null]; a JSON list of
+what was found is written beside it, on rank 0: "" for equal.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import isogpt.launch.torch_import  # noqa: F401
+
+import json
+import os
+from contextlib import nullcontext
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from breaks import broken
+from runs import train_defaults
+
+from isogpt.nn.architecture import GPTConfig
+from isogpt.parallel.mesh import connect_mesh
+from isogpt.parallel.plan import plan_of
+from isogpt.training.degrees import check_degrees
+from isogpt.training.layout_check import first_problem
+from isogpt.training.settings import check_layout, model_args_of
+from model import GPT
+
+torch.set_num_threads(1)
+path, results = Path(sys.argv[1]), []
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+for model_settings, layout, fault in json.loads(path.read_text()):
+    config = train_defaults(n_layer=4, n_head=4, n_embd=32, block_size=64) | model_settings | layout
+    args = asdict(GPTConfig(**model_args_of(config, vocab_size=65)))
+    plan = plan_of(
+        config, config["islands"], world_size=world_size, device_type="cpu", dtype="float32", model_args=args
+    )
+    check_layout(plan)
+    check_degrees(plan)
+    with broken(*fault) if fault else nullcontext():
+        mesh = connect_mesh(rank, plan, 60.0)
+        results.append(first_problem(GPT, plan, mesh, torch.device("cpu"), config))
+if rank == 0:
+    path.with_suffix(".out").write_text(json.dumps(results))
+os._exit(0)
