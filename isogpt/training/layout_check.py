@@ -35,7 +35,8 @@ from isogpt.parallel.shares import Share, multiple_up, share_of, share_of_whole
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
-LAYERS, HEAD_SIZE, LONGEST = 4, 4, 256  # of the small model; more layers if there are more stages
+LAYERS, HEAD_SIZE = 4, 4  # of the small model; more layers if there are more stages
+LONGEST_ON_CPU, LONGEST_ON_GPU = 256, 1024  # tokens of a sequence; 1024 would take a CPU 2 s
 ROWS = 2  # sequences of a micro-batch
 KINDS = 3  # different micro-batches, which the batch repeats: the cost does not grow with the ranks
 # how much a parameter's gradient may differ, relative to the norm of the whole gradient: the parameter's norm
@@ -155,13 +156,14 @@ def small_plan(plan: Plan) -> Plan:
     heads, tp = args["n_head"], plan.tp
     width = HEAD_SIZE * heads
     parts = tp * (2 * plan.cp if plan.cp > 1 else 1)  # of a sequence
+    longest = LONGEST_ON_CPU if plan.device_type == "cpu" else LONGEST_ON_GPU
     small = {
         "n_layer": min(args["n_layer"], max(LAYERS, stages)),
         "n_embd": width,
         # as uneven as the real sizes
         "n_hidden": 2 * width + args["n_hidden"] % tp,
         "vocab_size": min(args["vocab_size"], 16 * tp + 32 + args["vocab_size"] % tp),
-        "block_size": min(args["block_size"], LONGEST // parts * parts),
+        "block_size": min(args["block_size"], longest // parts * parts),
         "dropout": 0.0,
     }
     if args["n_expert"]:
