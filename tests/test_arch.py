@@ -313,7 +313,7 @@ def test_the_same_model_in_transformers_and_back(tmp_path, name):
     from transformers import AutoModelForCausalLM
 
     gpt = moved(name)
-    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
+    huggingface.save(tmp_path, gpt, NO_IDS)
     assert_equal_to(AutoModelForCausalLM.from_pretrained(tmp_path), gpt)
     back = GPT.from_pretrained(str(tmp_path))
     assert back.config == gpt.config and same_weights(back.state_dict(), gpt.state_dict())
@@ -323,7 +323,7 @@ def test_what_is_recorded_of_a_model_of_transformers(zygote, work):
     """The shape that is used, not the one that was typed, which is noted once."""
     shape = dict(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_hidden=64, vocab_size=65)
     gpt = GPT(GPTConfig(block_size=32, arch="llama", **shape), seed=1)
-    huggingface.save(work / "weights", gpt.describe(), gpt.state_dict(), NO_IDS)
+    huggingface.save(work / "weights", gpt, NO_IDS)
     args = ["--init_from=weights", "--max_iters=0", "--eval_iters=1", "--n_layer=4", "--vocab_size=80"]
     text = zygote.train([*args, "--n_head=2", "--n_embd=64"], work, 2).text()
     notes = [line for line in text.splitlines() if line.startswith("note:") and "warm-up" not in line]
@@ -373,7 +373,7 @@ def test_export_of_experts_from_shards(zygote, shared_work):
 def test_experts_from_a_dense_model_of_transformers(zygote, shared_work):
     """Each expert is a copy of the MLP: the first loss is the dense model's."""
     gpt, folder, losses = moved("llama-kv-tied"), shared_work / "dense", []
-    huggingface.save(folder, gpt.describe(), gpt.state_dict(), NO_IDS)
+    huggingface.save(folder, gpt, NO_IDS)
     for name, nproc, flags in (("one", 1, []), ("experts", 2, ["--n_expert=4", "--ep=2", "--zero=3"])):
         out = shared_work / f"from-{name}"
         zygote.train(
@@ -456,12 +456,12 @@ def test_a_model_that_is_not_supported(tmp_path):
             huggingface.model_args(config)
     gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch="nanochat", n_expert=3))
     with pytest.raises(ValueError, match="no class for arch 'nanochat' with n_expert 3; possible"):
-        huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
+        huggingface.save(tmp_path, gpt, NO_IDS)
 
 
 def test_weights_that_do_not_belong_to_the_config(tmp_path):
     gpt = moved("llama")
-    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
+    huggingface.save(tmp_path, gpt, NO_IDS)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 97', '"vocab_size": 98'))
     with pytest.raises(ValueError, match=r"lm_head.weight is \(97, 32\), but config.json says \(98, 32\)"):

@@ -79,7 +79,7 @@ def folder_of(path, arch, with_tokenizer=True, **changes):
     model = GPT(GPTConfig(**SMALL | dict(arch=arch, gelu="tanh") | changes), seed=1)
     characters = Vocabulary("table", {c: i for i, c in enumerate("abcdef")})
     token_ids = tokenizer.save_tokenizer(folder, characters, model.config.vocab_size, 16)
-    huggingface.save(folder, model.describe(), dict(model.named_parameters()), token_ids)
+    huggingface.save(folder, model, token_ids)
     if not with_tokenizer:
         (folder / "tokenizer.json").unlink()
     return folder
@@ -121,7 +121,7 @@ def test_a_tokenizer_of_a_different_model(at, capsys):
     """Its ids can be beyond the model's."""
     folder = folder_of(at.path, "gpt2")
     model = GPT(GPTConfig(**SMALL | dict(vocab_size=4, gelu="tanh")), seed=1)
-    huggingface.save(folder, model.describe(), dict(model.named_parameters()), NO_TOKENS)
+    huggingface.save(folder, model, NO_TOKENS)
     args = ["--device=cpu", f"--init_from={folder}", "--start=abf"]
     output = script_that_fails(at, capsys, "sample.py", args)
     problem = "error: the tokenizer uses 6 ids, but the model 4: set --dataset="
