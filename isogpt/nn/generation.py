@@ -96,8 +96,8 @@ def problem_of_cache(model: nn.Module, idx: Tensor, max_new_tokens: int, splits_
     Check that `generate` computes the same with a cache as without one, which is not so if layers of an
     edited model read earlier positions without the cache.
 
-    The first row of `idx` (B, T) is continued by pseudo-random ids. The last two tokens each take a step after
-    a cached prefix, and their logits are compared with those without a cache. Autocast is off, because
+    The first row of `idx` (B, T) is continued by pseudo-random ids. The last two tokens each take a step
+    after a cached prefix, and their logits are compared with those without a cache. Autocast is off, because
     smaller differences can be seen in float32. Nothing is compared while dropout is active, since each pass
     would drop something else.
 

@@ -288,10 +288,11 @@ def check_logits(model: nn.Module, hf: "PreTrainedModel") -> None:
         if is_rounding(difference, size, torch.float32):
             break
     else:
+        name = type(hf).__name__
         raise ValueError(
-            f"the logits of {type(hf).__name__} and of model.py differ by {min(differences):.2g} (their standard "
-            f"deviation is {size:.2g}): the model in model.py computes something that transformers' "
-            f"{type(hf).__name__} does not: {OTHER_FORMS}"
+            f"the logits of {name} and of model.py differ by {min(differences):.2g} (their standard "
+            f"deviation is {size:.2g}): the model in model.py computes something that transformers' {name} "
+            f"does not: {OTHER_FORMS}"
         )
     model.train(was_training)
 
