@@ -54,7 +54,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
 
     Raises:
         ValueError: there is no checkpoint, the checkpoint already exists in this form, ids cannot be decoded,
-            or, for 'hf', weights are not finite.
+            or, for 'hf', weights are not finite or transformers computes something else.
     """
     stored, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
     if not stored:
@@ -118,14 +118,14 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
 def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
     """
     Write OUT_DIR/hf: weights, configuration and tokenizer; an older folder is replaced. Returns the folder.
-    Raises ValueError if the older folder contains checkpoints.
+    Raises ValueError if the older folder contains checkpoints, or see huggingface.save.
     """
     c, target = model.config, Path(out_dir) / "hf"
     if is_run(str(target)):
         raise ValueError(f"{target} contains checkpoints, which would be deleted: rename it")
     with unfinished_folder(out_dir) as unfinished:
         token_ids = tokenizer.save_tokenizer(unfinished / "hf", vocabulary, c.vocab_size, c.block_size)
-        huggingface.save(unfinished / "hf", model.describe(), model.state_dict(), token_ids)
+        huggingface.save(unfinished / "hf", model, token_ids)
         if target.exists():
             target.rename(unfinished / "old")
         return (unfinished / "hf").rename(target)

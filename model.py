@@ -10,6 +10,7 @@ from outside. `Seams` lists the functions that it exchanges for this.
 import hashlib
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -539,7 +540,8 @@ class GPT(nn.Module):
         Only the last block_size tokens of a prompt are used. Keys and values are cached. Past block_size,
         models with rotary positions attend to the last block_size positions, and each token still takes one
         step. GPT-2's position embeddings end at block_size: each further token takes a forward pass over the
-        last block_size tokens.
+        last block_size tokens. If the model computes something else with the cache than without it, the cache
+        is not used, with a note, see generation.problem_of_cache.
 
         The random numbers of row i depend on (seed, first_sample + i) alone. So a sample's text does not
         depend on the batch, except through rounding. The order of the sums in a matmul can vary with the
@@ -552,9 +554,13 @@ class GPT(nn.Module):
                 all.
             vocab_size: sample only ids below this number. A padded vocabulary contains ids that the tokenizer
                 cannot decode.
-            use_cache: False recomputes all positions for each token: slower, with the same result.
+            use_cache: False recomputes the last block_size positions for each token: slower. Up to
+                block_size, and in models without rotary positions beyond it, the result is the same.
             seed: seed of the samples. Default: drawn from torch's generator.
             first_sample: number of the first row's sample.
         """
         choice = generation.Choice(temperature, top_k, top_p, vocab_size)
+        if use_cache and (problem := generation.problem_of_cache(self, idx, max_new_tokens)):
+            print(f"note: {problem}", file=sys.stderr)
+            use_cache = False
         return generation.generate(self, idx, max_new_tokens, choice, use_cache, seed, first_sample)

@@ -152,12 +152,19 @@ context = nullcontext()
 if mesh.splits_model:
     context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
     model = make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False) or model
-else:
-    generation.prepare(model, plan.torch_dtype)
 if compile:
     note = compile_generation(model, ranks.device, mesh.splits_model)
     if note and ranks.is_main:
         print(f"note: {note}", file=sys.stderr)
+# an edited model may not fit the cache: all ranks then generate without it; checked while weights are float32
+problem = generation.problem_of_cache(
+    model, torch.tensor([prompt], device=ranks.device), max_new_tokens, splits_layers=pp > 1
+)
+problem = next(filter(None, gather_objects(problem)), "")
+if problem and ranks.is_main:
+    print(f"note: {problem}", file=sys.stderr)
+if not mesh.splits_model:
+    generation.prepare(model, plan.torch_dtype)
 
 # this rank's samples, of which there may be none
 first, end = (num_samples * n // mesh.data_size for n in (mesh.data_rank, mesh.data_rank + 1))
@@ -171,7 +178,7 @@ if first < end:
             idx,
             max_new_tokens,
             generation.Choice(temperature, top_k, top_p, tokenizer.n_ids),
-            use_cache=True,
+            use_cache=not problem,
             seed=seed,
             first_sample=first,
         )

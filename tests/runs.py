@@ -204,16 +204,17 @@ CHANGED = """
 import os, sys
 sys.path.insert(0, {repo!r})
 {changes}
-sys.argv[0] = {repo!r} + "/train.py"
+sys.argv[0] = {repo!r} + "/{script}"
 code = compile(open(sys.argv[0]).read(), sys.argv[0], "exec")
 exec(code, {{"__name__": "__main__", "__file__": sys.argv[0]}})
 """
 
 
-def start_changed(zygote, changes, args, cwd, nproc=1, **kw):
-    """Start train.py after Python code that replaces functions which train.py is about to import."""
-    (Path(cwd) / "changed.py").write_text(CHANGED.format(repo=str(REPO), changes=changes))
-    return zygote.start([*TINY, *args], cwd, nproc, script="changed.py", repo=cwd, **kw)
+def start_changed(zygote, changes, args, cwd, nproc=1, script="train.py", **kw):
+    """Start train.py or another script after Python code that replaces functions which it will import."""
+    (Path(cwd) / "changed.py").write_text(CHANGED.format(repo=str(REPO), changes=changes, script=script))
+    tiny = TINY if script == "train.py" else []
+    return zygote.start([*tiny, *args], cwd, nproc, script="changed.py", repo=cwd, **kw)
 
 
 def script(at, name, args, until=None, home=REPO):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from runs import accepted, column, records, start_changed, train_defaults
 from test_parity import same
 from test_zero import tensors_of
@@ -14,9 +15,11 @@ from isogpt.checkpoint.search import best_checkpoint, newest_checkpoint
 from isogpt.checkpoint.source import open_checkpoint
 from isogpt.checkpoint.start import differences
 from isogpt.nn import huggingface
+from isogpt.nn.architecture import ARCHS
 from isogpt.nn.kernels import CPUNormalize, relu2, rotate
+from isogpt.parallel.attach import replace_seams
 from isogpt.training import muon, optim
-from model import GPT, GPTConfig
+from model import GPT, Block, GPTConfig
 
 ONE = ["--gradient_accumulation_steps=4", "--batch_size=12", "--n_layer=3", "--n_head=4", "--max_iters=19"]
 ONE += ["--muon_lr=0.005"]  # as small as the learning rate at which the other curves are compared
@@ -313,17 +316,105 @@ def test_the_same_model_in_transformers_and_back(tmp_path, name):
     from transformers import AutoModelForCausalLM
 
     gpt = moved(name)
-    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
+    huggingface.save(tmp_path, gpt, NO_IDS)
     assert_equal_to(AutoModelForCausalLM.from_pretrained(tmp_path), gpt)
     back = GPT.from_pretrained(str(tmp_path))
     assert back.config == gpt.config and same_weights(back.state_dict(), gpt.state_dict())
+
+
+def shift(gpt):
+    """Each position also sees the embedding of the one before."""
+    gpt.transformer.drop.register_forward_hook(lambda module, args, x: x + F.pad(x, (0, 0, 1, -1)))
+
+
+def window(gpt):
+    """Attention to the last 40 of 48 positions."""
+
+    def attend(q, k, v, dropout, cache):
+        k, v = (t.repeat_interleave(q.size(2) // t.size(2), 2) for t in (k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril().triu(-39)
+        return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+    replace_seams(gpt, attention=attend)
+
+
+def side_by_side(gpt):
+    """Attention and MLP read the same input."""
+
+    class Parallel(Block):
+        def compute(self, x, rope, cache):
+            y = self.mlp(self.ln_2(x))
+            y, routing = y if self.has_experts else (y, None)
+            x = x + self.attn(self.ln_1(x), rope, cache) + y
+            return (x, routing) if self.has_experts else x
+
+    for block in gpt.transformer.h:
+        block.__class__ = Parallel
+
+
+def hidden_buffer(gpt):
+    """A buffer that no checkpoint contains scales the logits."""
+    gpt.register_buffer("scale", torch.tensor(1.01), persistent=False)
+    gpt.lm_head.register_forward_hook(lambda module, args, logits: logits * gpt.scale)
+
+
+def layer(gpt):
+    """One more Linear in attention, whose weights do not fit."""
+    gpt.transformer.h[1].attn.c_gate = torch.nn.Linear(32, 4)
+
+
+def buffer(gpt):
+    gpt.transformer.h[0].attn.register_buffer("scale", torch.ones(3))
+
+
+def no_mlp(gpt):
+    gpt.transformer.h[0].mlp = torch.nn.Identity()
+
+
+def wide(gpt):
+    """A gate whose rows are stacked in c_attn."""
+    gpt.transformer.h[0].attn.c_attn.weight.data = torch.ones(99, 32)
+
+
+DIFFERS = r"^the logits of {} and of model.py differ by 0\.\d+ \(their standard deviation is [\d.]+\): "
+UNKNOWN = r"^{} of transformers contains no such weights as "
+EDITS = {
+    shift: DIFFERS,
+    window: DIFFERS,
+    side_by_side: DIFFERS,
+    hidden_buffer: DIFFERS,
+    layer: UNKNOWN + r"transformer\.h\.1\.attn\.c_gate\.weight, transformer\.h\.1\.attn\.c_gate\.bias: ",
+    buffer: UNKNOWN + r"transformer\.h\.0\.attn\.scale: ",
+    no_mlp: "^the weights of model.py do not fit {} of transformers: ",
+    wide: "^the weights of model.py do not fit {} of transformers: ",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-bias", "nanochat", "llama-kv-tied", "llama-experts"])
+def test_a_model_that_transformers_does_not_compute_is_not_exported(tmp_path, name, edit):
+    gpt = moved(name)
+    edit(gpt)
+    kind = huggingface.kind_of(gpt.describe())
+    with pytest.raises(ValueError, match=EDITS[edit].format(huggingface.CLASSES[kind])) as error:
+        huggingface.save(tmp_path, gpt, NO_IDS)
+    assert str(error.value).count("set --to=ckpt.pt or --to=shards") == 1 and "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_architecture_that_transformers_lacks_is_not_exported(tmp_path, monkeypatch):
+    monkeypatch.setitem(ARCHS, "mine", ARCHS["llama"])
+    gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch="mine"))
+    with pytest.raises(ValueError, match="no class of transformers for arch 'mine'; possible are gpt2, nano"):
+        huggingface.save(tmp_path, gpt, NO_IDS)
 
 
 def test_what_is_recorded_of_a_model_of_transformers(zygote, work):
     """The shape that is used, not the one that was typed, which is noted once."""
     shape = dict(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, n_hidden=64, vocab_size=65)
     gpt = GPT(GPTConfig(block_size=32, arch="llama", **shape), seed=1)
-    huggingface.save(work / "weights", gpt.describe(), gpt.state_dict(), NO_IDS)
+    huggingface.save(work / "weights", gpt, NO_IDS)
     args = ["--init_from=weights", "--max_iters=0", "--eval_iters=1", "--n_layer=4", "--vocab_size=80"]
     text = zygote.train([*args, "--n_head=2", "--n_embd=64"], work, 2).text()
     notes = [line for line in text.splitlines() if line.startswith("note:") and "warm-up" not in line]
@@ -373,7 +464,7 @@ def test_export_of_experts_from_shards(zygote, shared_work):
 def test_experts_from_a_dense_model_of_transformers(zygote, shared_work):
     """Each expert is a copy of the MLP: the first loss is the dense model's."""
     gpt, folder, losses = moved("llama-kv-tied"), shared_work / "dense", []
-    huggingface.save(folder, gpt.describe(), gpt.state_dict(), NO_IDS)
+    huggingface.save(folder, gpt, NO_IDS)
     for name, nproc, flags in (("one", 1, []), ("experts", 2, ["--n_expert=4", "--ep=2", "--zero=3"])):
         out = shared_work / f"from-{name}"
         zygote.train(
@@ -456,12 +547,12 @@ def test_a_model_that_is_not_supported(tmp_path):
             huggingface.model_args(config)
     gpt = GPT(GPTConfig(8, 97, 1, 2, 8, arch="nanochat", n_expert=3))
     with pytest.raises(ValueError, match="no class for arch 'nanochat' with n_expert 3; possible"):
-        huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
+        huggingface.save(tmp_path, gpt, NO_IDS)
 
 
 def test_weights_that_do_not_belong_to_the_config(tmp_path):
     gpt = moved("llama")
-    huggingface.save(tmp_path, gpt.describe(), gpt.state_dict(), NO_IDS)
+    huggingface.save(tmp_path, gpt, NO_IDS)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 97', '"vocab_size": 98'))
     with pytest.raises(ValueError, match=r"lm_head.weight is \(97, 32\), but config.json says \(98, 32\)"):

@@ -544,6 +544,9 @@ def test_sampling_does_not_depend_on_the_cache(length, how):
     assert not torch.equal(outs[0], gpt.generate(idx, 20, **how))
 
 
+CHECK = [(1, 15), (1, 16), (1, 14), (1, 1), (1, 1)]  # shapes of what problem_of_cache computes
+
+
 def counting(steps):
     """generation.advance, whose calls are counted."""
 
@@ -561,13 +564,13 @@ def test_a_cached_token_is_computed_once(model, in_steps):
     gpt.transformer.wte.register_forward_hook(lambda module, args, out: shapes.append(tuple(args[0].shape)))
     replace_seams(gpt, advance=counting(steps) if in_steps else None)
     gpt.generate(ids(2, 5), 14)
+    assert shapes[:5] == CHECK
     # without rotary positions, the window slides from the 17th token on
     late = [(2, 1)] * 2 if model else [(2, 16)] * 2
-    assert shapes == [(2, 5)] + [(2, 1)] * 11 + late and (len(steps) >= 11) == in_steps
-    if not model:
-        shapes.clear()
-        gpt.generate(ids(2, 5), 14, use_cache=False)
-        assert shapes == [(2, T) for T in (*range(5, 17), 16, 16)]
+    assert shapes[5:] == [(2, 5)] + [(2, 1)] * 11 + late and (len(steps) >= 11) == in_steps
+    shapes.clear()
+    gpt.generate(ids(2, 5), 14, use_cache=False)
+    assert shapes == [(2, T) for T in (*range(5, 17), 16, 16)]
 
 
 @pytest.mark.parametrize(
@@ -648,6 +651,132 @@ def test_prepared_for_inference(arch, dtype, packs, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------
+# an edited model, which may not fit the cache
+
+
+class Shifted(GPT):
+    """Each position also sees the embedding of the one before."""
+
+    def embed(self, idx, positions):
+        x = super().embed(idx, positions)
+        return x + F.pad(x, (0, 0, 1, -1))
+
+
+def masked_attention(is_seen, uses_cache):
+    """
+    Attention to the positions that is_seen(distance) selects. Positions count from the first token of a step,
+    which is wrong with a cache, if uses_cache is "from the step".
+    """
+
+    def attend(q, k, v, dropout=0.0, cache=None):
+        groups, T = q.size(2) // k.size(2), q.size(1)
+        k, v = (t.transpose(1, 2) for t in (k, v))
+        if cache is not None and uses_cache:
+            k, v = cache.append(k, v)
+        k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+        S = k.size(2)
+        first = 0 if uses_cache == "from the step" else S - T
+        distance = torch.arange(first, first + T)[:, None] - torch.arange(S)  # (T, S)
+        mask = is_seen(distance) & (torch.arange(S - T, S)[:, None] >= torch.arange(S))
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask).transpose(1, 2).flatten(2)
+
+    return attend
+
+
+def every_other(distance):
+    return distance % 2 == 0
+
+
+def last_four(distance):
+    return distance < 4
+
+
+def without_a_cache(q, k, v, dropout=0.0, cache=None):
+    if cache is not None:
+        raise TypeError("attention takes no cache")
+    return causal_attention(q, k, v, dropout)
+
+
+UNFIT = {
+    "shift": (Shifted, causal_attention, "differ by"),
+    "every other": (GPT, masked_attention(every_other, uses_cache=False), "differ by"),
+    "every other, from the step": (GPT, masked_attention(every_other, "from the step"), "differ by"),
+    "window": (GPT, masked_attention(last_four, uses_cache=False), "differ by"),
+    "raises": (GPT, without_a_cache, "the model raises TypeError: attention takes no cache"),
+}
+
+
+def edited(cls, attention, **changes):
+    gpt = roughen(cls(GPTConfig(**(SMALL | changes)), seed=1))
+    replace_seams(gpt, attention=attention)
+    return gpt
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("model", [{}, dict(arch="llama", n_kv_head=1), dict(arch="nanochat", n_expert=4)])
+@pytest.mark.parametrize(("length", "new"), [(1, 2), (4, 9), (5, 24)])
+def test_a_model_that_does_not_fit_the_cache_generates_without_it(capsys, model, name, length, new):
+    """Also if no token is appended to the cache, and past block_size, and with steps of one shape."""
+    cls, attention, reason = UNFIT[name]
+    gpt, idx = edited(cls, attention, **model), ids(3, length)
+    expected = by_hand(gpt, idx, new)
+    for advance in (None, generation.advance):
+        replace_seams(gpt, advance=advance)
+        assert torch.equal(gpt.generate(idx, new, temperature=0), expected)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("note: generating without the cache (slower), since with it ")
+        assert reason in line or (advance and "the model raises " in line)  # of FixedCache
+    assert torch.equal(gpt.generate(idx, new, temperature=0, use_cache=False), expected)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_seen", [every_other, last_four])
+def test_other_attention_can_use_the_cache(capsys, is_seen):
+    gpt, idx = edited(GPT, masked_attention(is_seen, uses_cache=True)), ids(3, 4)
+    assert torch.equal(gpt.generate(idx, 12, temperature=0), by_hand(gpt, idx, 12))
+    assert capsys.readouterr().err == "" and not torch.equal(by_hand(gpt, idx, 12), by_hand(rough(), idx, 12))
+
+
+@pytest.mark.parametrize("model", [{}, dict(arch="nanochat"), dict(arch="llama", n_kv_head=1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_is_no_difference(model, dtype):
+    """Nor is it in steps of one shape; a context may be too short for a step."""
+    for cls, has_problem in ((GPT, False), (Shifted, True)):
+        gpt = edited(cls, causal_attention, block_size=64, **model)
+        generation.prepare(gpt, dtype)
+        for advance in (None, generation.advance):
+            replace_seams(gpt, advance=advance)
+            problems = [generation.problem_of_cache(gpt, ids(1, n), new) for n, new in ((1, 2), (9, 99))]
+            assert [bool(problem) for problem in problems] == [has_problem] * 2, problems
+    for block_size in (1, 2, 3):
+        assert rough(block_size=block_size, **model).generate(ids(2, 5), 6).shape == (2, 11)
+
+
+def test_a_token_that_another_expert_gets_is_no_problem(monkeypatch):
+    """In one sequence of several; without experts, one sequence is enough."""
+    unchanged, calls = generation.logits_of_steps, []
+
+    def other_expert(*args):
+        calls.append(1)
+        return unchanged(*args) + (ids(65) if len(calls) in wrong else 0)
+
+    monkeypatch.setattr(generation, "logits_of_steps", other_expert)
+    for n_expert, wrong, n_calls in ((4, (), 1), (4, (1, 2), 3), (4, (1, 2, 3), 3), (0, (1,), 1)):
+        calls.clear()
+        problem = generation.problem_of_cache(rough(n_expert=n_expert), ids(1, 5), 9)
+        assert bool(problem) == (len(wrong) == n_calls) and len(calls) == n_calls
+
+
+def test_the_check_of_the_cache_draws_no_random_numbers():
+    """Dropout draws some in training; then, each pass differs, and nothing is compared."""
+    gpt = rough(dropout=0.5).train()
+    before = torch.get_rng_state()
+    assert generation.problem_of_cache(gpt, ids(1, 5), 9) == ""
+    assert generation.problem_of_cache(edited(Shifted, causal_attention), ids(1, 5), 9) != ""
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# ------------------------------------------------------------------------------------------------------------
 # past block_size
 
 
@@ -671,9 +800,13 @@ def windowed_attention(size):
 def test_rotary_models_attend_to_the_last_block_size_positions(arch, length, use_cache):
     """
     The reference computes all positions for each token, without a cache, in a model with a longer context.
+    Without a cache, the last block_size tokens are all that the model sees.
     """
     gpt, idx = rough(**ROTARY[arch]), ids(3, length)
     out = gpt.generate(idx, 45 - length, temperature=0, use_cache=use_cache)
+    if not use_cache:
+        assert torch.equal(out, by_hand(gpt, idx, 45 - length))
+        return
     longer = rough(**ROTARY[arch], block_size=64)
     replace_seams(longer, attention=windowed_attention(16))
     used = min(length, 16)  # the last block_size tokens of the prompt
@@ -706,7 +839,7 @@ def test_a_common_prompt_is_computed_once():
     gpt, shapes = rough(std=0.1), []
     gpt.transformer.wte.register_forward_hook(lambda module, args, out: shapes.append(args[0].shape))
     together = gpt.generate(ids(1, 5).expand(3, 5), 20, seed=4)
-    assert shapes[:2] == [(1, 5), (3, 1)]
+    assert shapes[:7] == [*CHECK, (1, 5), (3, 1)]
     one_by_one = [gpt.generate(ids(1, 5), 20, seed=4, first_sample=i) for i in range(3)]
     assert torch.equal(together, torch.cat(one_by_one))
 

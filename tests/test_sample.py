@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import script, script_that_fails
+from runs import script, script_that_fails, start_changed
 
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_weights
 from isogpt.data import tokenizer
@@ -50,6 +50,43 @@ def test_the_batch_does_not_change_a_sample(zygote, trained):
     assert three.startswith(one) and longer.startswith(one.removesuffix("\n---------------\n"))
 
 
+SHIFT = """
+import torch.nn.functional as F
+import model
+from isogpt.nn import generation
+
+embed = model.GPT.embed
+
+def shifted(self, idx, positions):
+    x = embed(self, idx, positions)
+    return x + 0.5 * F.pad(x, (0, 0, 1, -1))
+
+model.GPT.embed = shifted
+"""
+NO_CACHE = "generation.problem_of_cache = lambda *args, **kw: 'without'"
+
+
+def edited_samples(zygote, folder, changes, nproc=1, *args):
+    """The lines that begin with "note:", and the samples, of a sample.py with an edited model."""
+    args = [*ARGS, "--num_samples=2", "--max_new_tokens=20", "--temperature=0", *args]
+    run = start_changed(zygote, SHIFT + changes, args, folder, nproc, "sample.py").wait()
+    lines = run.text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("A"))
+    return [line for line in lines[:first] if line.startswith("note:")], lines[first:-1]
+
+
+def test_an_edited_model_is_sampled_without_the_cache(zygote, trained):
+    """Also if it is divided, and rank 0 alone says so; the text is the one without the cache."""
+    (forced,), expected = edited_samples(zygote, trained, NO_CACHE)
+    assert forced == "note: without"
+    _, cached = edited_samples(zygote, trained, NO_CACHE.replace("'without'", "''"))
+    assert cached != expected, "the test needs a model whose text depends on the cache"
+    for nproc, flags in ((1, []), (2, []), (2, ["--tp=2"]), (2, ["--pp=2"])):
+        notes, text = edited_samples(zygote, trained, "", nproc, *flags)
+        assert text == expected and len(notes) == 1
+        assert notes[0].startswith("note: generating without the cache (slower), since with it the logits ")
+
+
 @pytest.mark.parametrize("wrong", ["--start=\u00e9", "--out_dir=nowhere", "--dtype=tf32"])
 def test_two_ranks_report_a_mistake_once(zygote, trained, wrong):
     run = zygote.start([*ARGS, wrong], trained, 2, script="sample.py").wait(ok=False)
@@ -79,7 +116,7 @@ def folder_of(path, arch, with_tokenizer=True, **changes):
     model = GPT(GPTConfig(**SMALL | dict(arch=arch, gelu="tanh") | changes), seed=1)
     characters = Vocabulary("table", {c: i for i, c in enumerate("abcdef")})
     token_ids = tokenizer.save_tokenizer(folder, characters, model.config.vocab_size, 16)
-    huggingface.save(folder, model.describe(), dict(model.named_parameters()), token_ids)
+    huggingface.save(folder, model, token_ids)
     if not with_tokenizer:
         (folder / "tokenizer.json").unlink()
     return folder
@@ -121,7 +158,7 @@ def test_a_tokenizer_of_a_different_model(at, capsys):
     """Its ids can be beyond the model's."""
     folder = folder_of(at.path, "gpt2")
     model = GPT(GPTConfig(**SMALL | dict(vocab_size=4, gelu="tanh")), seed=1)
-    huggingface.save(folder, model.describe(), dict(model.named_parameters()), NO_TOKENS)
+    huggingface.save(folder, model, NO_TOKENS)
     args = ["--device=cpu", f"--init_from={folder}", "--start=abf"]
     output = script_that_fails(at, capsys, "sample.py", args)
     problem = "error: the tokenizer uses 6 ids, but the model 4: set --dataset="

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from isogpt.common.random_numbers import SAMPLING, random_bits
 from isogpt.nn.experts import ExpertLinear
 from isogpt.nn.kernels import Cache, FixedCache, KVCache
+from isogpt.nn.logits import SEQUENCES_WITH_EXPERTS, is_rounding, largest_difference, pseudo_random_tokens
+
+CHECKED_TOKENS = 256  # length of the sequence on which the cache is checked
 
 
 class InferenceLinear(nn.Module):
@@ -83,8 +86,89 @@ class Samples:
 
     tokens: Tensor  # (B, T + N): the prompt that is used, then the new tokens
     numbers: Tensor  # (N, B, 1): the random number of each new token
-    caches: list[Cache]  # one per block
+    caches: list[Cache]  # one per block, or none: then all positions are computed again for each token
     newest: Tensor  # (1,): position of the newest token
+
+
+@torch.no_grad()
+def problem_of_cache(model: nn.Module, idx: Tensor, max_new_tokens: int, splits_layers: bool = False) -> str:
+    """
+    Check that `generate` computes the same with a cache as without one, which is not so if layers of an
+    edited model read earlier positions without the cache.
+
+    The first row of `idx` (B, T) is continued by pseudo-random ids. The last two tokens each take a step
+    after a cached prefix, and their logits are compared with those without a cache. Autocast is off, because
+    smaller differences can be seen in float32. Nothing is compared while dropout is active, since each pass
+    would drop something else.
+
+    Args:
+        splits_layers: several processes divide the layers. What the model raises with a cache is raised
+            again, because the other processes wait for this one.
+
+    Returns:
+        '', or why `generate` must not use a cache, as a note for the user.
+    """
+    c = model.config
+    if max_new_tokens < 2 or (model.training and c.dropout):
+        return ""
+    prompt = idx[:1, max(0, idx.size(1) - c.block_size) :]
+    # in a prefix of one token, no layer can read an earlier position
+    length = min(c.block_size, max(4, prompt.size(1) + max_new_tokens), CHECKED_TOKENS)
+    first = max(1, length - 2)  # position of the first step
+    if first == length:
+        return ""
+    note = "generating without the cache (slower), since with it"
+    differences = []
+    for seed in range(SEQUENCES_WITH_EXPERTS if c.n_expert else 1):
+        following = pseudo_random_tokens((1, length), c.vocab_size, seed).to(idx.device)
+        tokens = torch.cat((prompt, following), dim=1)[:, :length]
+        with torch.autocast(idx.device.type, enabled=False):
+            ends = range(first + 1, length + 1)
+            expected = torch.cat([model(tokens[:, :end])[0] for end in ends], dim=1)  # (1, 2, V)
+            try:
+                logits = logits_of_steps(model, tokens, first)
+            except Exception as e:  # an edited model can raise anything
+                if splits_layers:
+                    raise
+                return f"{note} the model raises {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        if expected.isnan().any():
+            return ""
+        difference, size = largest_difference(logits, expected)
+        if is_rounding(difference, size, logits.dtype):
+            return ""
+        differences.append(difference)
+    return (
+        f"{note} the logits differ by {min(differences):.2g} (their standard deviation is {size:.2g}): "
+        "model.py reads earlier positions without the cache"
+    )
+
+
+def logits_of_steps(model: nn.Module, tokens: Tensor, first: int) -> Tensor:
+    """
+    Return the logits of the tokens (1, T) from position `first` on, (1, T - first, V), each computed in a
+    step after the cached ones, with the kind of cache that `generate` uses.
+    """
+    caches = [KVCache(1, tokens.size(1)) for _ in range(model.config.n_layer)]
+    model(tokens[:, :first], caches=caches)
+    steps = tokens[:, first:].split(1, dim=1)
+    if not has_steps_of_one_shape(model, caches, tokens.device):
+        return torch.cat([model(token, caches=caches)[0] for token in steps], dim=1)
+    newest = torch.tensor([first], device=tokens.device)
+    fixed, logits = [FixedCache.of(cache, newest) for cache in caches], []
+    for token in steps:
+        logits.append(model(token, positions=newest, caches=fixed)[0])
+        newest.add_(1)
+    return torch.cat(logits, dim=1)
+
+
+def has_steps_of_one_shape(model: nn.Module, caches: list[KVCache], device: torch.device) -> bool:
+    """
+    Whether the tokens after the ones in these caches are generated with FixedCache: with a compiled step, and
+    on a GPU always, because on Hopper and Blackwell, cuDNN plans attention again for each new length of the
+    keys, which takes 0.4 s. In a pipeline, the caches of other processes' blocks contain no tensors.
+    """
+    has_tensors = all(cache.k is not None for cache in caches)
+    return has_tensors and (model.seams.advance is not None or device.type == "cuda")
 
 
 @torch.no_grad()
@@ -97,47 +181,41 @@ def generate(
     seed: int | None,
     first_sample: int,
 ) -> Tensor:
-    """See GPT.generate."""
+    """See GPT.generate. With `use_cache`, `problem_of_cache` must have found none."""
     (B, T), block_size, device = idx.shape, model.config.block_size, idx.device
     seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
     numbers = uniform_numbers(seed, range(first_sample, first_sample + B), max_new_tokens).to(device)
     used = idx[:, max(0, T - block_size) :]
     T = used.size(1)
     end = T + max_new_tokens
-    caches = [KVCache(B, min(block_size, end)) for _ in range(model.config.n_layer)]
+    n_caches = model.config.n_layer if use_cache and max_new_tokens > 1 else 0
+    caches = [KVCache(B, min(block_size, end)) for _ in range(n_caches)]
     tokens = torch.cat((used, idx.new_empty(B, max_new_tokens)), dim=1)  # (B, T + max_new_tokens)
     samples = Samples(tokens, numbers, caches, torch.tensor([T], device=device))
-    known = T
-    if model.seams.advance is None and device.type == "cuda":
-        # caches of one shape, also without a compiled step: on Hopper and Blackwell, cuDNN plans attention
-        # again for each new length of the keys, which takes 0.4 s
-        model.seams = replace(model.seams, advance=advance)
-    if model.seams.advance and use_cache and max_new_tokens > 1:
-        append_tokens(model, samples, range(T, T + 1), choice, use_cache)
+    known = min(T + 1, end)
+    append_tokens(model, samples, range(T, known), choice)
+    if caches and has_steps_of_one_shape(model, caches, device):
+        if model.seams.advance is None:
+            model.seams = replace(model.seams, advance=advance)
         # the position embeddings of GPT-2 end at block_size
         known = end if model.arch.rotation else min(end, block_size + 1)
         append_in_fixed_caches(model, samples, range(T + 1, known), choice)
-    append_tokens(model, samples, range(known, end), choice, use_cache)
+    append_tokens(model, samples, range(known, end), choice)
     return torch.cat((idx, tokens[:, T:]), dim=1)
 
 
-def append_tokens(
-    model: nn.Module, samples: Samples, positions: range, choice: Choice, use_cache: bool
-) -> None:
+def append_tokens(model: nn.Module, samples: Samples, positions: range, choice: Choice) -> None:
     """Choose the tokens of these positions, with shapes that grow with the position."""
     tokens, caches, block_size = samples.tokens, samples.caches, model.config.block_size
     first = tokens.size(1) - len(samples.numbers)  # position of the first new token
     for end in positions:
         # past block_size, the position embeddings of all tokens change
-        start = 0 if model.arch.rotation else max(0, end - block_size)
-        if start or not use_cache:
-            for cache in caches:
-                cache.length = 0
-        while (cached := caches[0].length) < end - start:
-            new = tokens[:, start + cached : min(end, start + max(block_size, cached + 1))]
-            if end == first and bool((new == new[:1]).all()):
-                new = new[:1]  # all samples continue one prompt
-            logits, _ = model(new, caches=caches)  # (B or 1, 1, V)
+        is_cached = bool(caches) and (model.arch.rotation != 0 or end <= block_size)
+        start = caches[0].length if is_cached else max(0, end - block_size)
+        new = tokens[:, start:end]
+        if end == first and bool((new == new[:1]).all()):
+            new = new[:1]  # all samples continue one prompt
+        logits, _ = model(new, caches=caches if is_cached else None)  # (B or 1, 1, V)
         tokens[:, end : end + 1] = choose(logits, samples.numbers[end - first], choice)
 
 

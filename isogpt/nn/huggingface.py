@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from isogpt.common.files import about_pointer
 from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.logits import SEQUENCES_WITH_EXPERTS, is_rounding, largest_difference, pseudo_random_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -91,6 +92,8 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # otherwise transformers asks at the terminal whether to run a folder's Python files
 RUN_NO_CODE = {"trust_remote_code": False}
+OTHER_FORMS = "set --to=ckpt.pt or --to=shards"  # advice if a model cannot be exported
+CHECKED_TOKENS = 2048  # length of the sequence on which an exported model is compared with ours, at most
 
 
 def load(name: str) -> "PreTrainedModel":
@@ -206,20 +209,30 @@ def names(kind: str, n_layer: int) -> Iterator[tuple[str, list[str]]]:
             yield f"{ours}{mine}.weight", [f"{theirs}{other}.weight"]
 
 
-def save(folder: Path, args: dict, weights: dict[str, Tensor], token_ids: dict[str, int | None]) -> None:
+def save(folder: Path, model: nn.Module, token_ids: dict[str, int | None]) -> None:
     """
     Write config.json, generation_config.json and model.safetensors.
 
     Args:
-        args: the fields of GPTConfig.
-        weights: full tensors under our names.
+        model: a GPT with float32 weights on the CPU.
         token_ids: bos_token_id, eos_token_id and pad_token_id.
 
     Raises:
-        ValueError: transformers contains no class for this model.
+        ValueError: transformers contains no class for this model, or its class computes other logits.
+    """
+    hf = converted(model, token_ids)
+    check_logits(model, hf)
+    hf.save_pretrained(folder)
+
+
+def converted(model: nn.Module, token_ids: dict[str, int | None]) -> "PreTrainedModel":
+    """
+    Make the model of transformers with the weights of a GPT; most tensors are shared. Raises ValueError if
+    its class contains other weights than the GPT.
     """
     import transformers
 
+    args, weights = model.describe(), model.state_dict()
     kind = kind_of(args)
     fields = {theirs: args[ours] for theirs, ours in FIELDS_OF[kind].items()}
     if kind == "gpt2":
@@ -231,16 +244,57 @@ def save(folder: Path, args: dict, weights: dict[str, Tensor], token_ids: dict[s
         config = config_class(**fields, **token_ids, rope_parameters=rope)
     with torch.device("meta"):
         hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    theirs = their_weights(kind, args, weights)
-    # GPT-2 without biases gets biases of 0
-    zeros = {
-        name: torch.zeros(w.shape)
-        for name, w in hf.state_dict().items()
-        if name not in theirs and name.endswith(".bias")
-    }
-    hf.load_state_dict(theirs | zeros, assign=True)
+    if kind != "gpt2":  # its frequencies are not weights, and must not stay on the meta device
+        hf.model.rotary_emb = type(hf.model.rotary_emb)(config)
+    expected = hf.state_dict()
+    known = expected if kind == "gpt2" else dict(names(kind, config.num_hidden_layers))
+    if unknown := [name for name in weights if name not in known]:
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise ValueError(
+            f"{CLASSES[kind]} of transformers contains no such weights as {', '.join(unknown[:3])}{more}: "
+            f"{OTHER_FORMS}"
+        )
+    try:
+        theirs = their_weights(kind, args, weights)
+        # GPT-2 without biases gets biases of 0
+        zeros = {
+            name: torch.zeros(w.shape)
+            for name, w in expected.items()
+            if name not in theirs and name.endswith(".bias")
+        }
+        hf.load_state_dict(theirs | zeros, assign=True)
+    except (KeyError, RuntimeError) as e:
+        reason = " ".join(str(e).split())[:300]
+        raise ValueError(
+            f"the weights of model.py do not fit {CLASSES[kind]} of transformers: {OTHER_FORMS} ({reason})"
+        ) from e
     hf.tie_weights()
-    hf.save_pretrained(folder)
+    return hf.eval()
+
+
+@torch.no_grad()
+def check_logits(model: nn.Module, hf: "PreTrainedModel") -> None:
+    """
+    Raise ValueError if a GPT and what was made of it for transformers compute different logits for
+    pseudo-random tokens, by more than rounding.
+    """
+    c, was_training, differences = model.config, model.training, []
+    model.eval()
+    for seed in range(SEQUENCES_WITH_EXPERTS if c.n_expert else 1):
+        tokens = pseudo_random_tokens((1, min(c.block_size, CHECKED_TOKENS)), c.vocab_size, seed)  # (1, T)
+        logits, _ = model(tokens, tokens)  # (1, T, V)
+        difference, size = largest_difference(hf(tokens, use_cache=False).logits, logits)
+        differences.append(difference)
+        if is_rounding(difference, size, torch.float32):
+            break
+    else:
+        name = type(hf).__name__
+        raise ValueError(
+            f"the logits of {name} and of model.py differ by {min(differences):.2g} (their standard "
+            f"deviation is {size:.2g}): the model in model.py computes something that transformers' {name} "
+            f"does not: {OTHER_FORMS}"
+        )
+    model.train(was_training)
 
 
 def kind_of(args: dict) -> str:
@@ -252,8 +306,12 @@ def kind_of(args: dict) -> str:
     if n_expert and arch != "llama":
         raise ValueError(
             f"transformers contains no class for arch {arch!r} with n_expert {n_expert}; possible are "
-            "'llama' with experts, as MixtralForCausalLM, and every arch without experts: set --to=ckpt.pt "
-            "or --to=shards"
+            f"'llama' with experts, as MixtralForCausalLM, and every arch without experts: {OTHER_FORMS}"
+        )
+    if arch not in CLASSES:
+        raise ValueError(
+            f"export.py knows no class of transformers for arch {arch!r}; possible are "
+            f"{', '.join(CLASSES)}: {OTHER_FORMS}"
         )
     return "mixtral" if n_expert else arch
 

@@ -178,8 +178,8 @@ def compare_alone(trial: Trial) -> tuple[str, str]:
 @torch.no_grad()
 def compare_logits(trial: Trial) -> tuple[str, str]:
     """
-    Compare the loss that training computes with the cross-entropy of the logits, which sampling uses, and with
-    the loss in evaluation mode.
+    Compare the loss that training computes with the cross-entropy of the logits, which sampling uses, and
+    with the loss in evaluation mode.
     """
     model = trial.new_model()
     x, y = trial.micro_batches()[0]
