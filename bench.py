@@ -11,6 +11,7 @@ other devices a small model of 10.65M parameters, which takes a minute.
     python bench.py config/train_gpt2.py --plan --devices=64 --hardware=h100    predict the fastest layouts
     python bench.py config/train_gpt2.py --plan --devices=1,8 --hardware=l4,4090    compare GPUs and numbers
     python bench.py config/train_gpt2.py --tune             measure the plan's best few layouts here
+    python bench.py --check                                 after an edit of model.py: what still holds?
 """
 
 import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set before torch is imported)
@@ -19,7 +20,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -39,6 +40,7 @@ from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
 from isogpt.speed.launches import Launches
 from isogpt.speed.memory import memory_estimate
+from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
 from isogpt.speed.workload import Workload, choose_workload, described_for_bench
@@ -67,6 +69,7 @@ hardware = "this"  # to plan for: a GPU such as h100 or 4090, several (l4,3090),
 device_memory_gb = 0.0  # with a plan: memory of a card that is otherwise like hardware (0: same) [>= 0]
 device_tflops = 0.0  # with a plan: 16-bit TFLOP/s on such a card's data sheet (0: as hardware) [>= 0]
 network = 0.0  # Gbit/s between machines (0: usual for the hardware) [>= 0]
+check = False  # compare the model of model.py, small, on every layout, resumed, exported ...; no training
 profile = False  # also write a torch.profiler trace, bench_trace.json, and print the slowest operators
 json_path = ""  # also write all results to this JSON file
 estimate = False  # first print an estimate of the memory on each rank, without allocating it
@@ -80,6 +83,17 @@ def say(text: str) -> None:
     """Print on rank 0."""
     if rank == 0:
         console.print_line(text)
+
+
+def report_check(launches: Launches, workload: Workload, processes: int) -> list[dict]:
+    """Print what of the model holds on which layout, and return the same."""
+    worker = "import isogpt.launch.torch_import, sys; from isogpt.speed import model_check; "
+    worker += "from model import GPT; model_check.work(GPT, sys.argv[1])"
+    rows = []
+    for row in check_model(launches, workload.settings, workload.model_args(), processes, worker):
+        say(f"{row.name:24} {row.state:8} {row.text}".rstrip())
+        rows.append(asdict(row))
+    return rows
 
 
 def print_estimate(workload: Workload, world_size: int, card: str) -> None:
@@ -159,7 +173,9 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
             predictor = plan_report.Predictor(
                 workload, launches, BENCH_PY, flops, per_node, network, device_memory_gb, device_tflops
             )
-        if sweep:
+        if check:
+            result["check"] = report_check(launches, workload, max(2, nproc))
+        elif sweep:
             result["sweep"] = run_sweep(launches, workload, request.swept, steps)
         elif plan:
             result["plan"] = plan_report.report_plan(predictor, request.counts, request.cards)
@@ -175,5 +191,7 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
 if json_path and rank == 0:
     write_whole(Path(json_path), json.dumps(result, indent=2) + "\n")
 rows = result.get("sweep") or result.get("tune", {}).get("tried", [])
+if any(row["state"] == DIFFERS for row in result.get("check", [])):
+    fail("this model.py does not compute the same everywhere: see what differs above")
 if rank == 0 and rows and all("problem" in row for row in rows):
     fail("no launch succeeded")

@@ -1,8 +1,8 @@
 """
 Compare layouts with one process (all ranks), many in one launch: see isogpt/training/layout_check.py.
 
-The argument is a JSON file with a list of [model settings, settings of the layout, break or null]; a JSON list of
-what was found is written beside it, on rank 0: "" for equal.
+The argument is a JSON file with a list of [model settings, settings of the layout, break or null]. Rank 0
+writes a JSON list of the differences beside it: "" for none.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The comparison of a layout with one process: equal layouts are equal, broken ones are seen, edits of model.py too."""
+"""Layouts compared with one process: a fault in any is seen, and so are edits of model.py."""
 
 import json
 

@@ -54,15 +54,18 @@ def read_request(config: dict, is_launched: bool, processes: int) -> Request:
     if not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
         problems.append(f"devices is {c.devices!r}: type a number, or several such as --devices=1,2,8")
     problems += problems_of_prediction(c, cards)
-    if [c.comm, bool(c.sweep), c.plan, c.tune].count(True) > 1:
-        problems.append("comm, sweep, plan and tune are separate reports: set one of them")
+    if [c.comm, bool(c.sweep), c.plan, c.tune, c.check].count(True) > 1:
+        problems.append("comm, sweep, plan, tune and check are separate reports: set one of them")
+    if c.check and c.nproc not in (0, 2, 4, 8):
+        problems.append(f"nproc is {c.nproc}: to check layouts, set --nproc=2, 4 or 8")
     if len(swept) < len(pairs) or not all(name and values for name, _, values in pairs):
         problems.append(
             f"sweep is {c.sweep!r}: type --sweep='nproc:1,2;batch_size:4,8' or the like, each setting once"
         )
-    if is_launched and (c.plan or c.tune or "nproc" in swept):
+    if is_launched and (c.plan or c.tune or c.check or "nproc" in swept):
         problems.append(
-            "a plan, and a sweep over nproc, start processes themselves: start bench.py without a launcher"
+            "a plan, a check and a sweep over nproc start processes themselves: start bench.py without a "
+            "launcher"
         )
     if not all(re.fullmatch("[1-9][0-9]*", n) for n in swept.get("nproc", [])):
         problems.append(f"sweep is {c.sweep!r}: type numbers of processes, such as --sweep=nproc:1,2,4")

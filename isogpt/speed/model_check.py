@@ -11,22 +11,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isogpt.common.files import read_records
+from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.kernels import IGNORE
 from isogpt.parallel.compilation import compile_parts, trial_compilation
 from isogpt.parallel.mesh import Mesh, connect_mesh
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan, plan_of
+from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.training import settings
 from isogpt.training.degrees import check_degrees
-from isogpt.training.layout_check import LOSS_LIMIT, Trial, crash_of, first_problem, small_plan
+from isogpt.training.layout_check import LOSS_LIMIT, ROWS, Trial, crash_of, first_problem, small_plan
 
 CPU = torch.device("cpu")
 HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"
@@ -68,6 +75,20 @@ COMBINED = {
 # of train.py, before a layout changes them
 UNDIVIDED_SETTINGS = {name: getattr(UNDIVIDED, name) for name in (*LAYOUT, "islands", "exact")}
 UNDIVIDED_SETTINGS |= {"fsdp": False, "cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
+
+
+SAVED_STEP = 3  # of the run that is resumed
+SHORT_RUN = {
+    "device": "cpu",
+    "dtype": "float32",
+    "nproc": 0,
+    "max_iters": 5,
+    "eval_interval": SAVED_STEP,
+    "save_checkpoint": True,
+    "always_save_checkpoint": True,
+    "batch_size": ROWS,
+    "gradient_accumulation_steps": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -215,27 +236,109 @@ def compare_compiled(trial: Trial) -> tuple[str, str]:
     return (DIFFERS, difference.text) if difference else (HOLDS, "")
 
 
+def compare_generation(trial: Trial) -> tuple[str, str]:
+    """Compare the logits of cached steps with those of whole sequences, see generation.problem_of_cache."""
+    model = trial.new_model().eval()
+    x, _ = trial.micro_batches()[0]
+    problem = generation.problem_of_cache(model, x[:1, :4], max_new_tokens=trial.length)
+    return (REFUSED, problem) if problem else (HOLDS, "")
+
+
+def compare_export(trial: Trial) -> tuple[str, str]:
+    """
+    Export the model to transformers, which compares logits, and compare the weights of what is read back.
+    """
+    if not find_spec("transformers"):
+        return REFUSED, "transformers is not installed: pip install transformers"
+    model = trial.new_model()
+    with TemporaryDirectory() as folder:
+        try:
+            huggingface.save(Path(folder), model, {})
+            weights = type(model).from_pretrained(folder).state_dict()
+        except ValueError as e:
+            return REFUSED, str(e)
+    wrong = [name for name, p in model.state_dict().items() if not torch.equal(p, weights[name])]
+    return (DIFFERS, f"{wrong[0]} is different after the way back") if wrong else (HOLDS, "")
+
+
 # comparisons in a single process
-ALONE = {"one process": compare_alone, "loss by logits": compare_logits, "compile": compare_compiled}
+ALONE = {
+    "one process": compare_alone,
+    "loss by logits": compare_logits,
+    "generation with a cache": compare_generation,
+    "export to transformers": compare_export,
+    "compile": compare_compiled,
+}
 
 
 # ------------------------------------------------------------------------------------------------------------
 # in bench.py
 
 
-def results(request: Request, worker: str, home: Path, folder: Path) -> Iterator[Result]:
+def check_model(
+    launches: Launches, config: dict, model_args: dict, processes: int, worker: str
+) -> Iterator[Result]:
     """
-    Start the processes of a request, and yield a Result for each of its names, in order.
+    Make all comparisons, and yield the results as they arrive.
 
     Args:
+        config: train.py's settings.
+        model_args: the fields of GPTConfig of the model, which is compared in a smaller form.
+        processes: how many the layouts are compared on.
         worker: Python code that calls `work` with a model class and sys.argv[1].
-        home: the repository, where `worker` imports from.
-        folder: where the processes write.
     """
-    names = list(request.names)
+
+    def compare_in_processes(names: list[str], processes: int = 1) -> list[Result]:
+        return list(results(Request(config, model_args, names, processes), worker, launches))
+
+    # two at a time: some are single processes
+    with ThreadPoolExecutor(2) as pool:
+        *quick, compiled = ALONE
+        pending = [
+            pool.submit(compare_in_processes, quick),
+            pool.submit(compare_in_processes, layouts_for(processes, model_args["n_expert"]), processes),
+            pool.submit(compare_resume, launches, Request(config, model_args, [])),
+            pool.submit(compare_in_processes, [compiled]),
+        ]
+        for future in pending:
+            yield from future.result()
+
+
+def compare_resume(launches: Launches, request: Request) -> list[Result]:
+    """
+    Compare the steps of a run of train.py that is resumed in the middle with the same steps before, bit for
+    bit.
+    """
+    args = small_plan(request.plan({})).model_args
+    data = launches.folder / "random"
+    data.mkdir()
+    for name in ("train.bin", "val.bin"):
+        tokens = np.random.default_rng(0).integers(0, args["vocab_size"], 20 * args["block_size"])
+        tokens.astype(np.uint16).tofile(data / name)
+    small = settings.settings_of_model(args, request.config) | {"block_size": args["block_size"]}
+    run = request.config | UNDIVIDED_SETTINGS | FIXED | SHORT_RUN | small
+    run |= {"dataset": data, "out_dir": launches.folder / "resumed"}
+    columns = []
+    for start in ({"init_from": "scratch"}, {"init_from": "resume", "resume_step": SAVED_STEP}):
+        code, errors = launches.start([f"--{k}={value}" for k, value in (run | start).items()], show=False)
+        if code:
+            return [Result("resume", REFUSED, reason_for(code, errors))]
+        records = read_records(run["out_dir"] / "metrics.jsonl")
+        columns.append({r["iter"]: (r["loss"], r["grad_norm"]) for r in records if "grad_norm" in r})
+    before, after = columns
+    for step in range(SAVED_STEP, run["max_iters"] + 1):
+        if before[step] != after[step]:
+            text = f"step {step} has loss and gradient norm {after[step]} instead of {before[step]}"
+            return [Result("resume", DIFFERS, text)]
+    return [Result("resume", HOLDS)]
+
+
+def results(request: Request, worker: str, launches: Launches) -> Iterator[Result]:
+    """Start the processes of a request, and yield a Result for each of its names, in order."""
+    names, home = list(request.names), launches.train_py.parent
     while names:
-        attempt = folder / f"from-{len(names)}"
-        attempt.mkdir(parents=True)
+        attempt = launches.folder / f"attempt{next(launches.numbers)}"
+        attempt.mkdir()
         rest = replace(request, names=names)
         (attempt / "request.json").write_text(json.dumps(asdict(rest)))
         processes = []
