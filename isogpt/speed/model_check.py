@@ -75,6 +75,7 @@ COMBINED = {
 # of train.py, before a layout changes them
 UNDIVIDED_SETTINGS = {name: getattr(UNDIVIDED, name) for name in (*LAYOUT, "islands", "exact")}
 UNDIVIDED_SETTINGS |= {"fsdp": False, "cpu_offload": False, "grad_sync": "auto", "shares": "equal"}
+UNDIVIDED_SETTINGS |= {"batch_size": ROWS, "gradient_accumulation_steps": 8}
 
 
 SAVED_STEP = 3  # of the run that is resumed
@@ -86,8 +87,6 @@ SHORT_RUN = {
     "eval_interval": SAVED_STEP,
     "save_checkpoint": True,
     "always_save_checkpoint": True,
-    "batch_size": ROWS,
-    "gradient_accumulation_steps": 2,
 }
 
 
