@@ -235,8 +235,37 @@ EDITS = {
 }
 
 
+# ways on which edits are tried
+TRIED = ("ddp", "zero 1", "zero 3", "tp 2", "cp 2", "pp 2, 1f1b", "pp 2, zbv", "exact", "recompute full")
 # settings with which an edit is tried
 SETTINGS = {"factorized embedding": {"arch": "llama"}, "one more linear": {"arch": "llama"}}
+
+
+SEQUENCE = {"tp 2": "differs", "cp 2": "differs"}  # of edits that mix positions outside of attention
+PIPELINES = ("pp 2, 1f1b", "pp 2, zbv")
+# {name: {way: what the check says}}; on all other ways, an edit holds
+EXPECTED = {
+    "token shift": SEQUENCE,
+    "every other position": {"cp 2": "differs"},
+    "attention in the seam": {"cp 2": "refused"},
+    "shared blocks": {"pp 2, zbv": "refused"},
+    "shared MLP of distant blocks": {"zero 3": "refused"} | dict.fromkeys(PIPELINES, "refused"),
+    "tied q and k": {"tp 2": "crashed"},
+    "temperature of each head": {"tp 2": "crashed"},
+    "value embeddings": {"tp 2": "crashed"} | dict.fromkeys(PIPELINES, "crashed"),
+    "convolution": SEQUENCE | dict.fromkeys(PIPELINES, "differs"),
+    "convolution in each block": SEQUENCE,
+    "factorized embedding": dict.fromkeys(PIPELINES, "differs"),
+    # a parameter without a gradient, for which DDP waits
+    "bias of the head": dict.fromkeys(("ddp", "zero 1", "cp 2", "exact", "recompute full"), "crashed"),
+    "auxiliary mean": dict.fromkeys(("ddp", "zero 1", "zero 3", "tp 2", "recompute full"), "differs"),
+    "auxiliary loss by token": {"tp 2": "crashed"},
+    "zero-initialized scalar": {"zero 3": "crashed"},
+    "without a rule": dict.fromkeys(TRIED, "crashed"),
+    "gate of each head": {"tp 2": "crashed"},
+    "mean over the sequence": SEQUENCE,
+    "running average in a buffer": dict.fromkeys(TRIED, "differs"),
+}
 
 
 def edited(replacements, source):
@@ -252,13 +281,14 @@ def copy_of_repository(folder):
     for pattern in ("*.py", "isogpt", "config", "data"):
         for path in REPO.glob(pattern):
             copy = shutil.copytree if path.is_dir() else shutil.copy
-            copy(path, Path(folder) / path.name)
-    return Path(folder)
+            copy(path, folder / path.name)
+    return folder
 
 
 def documented_edits():
     """{heading: the diff} of docs/changing-the-model.md."""
-    sections = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
+    text = PAGE.read_text() if PAGE.exists() else ""
+    sections = re.split(r"^## ", text, flags=re.M)[1:]
     diffs = {}
     for section in sections:
         if blocks := re.findall(r"```diff\n(.*?)```", section, flags=re.S):
@@ -268,7 +298,7 @@ def documented_edits():
 
 def apply(name, folder):
     """A copy of the repository with an edit, by its name in EDITS or its heading in the docs."""
-    repo = copy_of_repository(folder)
+    repo = copy_of_repository(Path(folder))
     if name in EDITS:
         path = repo / "model.py"
         path.write_text(edited(EDITS[name], path.read_text()))

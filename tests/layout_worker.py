@@ -1,14 +1,15 @@
 """
 Compare layouts with one process (all ranks), many in one launch: see isogpt/training/layout_check.py.
 
-The argument is a JSON file with a list of [model settings, settings of the layout, break or null]. Rank 0
-writes a JSON list of the differences beside it: "" for none.
+Arguments: a JSON file with a list of [model settings, settings of the layout, break or null], and the folder
+of the model.py to compare. Rank 0 writes a JSON list of what was found beside the file: "" if a layout is equal.
+A crash ends the list, since the other ranks may wait for the one that has crashed.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [sys.argv[2], str(Path(__file__).resolve().parent.parent)]
 
 import isogpt.launch.torch_import  # noqa: F401
 
@@ -24,7 +25,7 @@ from runs import train_defaults
 
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import connect_mesh
-from isogpt.parallel.plan import plan_of
+from isogpt.parallel.plan import LayoutError, plan_of
 from isogpt.training.degrees import check_degrees
 from isogpt.training.layout_check import first_problem
 from isogpt.training.settings import check_layout, model_args_of
@@ -43,9 +44,17 @@ for model_settings, layout, fault in json.loads(path.read_text()):
     )
     check_layout(plan)
     check_degrees(plan)
-    with broken(*fault) if fault else nullcontext():
-        mesh = connect_mesh(rank, plan, 60.0)
-        results.append(first_problem(GPT, plan, mesh, torch.device("cpu"), config))
-if rank == 0:
+    try:
+        with broken(*fault) if fault else nullcontext():
+            mesh = connect_mesh(rank, plan, 60.0)
+            problem = first_problem(GPT, plan, mesh, torch.device("cpu"), config)
+        results.append(f"differs: {problem}" if problem else "")
+    except LayoutError as e:  # on all ranks
+        results.append(f"refused: {e}")
+    except Exception as e:
+        results.append(f"crashed: {e}")
+        break
+# the first rank that crashed says why
+if rank == 0 or (results[-1].startswith("crashed") and not path.with_suffix(".out").exists()):
     path.with_suffix(".out").write_text(json.dumps(results))
 os._exit(0)

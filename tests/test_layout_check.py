@@ -1,10 +1,12 @@
 """Layouts compared with one process: a fault in any is seen, and so are edits of model.py."""
 
 import json
+import re
 
 import pytest
 from breaks import BREAKS
-from runs import REPO
+from edits import EDITS, EXPECTED, SETTINGS, TRIED, apply, documented_edits, edited
+from runs import REPO, column
 
 from isogpt.speed.model_check import COMBINED, LAYOUTS
 
@@ -17,12 +19,18 @@ MODELS = {
 }
 
 
-def compare(zygote, work, items, nproc):
-    """What each of [model settings, layout settings, break or None] differs in; "" for nothing."""
-    path = work / "items.json"
-    path.write_text(json.dumps(items))
-    zygote.start([path], work, nproc, script="tests/layout_worker.py", repo=REPO, group=nproc > 1).wait(240)
-    return json.loads(path.with_suffix(".out").read_text())
+def compare(zygote, work, items, nproc=2, folder=REPO):
+    """
+    What is found of each of [model settings, layout settings, break or None], with the model.py in a folder:
+    "" if a layout is equal to one process.
+    """
+    path, results = work / "items.json", []
+    while len(results) < len(items):  # once more after each crash
+        path.write_text(json.dumps(items[len(results) :]))
+        path.with_suffix(".out").unlink(missing_ok=True)
+        zygote.start([path, folder], work, nproc, script="tests/layout_worker.py").wait(240)
+        results += json.loads(path.with_suffix(".out").read_text())
+    return results
 
 
 @pytest.mark.parametrize("nproc", [2, 4])
@@ -44,7 +52,42 @@ def test_faults_in_each_way_are_seen(zygote, work):
         [MODELS["experts" if way == "ep 2" else "gpt2"], LAYOUTS[way], BREAKS[way][fault]]
         for way, fault in cases
     ]
-    found = compare(zygote, work, items, 2)
-    for case, text in zip(cases, found, strict=True):
-        print(case, text)
-    assert [case for case, text in zip(cases, found, strict=True) if not text] == []
+    found = compare(zygote, work, items)
+    assert [case for case, text in zip(cases, found, strict=True) if not text.startswith("differs")] == []
+
+
+QUICK = ("token shift", "attention in the seam", "shared MLP of distant blocks", "frozen positions", "buffer")
+MARKED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EDITS]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_an_edit_holds_on_a_layout_or_the_check_says_that_it_does_not(zygote, work, name):
+    (work / "model.py").write_text(edited(EDITS[name], (REPO / "model.py").read_text()))
+    items = [[SETTINGS.get(name, {}), LAYOUTS[way], None] for way in TRIED]
+    found = compare(zygote, work, items, folder=work)
+    states = {way: text.partition(":")[0] for way, text in zip(TRIED, found, strict=True) if text}
+    assert states == EXPECTED.get(name, {}), "\n".join(found)
+
+
+@pytest.mark.extra
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*EDITS, *documented_edits()])
+def test_an_edit_has_the_curve_of_one_process_or_stops_with_one_line(zygote, work, name):
+    """Ten steps of train.py on each way: nothing is silent."""
+    repo = apply(name, work / "edited")
+    flags = [f"--{key}={value}" for key, value in SETTINGS.get(name, {}).items()]
+    flags += ["--n_layer=4", "--n_head=4", "--max_iters=9", "--check_ranks_interval=3"]
+    one = zygote.train([*flags, "--out_dir=one"], work, repo=repo, ok=False)
+    if one.codes != [0]:
+        assert re.fullmatch(r"error: .*\n", one.text()), one.text()
+        return
+    for way in TRIED:
+        out = work / way.replace(" ", "-")
+        more = [*flags, *(f"--{key}={value}" for key, value in LAYOUTS[way].items()), f"--out_dir={out}"]
+        run = zygote.train(more, work, 2, repo=repo, ok=False)
+        if run.codes == [0, 0]:
+            assert way not in EXPECTED.get(name, {})
+            assert column(out, "loss") == pytest.approx(column(work / "one", "loss"), abs=1e-5), way
+        else:
+            messages = [line for line in run.text().splitlines() if line.startswith("error: ")]
+            assert "Traceback" not in run.text() and len(messages) >= 1, run.text()

@@ -145,7 +145,8 @@ class ExactSums:
         )
         if not isinstance(self.wrapped, DistributedDataParallel):
             return
-        flat = {p.grad.untyped_storage().data_ptr(): p.grad for p in self.model.parameters()}
+        grads = [p.grad for p in self.model.parameters() if p.requires_grad]
+        flat = {grad.untyped_storage().data_ptr(): grad for grad in grads}
         self.buckets = [
             grad.as_strided((grad.untyped_storage().nbytes() // 4,), (1,), 0) for grad in flat.values()
         ]

@@ -73,7 +73,7 @@ def prove_layout(
         LayoutError: the results differ, or the small model cannot be computed. On every rank.
     """
     is_divided = plan.world_size > 1 or plan.zero >= 2 or plan.exact
-    if not (config["check_layout"] and is_divided):
+    if not config["check_layout"] or not (is_divided or has_buffers(model_class, plan)):
         return []
     try:
         problem = first_problem(model_class, plan, mesh, device, config)
@@ -104,6 +104,13 @@ def prove_layout(
 
 UNSHARDED = {"zero": 0, "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "islands": 1, "exact": False}
 UNSHARDED |= {"cpu_offload": False, "grad_sync": "auto"}
+
+
+def has_buffers(model_class: Callable[[GPTConfig], nn.Module], plan: Plan) -> bool:
+    """Whether the model contains buffers, which a checkpoint does not."""
+    with torch.device("meta"):
+        model = model_class(GPTConfig(**small_plan(plan).model_args))
+    return any(True for _ in model.buffers())
 
 
 def layout_name(plan: Plan) -> str:
@@ -208,8 +215,14 @@ class Trial:
     def difference(self) -> Difference | None:
         """The first difference on this rank (all ranks)."""
         whole = self.new_model()
+        buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
         batches = self.micro_batches()
         loss = self.whole_step(whole, batches)
+        for name, buffer in whole.named_buffers():
+            if not torch.equal(buffer, buffers[name]):
+                return Difference(
+                    0, f"the buffer {name} changes in training, but checkpoints contain no buffers"
+                )
         model, pipeline = self.divided_model(whole)
         optimizers = make_optimizers(model, self.config, self.plan.zero, torch.float32, self.mesh)
         divided_loss = self.divided_step(model, pipeline, batches)
