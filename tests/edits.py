@@ -278,6 +278,7 @@ def edited(replacements, source):
 
 def copy_of_repository(folder):
     """A copy of what trains, in a folder."""
+    folder.mkdir()
     for pattern in ("*.py", "isogpt", "config", "data"):
         for path in REPO.glob(pattern):
             copy = shutil.copytree if path.is_dir() else shutil.copy

@@ -2,8 +2,8 @@
 Compare layouts with one process (all ranks), many in one launch: see isogpt/training/layout_check.py.
 
 Arguments: a JSON file with a list of [model settings, settings of the layout, break or null], and the folder
-of the model.py to compare. Rank 0 writes a JSON list of what was found beside the file: "" if a layout is equal.
-A crash ends the list, since the other ranks may wait for the one that has crashed.
+of the model.py to compare. Rank 0 writes a JSON list of the differences beside the file, "" for
+an equal layout. A crash ends the list, since the other ranks may wait for the one that has crashed.
 """
 
 import sys

@@ -33,14 +33,43 @@ def compare(zygote, work, items, nproc=2, folder=REPO):
     return results
 
 
+# besides those of bench.py --check
+MORE = {
+    2: {
+        "every": {"grad_sync": "every"},
+        "zero 2, last": {"zero": 2, "grad_sync": "last"},
+        "zero 2, offload": {"zero": 2, "cpu_offload": True, "activation_checkpointing": "every:2"},
+        "zero 3, offload": {"zero": 3, "cpu_offload": True},
+        "zero 3, two replicas": {"zero": 3, "dp_replicate": 2, "activation_checkpointing": "full"},
+        "ep 2, every": {"ep": 2, "grad_sync": "every", "activation_checkpointing": "full"},
+    },
+    4: {
+        "pp 4": {"pp": 4},
+        "zero 1, tp 2": {"zero": 1, "tp": 2},
+        "zero 2, two replicas": {"zero": 2, "dp_replicate": 2},
+        "zero 3, prefetch": {"zero": 3, "fsdp_prefetch": 2},
+        "zero 3, pp 2, zbv": {"zero": 3, "pp": 2, "pp_schedule": "zbv"},
+        "tp 2, pp 2, full": {"tp": 2, "pp": 2, "activation_checkpointing": "full"},
+        "ep 2, zero 1": {"ep": 2, "zero": 1},
+        "ep 2, cp 2": {"ep": 2, "cp": 2},
+        "islands of 2": {"islands": 2},
+    }
+    | COMBINED,
+}
+
+
 @pytest.mark.parametrize("nproc", [2, 4])
-def test_layouts_compute_what_one_process_computes(zygote, work, nproc):
-    ways = {name: way for name, way in (LAYOUTS | (COMBINED if nproc == 4 else {})).items()}
+@pytest.mark.parametrize(
+    "models",
+    [("gpt2", "llama-experts"), pytest.param(("nanochat", "llama", "experts"), marks=pytest.mark.slow)],
+)
+def test_layouts_compute_what_one_process_computes(zygote, work, models, nproc):
+    ways = (LAYOUTS if nproc == 2 else {}) | MORE[nproc]
     cases = [
         (model, name)
-        for model, settings in MODELS.items()
+        for model in models
         for name, way in ways.items()
-        if "n_expert" in settings or "ep" not in way
+        if "n_expert" in MODELS[model] or "ep" not in way
     ]
     found = compare(zygote, work, [[MODELS[model], ways[name], None] for model, name in cases], nproc)
     assert {case: text for case, text in zip(cases, found, strict=True) if text} == {}

@@ -4,7 +4,6 @@ and the same text. measure/random_layouts.py draws more layouts; faults and mess
 """
 
 import shutil
-from collections import defaultdict
 
 import pytest
 import torch
@@ -30,35 +29,23 @@ FSDP = "--zero=3"
 # (processes, flags); all read 24 sequences per step
 WAYS = {
     "one": (1, []),
-    "ddp3": (3, []),
     "tp2": (2, ["--tp=2"]),
     "cp2": (2, ["--cp=2"]),
     "pp2": (2, ["--pp=2"]),
-    "pp2-gpipe": (2, ["--pp=2", "--pp_schedule=gpipe"]),
-    "pp2-interleaved": (2, ["--pp=2", "--pp_schedule=interleaved"]),
-    "pp2-zero_bubble": (2, ["--pp=2", "--pp_schedule=zero_bubble"]),
     "pp2-zbv": (2, ["--pp=2", "--pp_schedule=zbv"]),
-    "pp4": (4, ["--pp=4"]),
     "tp2-pp2": (4, ["--tp=2", "--pp=2"]),
     "tp2-pp2-zbv": (4, ["--tp=2", "--pp=2", "--pp_schedule=zbv"]),
     "tp2-cp2": (4, ["--tp=2", "--cp=2"]),
-    "ddp-tp2": (4, ["--tp=2"]),
     "zero1-tp2": (4, ["--zero=1", "--tp=2"]),
-    "zero2-pp2": (4, ["--zero=2", "--pp=2"]),
     "fsdp-cp2": (4, [FSDP, "--cp=2", "--activation_checkpointing=selective"]),
-    "fsdp-pp2-zbv": (4, [FSDP, "--pp=2", "--pp_schedule=zbv"]),
     "fsdp-tp2-pp2": (8, [FSDP, "--tp=2", "--pp=2"]),
     "hsdp-tp2": (8, [FSDP, "--dp_replicate=2", "--tp=2"]),
-    "tp2-pp2-full": (4, ["--tp=2", "--pp=2", "--activation_checkpointing=full"]),
     "ep2": (2, ["--ep=2"]),
     "ep2-zero1": (4, ["--ep=2", "--zero=1"]),
     "ep2-fsdp": (4, ["--ep=2", FSDP]),
     "ep2-hsdp": (8, ["--ep=2", FSDP, "--dp_replicate=2", "--cpu_offload=True"]),
     "ep2-tp2": (4, ["--ep=2", "--tp=2"]),
-    "ep2-cp2": (4, ["--ep=2", "--cp=2"]),
-    "ep2-pp2": (4, ["--ep=2", "--pp=2"]),
     "ep2-pp2-fsdp": (8, ["--ep=2", "--pp=2", FSDP]),
-    "ep2-every-full": (2, ["--ep=2", "--grad_sync=every", "--activation_checkpointing=full"]),
 }
 
 
@@ -127,13 +114,10 @@ def compare(one, other, model, first_step=0):
         compare_routing(one, other)
 
 
-CURVES = [("gpt2", "pp2"), ("llama", "cp2"), ("gpt2-moe", "ep2")]
-CURVES += [("nanochat", "tp2"), ("gpt2", "pp2-zbv"), ("gpt2", "pp2-zero_bubble"), ("gpt2", "tp2-cp2")]
-CURVES += [("gpt2", "pp2-gpipe"), ("gpt2", "pp2-interleaved"), ("gpt2", "fsdp-tp2-pp2"), ("gpt2", "pp4")]
-CURVES += [("gpt2", "zero1-tp2"), ("gpt2", "zero2-pp2"), ("gpt2", "fsdp-pp2-zbv"), ("gpt2", "tp2-pp2-full")]
-CURVES += [("nanochat", "fsdp-cp2"), ("bfloat16", "tp2"), ("gpt2-moe", "ep2-tp2"), ("gpt2-moe", "ep2-hsdp")]
-CURVES += [("llama-moe", "ep2-pp2-fsdp"), ("nanochat-moe", "ep2-zero1"), ("gpt2-moe", "ep2-cp2")]
-CURVES += [("gpt2-moe", "ep2-every-full")]
+# whole runs of train.py; test_layout_check.py compares a step of many more layouts
+CURVES = [("gpt2", "pp2"), ("llama", "cp2"), ("gpt2-moe", "ep2"), ("nanochat", "tp2")]
+CURVES += [("gpt2", "fsdp-tp2-pp2"), ("gpt2", "tp2-pp2-zbv"), ("nanochat", "fsdp-cp2"), ("bfloat16", "tp2")]
+CURVES += [("gpt2-moe", "ep2-hsdp"), ("llama-moe", "ep2-pp2-fsdp")]
 
 
 @pytest.mark.parametrize(("model", "way"), slow_after(3, CURVES))
@@ -218,8 +202,7 @@ def test_the_text_is_that_of_one_process(zygote, shared_work, ran, model, traine
 # ------------------------------------------------------------------------------------------------------------
 # what a rank holds
 
-# train.py with what this process holds: gradients before clipping, sizes of parameters and of saved
-# activations
+# train.py with what this process holds: sizes of parameters and of saved activations
 PROBE = """
 import os, sys
 sys.path.insert(0, os.environ["REPO"])
@@ -244,10 +227,8 @@ def counted(self, *args):
         return forward(self, *args)
 def probed(gpt, *args):
     complete(gpt, *args)
-    pieces = [(name, where, piece.clone()) for name, p in gpt.named_parameters()
-              for where, piece in local_parts.local_part_of(p.grad, local_parts.splits_of(p)).pieces]
     sizes = sum(local_parts.local(p).numel() for p in gpt.parameters()), sum(saved.values())
-    everyone = together.gather_objects((pieces, *sizes))
+    everyone = together.gather_objects(sizes)
     if together.is_main():
         torch.save(everyone, "probe.pt")
 gradients.complete_gradients, model.GPT.forward = probed, counted
@@ -259,7 +240,7 @@ exec(code, {"__name__": "__main__", "__file__": sys.argv[0]})
 
 @pytest.fixture(scope="module")
 def probe(zygote, shared_work):
-    """What PROBE gathers in step 1 from each rank: pieces of gradients, parameters, bytes of activations."""
+    """What PROBE gathers in step 1 from each rank: parameters, bytes of activations."""
     (shared_work / "probe.py").write_text(PROBE)
 
     def run(model, way="one"):
@@ -286,33 +267,15 @@ HELD += [("llama", "fsdp-tp2-pp2", 1 / 8, None), ("gpt2-moe", "ep2-fsdp", 1 / 4,
 @pytest.mark.parametrize(("model", "way", "parameters", "activations"), slow_after(2, HELD))
 def test_what_a_rank_holds(probe, model, way, parameters, activations):
     """
-    Gradients: bit for bit the same on all ranks that hold a part, near one process's. Parameters: up to 5% of
-    the model more than a rank's share, since norms, biases and position embeddings are on all tp ranks, and
-    embeddings on the first and the last stage. Activations: with tp, about an eighth of what one process
-    saves is on every rank, the gathered inputs of the matmuls (B, T, C).
+    Parameters: up to 5% of the model more than a rank's share, since norms, biases and position embeddings
+    are on all tp ranks, and embeddings on the first and the last stage. Activations: with tp, about an eighth
+    of what one process saves is on every rank, the gathered inputs of the matmuls (B, T, C).
     """
-    ((pieces, parameters_of_one, activations_of_one),) = probe(model)
+    ((parameters_of_one, activations_of_one),) = probe(model)
     ranks = probe(model, way)
-    same_gradients({name: gradient for name, _, gradient in pieces}, [rank[0] for rank in ranks])
-    counts = [rank[1] for rank in ranks]
+    counts = [rank[0] for rank in ranks]
     assert max(counts) <= (parameters + 0.05) * parameters_of_one <= sum(counts) + 0.05 * parameters_of_one
     if activations:
         undivided = 0.13 / (2 if "cp2" in way else 1) if "tp" in way else 0
-        largest = max(rank[2] for rank in ranks)
+        largest = max(rank[1] for rank in ranks)
         assert 0 < largest <= (activations * (1 - undivided) + undivided) * activations_of_one
-
-
-def same_gradients(expected, pieces_of_ranks):
-    """Compare the gradients of one process with the pieces that several ranks hold."""
-    parts = defaultdict(list)
-    for pieces in pieces_of_ranks:
-        for name, where, piece in pieces:
-            parts[name, where].append(piece)
-    covered = dict.fromkeys(expected, 0)
-    for (name, where), (first, *others) in parts.items():
-        name = "transformer.wte.weight" if name == "lm_head.weight" and name not in expected else name  # tied
-        assert all(torch.equal(first, other) for other in others), name
-        place = tuple(slice(o, o + n) for o, n in zip(where, first.shape, strict=True))
-        torch.testing.assert_close(first, expected[name][place], atol=1e-6, rtol=0, msg=name)
-        covered[name] += first.numel()
-    assert all(covered[name] >= gradient.numel() for name, gradient in expected.items())
