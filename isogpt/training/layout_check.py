@@ -244,7 +244,9 @@ class Trial:
             for p in model.parameters():
                 noise = torch.randn(p.shape, generator=generator)
                 p.add_(noise, alpha=p.size(-1) ** -0.5 if p.dim() > 1 else 0.3)
-        return model.to(self.device)
+        model.to(self.device)
+        model.tie_weights()
+        return model
 
     def micro_batches(self) -> list[tuple[Tensor, Tensor]]:
         """The different micro-batches, (ROWS, T) inputs and targets each. Some targets do not count."""
