@@ -6,16 +6,19 @@ from itertools import combinations, pairwise
 from math import ceil, log2
 
 import pytest
+import torch
+from edited_models import SHAPE, Factorized, Gates, SharedMLP, ValueEmbeddings, Widths
 from runs import column, default_plan, records, train_defaults
 
-from isogpt.parallel.mesh import AXES, make_mesh
-from isogpt.parallel.pipeline import cut_evenly
+from isogpt.nn.counts import count_on_meta
+from isogpt.parallel.mesh import AXES, Mesh, make_mesh
+from isogpt.parallel.pipeline import cut_evenly, split_layers
 from isogpt.parallel.plan import LAYOUT, plan_of
 from isogpt.parallel.shares import share_of
 from isogpt.speed import layouts, plan_report, prediction
 from isogpt.speed.devices import HARDWARE, Link, changed_hardware, measured_link
 from isogpt.training.settings import check_training
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 DEFAULTS = train_defaults()
 GPT2 = {"bias": False}
@@ -26,10 +29,11 @@ LOCAL, NETWORK = Link(1e-6, 1e11), Link(1e-5, 8e10)
 SIMPLE = replace(HARDWARE["h100"], matmul=1e14, bytes_per_s=1e12, local=LOCAL, network=NETWORK, half=100)
 
 
-def plan_with(model, devices, batch_size, accumulation, dtype="bfloat16", **settings):
+def plan_with(model, devices, batch_size, accumulation, dtype="bfloat16", model_class=GPT, **settings):
     config = DEFAULTS | {"batch_size": batch_size, "gradient_accumulation_steps": accumulation} | settings
     args = asdict(GPTConfig(**model))
-    return plan_of(config, 1, world_size=devices, device_type="cuda", dtype=dtype, model_args=args)
+    ranks = {"world_size": devices, "device_type": "cuda", "dtype": dtype}
+    return plan_of(config, 1, model_args=args, counts=count_on_meta(model_class, args), **ranks)
 
 
 def test_a_matmul_takes_its_flops_or_its_memory_traffic():
@@ -74,6 +78,30 @@ def test_layers_are_cut_as_well_as_any_cut_does():
         ends = ([0, *inner, 8] for inner in combinations(range(1, 8), n - 1))
         best = min(max(sum(costs[a:b]) for a, b in pairwise(e)) for e in ends)
         assert max(sum(costs[i] for i in run) for run in cut) == best
+
+
+@pytest.mark.parametrize("edit, first_stage", [(GPT, 4), (Widths, 5), (ValueEmbeddings, 4)])
+def test_layers_are_cut_by_what_their_modules_compute(edit, first_stage):
+    """Six blocks and a small head; if each MLP is wider than the one before, the first stage has more."""
+    with torch.device("meta"):
+        model = edit(GPTConfig(**SHAPE | {"n_layer": 7}))
+    assert list(split_layers(model, Mesh(pp=2), "1f1b")[0].blocks) == [str(i) for i in range(first_stage)]
+
+
+def test_predictions_follow_an_edit_of_the_model():
+    shape = SHAPE | {"n_embd": 1024, "n_layer": 4, "block_size": 1024}
+
+    def compute_s(model_class, **changes):
+        plan = plan_with(shape | changes, 1, 64, 1, model_class=model_class)
+        return prediction.predict(plan, SIMPLE, 8).seconds["compute"]
+
+    usual = compute_s(GPT)
+    # MLPs of 1, 2, 3 and 4 times the width are 2.5 times as wide on average
+    assert compute_s(Widths) == pytest.approx(compute_s(GPT, n_hidden=10240), rel=0.1)
+    assert compute_s(Widths) > 1.5 * usual and usual < compute_s(Gates) < 1.01 * usual
+    assert compute_s(SharedMLP) == pytest.approx(usual, rel=0.01)
+    assert compute_s(ValueEmbeddings) == pytest.approx(usual, rel=0.01)
+    assert usual < compute_s(Factorized) < 1.01 * usual
 
 
 def test_plans_are_valid_and_have_the_same_global_batch():
