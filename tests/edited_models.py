@@ -87,10 +87,5 @@ EDITS = [
     (SharedMLP, -2 * 2**15, 0, []),
     (NoFirstMLP, -(2**15), -(2**15), ["transformer.h.*.mlp.c_fc", "transformer.h.*.mlp.c_proj"]),
     (Convolutions, 3 * 64 * 4, 3 * 64 * 4, ["transformer.h.*.conv"]),
-    (
-        Factorized,
-        (65 + 64) * 16 - 65 * 64,
-        64 * 16,
-        ["transformer.wte", "transformer.wte.0", "transformer.wte.1"],
-    ),
+    (Factorized, (65 + 64) * 16 - 65 * 64, 64 * 16, WTE),
 ]

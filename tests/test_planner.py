@@ -15,7 +15,7 @@ from isogpt.parallel.mesh import AXES, Mesh, make_mesh
 from isogpt.parallel.pipeline import cut_evenly, split_layers
 from isogpt.parallel.plan import LAYOUT, plan_of
 from isogpt.parallel.shares import share_of
-from isogpt.speed import layouts, plan_report, prediction
+from isogpt.speed import layouts, memory, plan_report, prediction
 from isogpt.speed.devices import HARDWARE, Link, changed_hardware, measured_link
 from isogpt.training.settings import check_training
 from model import GPT, GPTConfig
@@ -86,6 +86,23 @@ def test_layers_are_cut_by_what_their_modules_compute(edit, first_stage):
     with torch.device("meta"):
         model = edit(GPTConfig(**SHAPE | {"n_layer": 7}))
     assert list(split_layers(model, Mesh(pp=2), "1f1b")[0].blocks) == [str(i) for i in range(first_stage)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("edit", [GPT, ValueEmbeddings, Widths, Factorized])
+@pytest.mark.parametrize("arch, tied", [("gpt2", True), ("nanochat", False)])
+def test_an_estimate_knows_what_each_rank_of_a_pipeline_holds(schedule, edit, arch, tied):
+    """Against the parameters that are left when the layers are divided."""
+    shape = SHAPE | {"n_layer": 8, "arch": arch, "tied": tied and edit is not Factorized, "n_expert": 2}
+    plan = plan_with(shape, 3, 1, 3, pp=3, pp_schedule=schedule, model_class=edit)
+    for rank in range(3):
+        with torch.device("meta"):
+            model = edit(GPTConfig(**shape))
+        split_layers(model, Mesh(rank, pp=3), schedule)
+        part = memory.part_of(plan, rank)
+        held = sum(p.numel() for p in model.parameters())
+        assert part.dense + part.experts == pytest.approx(held, rel=1e-12), rank
+        assert edit is Factorized or (part.edge_matrices > 0) == part.has_loss
 
 
 def test_predictions_follow_an_edit_of_the_model():

@@ -9,6 +9,7 @@ micro-batch; `about_edited_modules` names what the formulas do not know.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -22,7 +23,7 @@ from isogpt.nn.kernels import (
     logits_at_once,
 )
 from isogpt.parallel.mesh import stages_per_rank
-from isogpt.parallel.pipeline import block_costs, cut_evenly, stages_of
+from isogpt.parallel.pipeline import block_costs, cut_evenly, edges_of, stages_of
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
@@ -144,21 +145,16 @@ def part_of(plan: Plan, pp_rank: int) -> RankPart:
     stages = stages_of(pp_rank, plan.pp, plan.pp_schedule) if plan.pp > 1 else [0]
     sizes = args["block_size"], args["n_embd"]
     layers, blocks = blocks_on(plan.counts, *sizes, tuple(stages), n_stages)
-    outside, has_last = plan.counts.outside.values(), n_stages - 1 in stages
-    edges, head = sum(edge.parameters for edge in outside), sum(edge.matrices for edge in outside)
-    if 0 not in stages:
-        edges = head
-    elif not has_last and not args["tied"]:
-        edges -= head  # the head is on a different rank
+    held, called = (edges_on(plan.counts, stages, n_stages, tied) for tied in (args["tied"], False))
     return RankPart(
         layers=layers,
         block=(blocks.parameters - blocks.experts) / layers / tp,
         block_experts=blocks.experts / layers / tp / plan.ep,
         block_embeddings=blocks.embeddings / layers / tp,
         block_matrices=blocks.matrices / layers,
-        edges=edges / tp,
-        edge_matrices=head if has_last else 0,
-        has_loss=has_last,
+        edges=sum(edge.parameters for edge in held) / tp,
+        edge_matrices=sum(edge.matrices for edge in called),
+        has_loss=n_stages - 1 in stages,
     )
 
 
@@ -173,6 +169,16 @@ def blocks_on(
     runs = cut_evenly(block_costs(counts, block_size, n_embd), n_stages)
     blocks = [astuple(counts.blocks[i]) for stage in stages for i in runs[stage]]
     return len(blocks), Counts(*map(sum, zip(*blocks, strict=True)))
+
+
+def edges_on(counts: ModelCounts, stages: Sequence[int], n_stages: int, tied: bool) -> list[Counts]:
+    """
+    The counts of the modules outside of the blocks that a rank with these stages holds; with tied=False those
+    that it calls. Modules that pipeline.edges_of does not know are on every rank.
+    """
+    here = set().union(*(edges_of(stage, n_stages, tied) for stage in stages))
+    elsewhere = edges_of(0, 1, tied) - here
+    return [edge for name, edge in counts.outside.items() if name not in elsewhere]
 
 
 # ------------------------------------------------------------------------------------------------------------
