@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from edited_models import EDITS, SHAPE, Factorized, ValueEmbeddings
+from edits import COUNTED, COUNTED_SHAPE, apply, edited_gpt
 from runs import REPO, TINY, column, default_plan, records, train_defaults
 
 from isogpt.checkpoint.search import newest_checkpoint
@@ -313,49 +313,40 @@ def test_parameters_and_activations_of_a_block_are_counted(arch, n_expert):
     )
 
 
-@pytest.mark.parametrize("edit, parameters, used, modules", EDITS)
-def test_an_estimate_follows_an_edit_of_the_model(edit, parameters, used, modules):
+@pytest.mark.parametrize("edit", COUNTED)
+def test_an_estimate_follows_an_edit_of_the_model(edit):
     """The activations, which it does not know, it names."""
-    args = asdict(GPTConfig(**SHAPE))
+    args, (parameters, _, modules) = asdict(GPTConfig(**COUNTED_SHAPE)), COUNTED[edit]
+    models = (GPT, edited_gpt(edit))
 
     def plan(optimizer, model_class):
         return plan_with(args, 1, "cpu", "float32", model_class, optimizer=optimizer, batch_size=2)
 
-    usual, edited = (memory.memory_estimate(plan("adamw", model)) for model in (GPT, edit))
+    usual, edited = (memory.memory_estimate(plan("adamw", model)) for model in models)
     more = {name: round(1e9 * (edited[name] - usual[name])) for name in edited}
     assert more["weights"] == more["gradients"] == 4 * parameters and more["optimizer"] == 8 * parameters
     assert more["activations"] == 0
     # Muon keeps one moment, but not for what is looked up
-    usual, edited = (memory.memory_estimate(plan("muon", model))["optimizer"] for model in (GPT, edit))
-    assert round(1e9 * (edited - usual)) == (8 if edit in (ValueEmbeddings, Factorized) else 4) * parameters
-    report = memory.memory_report(plan("adamw", edit))
+    usual, edited = (memory.memory_estimate(plan("muon", model))["optimizer"] for model in models)
+    looked_up = edit in ("value embeddings", "factorized embedding")
+    assert round(1e9 * (edited - usual)) == (8 if looked_up else 4) * parameters
+    report = memory.memory_report(plan("adamw", models[1]))
     note = f"\nthe activations are estimated as if model.py were not edited in {', '.join(modules)}"
     assert report.endswith(note) if modules else "not edited" not in report
 
 
-EDITED_MODEL = """        self.tie_weights()
-        for block in self.transformer.h:
-            block.attn.values = nn.Embedding(config.vocab_size, config.n_embd)
-        tensors = chain("""
-
-
 def test_an_edited_file_changes_what_bench_says(zygote, work):
-    """A copy of the scripts in which model.py has an embedding of values in each block."""
-    for name in ("bench.py", "configurator.py", "train.py"):
-        shutil.copy(REPO / name, work)
-    (work / "isogpt").symlink_to(REPO / "isogpt")
-    text = (REPO / "model.py").read_text()
-    place = "        self.tie_weights()\n        tensors = chain("
-    assert text.count(place) == 1
-    (work / "model.py").write_text(text.replace(place, EDITED_MODEL))
+    """A copy of the repository in which model.py has an embedding of values in each block."""
+    (work / "copy").mkdir()
+    copy = apply("value embeddings", work / "copy")
     args = [*LONG, "--vocab_size=50304"]
     usual = parts_of_estimate(zygote, work, *args, "--estimate_world_size=1")
-    edited = parts_of_estimate(zygote, work, *args, "--estimate_world_size=1", repo=work)
+    edited = parts_of_estimate(zygote, work, *args, "--estimate_world_size=1", repo=copy)
     added = 12 * 50304 * 256 / 1e9
     assert edited["weights"] - usual["weights"] == pytest.approx(4 * added, abs=0.0011)
     assert edited["optimizer"] - usual["optimizer"] == pytest.approx(8 * added, abs=0.0011)
     plan = ["--plan=True", "--devices=1", "--hardware=h100", "--dtype=bfloat16", "--batch_size=1"]
-    text = zygote.start([*args, *plan, "--json_path=plan.json"], work, script="bench.py", repo=work)
+    text = zygote.start([*args, *plan, "--json_path=plan.json"], work, script="bench.py", repo=copy)
     said = text.wait().text()
     note = "the activations are estimated as if model.py were not edited in transformer.h.*.attn.values\n"
     assert said.count(note) == 1

@@ -7,7 +7,7 @@ from math import ceil, log2
 
 import pytest
 import torch
-from edited_models import SHAPE, Factorized, Gates, SharedMLP, ValueEmbeddings, Widths
+from edits import COUNTED_SHAPE, edited_gpt
 from runs import column, default_plan, records, train_defaults
 
 from isogpt.nn.counts import count_on_meta
@@ -80,45 +80,47 @@ def test_layers_are_cut_as_well_as_any_cut_does():
         assert max(sum(costs[i] for i in run) for run in cut) == best
 
 
-@pytest.mark.parametrize("edit, first_stage", [(GPT, 4), (Widths, 5), (ValueEmbeddings, 4)])
-def test_layers_are_cut_by_what_their_modules_compute(edit, first_stage):
-    """Six blocks and a small head; if each MLP is wider than the one before, the first stage has more."""
+@pytest.mark.parametrize("edit, first", [("", 2), ("value embeddings", 2), ("no first MLP", 3)])
+def test_layers_are_cut_by_what_their_modules_compute(edit, first):
+    """Seven blocks and a small head in three stages; a first block that computes less leaves room for one."""
     with torch.device("meta"):
-        model = edit(GPTConfig(**SHAPE | {"n_layer": 7}))
-    assert list(split_layers(model, Mesh(pp=2), "1f1b")[0].blocks) == [str(i) for i in range(first_stage)]
+        model = (edited_gpt(edit) if edit else GPT)(GPTConfig(**COUNTED_SHAPE | {"n_layer": 7}))
+    assert list(split_layers(model, Mesh(pp=3), "1f1b")[0].blocks) == [str(i) for i in range(first)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-@pytest.mark.parametrize("edit", [GPT, ValueEmbeddings, Widths, Factorized])
+@pytest.mark.parametrize("edit", ["", "value embeddings", "MLPs of different width", "factorized embedding"])
 @pytest.mark.parametrize("arch, tied", [("gpt2", True), ("nanochat", False)])
 def test_an_estimate_knows_what_each_rank_of_a_pipeline_holds(schedule, edit, arch, tied):
     """Against the parameters that are left when the layers are divided."""
-    shape = SHAPE | {"n_layer": 8, "arch": arch, "tied": tied and edit is not Factorized, "n_expert": 2}
-    plan = plan_with(shape, 3, 1, 3, pp=3, pp_schedule=schedule, model_class=edit)
+    model_class = edited_gpt(edit) if edit else GPT
+    tied = tied and edit != "factorized embedding"
+    shape = COUNTED_SHAPE | {"n_layer": 8, "arch": arch, "tied": tied, "n_expert": 2}
+    plan = plan_with(shape, 3, 1, 3, pp=3, pp_schedule=schedule, model_class=model_class)
     for rank in range(3):
         with torch.device("meta"):
-            model = edit(GPTConfig(**shape))
+            model = model_class(GPTConfig(**shape))
         split_layers(model, Mesh(rank, pp=3), schedule)
         part = memory.part_of(plan, rank)
         held = sum(p.numel() for p in model.parameters())
         assert part.dense + part.experts == pytest.approx(held, rel=1e-12), rank
-        assert edit is Factorized or (part.edge_matrices > 0) == part.has_loss
+        assert edit == "factorized embedding" or (part.edge_matrices > 0) == part.has_loss
 
 
 def test_predictions_follow_an_edit_of_the_model():
-    shape = SHAPE | {"n_embd": 1024, "n_layer": 4, "block_size": 1024}
+    shape = COUNTED_SHAPE | {"n_embd": 1024, "block_size": 1024}
 
-    def compute_s(model_class, **changes):
-        plan = plan_with(shape | changes, 1, 64, 1, model_class=model_class)
+    def compute_s(edit, **changes):
+        plan = plan_with(shape | changes, 1, 64, 1, model_class=edited_gpt(edit) if edit else GPT)
         return prediction.predict(plan, SIMPLE, 8).seconds["compute"]
 
-    usual = compute_s(GPT)
-    # MLPs of 1, 2, 3 and 4 times the width are 2.5 times as wide on average
-    assert compute_s(Widths) == pytest.approx(compute_s(GPT, n_hidden=10240), rel=0.1)
-    assert compute_s(Widths) > 1.5 * usual and usual < compute_s(Gates) < 1.01 * usual
-    assert compute_s(SharedMLP) == pytest.approx(usual, rel=0.01)
-    assert compute_s(ValueEmbeddings) == pytest.approx(usual, rel=0.01)
-    assert usual < compute_s(Factorized) < 1.01 * usual
+    usual, wider = compute_s(""), compute_s("", n_hidden=6144)
+    # one and a half times as wide on average
+    assert compute_s("MLPs of different width") == pytest.approx(wider, rel=0.1) and wider > 1.2 * usual
+    assert usual < compute_s("gate of each head") < 1.01 * usual
+    assert usual < compute_s("factorized embedding") < 1.01 * usual
+    assert compute_s("shared MLP of distant blocks") == pytest.approx(usual, rel=0.01)
+    assert compute_s("value embeddings") == pytest.approx(usual, rel=0.01)
 
 
 def test_plans_are_valid_and_have_the_same_global_batch():
