@@ -39,7 +39,7 @@ from isogpt.speed import plan_report
 from isogpt.speed.bench_request import read_request
 from isogpt.speed.collective_speeds import measure_collectives
 from isogpt.speed.launches import Launches
-from isogpt.speed.memory import memory_estimate
+from isogpt.speed.memory import about_edited_modules, memory_estimate
 from isogpt.speed.model_check import DIFFERS, check_model
 from isogpt.speed.step_report import report_step
 from isogpt.speed.sweep import run_sweep
@@ -103,6 +103,8 @@ def print_estimate(workload: Workload, world_size: int, card: str) -> None:
     say(f"estimated GB per rank, with world size {planned.world_size} and {micro_batch}:")
     for name, gb in memory_estimate(planned).items():
         say(f"  {name:12} {gb:8.3f}")
+    if note := about_edited_modules(planned):
+        say(note)
 
 
 def this_machine(local_device: torch.device) -> dict:
@@ -139,7 +141,7 @@ try:
         start_workers(nproc, __file__)  # the launcher has started the processes: this only checks nproc
     elif comm:  # torchrun replaces this process, and the workers come here
         start_workers(nproc or (torch.cuda.device_count() if local_device.type == "cuda" else 2), __file__)
-    workload = choose_workload(config, train_settings, sys.argv[1:], local_device, request)
+    workload = choose_workload(config, train_settings, sys.argv[1:], local_device, request, GPT)
 
     # reports for which nothing is trained
     if estimate or estimate_world_size:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import ARCHS, GPTConfig
+from isogpt.nn.counts import count_model, flops_per_token
 from isogpt.nn.experts import ExpertLinear, MoE, Router, unchanged
 from isogpt.nn.kernels import (
     IGNORE,
@@ -499,16 +500,10 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> float:
         """
-        Return the FLOPs of one token's forward and backward pass: 6 N + 12 L H Q T (PaLM, appendix B,
-        arXiv:2204.02311). N excludes experts that the token does not use. It also excludes embeddings, which
-        are looked up and not multiplied, unless the head shares them.
+        Return the FLOPs of one token's forward and backward pass, see isogpt/nn/counts.py: parameters are
+        counted, and attention's FLOPs are a formula.
         """
-        c = self.config
-        looked_up = 0 if c.tied else self.transformer.wte.weight.numel()
-        return (
-            6 * (self.get_num_params() - c.unused_count - looked_up)
-            + 12 * c.n_layer * c.n_embd * c.block_size
-        )
+        return flops_per_token(count_model(self), self.config)
 
     def estimate_mfu(self, fwdbwd_per_iter: float, dt: float, peak_flops: float = 312e12) -> float:
         """

@@ -187,7 +187,7 @@ data = together.do_together(open_dataset, dataset, block_size, vocab_size)
 start_checks.check_start(ranks, config | data.facts())  # exits if ranks differ in settings, data or code
 stop = signals.watch_signals(time_limit_s)  # all ranks agree on stop.agreed, once per step
 start = find_start(init_from, out_dir, resume_step, ranks, GPT.from_pretrained)  # opens a checkpoint
-plan = planner.make_plan(config, ranks, data, start)  # layout, shape, dtype, micro-batch
+plan = planner.make_plan(config, ranks, data, start, GPT)  # layout, shape, dtype, micro-batch
 mesh = connect_mesh(ranks.rank, plan, dist_timeout_s)  # creates process groups
 # compares a step of a small model on all ranks with the step of one process; exits if they differ
 checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)

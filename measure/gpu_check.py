@@ -42,6 +42,7 @@ from torch.utils.benchmark import Timer
 
 from isogpt.launch.together import gather_numbers
 from isogpt.nn import generation, kernels
+from isogpt.nn.counts import count_on_meta
 from isogpt.parallel import compilation
 from isogpt.parallel.plan import plan_of
 from isogpt.speed import memory
@@ -404,7 +405,8 @@ def estimate(r: dict) -> float:
     """GB that memory.py estimates for a launch of bench.py."""
     c = r["settings"]
     model_args = asdict(GPTConfig(**model_args_of(c, c["vocab_size"])))
-    plan = plan_of(c, 1, model_args=model_args, dtype=r["dtype"], device_type="cuda")
+    counts = count_on_meta(GPT, model_args)
+    plan = plan_of(c, 1, model_args=model_args, counts=counts, dtype=r["dtype"], device_type="cuda")
     return memory.memory_estimate(plan)["total"]
 
 

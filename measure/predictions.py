@@ -26,11 +26,12 @@ from runs import REPO, column, tiny_data
 from slow_network import train
 
 from configurator import settings_of
+from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.plan import Plan, plan_of
 from isogpt.speed import prediction
 from isogpt.speed.devices import Hardware, Link, hardware_here, measured_link
 from isogpt.training.settings import model_args_of
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 STEPS, WARM_UP = 7, 3
 COMMON = {
@@ -89,7 +90,8 @@ def plan_with(settings: dict, nproc: int) -> Plan:
     """The plan of a run with these settings."""
     config = DEFAULTS | COMMON | settings
     args = asdict(GPTConfig(**model_args_of(config, 65)))
-    return plan_of(config, 1, model_args=args, dtype="float32", world_size=nproc)
+    counts = count_on_meta(GPT, args)
+    return plan_of(config, 1, model_args=args, counts=counts, dtype="float32", world_size=nproc)
 
 
 def flags(settings: dict) -> list[str]:

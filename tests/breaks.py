@@ -96,8 +96,8 @@ BREAKS = {
         "a block left out": (
             PIPELINE,
             "split_layers",
-            "runs = cut_evenly(tuple(block_costs(model)), n)",
-            "runs = [run[:-1] or run for run in cut_evenly(tuple(block_costs(model)), n)]",
+            "runs = cut_evenly(costs, n)",
+            "runs = [run[:-1] or run for run in cut_evenly(costs, n)]",
         ),
     },
     "pp 2, zbv": {

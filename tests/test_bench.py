@@ -21,6 +21,7 @@ from isogpt.speed.launches import reason_for
 from isogpt.speed.step_report import report_step, split_step
 from isogpt.speed.sweep import run_sweep
 from isogpt.speed.workload import Workload
+from model import GPT
 
 TINY = ["--dataset=tiny", "--device=cpu", "--dtype=float32", "--n_layer=1", "--n_head=2", "--n_embd=16"]
 TINY += ["--block_size=16", "--batch_size=2", "--steps=3"]
@@ -230,7 +231,7 @@ def test_the_report_of_a_step(at, capsys):
 def test_the_rows_of_a_sweep(capsys, swept, weak, micro_batches, batches):
     """The global batch grows with weak scaling only; a layout's row is launched twice."""
     settings = DEFAULTS | {"gradient_accumulation_steps": micro_batches, "nproc": 2}
-    workload = Workload(settings, {}, {}, torch.device("cpu"), 2, weak, is_random=False)
+    workload = Workload(settings, {}, {}, torch.device("cpu"), 2, weak, is_random=False, model_class=GPT)
     launches, launched = launches_of(figures())
     rows = run_sweep(launches, workload, {name: list(values) for name, values in swept.items()}, 3)
     out = capsys.readouterr().out

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from edits import COUNTED, COUNTED_SHAPE, apply, edited_gpt
 from runs import REPO, TINY, column, default_plan, records, train_defaults
 
 from isogpt.checkpoint.search import newest_checkpoint
+from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.plan import Plan, plan_of
 from isogpt.speed import devices, memory, prediction
 from model import GPT, GPTConfig
@@ -80,11 +82,12 @@ def test_out_of_memory_continues_with_half_the_micro_batch(zygote, work):
     assert config["batch_size"] == 8, "the settings do not change"
 
 
-def plan_with(model_args, world_size=1, device_type="cuda", dtype="bfloat16", **settings):
+def plan_with(model_args, world_size=1, device_type="cuda", dtype="bfloat16", model_class=GPT, **settings):
     """The plan of train.py's defaults, with these settings."""
     islands = settings.pop("islands", 1)
     others = {"world_size": world_size, "device_type": device_type, "dtype": dtype}
-    return plan_of(DEFAULTS | settings, islands, model_args=model_args, **others)
+    counts = count_on_meta(model_class, model_args)
+    return plan_of(DEFAULTS | settings, islands, model_args=model_args, counts=counts, **others)
 
 
 def test_what_was_recorded_for_a_job_is_not_used_for_a_different_job():
@@ -176,14 +179,14 @@ def test_what_settings_do_to_the_parts_of_an_estimate():
     # offloading adds up gradients on the device, unless they are reduced in every micro-step
     offloaded = plan(zero=3, cpu_offload=True)
     on_cpu = parts(zero=3, cpu_offload=True, grad_sync="every")
-    shard = memory.parameter_counts(offloaded.model_args)[0] / 1e9
+    shard = offloaded.counts.parameters / 1e9
     assert memory.memory_estimate(offloaded)["gradients"] - on_cpu["gradients"] == pytest.approx(shard)
     assert f"--grad_sync=every {on_cpu['total']:.2f}" in memory.memory_report(offloaded)
 
 
 def test_what_compression_and_islands_keep():
     args = GPT(GPTConfig(8, 65, 2, 2, 32)).describe()
-    n = memory.parameter_counts(args)[0]
+    n = count_on_meta(GPT, args).parameters
 
     def optimizer_bytes(world_size, **settings):
         plan = plan_with(args, world_size, "cpu", "float32", batch_size=1, **settings)
@@ -290,8 +293,10 @@ def test_parameters_and_activations_of_a_block_are_counted(arch, n_expert):
     model, args = GPT(config), asdict(config)
     block = model.transformer.h[0]
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    counted = (model.parameters(), block.parameters(), experts)
-    assert memory.parameter_counts(args) == tuple(sum(p.numel() for p in params) for params in counted)
+    parts = (model.parameters(), block.parameters(), experts)
+    counts = count_on_meta(GPT, args)
+    counted = [counts.parameters, counts.blocks[0].parameters, counts.experts]
+    assert counted == [sum(p.numel() for p in part) for part in parts] and not counts.edited
 
     weights, saved = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
@@ -308,9 +313,49 @@ def test_parameters_and_activations_of_a_block_are_counted(arch, n_expert):
     )
 
 
-def parts_of_estimate(zygote, work, *args):
+@pytest.mark.parametrize("edit", COUNTED)
+def test_an_estimate_follows_an_edit_of_the_model(edit):
+    """The activations, which it does not know, it names."""
+    args, (parameters, _, modules) = asdict(GPTConfig(**COUNTED_SHAPE)), COUNTED[edit]
+    models = (GPT, edited_gpt(edit))
+
+    def plan(optimizer, model_class):
+        return plan_with(args, 1, "cpu", "float32", model_class, optimizer=optimizer, batch_size=2)
+
+    usual, edited = (memory.memory_estimate(plan("adamw", model)) for model in models)
+    more = {name: round(1e9 * (edited[name] - usual[name])) for name in edited}
+    assert more["weights"] == more["gradients"] == 4 * parameters and more["optimizer"] == 8 * parameters
+    assert more["activations"] == 0
+    # Muon keeps one moment, but not for what is looked up
+    usual, edited = (memory.memory_estimate(plan("muon", model))["optimizer"] for model in models)
+    looked_up = edit in ("value embeddings", "factorized embedding")
+    assert round(1e9 * (edited - usual)) == (8 if looked_up else 4) * parameters
+    report = memory.memory_report(plan("adamw", models[1]))
+    note = f"\nthe activations are estimated as if model.py were not edited in {', '.join(modules)}"
+    assert report.endswith(note) if modules else "not edited" not in report
+
+
+def test_an_edited_file_changes_what_bench_says(zygote, work):
+    """A copy of the repository in which model.py has an embedding of values in each block."""
+    (work / "copy").mkdir()
+    copy = apply("value embeddings", work / "copy")
+    args = [*LONG, "--vocab_size=50304"]
+    usual = parts_of_estimate(zygote, work, *args, "--estimate_world_size=1")
+    edited = parts_of_estimate(zygote, work, *args, "--estimate_world_size=1", repo=copy)
+    added = 12 * 50304 * 256 / 1e9
+    assert edited["weights"] - usual["weights"] == pytest.approx(4 * added, abs=0.0011)
+    assert edited["optimizer"] - usual["optimizer"] == pytest.approx(8 * added, abs=0.0011)
+    plan = ["--plan=True", "--devices=1", "--hardware=h100", "--dtype=bfloat16", "--batch_size=1"]
+    text = zygote.start([*args, *plan, "--json_path=plan.json"], work, script="bench.py", repo=copy)
+    said = text.wait().text()
+    note = "the activations are estimated as if model.py were not edited in transformer.h.*.attn.values\n"
+    assert said.count(note) == 1
+    assert json.loads((work / "plan.json").read_text())["plan"]["plans"][0]["gb"] > 16 * added
+
+
+def parts_of_estimate(zygote, work, *args, repo=REPO):
     """{part: GB} of bench.py --estimate_world_size."""
-    text = zygote.start([*args], work, script="bench.py").wait().text()
+    text = zygote.start([*args], work, script="bench.py", repo=repo).wait().text()
     return {name: float(gb) for name, gb in re.findall(r"^  (\w+) +([\d.]+)$", text, re.M)}
 
 

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from edits import COUNTED, COUNTED_SHAPE, edited_gpt
 from runs import train_defaults
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.nn import generation
+from isogpt.nn.counts import count_model
 from isogpt.nn.generation import next_token
 from isogpt.nn.kernels import (
     ChunkedLoss,
@@ -922,6 +924,18 @@ def test_mfu_of_gpt2():
     # 12 sequences of 1024 tokens in half a second: 2.1016571e13 a second, of an A100's 3.12e14
     assert gpt.estimate_mfu(12, 0.5) == pytest.approx(0.067360, rel=1e-4)
     assert gpt.estimate_mfu(12, 0.5, peak_flops=624e12) == pytest.approx(0.033680, rel=1e-4)
+
+
+@pytest.mark.parametrize("edit", COUNTED)
+def test_parameters_and_flops_of_an_edited_model_are_counted(edit):
+    """What is looked up has no FLOPs, and what blocks share has its FLOPs in each."""
+    config, (parameters, used, modules) = GPTConfig(**COUNTED_SHAPE), COUNTED[edit]
+    with torch.device("meta"):
+        usual, edited = GPT(config), edited_gpt(edit)(config)
+    assert edited.get_num_params() == usual.get_num_params() + parameters
+    assert count_model(edited).parameters == edited.get_num_params(non_embedding=False)
+    assert edited.flops_per_token() == usual.flops_per_token() + 6 * used
+    assert count_model(edited).edited == modules
 
 
 # ------------------------------------------------------------------------------------------------------------

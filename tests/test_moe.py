@@ -325,7 +325,6 @@ def test_flops_count_the_experts_that_a_token_uses(kind):
     moe = GPT(config_of(kind, n_expert_active=1))
     mlp = sum(p.numel() for p in dense.transformer.h[0].mlp.parameters())
     routers = 2 * 4 * moe.config.n_embd
-    assert moe.config.mlp_count == mlp and dense.config.unused_count == 0
     assert moe.get_num_params() == dense.get_num_params() + 2 * 3 * mlp + routers
     assert moe.flops_per_token() == dense.flops_per_token() + 6 * routers
     two = GPT(config_of(kind, n_expert_active=2))

@@ -6,16 +6,19 @@ from itertools import combinations, pairwise
 from math import ceil, log2
 
 import pytest
+import torch
+from edits import COUNTED_SHAPE, edited_gpt
 from runs import column, default_plan, records, train_defaults
 
-from isogpt.parallel.mesh import AXES, make_mesh
-from isogpt.parallel.pipeline import cut_evenly
+from isogpt.nn.counts import count_on_meta
+from isogpt.parallel.mesh import AXES, Mesh, make_mesh
+from isogpt.parallel.pipeline import cut_evenly, split_layers
 from isogpt.parallel.plan import LAYOUT, plan_of
 from isogpt.parallel.shares import share_of
-from isogpt.speed import layouts, plan_report, prediction
+from isogpt.speed import layouts, memory, plan_report, prediction
 from isogpt.speed.devices import HARDWARE, Link, changed_hardware, measured_link
 from isogpt.training.settings import check_training
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 DEFAULTS = train_defaults()
 GPT2 = {"bias": False}
@@ -26,10 +29,11 @@ LOCAL, NETWORK = Link(1e-6, 1e11), Link(1e-5, 8e10)
 SIMPLE = replace(HARDWARE["h100"], matmul=1e14, bytes_per_s=1e12, local=LOCAL, network=NETWORK, half=100)
 
 
-def plan_with(model, devices, batch_size, accumulation, dtype="bfloat16", **settings):
+def plan_with(model, devices, batch_size, accumulation, dtype="bfloat16", model_class=GPT, **settings):
     config = DEFAULTS | {"batch_size": batch_size, "gradient_accumulation_steps": accumulation} | settings
     args = asdict(GPTConfig(**model))
-    return plan_of(config, 1, world_size=devices, device_type="cuda", dtype=dtype, model_args=args)
+    ranks = {"world_size": devices, "device_type": "cuda", "dtype": dtype}
+    return plan_of(config, 1, model_args=args, counts=count_on_meta(model_class, args), **ranks)
 
 
 def test_a_matmul_takes_its_flops_or_its_memory_traffic():
@@ -74,6 +78,49 @@ def test_layers_are_cut_as_well_as_any_cut_does():
         ends = ([0, *inner, 8] for inner in combinations(range(1, 8), n - 1))
         best = min(max(sum(costs[a:b]) for a, b in pairwise(e)) for e in ends)
         assert max(sum(costs[i] for i in run) for run in cut) == best
+
+
+@pytest.mark.parametrize("edit, first", [("", 2), ("value embeddings", 2), ("no first MLP", 3)])
+def test_layers_are_cut_by_what_their_modules_compute(edit, first):
+    """Seven blocks and a small head in three stages; a first block that computes less leaves room for one."""
+    with torch.device("meta"):
+        model = (edited_gpt(edit) if edit else GPT)(GPTConfig(**COUNTED_SHAPE | {"n_layer": 7}))
+    assert list(split_layers(model, Mesh(pp=3), "1f1b")[0].blocks) == [str(i) for i in range(first)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("edit", ["", "value embeddings", "MLPs of different width", "factorized embedding"])
+@pytest.mark.parametrize("arch, tied", [("gpt2", True), ("nanochat", False)])
+def test_an_estimate_knows_what_each_rank_of_a_pipeline_holds(schedule, edit, arch, tied):
+    """Against the parameters that are left when the layers are divided."""
+    model_class = edited_gpt(edit) if edit else GPT
+    tied = tied and edit != "factorized embedding"
+    shape = COUNTED_SHAPE | {"n_layer": 8, "arch": arch, "tied": tied, "n_expert": 2}
+    plan = plan_with(shape, 3, 1, 3, pp=3, pp_schedule=schedule, model_class=model_class)
+    for rank in range(3):
+        with torch.device("meta"):
+            model = model_class(GPTConfig(**shape))
+        split_layers(model, Mesh(rank, pp=3), schedule)
+        part = memory.part_of(plan, rank)
+        held = sum(p.numel() for p in model.parameters())
+        assert part.dense + part.experts == pytest.approx(held, rel=1e-12), rank
+        assert edit == "factorized embedding" or (part.edge_matrices > 0) == part.has_loss
+
+
+def test_predictions_follow_an_edit_of_the_model():
+    shape = COUNTED_SHAPE | {"n_embd": 1024, "block_size": 1024}
+
+    def compute_s(edit, **changes):
+        plan = plan_with(shape | changes, 1, 64, 1, model_class=edited_gpt(edit) if edit else GPT)
+        return prediction.predict(plan, SIMPLE, 8).seconds["compute"]
+
+    usual, wider = compute_s(""), compute_s("", n_hidden=6144)
+    # one and a half times as wide on average
+    assert compute_s("MLPs of different width") == pytest.approx(wider, rel=0.1) and wider > 1.2 * usual
+    assert usual < compute_s("gate of each head") < 1.01 * usual
+    assert usual < compute_s("factorized embedding") < 1.01 * usual
+    assert compute_s("shared MLP of distant blocks") == pytest.approx(usual, rel=0.01)
+    assert compute_s("value embeddings") == pytest.approx(usual, rel=0.01)
 
 
 def test_plans_are_valid_and_have_the_same_global_batch():

@@ -5,7 +5,6 @@ from isogpt.data.reader import Reader
 from isogpt.launch import torch_import
 from isogpt.launch.network import own_cores
 from isogpt.launch.process_group import Ranks
-from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import about_unused_ranks, spell_shares
@@ -13,11 +12,12 @@ from isogpt.parallel.shares import about_unused_ranks, spell_shares
 
 def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) -> list[str]:
     """The data and the model; `origin` is where the weights are from."""
-    unused = GPTConfig(**plan.model_args).unused_count
-    active = f", {(parameter_count - unused) / 1e6:.2f}M for each token" if unused else ""
+    args, active = plan.model_args, ""
+    if experts := plan.counts.experts:
+        unused = experts - experts * args["n_expert_active"] // args["n_expert"]
+        active = f", {(parameter_count - unused) / 1e6:.2f}M for each token"
     return [
-        f"data:    {data.folder}, {len(data.train):,} training tokens, "
-        f"vocabulary size {plan.model_args['vocab_size']}",
+        f"data:    {data.folder}, {len(data.train):,} training tokens, vocabulary size {args['vocab_size']}",
         f"model:   {parameter_count / 1e6:.2f}M parameters{active}, from {origin}",
     ]
 

@@ -98,18 +98,6 @@ class GPTConfig:
         self.norm_eps = self.norm_eps or arch.norm_eps
 
     @property
-    def mlp_count(self) -> int:
-        """Number of parameters of an MLP, or of an expert."""
-        matrices = 3 if ARCHS[self.arch].activation == "swiglu" else 2
-        biases = (matrices - 1) * self.n_hidden + self.n_embd if self.bias else 0
-        return matrices * self.n_embd * self.n_hidden + biases
-
-    @property
-    def unused_count(self) -> int:
-        """Number of parameters, in experts, that a token does not use."""
-        return self.n_layer * (self.n_expert - self.n_expert_active) * self.mlp_count if self.n_expert else 0
-
-    @property
     def qkv_rows(self) -> tuple[int, int, int]:
         """Heights of the query, key and value projections that are stacked in `c_attn`."""
         head_size = self.n_embd // self.n_head

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.counts import ModelCounts, count_model
 from isogpt.nn.kernels import KVCache
 from isogpt.parallel.data_parallel import shared_parameter
 from isogpt.parallel.float_sums import FloatSums
@@ -59,16 +60,17 @@ def cut_evenly(costs: tuple[float, ...], n: int) -> tuple[range, ...]:
     return tuple(range(*ends) for ends in pairwise(starts))
 
 
-def block_costs(model: nn.Module) -> list[float]:
+def block_costs(counts: ModelCounts, block_size: int, n_embd: int) -> tuple[float, ...]:
     """
-    Return the FLOPs of each block's forward pass for a token, the last block with the head. Embeddings are
-    looked up: no FLOPs.
+    Return the FLOPs of each block's forward pass for a token, the first block with what comes before it, the
+    last block with the final norm and the head. Attention's are a formula.
     """
-    c, block = model.config, model.transformer.h[0]
-    used = sum(p.numel() for p in block.parameters()) - c.unused_count // c.n_layer
-    costs = [2.0 * used + 2 * c.block_size * c.n_embd] * c.n_layer
-    costs[-1] += 2.0 * c.vocab_size * c.n_embd
-    return costs
+    costs = [2.0 * block.used + 2 * block_size * n_embd for block in counts.blocks]
+    first, last = edges_of(0, 2, tied=False), edges_of(1, 2, tied=False)
+    for name, edge in counts.outside.items():
+        costs[0] += 2.0 * edge.used * (name in first)
+        costs[-1] += 2.0 * edge.used * (name in last)
+    return tuple(costs)
 
 
 def stages_of(rank: int, pp: int, pp_schedule: str) -> list[int]:
@@ -146,7 +148,8 @@ def routing_shapes(blocks: int, rows: int, config: GPTConfig) -> list[Tensor]:
 def split_layers(model: nn.Module, mesh: Mesh, pp_schedule: str) -> list[Stage]:
     """Remove the layers of other ranks from a model on the meta device; returns this rank's stages."""
     n = mesh.pp * stages_per_rank(pp_schedule)
-    runs = cut_evenly(tuple(block_costs(model)), n)
+    costs = block_costs(count_model(model), model.config.block_size, model.config.n_embd)
+    runs = cut_evenly(costs, n)
     if name := shared_parameter(model, [[model.transformer.h[i] for i in run] for run in runs]):
         raise LayoutError(f"blocks of two pipeline stages share {name}: set --pp=1")
     numbers = stages_of(mesh.index("pp"), mesh.pp, pp_schedule)

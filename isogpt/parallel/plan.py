@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from isogpt.nn.counts import ModelCounts
+
 # tf32 is stored as float32 and multiplied by tensor cores with a 10-bit mantissa
 DTYPES = {
     "float32": torch.float32,
@@ -36,6 +38,7 @@ class Plan:
     dtype: str
     # model
     model_args: dict = field(default_factory=dict)  # fields of GPTConfig; {}: the model is not known
+    counts: ModelCounts | None = None  # of the model's parameters; None: not known
     # step
     batch_size: int
     gradient_accumulation_steps: int

@@ -1,19 +1,21 @@
 """
-Estimate by formula the memory that a training step needs: for `bench.py --estimate`, for plans, and for the
-message after running out of memory.
+Estimate the memory that a training step needs: for `bench.py --estimate`, for plans, and for the message
+after running out of memory.
 
 A rank's memory has four parts: weights, gradients, the optimizer's state, and activations. The first three
-follow from the parameters that the rank holds (`RankPart`) and from how ZeRO divides them. The activations
-follow from the tokens of a micro-batch.
+follow from the parameters that the rank holds (`RankPart`), which are counted from the modules of the model,
+and from how ZeRO divides them. The activations follow by formula from the settings and the tokens of a
+micro-batch; `about_edited_modules` names what the formulas do not know.
 """
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from isogpt.nn.architecture import ARCHS, GPTConfig
+from isogpt.nn.counts import Counts, ModelCounts
 from isogpt.nn.kernels import (
     HALF_ATTENTION_CHUNK,
     HALF_ATTENTION_KEEPS_UP_TO,
@@ -21,7 +23,7 @@ from isogpt.nn.kernels import (
     logits_at_once,
 )
 from isogpt.parallel.mesh import stages_per_rank
-from isogpt.parallel.pipeline import cut_evenly, stages_of
+from isogpt.parallel.pipeline import block_costs, cut_evenly, edges_of, stages_of
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
@@ -84,57 +86,45 @@ def memory_report(plan: Plan) -> str:
     totals = {flags: memory_estimate(replace(plan, **changes))["total"] for flags, changes in options.items()}
     lower = [f"{flags} {total:.2f}" for flags, total in totals.items() if total < parts["total"]]
     text = "GB on each rank, estimated: " + ", ".join(f"{name} {part:.2f}" for name, part in parts.items())
-    return f"{text}; lower totals: {', '.join(lower)}" if lower else text
+    text += f"; lower totals: {', '.join(lower)}" if lower else ""
+    note = about_edited_modules(plan)
+    return f"{text}\n{note}" if note else text
+
+
+def about_edited_modules(plan: Plan) -> str:
+    """A sentence that names the modules that the formulas of activations do not know; "" if they know all."""
+    names = ", ".join(plan.counts.edited)
+    return f"the activations are estimated as if model.py were not edited in {names}" if names else ""
 
 
 # ------------------------------------------------------------------------------------------------------------
 # parameters
 
 
-class ParameterCounts(NamedTuple):
-    """Numbers of parameters."""
-
-    model: int
-    block: int  # of one block, with its experts
-    experts: int  # of all experts of a block
-
-
-def parameter_counts(model_args: dict) -> ParameterCounts:
-    """Count the parameters of a whole model."""
-    return counts_of(tuple(model_args.items()))
-
-
-@lru_cache
-def counts_of(model_args: tuple[tuple[str, object], ...]) -> ParameterCounts:
-    """`parameter_counts`, cached: isogpt/speed/layouts.py asks for them thousands of times."""
-    c = GPTConfig(**dict(model_args))
-    C, qkv, experts = c.n_embd, sum(c.qkv_rows), c.n_expert * c.mlp_count
-    norm = (2 if c.bias else 1) * C if ARCHS[c.arch].norm_weights else 0
-    attention = C * (qkv + C) + (qkv + C if c.bias else 0)
-    router_and_mlp = c.n_expert * C + experts if c.n_expert else c.mlp_count
-    block = attention + 2 * norm + router_and_mlp
-    embeddings_and_head = c.vocab_size * C * (1 if c.tied else 2)
-    positions = c.block_size * C if c.arch == "gpt2" else 0
-    return ParameterCounts(c.n_layer * block + norm + embeddings_and_head + positions, block, experts)
-
-
 @dataclass(frozen=True)
 class RankPart:
     """
-    What a rank of a pipeline holds of the model, before ZeRO divides it.
+    What a rank of a pipeline holds of the model, before ZeRO divides it. Blocks may differ: the numbers of a
+    block are the mean of the rank's blocks.
 
     Args:
         layers: number of blocks.
         block: parameters of a block, without its experts.
         block_experts: parameters of the experts that the rank holds of a block.
+        block_embeddings: those of `block` that are looked up.
+        block_matrices: weights of a block's matrices that a token is multiplied by, on any rank of tp and ep.
         edges: parameters outside of the blocks: embeddings, the last norm, the head.
+        edge_matrices: `block_matrices` outside of the blocks, such as the head's.
         has_loss: whether the rank computes the loss, as a pipeline's last stage does.
     """
 
     layers: int
     block: float
     block_experts: float
+    block_embeddings: float
+    block_matrices: float
     edges: float
+    edge_matrices: float
     has_loss: bool
 
     @property
@@ -150,24 +140,45 @@ class RankPart:
 
 def part_of(plan: Plan, pp_rank: int) -> RankPart:
     """Return what a rank of a pipeline holds."""
-    args, pp, tp = plan.model_args, plan.pp, plan.tp
-    L, C, V = args["n_layer"], args["n_embd"], args["vocab_size"]
-    counts = parameter_counts(args)
-    layers, edges, has_last = L, counts.model - L * counts.block, True
-    if pp > 1:
-        used = counts.block - GPTConfig(**args).unused_count // L
-        flops = [2.0 * (used + args["block_size"] * C)] * L  # per token, as in pipeline.block_costs
-        flops[-1] += 2.0 * V * C
-        n_stages = pp * stages_per_rank(plan.pp_schedule)
-        runs = cut_evenly(tuple(flops), n_stages)
-        held = stages_of(pp_rank, pp, plan.pp_schedule)
-        layers, has_last = sum(len(runs[stage]) for stage in held), n_stages - 1 in held
-        if 0 not in held:
-            edges = V * C
-        elif not has_last and not args["tied"]:
-            edges -= V * C  # the head is on a different rank
-    dense, experts = (counts.block - counts.experts) / tp, counts.experts / tp / plan.ep
-    return RankPart(layers, dense, experts, edges / tp, has_last)
+    args, tp = plan.model_args, plan.tp
+    n_stages = plan.pp * stages_per_rank(plan.pp_schedule) if plan.pp > 1 else 1
+    stages = stages_of(pp_rank, plan.pp, plan.pp_schedule) if plan.pp > 1 else [0]
+    sizes = args["block_size"], args["n_embd"]
+    layers, blocks = blocks_on(plan.counts, *sizes, tuple(stages), n_stages)
+    held, called = (edges_on(plan.counts, stages, n_stages, tied) for tied in (args["tied"], False))
+    return RankPart(
+        layers=layers,
+        block=(blocks.parameters - blocks.experts) / layers / tp,
+        block_experts=blocks.experts / layers / tp / plan.ep,
+        block_embeddings=blocks.embeddings / layers / tp,
+        block_matrices=blocks.matrices / layers,
+        edges=sum(edge.parameters for edge in held) / tp,
+        edge_matrices=sum(edge.matrices for edge in called),
+        has_loss=n_stages - 1 in stages,
+    )
+
+
+@lru_cache
+def blocks_on(
+    counts: ModelCounts, block_size: int, n_embd: int, stages: tuple[int, ...], n_stages: int
+) -> tuple[int, Counts]:
+    """
+    How many blocks these stages of a pipeline contain, and the counts of all of them together. Cached, since
+    isogpt/speed/layouts.py asks thousands of times.
+    """
+    runs = cut_evenly(block_costs(counts, block_size, n_embd), n_stages)
+    blocks = [astuple(counts.blocks[i]) for stage in stages for i in runs[stage]]
+    return len(blocks), Counts(*map(sum, zip(*blocks, strict=True)))
+
+
+def edges_on(counts: ModelCounts, stages: Sequence[int], n_stages: int, tied: bool) -> list[Counts]:
+    """
+    The counts of the modules outside of the blocks that a rank with these stages holds; with tied=False those
+    that it calls. Modules that pipeline.edges_of does not know are on every rank.
+    """
+    here = set().union(*(edges_of(stage, n_stages, tied) for stage in stages))
+    elsewhere = edges_of(0, 1, tied) - here
+    return [edge for name, edge in counts.outside.items() if name not in elsewhere]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -231,7 +242,7 @@ def optimizer_bytes(plan: Plan, part: RankPart) -> float:
     if not plan.cpu_offload:
         total += 8 * (n_shard if plan.zero >= 1 else n)
         if plan.optimizer == "muon":  # one moment for the matrices of the blocks
-            blocks = part.layers * part.block, part.experts
+            blocks = part.layers * (part.block - part.block_embeddings), part.experts
             total -= 4 * (shard(plan, *blocks) if plan.zero >= 1 else sum(blocks))
     islands = max(1, plan.islands)
     if keeps_errors(plan.grad_compression) and plan.world_size > islands:

@@ -3,11 +3,13 @@ The planner: decide what the settings of a training run leave open, once, at the
 parallel.plan.Plan; layouts.py ranks the layouts among which --layout=auto chooses.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import gcd
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from isogpt.checkpoint.folder import make_writable
 from isogpt.checkpoint.start import Start
@@ -17,6 +19,7 @@ from isogpt.launch.launchers import rank_variables
 from isogpt.launch.process_group import Ranks, island_count
 from isogpt.launch.together import broadcast, exit_together, gather_objects
 from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.plan import Plan, plan_of
 from isogpt.parallel.shares import parse_shares
@@ -30,11 +33,16 @@ LAYOUT_FILE = "layout.json"  # the layout that layout=auto has chosen, in out_di
 MICRO_BATCH = "micro_batch.json"  # the micro-batch size to use after running out of memory
 
 
-def make_plan(config: dict, ranks: Ranks, data: Dataset, start: Start) -> Plan:
+def make_plan(
+    config: dict, ranks: Ranks, data: Dataset, start: Start, model_class: Callable[[GPTConfig], nn.Module]
+) -> Plan:
     """
     Decide what train.py's settings leave open: the number of islands, the model's shape, the dtype to compute
     in, the layout and the micro-batch (all ranks). Exits with a message if the settings do not fit the ranks,
     the data or the model.
+
+    Args:
+        model_class: GPT, from the model.py of the run.
     """
     with exit_together():
         plan = plan_of(
@@ -47,7 +55,8 @@ def make_plan(config: dict, ranks: Ranks, data: Dataset, start: Start) -> Plan:
             ),
         )
         args = fit_model_args(start.model_args(config, data.vocab_size), config, data, start.is_resume)
-        plan = replace(plan, model_args=asdict(GPTConfig(**args)))
+        args = asdict(GPTConfig(**args))
+        plan = replace(plan, model_args=args, counts=count_on_meta(model_class, args))
         check_degrees(plan)
         parse_shares(plan.shares, make_mesh(0, plan).data_size)
     plan = replace(plan, dtype=precision.common_dtype(gather_objects(plan.dtype)))

@@ -74,23 +74,30 @@ def linear_s(hw: Hardware, m: float, k: float, n: float, size: int) -> Passes:
     return Passes(matmul_s(hw, m, k, n, size), matmul_s(hw, m, n, k, size) + matmul_s(hw, k, m, n, size))
 
 
-def block_s(hw: Hardware, plan: Plan) -> Passes:
+def block_s(hw: Hardware, plan: Plan, matrices: float) -> Passes:
     """
     Return the seconds of a block on `plan.micro_batch` sequences.
+
+    The matmuls are those of the block that the settings describe; those of an edited block take longer in
+    proportion to the weights of its matrices.
 
     Attention takes 4 T C FLOPs per token in the forward pass, halved by the causal mask, and 2.5 times as
     many in the backward pass (Dao 2023, arXiv:2307.08691, section 4.1). Each kept activation is written and
     read in the forward pass and read in the backward pass, and the gradient is written and read.
+
+    Args:
+        matrices: weights that a token is multiplied by, see RankPart.block_matrices.
     """
     args, tp, cp, ep, size = plan.model_args, plan.tp, plan.cp, plan.ep, plan.torch_dtype.itemsize
     C, T, hidden = args["n_embd"], args["block_size"], args["n_hidden"]
     tokens = plan.micro_batch * T / cp  # tokens in attention and the MLP
     kv = C * args["n_kv_head"] // args["n_head"]
     gate_and_hidden = hidden * (2 if ARCHS[args["arch"]].activation == "swiglu" else 1)
-    n_mlp, mlp_tokens = 1.0, tokens
+    n_mlp, mlp_tokens, active = 1.0, tokens, 1
     if n_expert := args.get("n_expert", 0):  # a rank's experts run one matmul after the other
-        n_mlp = n_expert / ep
-        mlp_tokens = tokens * args["n_expert_active"] / n_mlp
+        n_mlp, active = n_expert / ep, args["n_expert_active"]
+        mlp_tokens = tokens * active / n_mlp
+    unedited = C * (2 * C + 2 * kv + active * (gate_and_hidden + hidden) + n_expert)
 
     linears = [
         (1, linear_s(hw, tokens, C, (C + 2 * kv) / tp, size)),
@@ -100,36 +107,37 @@ def block_s(hw: Hardware, plan: Plan) -> Passes:
     ]
     attention = 2 * tokens * T * C / tp / (hw.attention * hw.matmul)
     traffic = block_activations(plan).kept * tokens / tp / hw.bytes_per_s
-    forward = sum(n * seconds.forward for n, seconds in linears) + attention + 2 * traffic
-    backward = sum(n * seconds.backward for n, seconds in linears)
+    edited = matrices / unedited  # 1 without an edit
+    forward = edited * sum(n * seconds.forward for n, seconds in linears) + attention + 2 * traffic
+    backward = edited * sum(n * seconds.backward for n, seconds in linears)
     backward += (2.5 + (cp > 1)) * attention + 3 * traffic  # context_attention repeats the forward pass
     kernels = (20 + 12 * n_mlp) * hw.kernel_s
     return Passes(max(forward, kernels), max(backward, 2 * kernels))
 
 
-def head_s(hw: Hardware, plan: Plan) -> Passes:
-    """Seconds of the head and the loss (kernels.summed_loss)."""
+def edges_s(hw: Hardware, plan: Plan, part: RankPart) -> Passes:
+    """Seconds of a rank's matmuls outside of the blocks, such as the head, and of kernels.summed_loss."""
     args, size = plan.model_args, plan.torch_dtype.itemsize
-    tokens, V = plan.micro_batch * args["block_size"] / plan.cp, args["vocab_size"] / plan.tp
-    head = linear_s(hw, tokens, args["n_embd"], V, size)
+    C, V = args["n_embd"], args["vocab_size"] / plan.tp
+    tokens = plan.micro_batch * args["block_size"] / plan.cp
+    head = Passes(0.0, 0.0)
+    if part.edge_matrices:
+        head = linear_s(hw, tokens, C, part.edge_matrices / C / plan.tp, size)
     # logits in the computing dtype and in float32, log_softmax, and the gradients
-    traffic = tokens * V / hw.bytes_per_s
+    traffic = tokens * V / hw.bytes_per_s if part.has_loss else 0.0
     return Passes(head.forward + (8 + 2 * size) * traffic, head.backward + (4 + 2 * size) * traffic)
 
 
 def micro_step_s(hw: Hardware, plan: Plan, pp_rank: int) -> Passes:
     """Seconds of a micro-batch on one rank of a pipeline."""
-    part, block = part_of(plan, pp_rank), block_s(hw, plan)
+    part = part_of(plan, pp_rank)
+    block, edges = block_s(hw, plan, part.block_matrices), edges_s(hw, plan, part)
     every = recompute_every(plan.activation_checkpointing)
     recomputation = block.forward / every if every else 0.0
     if plan.activation_checkpointing == "selective":
         recomputation *= 0.15  # without matmuls and attention
-    forward = part.layers * block.forward
-    backward = part.layers * (block.backward + recomputation)
-    if part.has_loss:
-        head = head_s(hw, plan)
-        forward += head.forward
-        backward += head.backward
+    forward = part.layers * block.forward + edges.forward
+    backward = part.layers * (block.backward + recomputation) + edges.backward
     parameters = part.dense + part.experts
     # autocast reads each weight in float32 and writes it
     if plan.torch_dtype.itemsize == 2 and plan.zero < 2:
@@ -337,6 +345,7 @@ def two_blocks(plan: Plan, n: int, tokens: int = 1024) -> Plan:
         **undivided,
         world_size=n,
         model_args=plan.model_args | {"n_layer": 2},
+        counts=replace(plan.counts, blocks=(2 * plan.counts.blocks)[:2]),
         batch_size=max(1, tokens // plan.model_args["block_size"]),
         gradient_accumulation_steps=n,
         grad_sync="never",

@@ -2,13 +2,15 @@
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch import nn
 
 from isogpt.data.dataset import GPT2_VOCAB, open_dataset, prepared_datasets
 from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.counts import count_on_meta
 from isogpt.nn.huggingface import GPT2
 from isogpt.options.values import Setting
 from isogpt.parallel.plan import Plan, normalized, plan_of
@@ -51,6 +53,7 @@ class Workload:
         processes: how many are launched.
         weak: whether the global batch grows with the processes.
         is_random: whether the tokens are random.
+        model_class: GPT, from the model.py that train.py trains.
     """
 
     settings: dict
@@ -60,6 +63,7 @@ class Workload:
     processes: int
     weak: bool
     is_random: bool
+    model_class: Callable[[GPTConfig], nn.Module]
 
     def micro_batches(self, n: int) -> int:
         """
@@ -125,13 +129,15 @@ class Workload:
             device_type, dtype = "cuda", dtype.replace("auto", "bfloat16")
         else:
             raise ValueError(f"dtype is {dtype!r}: for {card}, set --dtype=bfloat16 or float16")
+        model_args = self.model_args()
         plan = plan_of(
             settings,
             settings["islands"] or machines,
             world_size=world_size,
             device_type=device_type,
             dtype=dtype,
-            model_args=self.model_args(),
+            model_args=model_args,
+            counts=count_on_meta(self.model_class, model_args),
         )
         check_layout(plan)
         data_size = max(1, world_size // (plan.pp * plan.cp * plan.tp))
@@ -164,7 +170,12 @@ def name_of(argument: str) -> str:
 
 
 def choose_workload(
-    config: dict, defaults: dict[str, Setting], arguments: list[str], device: torch.device, request: Request
+    config: dict,
+    defaults: dict[str, Setting],
+    arguments: list[str],
+    device: torch.device,
+    request: Request,
+    model_class: Callable[[GPTConfig], nn.Module],
 ) -> Workload:
     """
     Return the workload that the settings describe. If they choose no model, a GPU trains GPT-2 124M, with the
@@ -173,6 +184,7 @@ def choose_workload(
     Args:
         config: bench.py's settings, and those of train.py's that were set.
         defaults: train.py's settings, see `described_for_bench`.
+        model_class: GPT, from the model.py that train.py trains.
     """
     chooses_nothing = not any(map(CHOOSES_MODEL.match, arguments))
     is_small = chooses_nothing and device.type != "cuda" and {*request.cards} <= {"this", "cpu"}
@@ -185,7 +197,9 @@ def choose_workload(
     is_random = not config["real_data"] or not is_prepared
     if is_random and not settings["vocab_size"]:
         settings["vocab_size"] = SMALL_VOCAB if is_small else GPT2_VOCAB
-    workload = Workload(settings, typed, chosen, device, request.processes, config["weak"], is_random)
+    workload = Workload(
+        settings, typed, chosen, device, request.processes, config["weak"], is_random, model_class
+    )
     if chooses_nothing and device.type == "cuda":
         plan = workload.plan(request.processes, request.cards[0])
         settings["batch_size"] = largest_micro_batch(plan, torch.cuda.mem_get_info(device)[1] / 1e9)

@@ -1,0 +1,154 @@
+"""
+Count the parameters and the FLOPs of a model from its modules, on the meta device too, so that the numbers
+follow an edit of model.py.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from isogpt.nn.architecture import ARCHS, GPTConfig
+from isogpt.nn.experts import ExpertLinear
+
+
+@dataclass(frozen=True)
+class Counts:
+    """
+    The parameters of a block, or of a module outside of the blocks.
+
+    A parameter that several modules share, such as that of a tied head, counts as a parameter in the first of
+    them only, but in all of them as `used`.
+
+    Args:
+        parameters: all parameters.
+        experts: those of the experts.
+        embeddings: those that are looked up: of nn.Embedding.
+        used: those that each token is multiplied by, 2 FLOPs each in the forward pass: all but embeddings and
+            the experts that a token does not use.
+        matrices: `used` without vectors, such as biases and the weights of norms.
+    """
+
+    parameters: int = 0
+    experts: int = 0
+    embeddings: int = 0
+    used: int = 0
+    matrices: int = 0
+
+
+@dataclass(frozen=True, eq=False)  # hashed by identity, for caches
+class ModelCounts:
+    """
+    The parameters of a model, by the place of their modules.
+
+    Args:
+        blocks: of each block.
+        outside: of the modules outside of the blocks, by name, such as wte and lm_head.
+        edited: see `edited_modules`. Formulas that take the model's shape from its settings miss these.
+    """
+
+    blocks: list[Counts]
+    outside: dict[str, Counts]
+    edited: list[str]
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(counts.parameters for counts in (*self.blocks, *self.outside.values()))
+
+    @property
+    def experts(self) -> int:
+        """Parameters of all experts."""
+        return sum(block.experts for block in self.blocks)
+
+    @property
+    def used(self) -> int:
+        """Parameters that each token is multiplied by."""
+        return sum(counts.used for counts in (*self.blocks, *self.outside.values()))
+
+
+def count_model(model: nn.Module) -> ModelCounts:
+    """
+    Count the parameters of a whole model, before it is divided. What a parameter is used for follows from the
+    module that holds it: the weight of an nn.Embedding is looked up, a token uses n_expert_active of the
+    n_expert experts of an ExpertLinear, and is multiplied once by any other parameter.
+    """
+    c, counted = model.config, set()
+    places = {f"h.{i}": Counter() for i in range(len(model.transformer.h))}
+    for name, module, p in parameters_in_use(model):
+        place = places.setdefault(place_of(name), Counter())
+        size = p.numel()
+        if p not in counted:
+            counted.add(p)
+            place["parameters"] += size
+            place["experts"] += size if isinstance(module, ExpertLinear) else 0
+            place["embeddings"] += size if isinstance(module, nn.Embedding) else 0
+        if isinstance(module, ExpertLinear):
+            size = size * c.n_expert_active // c.n_expert
+        if not isinstance(module, nn.Embedding):
+            place["used"] += size
+            place["matrices"] += size if p.dim() > 1 else 0
+    blocks = [Counts(**places.pop(f"h.{i}")) for i in range(len(model.transformer.h))]
+    outside = {name: Counts(**place) for name, place in places.items()}
+    return ModelCounts(blocks, outside, edited_modules(model))
+
+
+def count_on_meta(model_class: Callable[[GPTConfig], nn.Module], model_args: dict) -> ModelCounts:
+    """`count_model` of a model that is made on the meta device for this, without memory."""
+    with torch.device("meta"):
+        return count_model(model_class(GPTConfig(**model_args)))
+
+
+def parameters_in_use(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield the name, the module and the parameter for each place in which a parameter is used."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, p in module.named_parameters(recurse=False):
+            yield f"{path}.{name}" if path else name, module, p
+
+
+def place_of(name: str) -> str:
+    """The place of a parameter: h.0 of transformer.h.0.mlp.c_fc.weight, wte of transformer.wte.weight."""
+    first, *rest = name.removeprefix("transformer.").split(".")
+    return f"h.{rest[0]}" if first == "h" else first
+
+
+def edited_modules(model: nn.Module) -> list[str]:
+    """
+    The names of modules, or of parameters that are in no module, in which a model differs from
+    `unedited_modules`; * stands for the numbers of blocks.
+    """
+    expected = unedited_modules(model.config)
+    matrices = {name: [] for name in expected}
+    for name, _, p in parameters_in_use(model):
+        module = re.sub(r"\.(weight|bias)$", "", re.sub(r"^transformer\.h\.\d+", "transformer.h.*", name))
+        matrices.setdefault(module, []).extend([p.numel()] if p.dim() > 1 else [])
+    return sorted(name for name, sizes in matrices.items() if sizes != expected.get(name))
+
+
+def unedited_modules(c: GPTConfig) -> dict[str, list[int]]:
+    """
+    The modules with parameters of the model that the settings describe, each with how many weights its matrix
+    has, in each of the blocks; no number if there are only vectors.
+    """
+    C, arch = c.n_embd, ARCHS[c.arch]
+    outside = {"transformer.wte": [c.vocab_size * C], "lm_head": [c.vocab_size * C]}
+    outside |= {"transformer.ln_0": [], "transformer.ln_f": []}
+    outside |= {} if arch.rotation else {"transformer.wpe": [c.block_size * C]}
+    block = {"attn.c_attn": [C * sum(c.qkv_rows)], "attn.c_proj": [C * C], "ln_1": [], "ln_2": []}
+    mlp, experts = ("mlp.experts", c.n_expert) if c.n_expert else ("mlp", 1)
+    names = ("c_gate", "c_fc", "c_proj") if arch.activation == "swiglu" else ("c_fc", "c_proj")
+    block |= {f"{mlp}.{name}": [experts * C * c.n_hidden] for name in names}
+    block |= {"mlp.router": [c.n_expert * C]} if c.n_expert else {}
+    return outside | {f"transformer.h.*.{name}": c.n_layer * sizes for name, sizes in block.items()}
+
+
+def flops_per_token(counts: ModelCounts, config: GPTConfig) -> float:
+    """
+    Return the FLOPs of one token's forward and backward pass: 6 N + 12 L H Q T (PaLM, appendix B,
+    arXiv:2204.02311). N, the parameters that the token is multiplied by, is counted. The second term,
+    attention's, is a formula of n_layer, n_embd and block_size: it does not know of an edited attention.
+    """
+    return 6 * counts.used + 12 * config.n_layer * config.n_embd * config.block_size
