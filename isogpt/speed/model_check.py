@@ -22,13 +22,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from isogpt.common.files import read_records
 from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.counts import count_model
 from isogpt.nn.kernels import IGNORE
 from isogpt.parallel.compilation import compile_parts, trial_compilation
 from isogpt.parallel.mesh import Mesh, connect_mesh
+from isogpt.parallel.parallelize import init_weights, materialize
 from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan, plan_of
 from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.training import settings
@@ -260,9 +263,43 @@ def compare_export(trial: Trial) -> tuple[str, str]:
     return (DIFFERS, f"{wrong[0]} is different after the way back") if wrong else (HOLDS, "")
 
 
+def compare_initial_values(trial: Trial) -> tuple[str, str]:
+    """Compare a model that is made in memory with one that is allocated after it is made, as in a run."""
+    config = GPTConfig(**trial.plan.model_args)
+    expected = trial.model_class(config, trial.draw).state_dict()
+    with torch.device("meta"):
+        model = trial.model_class(config)
+    materialize(model, CPU)
+    init_weights(model, trial.draw)
+    wrong = [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])]
+    return (DIFFERS, f"{wrong[0]} begins with other values") if wrong else (HOLDS, "")
+
+
+def compare_counts(trial: Trial) -> tuple[str, str]:
+    """
+    Compare the weights that a token is multiplied by, which plans and MFU count, with the matmuls and
+    convolutions of a forward pass, 2 FLOPs for each weight.
+    """
+    if trial.plan.model_args["n_expert"]:
+        return REFUSED, "torch counts no matmuls of experts"
+    model = trial.new_model()
+    counts = count_model(model)
+    counted = 2 * sum(place.matrices for place in (*counts.blocks, *counts.outside.values()))
+    x, y = trial.micro_batches()[0]
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(x, y)
+    flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    measured = sum(flops.get(f"aten.{op}", 0) for op in ("mm", "addmm", "convolution")) / x.numel()
+    if abs(measured - counted) > 0.01 * counted:
+        return DIFFERS, f"matmuls of {measured:,.0f} FLOPs for each token, of which {counted:,} are counted"
+    return HOLDS, ""
+
+
 # comparisons in a single process
 ALONE = {
     "one process": compare_alone,
+    "initial values": compare_initial_values,
+    "parameters and FLOPs": compare_counts,
     "loss by logits": compare_logits,
     "generation with a cache": compare_generation,
     "export to transformers": compare_export,
