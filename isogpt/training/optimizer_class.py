@@ -253,8 +253,8 @@ def switch(optimizer: torch.optim.Optimizer, mode: str) -> None:
     inner = inner_optimizer(optimizer)
     if isinstance(optimizer, OnShards):
         optimizer.parts()
+    share_groups(optimizer, inner)  # as in a step: the groups of both say the same
     getattr(inner, mode)()
-    if inner is not optimizer:
-        share_groups(inner, optimizer)
+    share_groups(inner, optimizer)
     if hasattr(optimizer, "_sync_params"):  # ZeroRedundancyOptimizer's, which its step calls
         optimizer._sync_params()

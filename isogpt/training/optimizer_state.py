@@ -107,8 +107,7 @@ def take_numbers(
                 key = key.removeprefix(GROUP)
                 if is_number(place.get(key)):
                     place[key] = type(place[key])(value.item())
-        if inner is not optimizer:
-            share_groups(inner, optimizer)
+        share_groups(inner, optimizer)
 
 
 def saved_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:
