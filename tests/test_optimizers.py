@@ -43,7 +43,7 @@ class Free(torch.optim.Optimizer):
     """Schedule-free SGD (Defazio et al. 2024, arXiv:2405.15682): p is y, or x for evaluations."""
 
     def __init__(self, params, lr=0.1, momentum=0.9):
-        defaults = {"lr": lr, "momentum": momentum, "k": 0, "sum": 0.0, "lr_max": -1.0, "is_train": False}
+        defaults = {"lr": lr, "momentum": momentum, "sum": 0, "lr_max": -1.0, "is_train": False}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -66,7 +66,7 @@ class Free(torch.optim.Optimizer):
         for group in self.param_groups:
             assert group["is_train"]
             lr, beta = 100 * group["lr"], group["momentum"]
-            group["k"] += 1
+            group["k"] = group.get("k", 0) + 1
             group["lr_max"] = max(group["lr_max"], lr)
             weight = group["k"] * group["lr_max"] ** 2
             group["sum"] += weight
@@ -346,6 +346,6 @@ def test_what_a_class_does_not_go_with(at):
 def test_what_a_class_keeps_is_found(at):
     (at.path / "mine.py").write_text(FILE)
     free = kept_by(optim.load_class("mine.py:Free"), 2, CPU)
-    assert [*free.state] == ["z"] and {*free.group_numbers} == {"k", "sum", "lr_max"}
+    assert [*free.state] == ["z"] and {*free.group} == {"k", "sum", "lr_max"}
     lion = kept_by(optim.load_class("mine.py:Lion"), 1, CPU)
-    assert lion.moments == 1 and lion.state["count"] == 2 and not lion.group_numbers
+    assert lion.moments == 1 and lion.state["count"] == 2 and not lion.group

@@ -31,6 +31,7 @@ from isogpt.training.optimizer_class import (
     options_of,
     switch,
 )
+from isogpt.training.optimizer_state import held_by, what_is_kept
 from isogpt.training.step_numbers import StepNumbers
 
 BLOCK_MATRIX = "matrix of a block"  # of a linear layer, or of all experts of a block
@@ -251,7 +252,10 @@ def make_optimizers(
 
 
 def check_updated(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Raise ValueError if a parameter that is trained is not in exactly one group of one optimizer."""
+    """
+    Raise ValueError if a parameter that is trained is not in exactly one group of one optimizer, or if what
+    an optimizer keeps for it cannot be saved.
+    """
     counts = Counter(p for optimizer in optimizers for p in params_of(optimizer))
     for name, p in model.named_parameters():
         if p.requires_grad and counts[p] != 1:
@@ -259,6 +263,9 @@ def check_updated(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> 
                 f"{counts[p]} groups of optimizers contain {name}, which is trained: make_optimizers in "
                 "isogpt/training/optim.py must put each parameter into one"
             )
+    for optimizer in optimizers:
+        for _, p, _ in held_by(optimizer):
+            what_is_kept(optimizer, p)
 
 
 def average_weights(optimizers: list[torch.optim.Optimizer]) -> bool:

@@ -87,12 +87,13 @@ def takes(cls: Class, name: str) -> bool:
 class Kept(NamedTuple):
     """
     What an optimizer keeps from step to step. `state` maps names to values of the probe: tensors in the shape
-    of its parameter (moments), tensors of one element, and numbers.
+    of its parameter (moments), tensors of one element, and numbers. `group` maps the names of the numbers in
+    param_groups that a step changes to values after the probe's steps.
     """
 
     state: dict[str, Tensor | float]
     shape: torch.Size  # of the probe's parameter
-    group_numbers: tuple[str, ...]  # names of the numbers in param_groups that a step changes
+    group: dict[str, float]
 
     @property
     def moments(self) -> int:
@@ -170,7 +171,7 @@ def kept_by(cls: Class, dims: int, device: torch.device, betas: tuple[float, ...
             f"optimizer {name} changes its attribute {hidden[0]}, which no checkpoint would hold: keep it in "
             "the group, as with group['step'] += 1"
         )
-    return Kept(state, p.shape, tuple(changed))
+    return Kept(state, p.shape, {key: group[key] for key in changed})
 
 
 def snapshot(values: Mapping[str, Any]) -> dict[str, Tensor | float]:

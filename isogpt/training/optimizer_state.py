@@ -59,7 +59,7 @@ def state_by_name(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> 
             kept = what_is_kept(optimizer, p)
             numbers = {key: value for key, value in state.get(p, {}).items() if is_number(value)}
             if state.get(p) or not kept.state:
-                numbers |= {GROUP + key: group[key] for key in kept.group_numbers}
+                numbers |= {GROUP + key: group[key] for key in kept.group if key in group}
             tensors = {k: like(whole, v) for k, v in state.get(p, {}).items() if torch.is_tensor(v)}
             tensors |= {key: torch.tensor(float(n), dtype=torch.float64) for key, n in numbers.items()}
             if tensors:
@@ -88,9 +88,13 @@ def create_state(
     names_of = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers:
         state = inner_optimizer(optimizer).state
-        for whole, p, _ in held_by(optimizer):
-            if names_of[whole] in names and not state.get(p):
-                state[p] = what_is_kept(optimizer, p).new_state(p)
+        for whole, p, group in held_by(optimizer):
+            if names_of[whole] not in names:
+                continue
+            kept = what_is_kept(optimizer, p)
+            if not state.get(p):
+                state[p] = kept.new_state(p)
+            group.update(kept.group)  # a first step may add a number, or make a float of 0
     return state_by_name(model, optimizers)
 
 
