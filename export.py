@@ -11,11 +11,13 @@ List a run's checkpoints, or convert the newest checkpoint. Neither needs the de
 import argparse
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from configurator import settings_of
 from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
@@ -31,13 +33,13 @@ from isogpt.checkpoint.manifest import (
 )
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint, open_bare
-from isogpt.checkpoint.source import check_finite, check_weights, flat, open_checkpoint
+from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, flat, open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint, state_parts
 from isogpt.common import console
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.nn import huggingface
-from isogpt.parallel.local_parts import local_parts_by_name
+from isogpt.parallel.local_parts import local_part_of, local_parts_by_name
 from isogpt.parallel.parallelize import materialize
 from isogpt.training import optim
 from model import GPT, GPTConfig
@@ -72,18 +74,39 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
         restore_checkpoint(source, model)
         check_finite(model, stored.path)
         return write_hf(out_dir, model, vocabulary_of_run(source.run, Path(out_dir), dataset))
-    optimizers = optimizers_of(model, source.run["config"])
+    of_a_file = ":" in source.run["config"].get("optimizer", "adamw")
+    optimizers = [] if of_a_file else optimizers_of(model, source.run["config"])
     restore_checkpoint(source, model, optimizers)
+    kept = read_state(source) if of_a_file else {}
     with unfinished_folder(out_dir) as unfinished:
         if form == "ckpt.pt":
-            write_file(unfinished / "ckpt.pt", nanogpt_state(source.run, model, optimizers))
+            state = nanogpt_state(source.run, model, optimizers)
+            state["optimizer"]["state"] |= kept
+            write_file(unfinished / "ckpt.pt", state)
             return (unfinished / "ckpt.pt").replace(Path(out_dir) / "ckpt.pt")
         from isogpt.checkpoint import sharded_files
 
-        parts = flat(local_parts_by_name(model), state_parts(model, optimizers))
+        of_files = {n: {k: local_part_of(v) for k, v in tensors.items()} for n, tensors in kept.items()}
+        parts = flat(local_parts_by_name(model), state_parts(model, optimizers) | of_files)
         sharded_files.write(unfinished, parts, group=None)
         manifest = make_manifest(source.run, 1, 3, stored.val_loss) | {"run": source.run}
         return commit_checkpoint(unfinished, manifest, keep_last=0)
+
+
+def read_state(source: OpenCheckpoint) -> dict[str, dict[str, Tensor]]:
+    """
+    Read what the optimizer of a user's class has saved, by parameter name and as it is: the class is not
+    needed, and no file that a checkpoint names is run.
+    """
+    saved = {n: shape for n, shape in source.shapes.items() if n.startswith("optim.")}
+    # the optimizer's numbers are in float64
+    tensors = {n: torch.empty(shape, dtype=None if shape else torch.float64) for n, shape in saved.items()}
+    source.read({name: local_part_of(tensor) for name, tensor in tensors.items()})
+    state = defaultdict(dict)
+    for name, tensor in tensors.items():
+        parameter, _, key = name.removeprefix("optim.").rpartition(".")
+        state[parameter][key] = tensor
+    return dict(state)
 
 
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:

@@ -94,7 +94,7 @@ n_embd = 768  # width of the model [>= 1]
 dropout = 0.0  # probability of dropout: 0 for pretraining, 0.1 or more for fine-tuning [>= 0, < 1]
 bias = False  # gpt2: biases in Linear and LayerNorm; False is slightly better and faster
 # -- optimizer -----------------------------------------------------------------------------------------------
-optimizer = "adamw"  # muon is for the matrices of the blocks, AdamW for the rest [adamw | muon]
+optimizer = "adamw"  # adamw, muon (blocks' matrices; AdamW: the rest), FILE.py:CLASS or muon+FILE.py:CLASS
 learning_rate = 6e-4  # maximum learning rate, after warm-up [>= 0]
 max_iters = 600000  # the last step: max_iters + 1 steps are trained, as in nanoGPT [>= 0, fractions]
 weight_decay = 1e-1  # weight decay of parameters with two or more dimensions [>= 0]
@@ -224,7 +224,8 @@ pipeline = parallelize.make_pipeline(raw_model, mesh, ranks.device, plan)  # Non
 autocast = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.uses_autocast)
 
 # 4. optimizers, and the state that a checkpoint holds
-optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
+with together.exit_together():
+    optimizers = optim.make_optimizers(raw_model, config, plan.zero, plan.torch_dtype, mesh)
 # a GradScaler, which does nothing without float16; its scale is on the gradients' device
 scaler = precision.make_scaler(plan.dtype, next(raw_model.parameters()).device)
 slow_network = make_slow_network(raw_model, mesh, plan)  # compressed gradients, islands, or a no-op
@@ -262,6 +263,7 @@ peak_flops, peak_source = devices.total_peak_flops(ranks.device, plan.dtype)
 logger.print_lines(banner.about_model(data, plan, parameter_count, start.description))
 logger.print_lines(banner.about_ranks(ranks, plan, mesh, compile_note) + checked)
 logger.print_lines(banner.about_network(config, ranks, mesh))
+logger.print_lines(banner.about_updates(raw_model, optimizers, mesh))
 logger.print_lines(banner.about_step(config, reader))
 logger.print_lines(banner.about_machine(ranks, plan, peak_flops, peak_source))
 logger.print_lines([f"note:    {note}" for note in logger.notes] + banner.warnings(reader))
@@ -280,7 +282,7 @@ report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flo
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
-sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None on other ranks, and without samples
+sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None without samples
 nan_policy = not_finite.NanPolicy(on_nan)
 del start  # frees the memory of the loaded tensors
 
@@ -312,8 +314,8 @@ while not is_complete:
             saver.save(state)  # asynchronous
     if check_ranks_interval and step % check_ranks_interval == 0:
         compare_weights.check_equal_weights(raw_model, mesh, step, logger.failed)
-    if sampler and (is_complete or step % sample_interval == 0):  # on rank 0; the other ranks wait
-        sampler.report(raw_model, autocast, logger)
+    if sampler and (is_complete or step % sample_interval == 0):  # rank 0 writes; the other ranks wait
+        sampler.report(state, autocast, logger)
     if is_complete:
         break
     if state.is_excluded:  # by a rollback; `batches` already omits what the step would have read

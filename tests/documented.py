@@ -15,6 +15,12 @@ def documents():
     return [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), *others]
 
 
+def files():
+    """(name, content) of every file in the pages, a Python block that begins with its name in a comment."""
+    for path in documents():
+        yield from re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", path.read_text(), re.S | re.M)
+
+
 def without_comment(line):
     """The line up to a # that starts a comment of the shell."""
     return re.split(r"(?:^|\s)#", line)[0].strip()

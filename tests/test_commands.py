@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from documented import arguments, commands
+from documented import arguments, commands, files
 from runs import column, script, tiny_data
 
 SMALL = [
@@ -64,6 +64,8 @@ def prepared(zygote, tmp_path_factory):
     zygote.start([*SHORT, "--out_dir=out"], work).wait()
     zygote.start(["out", "--to=hf"], work, script="export.py").wait()
     shutil.copytree(work / "out" / "hf", work / "my-folder")
+    for name, content in files():
+        (work / name).write_text(content)
     return work
 
 

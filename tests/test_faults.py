@@ -54,7 +54,7 @@ def slow(work):
     return after_a_while
 save.write_file, folder.look_for_start = slow(save.write_file), slow(folder.look_for_start)
 if os.environ["RANK"] == "1":
-    state.parts_to_read = slow(state.parts_to_read)
+    state.read_checkpoint = slow(state.read_checkpoint)
 """
 
 

@@ -243,8 +243,7 @@ def test_an_evaluation_reads_both_losses_together(monkeypatch):
         evaluation=lambda split, sequences: read[split],
     )
     state = SimpleNamespace(
-        slow_network=SimpleNamespace(evaluated_weights=nullcontext),
-        progress=SimpleNamespace(evaluated=lambda loss: None),
+        evaluated_weights=nullcontext, progress=SimpleNamespace(evaluated=lambda loss: None)
     )
     evaluator = evaluation.Evaluator(
         model,

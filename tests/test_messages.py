@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import REPO, TINY, default_plan, script_that_fails, start_changed
+from runs import REPO, TINY, default_plan, script_that_fails, start_changed, train_defaults
 
 import configurator
 import export
@@ -42,6 +42,7 @@ from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.watchdog import Watchdog
 from isogpt.parallel.shares import share_of
+from isogpt.training import optim
 from isogpt.training.settings import notes_about_text, read_prompt
 from model import GPT, GPTConfig
 
@@ -82,7 +83,7 @@ def save_in(folder, dataset="letters", **changes):
         "config": {"dataset": dataset},
         "isogpt": {},
     }
-    state = nanogpt_state(run, model, [model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")])
+    state = nanogpt_state(run, model, optim.make_optimizers(model, train_defaults()))
     folder.mkdir(parents=True)
     torch.save({**state, **changes}, folder / "ckpt.pt")
     data_in(folder.parent / "data" / "letters", {"stoi": {"A": 0}, "itos": ["A"], "vocab_size": 65})

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from documented import arguments, commands, documents, script_of
+from documented import arguments, commands, documents, files, script_of
 from runs import REPO, TINY, accepted, assert_same_curve, column, free_port
 
 from configurator import settings_of
@@ -208,6 +208,8 @@ def test_the_scripts_accept_every_command_in_the_docs(at):
     """And the files that a command names exist."""
     for folder in ("out-stdlib-char", "my-folder", "path/to/model"):
         (at.path / folder).mkdir(parents=True)
+    for name, content in files():
+        (at.path / name).write_text(content)
     seen = 0
     for where, command in commands():
         words = shlex.split(command)

@@ -45,6 +45,12 @@ class OpenCheckpoint:
         return any(name.startswith("optim.") for name in self.shapes)
 
     @property
+    def names_with_state(self) -> set[str]:
+        """The names of the parameters for which something of an optimizer is saved."""
+        states = [name for name in self.shapes if name.startswith("optim.")]
+        return {name.removeprefix("optim.").rpartition(".")[0] for name in states}
+
+    @property
     def dtype(self) -> str | None:
         """The dtype that the run computed in; None in nanoGPT's checkpoints."""
         return self.run["isogpt"].get("dtype")

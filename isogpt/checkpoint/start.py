@@ -18,9 +18,10 @@ from isogpt.launch.together import broadcast, do_together, exit_together, gather
 from isogpt.parallel.parallelize import init_weights
 from isogpt.training.settings import model_args_of, settings_of_model
 
-# settings that change the updates of the weights. max_iters alone does not: it continues a run
+# settings that change the updates of the weights. max_iters alone does not: it continues a run. A different
+# optimizer cannot continue it, see state.read_checkpoint
 OF_UPDATES = (
-    *("optimizer", "learning_rate", "weight_decay", "beta1", "beta2", "muon_lr", "embedding_lr"),
+    *("learning_rate", "weight_decay", "beta1", "beta2", "muon_lr", "embedding_lr"),
     *("muon_momentum", "grad_clip", "dropout"),
     *("decay_lr", "lr_schedule", "warmup_iters", "lr_decay_iters", "cooldown_iters", "min_lr"),
 )

@@ -1,6 +1,7 @@
 """The state of a run, which a checkpoint stores; and loading a checkpoint on any layout."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +9,10 @@ from torch import Tensor, nn
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.source import OpenCheckpoint, first_positions, flat
-from isogpt.parallel.data_parallel import reshard
+from isogpt.parallel.data_parallel import kept_weights, reshard
 from isogpt.parallel.local_parts import LocalPart, local_part_of, local_parts_by_name, splits_of
 from isogpt.parallel.slow_network import SlowNetwork
-from isogpt.training import optimizer_state
+from isogpt.training import optim, optimizer_state
 
 
 @dataclass
@@ -47,7 +48,7 @@ class TrainState:
             ValueError: the checkpoint does not fit, or a file cannot be read or would run code.
         """
         island = self.slow_network.island
-        checkpoint.read(parts_to_read(checkpoint, self.model, self.optimizers, island))
+        read_checkpoint(checkpoint, self.model, self.optimizers, island)
         self.progress.rewind(checkpoint.run)
         ours = checkpoint.run["isogpt"]
         if ours.get("scaler"):
@@ -56,6 +57,26 @@ class TrainState:
         self.slow_network.restart(self.step, checkpoint.shapes)
         parts = flat({}, self.slow_network.saved_parts())
         checkpoint.read({name: part for name, part in parts.items() if name in checkpoint.shapes})
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """
+        In the block, the model contains the weights to evaluate (all ranks): with islands, those of the last
+        average; with an optimizer that has `eval`, those of its average. Then the weights are the same bits
+        as before.
+        """
+        islands = self.slow_network.islands
+        if not (islands or optim.average_weights(self.optimizers)):
+            yield
+            return
+        with kept_weights(self.model):
+            if islands:
+                islands.put_outer_weights()
+            optim.set_mode(self.optimizers, "eval")
+            try:
+                yield
+            finally:
+                optim.set_mode(self.optimizers, "train")
 
     def copy_parts(self) -> dict[str, LocalPart]:
         """
@@ -90,18 +111,18 @@ def restore_checkpoint(
     Copy a checkpoint into a model, and into its optimizers if given, on any layout. `seed` determines the
     routers' weights if MLPs are copied to experts. For errors see `TrainState.load`.
     """
-    checkpoint.read(parts_to_read(checkpoint, model, optimizers, seed=seed))
+    read_checkpoint(checkpoint, model, optimizers, seed=seed)
 
 
-def parts_to_read(
+def read_checkpoint(
     checkpoint: OpenCheckpoint,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     island: tuple[int, int] = (0, 1),
     seed: int = 0,
-) -> dict[str, LocalPart]:
+) -> None:
     """
-    The parts of the model's and the optimizers' tensors that this rank holds, by the checkpoint's names.
+    Read the parts of the model's and the optimizers' tensors that this rank holds.
 
     Args:
         island: (this rank's island, number of islands); islands have separate optimizer state.
@@ -110,15 +131,18 @@ def parts_to_read(
         ValueError: the checkpoint was saved with a different optimizer.
     """
     saved_by = checkpoint.run["config"].get("optimizer", "adamw")
-    if optimizers and saved_by != optimizer_state.kind_of(optimizers):
+    if optimizers and not optimizer_state.is_same_kind(saved_by, optimizer_state.kind_of(optimizers)):
         raise ValueError(
             f"{checkpoint.stored.path} was saved with optimizer {saved_by!r}: set --optimizer={saved_by}, or "
             "start a new run from the weights with --init_from=FOLDER"
         )
     reshard(model)
     shapes = {name.removeprefix("model."): shape for name, shape in checkpoint.shapes.items()}
-    moments = state_parts(model, optimizers, island) if checkpoint.has_moments else {}
-    return flat(weights_to_read(model, shapes, seed), moments)
+    state = {}
+    if checkpoint.has_moments:
+        state = optimizer_state.create_state(model, optimizers, checkpoint.names_with_state)
+    checkpoint.read(flat(weights_to_read(model, shapes, seed), parts_of_state(model, state, island)))
+    optimizer_state.take_numbers(model, optimizers, state)
 
 
 def state_parts(
@@ -128,10 +152,17 @@ def state_parts(
     The parts of the optimizers' tensors that this rank holds: see optimizer_state.state_by_name. With several
     islands, the parts are rows of a stack.
     """
+    return parts_of_state(model, optimizer_state.state_by_name(model, optimizers), island)
+
+
+def parts_of_state(
+    model: nn.Module, state: dict[str, dict[str, Tensor]], island: tuple[int, int]
+) -> dict[str, dict[str, LocalPart]]:
+    """The same of what `state_by_name` or `create_state` has returned."""
     splits = {name: splits_of(p) for name, p in model.named_parameters()}
     return {
         name: {key: local_part_of(value, splits[name]).in_row(*island) for key, value in tensors.items()}
-        for name, tensors in optimizer_state.state_by_name(model, optimizers).items()
+        for name, tensors in state.items()
     }
 
 

@@ -38,6 +38,8 @@ def check_start(ranks: Ranks, config: dict) -> None:
 def start_facts(config: dict) -> dict:
     """Return what should be the same on all ranks (settings, code, torch), and this machine's host name."""
     sources = sorted([*REPOSITORY.glob("*.py"), *REPOSITORY.glob("isogpt/**/*.py")])
+    file = config.get("optimizer", "").rpartition(":")[0].removeprefix("muon+")  # of a user's class
+    sources += [Path(file).expanduser()] if file else []
     code = zlib.crc32(b"".join(path.read_bytes() for path in sources))
     facts = config | {"torch": torch.__version__, "the code's digest": code, "host": socket.gethostname()}
     weights = Path(config.get("init_from", "").removeprefix("auto:"))

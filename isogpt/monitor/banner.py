@@ -1,5 +1,8 @@
 """The first lines of a run, which say what it is about to do."""
 
+import torch
+from torch import nn
+
 from isogpt.data.dataset import Dataset
 from isogpt.data.reader import Reader
 from isogpt.launch import torch_import
@@ -8,6 +11,7 @@ from isogpt.launch.process_group import Ranks
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.shares import about_unused_ranks, spell_shares
+from isogpt.training import optim
 
 
 def about_model(data: Dataset, plan: Plan, parameter_count: int, origin: str) -> list[str]:
@@ -49,6 +53,11 @@ def about_network(config: dict, ranks: Ranks, mesh: Mesh) -> list[str]:
         use = f"sent as {kind}" if mesh.replicas.size > 1 else "not sent, there is only one replica"
         lines.append(f"network: gradients are {use}")
     return lines
+
+
+def about_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: Mesh) -> list[str]:
+    """Which optimizer updates which parameters (all ranks)."""
+    return [f"optim:   {optim.describe_updates(model, optimizers, mesh)}"]
 
 
 def about_step(config: dict, reader: Reader) -> list[str]:

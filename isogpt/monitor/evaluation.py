@@ -48,7 +48,7 @@ class Evaluator:
         a stop was requested meanwhile, `stop.agreed` is set, and there is no result.
         """
         on_error = partial(self.saver.save_and_fail, self.state)
-        with exit_together(on_error), self.state.slow_network.evaluated_weights():
+        with exit_together(on_error), self.state.evaluated_weights():
             sums = self.sum_losses()
         if self.stop.agreed:
             return

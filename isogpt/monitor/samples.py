@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from isogpt.checkpoint.manifest import is_run
+from isogpt.checkpoint.state import TrainState
 from isogpt.common import console
 from isogpt.data.tokenizer import Tokenizer
 from isogpt.data.tokenizer import load as load_tokenizer
@@ -26,13 +27,13 @@ TOKENS = 150  # generated for a sample; if a token is a character, two lines
 @dataclass(frozen=True)
 class Sampler:
     """
-    Writes a few lines with the model that is being trained, on one rank, which holds the whole model.
+    Writes a few lines with the model that is being trained, on rank 0, which holds the whole model.
 
     A sample is drawn from separate random numbers, the same each time: training has the same bits with and
     without samples, and samples of different steps can be compared.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None on other ranks
     prompt: list[int]
     seed: int
 
@@ -56,17 +57,19 @@ class Sampler:
             ids = twin.generate(idx, TOKENS, 0.8, 200, vocab_size=self.tokenizer.n_ids, seed=self.seed)
         return self.tokenizer.decode(ids[0].tolist())
 
-    def report(self, model: nn.Module, autocast: AbstractContextManager, logger: Logger) -> None:
-        """Report a sample to the logger, see `write`."""
-        text = self.write(model, autocast)
+    def report(self, state: TrainState, autocast: AbstractContextManager, logger: Logger) -> None:
+        """Report a sample of the weights that are evaluated to the logger (all ranks), see `write`."""
+        with state.evaluated_weights():
+            if not self.tokenizer:
+                return
+            text = self.write(state.model, autocast)
         logger.event("sample", "\n".join(f"sample:  {line}" for line in first_lines(text)), sample=text)
 
 
 def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks) -> Sampler | None:
     """
-    Return what writes samples every sample_interval steps, on rank 0; None on other ranks, and without
-    sample_interval (all ranks). Says so if the model is divided. Exits with a message if the ids cannot be
-    decoded.
+    Return what writes samples every sample_interval steps; None without sample_interval (all ranks). Says so
+    if the model is divided. Exits with a message if the ids cannot be decoded.
     """
     if not config["sample_interval"]:
         return None
@@ -82,7 +85,7 @@ def open_sampler(config: dict, vocabulary: Vocabulary, plan: Plan, ranks: Ranks)
             except ValueError as e:
                 raise ValueError(f"sample_interval: {e}, or set --sample_interval=0") from e
             return Sampler(tokenizer, prompt_of(tokenizer), config["seed"])
-    return None
+    return Sampler(None, [], config["seed"])
 
 
 def prompt_of(tokenizer: Tokenizer) -> list[int]:

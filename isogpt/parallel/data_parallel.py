@@ -5,7 +5,7 @@ the parameters (FSDP2).
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isogpt.nn.experts import MoE
-from isogpt.parallel.local_parts import is_sharded
+from isogpt.parallel.local_parts import is_sharded, local
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import LayoutError, Plan
 
@@ -85,6 +85,20 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters after a forward pass without a backward pass; does nothing without FSDP."""
     for unit in fsdp_units(model):
         unit.reshard()
+
+
+@contextmanager
+@torch.no_grad()
+def kept_weights(model: nn.Module) -> Iterator[None]:
+    """In the block, the weights may be changed; then they are the same bits as before."""
+    reshard(model)
+    kept = [local(p).clone() for p in model.parameters()]
+    try:
+        yield
+    finally:  # if an evaluation fails, the state is saved
+        reshard(model)
+        for p, weight in zip(model.parameters(), kept, strict=True):
+            local(p).copy_(weight)
 
 
 def allocate_gradients(

@@ -4,8 +4,6 @@ networks that are too slow to send gradients at every step. With an outer optimi
 et al. 2023, arXiv:2311.08105).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -69,20 +67,11 @@ class Islands:
             torch._foreach_copy_(bucket, views_of(mean, bucket))
         return changes
 
-    @contextmanager
     @torch.no_grad()
-    def outer_weights(self) -> Iterator[None]:
-        """In the block, the model contains the weights of the last outer step, for an evaluation."""
-        reshard(self.model)
-        inner = {name: local(p).clone() for name, p in self.params.items()}
+    def put_outer_weights(self) -> None:
+        """Copy the weights of the last outer step into the model, for an evaluation."""
         for name, p in self.params.items():
             local(p).copy_(local(self.weights[name]))
-        try:
-            yield
-        finally:  # if the evaluation fails, the state is saved
-            reshard(self.model)
-            for name, p in self.params.items():
-                local(p).copy_(inner[name])
 
     def saved_weights(self) -> dict[str, LocalPart]:
         """The weights of the last outer step."""

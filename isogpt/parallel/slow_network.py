@@ -2,7 +2,6 @@
 Communication of replicas over a slow network, as one object for train.py: compressed gradients, or weights.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +36,6 @@ class SlowNetwork:
         """Drop what a step that was not finite has left behind (all ranks)."""
         if self.compression:
             self.compression.forget()
-
-    def evaluated_weights(self) -> AbstractContextManager:
-        """
-        In the block, the model contains the weights to evaluate: with islands, the weights of the last
-        average.
-        """
-        return self.islands.outer_weights() if self.islands else nullcontext()
 
     def saved_weights(self) -> dict[str, LocalPart]:
         """The weights that a checkpoint stores as the model's."""

@@ -28,6 +28,7 @@ from isogpt.parallel.plan import Plan
 from isogpt.parallel.recompute import recompute_every
 from isogpt.parallel.shares import share_of
 from isogpt.parallel.slow_network import keeps_errors
+from isogpt.training.optim import moments_of
 
 # matches messages of PyTorch's allocators, and of CUDA, cuBLAS, cuDNN, NCCL and Triton, which allocate
 # separately
@@ -240,10 +241,10 @@ def optimizer_bytes(plan: Plan, part: RankPart) -> float:
     kept = n_shard if plan.zero >= 2 else n
     total = 0.0
     if not plan.cpu_offload:
-        total += 8 * (n_shard if plan.zero >= 1 else n)
-        if plan.optimizer == "muon":  # one moment for the matrices of the blocks
-            blocks = part.layers * (part.block - part.block_embeddings), part.experts
-            total -= 4 * (shard(plan, *blocks) if plan.zero >= 1 else sum(blocks))
+        of_blocks, of_others = moments_of(plan.optimizer)  # with Muon, one for the matrices of the blocks
+        total += 4 * of_others * (n_shard if plan.zero >= 1 else n)
+        blocks = part.layers * (part.block - part.block_embeddings), part.experts
+        total -= 4 * (of_others - of_blocks) * (shard(plan, *blocks) if plan.zero >= 1 else sum(blocks))
     islands = max(1, plan.islands)
     if keeps_errors(plan.grad_compression) and plan.world_size > islands:
         total += 4 * kept

@@ -224,7 +224,10 @@ class Trial:
                     0, f"the buffer {name} changes in training, but checkpoints contain no buffers"
                 )
         model, pipeline = self.divided_model(whole)
-        optimizers = make_optimizers(model, self.config, self.plan.zero, torch.float32, self.mesh)
+        try:
+            optimizers = make_optimizers(model, self.config, self.plan.zero, torch.float32, self.mesh)
+        except ValueError as e:  # on all ranks
+            raise LayoutError(str(e)) from e
         divided_loss = self.divided_step(model, pipeline, batches)
         return (
             self.difference_of_loss(loss, divided_loss)

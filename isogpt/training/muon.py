@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isogpt.nn.architecture import GPTConfig
+from isogpt.nn.experts import ExpertLinear
 from isogpt.parallel.local_parts import LocalPart, local, local_part_of, splits_of, whole_tensors
 
 
@@ -20,12 +21,17 @@ class Stack(NamedTuple):
     rows: tuple[int, ...]
 
 
-def stack_of(name: str, p: nn.Parameter, config: GPTConfig) -> Stack:
-    """The stack of a block's linear layer: parameters with equal stacks are updated together."""
+def stack_of(name: str, p: nn.Parameter, module: nn.Module, config: GPTConfig) -> Stack:
+    """
+    The stack of a block's linear layer, `module`: parameters with equal stacks are updated together. Stacked
+    are q, k and v, and experts; the weight of any other layer is one matrix.
+    """
     shape = matrix_part(p, p).shape
-    if name.endswith("c_attn.weight"):
+    if name.endswith(".c_attn.weight") and shape[0] == sum(config.qkv_rows):
         return Stack(shape, config.qkv_rows)
-    height = config.n_embd if name.endswith("c_proj.weight") else config.n_hidden
+    height = shape[0]
+    if isinstance(module, ExpertLinear):  # with expert parallelism, of some experts
+        height = local_part_of(p, splits_of(p)).shape[0] // config.n_expert
     return Stack(shape, (height,) * (shape[0] // height))
 
 
@@ -58,6 +64,9 @@ class Muon(torch.optim.Muon):
         super().__init__(groups, lr)
         self.dtype, self.group = dtype, group
         self.separately = False  # whether the bits must not depend on the layout
+        for members in self.param_groups:  # a checkpoint can be saved before the first step
+            for p in members["params"]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -73,7 +82,8 @@ class Muon(torch.optim.Muon):
             torch._foreach_lerp_(local_buffers, local_grads, 1 - group["momentum"])
             torch._foreach_lerp_(local_updates, local_buffers, group["momentum"])  # Nesterov momentum
             parts = [matrix_part(u, p) for u, p in zip(updates, params, strict=True)]
-            self.orthogonalize_parts(parts, group["rows"], params[0].device)
+            # without "rows", each parameter is one matrix
+            self.orthogonalize_parts(parts, group.get("rows", parts[0].shape[:1]), params[0].device)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
@@ -85,7 +95,8 @@ class Muon(torch.optim.Muon):
         group).
 
         Only here do bits depend on the layout: the parameters that a rank updates determine how many matrices
-        a matmul multiplies together.
+        a matmul multiplies together. A matrix of which several ranks hold all is added several times. This
+        changes its norm, by which `orthogonalize` divides.
         """
         wholes = whole_tensors(parts, self.group, device)  # (parameters, rows, columns)
         for matrices in stacked_matrices(wholes, rows):

@@ -1,32 +1,45 @@
 """
 The optimizers: which of them updates a parameter, at which rate and with which weight decay, and their step.
 
-Muon is in muon.py, the optimizers' state by parameter name in optimizer_state.py.
+Muon is in muon.py, classes of a user in optimizer_class.py, the optimizers' state by parameter name in
+optimizer_state.py.
 """
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as update_adamw
 
-from isogpt.launch.together import Gathered
-from isogpt.nn.architecture import GPTConfig
-from isogpt.parallel.local_parts import is_split, local
+from isogpt.launch.together import Gathered, gather_objects
+from isogpt.nn.experts import ExpertLinear
+from isogpt.parallel.local_parts import is_sharded, is_split, local
 from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.tensor import RowParallelLinear
 from isogpt.training.muon import Muon, Stack, stack_of
-from isogpt.training.optimizer_state import create_state, inner_optimizer
+from isogpt.training.optimizer_class import (
+    Class,
+    OnShards,
+    has_modes,
+    inner_optimizer,
+    kept_by,
+    load_class,
+    options_of,
+    switch,
+)
+from isogpt.training.optimizer_state import held_by, what_is_kept
 from isogpt.training.step_numbers import StepNumbers
 
-BLOCK_MATRIX = "matrix of a block"  # of attention, of an MLP, or of all experts of a block
+BLOCK_MATRIX = "matrix of a block"  # of a linear layer, or of all experts of a block
 TOKEN_EMBEDDING = "token embedding"  # if it is not tied to the head
 OTHER_MATRIX = "other matrix"  # the head, a token embedding tied to the head, position embeddings, routers
 VECTOR = "vector"  # biases, weights of norms
-NAME_OF_BLOCK_MATRIX = re.compile(r"transformer\.h\.\d+\.(attn|mlp|mlp\.experts)\.c_\w+\.weight")
+LINEAR = (nn.Linear, ExpertLinear, RowParallelLinear)
+IN_A_BLOCK = re.compile(r"transformer\.h\.\d+\.")
 
 
 # Fused AdamW on a CPU updates whole vectors of up to this many float32 numbers with different instructions
@@ -45,10 +58,17 @@ class AdamW(torch.optim.AdamW):
 
     multiple = 1  # parts are padded to a multiple of this number of elements, see make_steps_exact
 
+    def __init__(self, groups: list[dict], lr: float = 1e-3, **options: Any) -> None:
+        super().__init__(groups, lr, **options)
+        for group in self.param_groups:  # a checkpoint can be saved before the first step
+            for p in group["params"]:
+                device = p.device if group["fused"] else "cpu"
+                self.state[p] = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=device)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update all parameters with a gradient."""
-        create_state(self)
         # set by `clip_and_step`
         from_scaler = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         for group in self.param_groups:
@@ -100,19 +120,81 @@ RULES = (
     Rule("muon", (TOKEN_EMBEDDING,), AdamW, "embedding_lr", None),
     Rule("muon", (OTHER_MATRIX, VECTOR), AdamW, "learning_rate", None),
 )
-# the tensors, in the shape of a parameter, that an optimizer keeps for it and a resume loads
-MOMENTS = {AdamW: ("exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}
 
 
-def role_of(name: str, p: Tensor, config: GPTConfig) -> str:
-    """What a parameter is: one of the roles in RULES."""
+def rules_of(optimizer: str) -> list[Rule]:
+    """
+    Return the rules for a value of the setting `optimizer`. With FILE.py:CLASS, the class takes AdamW's place
+    in the rules of adamw, and with muon+FILE.py:CLASS in those of muon.
+
+    Raises:
+        ValueError: there are no such rules, or the class cannot be loaded.
+    """
+    names = list(dict.fromkeys(rule.optimizer for rule in RULES))
+    base, plus, place = optimizer.partition("+")
+    if not plus or base not in names:
+        base, place = ("adamw", optimizer) if ":" in optimizer else (optimizer, "")
+    if base not in names or (plus and ":" not in place):
+        others = [f"{name}+FILE.py:CLASS" for name in names if name != "adamw"]
+        possible = ", ".join([*names, "FILE.py:CLASS", *others])
+        raise ValueError(f"optimizer is {optimizer!r}; possible are {possible}")
+    rules = [rule for rule in RULES if rule.optimizer == base]
+    if not place:
+        return rules
+    cls = load_class(place)
+    return [rule._replace(updated_by=cls) if rule.updated_by is AdamW else rule for rule in rules]
+
+
+def uses_muon(optimizer: str) -> bool:
+    """Whether Muon updates parameters with this setting `optimizer`."""
+    return any(rule.updated_by is Muon for rule in rules_of(optimizer))
+
+
+def classes_of_users(optimizer: str) -> list[Class]:
+    """The classes in the rules of the setting `optimizer` that are not ours."""
+    classes = dict.fromkeys(rule.updated_by for rule in rules_of(optimizer))
+    return [cls for cls in classes if cls not in (AdamW, Muon)]
+
+
+def check_optimizer(config: dict) -> list[Class]:
+    """
+    Check that the classes of the setting `optimizer` can be loaded and take a step. Returns those that are
+    not ours.
+
+    Raises:
+        ValueError: see `rules_of` and `kept_by`.
+    """
+    classes = classes_of_users(config["optimizer"])
+    for cls in classes:
+        kept_by(cls, 2, torch.device("cpu"), (config["beta1"], config["beta2"]))
+    return classes
+
+
+def moments_of(optimizer: str) -> tuple[int, int]:
+    """How many tensors in a parameter's shape are kept for matrices of blocks, and for other parameters."""
+    counts = {
+        role: kept_by(rule.updated_by, 2, torch.device("cpu")).moments
+        for rule in rules_of(optimizer)
+        for role in rule.roles
+    }
+    return counts[BLOCK_MATRIX], counts[OTHER_MATRIX]
+
+
+def role_of(name: str, p: Tensor, model: nn.Module) -> str:
+    """What a parameter of a model is: one of the roles in RULES."""
     if p.dim() < 2:
         return VECTOR
-    if NAME_OF_BLOCK_MATRIX.fullmatch(name):
+    is_weight = p.dim() == 2 and name.endswith(".weight")
+    if is_weight and IN_A_BLOCK.match(name) and isinstance(module_of(name, model), LINEAR):
         return BLOCK_MATRIX
-    if name == "transformer.wte.weight" and not config.tied:
+    if name == "transformer.wte.weight" and not model.config.tied:
         return TOKEN_EMBEDDING
     return OTHER_MATRIX
+
+
+def module_of(name: str, model: nn.Module) -> nn.Module:
+    """The module that holds a parameter."""
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def make_optimizers(
@@ -133,33 +215,74 @@ def make_optimizers(
         config: train.py's settings.
         muon_dtype: the dtype in which Muon orthogonalizes.
         mesh: the ranks over which parameters and optimizer state are divided. Default: a single process.
+
+    Raises:
+        ValueError: RULES contain no row for a parameter, or several.
     """
     mesh = mesh or Mesh()
     device_type = next(model.parameters()).device.type  # cpu with cpu_offload
     groups = groups_by_optimizer(model, config)
     optimizers = []
     # AdamW first, as in nanoGPT's checkpoints, and experts last
-    for cls, are_experts in sorted(groups, key=lambda key: (key[0] is not AdamW, key[1])):
+    for cls, are_experts in sorted(groups, key=lambda key: (key[0] is Muon, key[1])):
         divided = ("ep",) if are_experts else ()  # axes that have divided the parameters already
-        options = {}
+        members = groups[cls, are_experts]
+        options = options_of(cls, {"lr": members[0]["lr"], "betas": (config["beta1"], config["beta2"])})
         if cls is AdamW:
-            is_fused = device_type in ("cuda", "cpu", "mps")
-            options = {"betas": (config["beta1"], config["beta2"]), "fused": is_fused}
+            options["fused"] = device_type in ("cuda", "cpu", "mps")
         elif cls is Muon:
-            options = {"dtype": muon_dtype, "group": mesh.matrix_parts.without(*divided).group}
+            options |= {"dtype": muon_dtype, "group": mesh.matrix_parts.without(*divided).group}
         replicas = mesh.loss.without(*divided).group
         if zero == 1 and replicas:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             # a rank sends its share in one piece, not each parameter separately
             options |= {"parameters_as_bucket_view": True, "process_group": replicas}
-            optimizer = ZeroRedundancyOptimizer(groups[cls, are_experts], cls, **options)
+            optimizer = ZeroRedundancyOptimizer(members, cls, **options)
+        elif cls not in (AdamW, Muon) and is_sharded(members[0]["params"][0]):
+            optimizer = OnShards(members, cls, **options)
         else:
-            optimizer = cls(groups[cls, are_experts], **options)
+            optimizer = cls(members, **options)
         optimizers.append(optimizer)
+    check_updated(model, optimizers)
+    set_mode(optimizers, "train")
     if config.get("exact"):
         make_steps_exact(optimizers)
     return optimizers
+
+
+def check_updated(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """
+    Raise ValueError if a parameter that is trained is not in exactly one group of one optimizer, or if what
+    an optimizer keeps for it cannot be saved.
+    """
+    counts = Counter(p for optimizer in optimizers for p in params_of(optimizer))
+    for name, p in model.named_parameters():
+        if p.requires_grad and counts[p] != 1:
+            raise ValueError(
+                f"{counts[p]} groups of optimizers contain {name}, which is trained: make_optimizers in "
+                "isogpt/training/optim.py must put each parameter into one"
+            )
+    for optimizer in optimizers:
+        for _, p, _ in held_by(optimizer):
+            what_is_kept(optimizer, p)
+
+
+def average_weights(optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Whether an optimizer evaluates other weights than it trains, as schedule-free optimizers do."""
+    return any(has_modes(type(inner_optimizer(optimizer))) for optimizer in optimizers)
+
+
+def set_mode(optimizers: list[torch.optim.Optimizer], mode: str) -> None:
+    """
+    Call `eval` or `train` of the optimizers that have these, which change the weights in place (all ranks).
+
+    Args:
+        mode: 'eval' or 'train'.
+    """
+    for optimizer in optimizers:
+        if has_modes(type(inner_optimizer(optimizer))):
+            switch(optimizer, mode)
 
 
 def make_steps_exact(optimizers: list[torch.optim.Optimizer]) -> None:
@@ -183,15 +306,14 @@ def groups_by_optimizer(
     Returns:
         {(class of the optimizer, whether it updates experts that are divided over ranks): groups}
     """
-    rules = [rule for rule in RULES if rule.optimizer == config["optimizer"]]
+    rules = rules_of(config["optimizer"])
     members = defaultdict(list)
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        role = role_of(name, p, model.config)
-        rule = next(rule for rule in rules if role in rule.roles)
+        rule = rule_for(name, role_of(name, p, model), rules, config["optimizer"])
         # Muon updates matrices of equal shape together
-        stack = stack_of(name, p, model.config) if rule.updated_by is Muon else None
+        stack = stack_of(name, p, module_of(name, model), model.config) if rule.updated_by is Muon else None
         members[rule, is_split(p, "ep"), stack].append(p)
     groups = defaultdict(list)
     # nanoGPT numbers parameters by the order of the rules
@@ -201,6 +323,18 @@ def groups_by_optimizer(
     return groups
 
 
+def rule_for(name: str, role: str, rules: list[Rule], optimizer: str) -> Rule:
+    """The rule for a parameter. Raises ValueError if there is none, or more than one."""
+    matching = [rule for rule in rules if role in rule.roles]
+    if len(matching) != 1:
+        rows = "no row" if not matching else "more than one row"
+        raise ValueError(
+            f"RULES in isogpt/training/optim.py contain {rows} of optimizer {optimizer!r} for {name}: name "
+            f"its role, {role!r}, in one row"
+        )
+    return matching[0]
+
+
 def make_group(params: list[nn.Parameter], rule: Rule, stack: Stack | None, config: dict) -> dict:
     """An optimizer's group of parameters. Muon's also contain the heights of the stacked matrices."""
     rate = config[rule.rate]
@@ -208,13 +342,61 @@ def make_group(params: list[nn.Parameter], rule: Rule, stack: Stack | None, conf
         rate = config["learning_rate"]
     group = {
         "params": params,
-        "optimizer": rule.optimizer,
+        "optimizer": config["optimizer"],
         "lr": rate,
         "lr_scale": 1.0 if rate == config["learning_rate"] else rate / config["learning_rate"],
         "weight_decay": config[rule.weight_decay] if rule.weight_decay else 0.0,
-        "moments": MOMENTS[rule.updated_by],
     }
     return group | {"rows": stack.rows} if stack else group
+
+
+class Treatment(NamedTuple):
+    """How a parameter is updated, for the user."""
+
+    by: str  # class of the optimizer
+    rate: float
+    decay: str
+    kind: str  # of the parameter: what it is called, perhaps with others
+
+
+def describe_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer], mesh: Mesh) -> str:
+    """
+    Say in one line which optimizer updates which parameters of the whole model, with which rate and weight
+    decay, and which are frozen (all ranks).
+    """
+    treatments = {name: Treatment("", 0.0, "", short_name(name)) for name, _ in model.named_parameters()}
+    names = {p: name for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        inner = inner_optimizer(optimizer)
+        for group in optimizer.param_groups:
+            decay = f", decay {group['weight_decay']:g}" if group["weight_decay"] else ""
+            if decay and "weight_decay" not in inner.defaults:
+                decay = ", which takes no decay"
+            for p in group["params"]:
+                name = names[p]
+                kinds = {BLOCK_MATRIX: "matrices of blocks", VECTOR: "vectors"}
+                kind = kinds.get(role_of(name, p, model), short_name(name))
+                treatments[name] = Treatment(type(inner).__name__, group["lr"], decay, kind)
+    if mesh.pp > 1:  # a rank holds some of the blocks
+        treatments = {name: t for ranks in gather_objects(treatments) for name, t in ranks.items()}
+    if model.config.tied and "transformer.wte.weight" in treatments:
+        treatments.pop("lm_head.weight", None)  # in a pipeline, two ranks hold it
+    counts = defaultdict(Counter)  # {(optimizer, rate, decay): {kind: number of parameters}}
+    for by, rate, decay, kind in treatments.values():
+        counts[by, rate, decay][kind] += 1
+    frozen = counts.pop(("", 0.0, ""), {})
+    parts = [f"{by}: {spell_kinds(kinds)}, lr {rate:g}{decay}" for (by, rate, decay), kinds in counts.items()]
+    return "; ".join(parts + ([f"frozen: {spell_kinds(frozen)}"] if frozen else []))
+
+
+def short_name(name: str) -> str:
+    """A parameter's name without the number of the block and what all have in common: wte, mlp.router."""
+    return IN_A_BLOCK.sub("", name).removeprefix("transformer.").removesuffix(".weight")
+
+
+def spell_kinds(kinds: dict[str, int]) -> str:
+    """Parameters for the user, such as: 24 matrices of blocks, wte, 2 mlp.router."""
+    return ", ".join(kind if n == 1 and kind != "vectors" else f"{n} {kind}" for kind, n in kinds.items())
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, lr: float, muon_momentum: float) -> None:

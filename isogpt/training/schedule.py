@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, fields
 
+from isogpt.training import optim
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -44,7 +46,7 @@ class Schedule:
         max_iters, peak, min_lr = config["max_iters"], config["learning_rate"], config["min_lr"]
         notes = []
         if min_lr > peak:
-            muon = ", and Muon's in proportion," if config["optimizer"] == "muon" else ""
+            muon = ", and Muon's in proportion," if optim.uses_muon(config["optimizer"]) else ""
             notes.append(
                 f"min_lr {min_lr:g} is above learning_rate {peak:g}: after the warm-up, the learning rate"
                 f"{muon} rises: set --min_lr={peak / 10:g}, or --decay_lr=False"

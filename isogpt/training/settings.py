@@ -19,6 +19,8 @@ from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.plan import Plan, normalized
 from isogpt.parallel.shares import parse_shares
 from isogpt.parallel.slow_network import keeps_errors
+from isogpt.training import optim
+from isogpt.training.optimizer_class import has_modes
 
 Settings = SimpleNamespace  # all settings of train.py
 
@@ -100,10 +102,25 @@ def rules_of_model(c: Settings) -> Iterator[str]:
 
 def rules_of_updates(c: Settings) -> Iterator[str]:
     """The optimizer and the schedule of the learning rate."""
-    if c.optimizer == "muon" and c.learning_rate == 0:
+    try:
+        classes = optim.check_optimizer(vars(c))
+    except ValueError as e:
+        yield str(e)
+        return
+    if optim.uses_muon(c.optimizer) and c.learning_rate == 0:
         yield (
-            "learning_rate is 0, but optimizer 'muon' needs it for the embeddings and the head: set "
+            f"learning_rate is 0, but optimizer {c.optimizer!r} needs it for embeddings and the head: set "
             "--learning_rate="
+        )
+    if c.islands != 1 and any(map(has_modes, classes)):
+        yield (
+            f"optimizer {c.optimizer!r} evaluates an average of its weights (it has eval and train), and "
+            "islands evaluate the average over the islands: set --islands=1"
+        )
+    if c.exact and classes and normalized(vars(c))["zero"] >= 1:
+        yield (
+            f"exact: the bits of a step of {classes[0].__name__} may depend on how zero divides parameters: "
+            "set --zero=0, or --exact=False"
         )
     if c.lr_schedule == "wsd" and c.cooldown_iters == 0:
         yield "lr_schedule 'wsd' needs the steps of the decay: set --cooldown_iters="

@@ -1,0 +1,351 @@
+"""Optimizers of a user's file, or of RULES alone, on any layout; which optimizer updates which parameter."""
+
+import shutil
+
+import pytest
+import torch
+from runs import accepted, assert_same_curve, column, start_changed, train_defaults
+from torch import nn
+
+from isogpt.training import optim, optimizer_state
+from isogpt.training.optimizer_class import kept_by
+from model import GPT, GPTConfig
+
+CPU = torch.device("cpu")
+FILE = '''
+import torch
+from torch.optim import SGD, Adafactor
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, arXiv:2302.06675. Its state is allocated as a user would who knows no DTensor."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["momentum"], state["count"] = torch.zeros(p.shape), 0
+                state["count"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                # tanh in place of sign, which amplifies rounding
+                update = torch.lerp(p.grad, state["momentum"], beta1)
+                p.sub_((300 * update).tanh(), alpha=group["lr"] * min(1.0, state["count"] / 5))
+                state["momentum"].lerp_(p.grad, 1 - beta2)
+
+
+class Free(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al. 2024, arXiv:2405.15682): p is y, or x for evaluations."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        defaults = {"lr": lr, "momentum": momentum, "sum": 0, "lr_max": -1.0, "is_train": False}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def move(self, weight_of, is_train):
+        for group in self.param_groups:
+            if group["is_train"] != is_train:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight_of(group["momentum"]))
+            group["is_train"] = is_train
+
+    def train(self):
+        self.move(lambda beta: 1 - beta, True)
+
+    def eval(self):
+        self.move(lambda beta: 1 - 1 / beta, False)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            assert group["is_train"]
+            lr, beta = 100 * group["lr"], group["momentum"]
+            group["k"] = group.get("k", 0) + 1
+            group["lr_max"] = max(group["lr_max"], lr)
+            weight = group["k"] * group["lr_max"] ** 2
+            group["sum"] += weight
+            share = weight / group["sum"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"] = p.clone()
+                p.lerp_(state["z"], share).sub_(p.grad, alpha=lr * (1 - beta * (1 - share)))
+                state["z"].sub_(p.grad, alpha=lr)
+
+
+class Counts(torch.optim.SGD):
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        super().step()
+
+
+class Moves(SGD):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - p.grad
+
+
+class Two(SGD):
+    def __init__(self, params, lr, needed):
+        super().__init__(params, lr)
+'''
+SHORT = ["--max_iters=9", "--save_interval=5", "--eval_interval=5", "--warmup_iters=3", "--muon_lr=0.002"]
+WAYS = {
+    "ddp2": (2, "lion", []),
+    "zero1": (2, "free", ["--zero=1"]),
+    "zero3": (2, "free", ["--zero=3"]),
+    "offload": (2, "lion", ["--zero=2", "--cpu_offload=True"]),
+    "tp2": (2, "muon+free", ["--tp=2"]),
+    "pp2": (2, "lion", ["--pp=2"]),
+    "cp2": (2, "sgd", ["--cp=2"]),
+    "muon-zero3": (2, "muon+free", ["--zero=3"]),
+}
+CLASSES = {
+    "lion": "mine.py:Lion",
+    "free": "mine.py:Free",
+    "sgd": "mine.py:SGD",
+    "muon+free": "muon+mine.py:Free",
+}
+
+
+@pytest.fixture(scope="module")
+def work(shared_work):
+    (shared_work / "mine.py").write_text(FILE)
+    return shared_work
+
+
+@pytest.fixture(scope="module")
+def one(zygote, work):
+    """The folder of a run on one process with a class, made when it is first asked for."""
+
+    def run(kind):
+        out = work / f"one-{kind}"
+        if not out.exists():
+            zygote.train([*SHORT, f"--optimizer={CLASSES[kind]}", f"--out_dir={out}"], work)
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_class_of_a_file_has_one_curve_on_any_layout(zygote, work, one, name):
+    nproc, kind, flags = WAYS[name]
+    args = [*SHORT, *flags, f"--optimizer={CLASSES[kind]}", f"--out_dir={name}"]
+    zygote.train(args, work, nproc)
+    assert_same_curve(work / name, one(kind))
+    assert column(work / name, "val_loss") == pytest.approx(column(one(kind), "val_loss"), abs=1e-5)
+    losses = [*column(work / name, "loss").values()]
+    assert losses[0] - losses[-1] > 0.01, "the weights are updated"
+
+
+# saved on a layout, resumed on a layout
+RESUMES = [("zero3", "zero3"), ("zero1", "zero1"), ("ddp2", "ddp2"), ("zero3", "one"), ("zero1", "zero3")]
+
+
+@pytest.mark.parametrize(("before", "after"), RESUMES)
+def test_a_class_of_a_file_resumes(zygote, work, one, before, after):
+    """At a step with an evaluation, which schedule-free takes with other weights."""
+    straight, out = work / before, work / f"{before}-to-{after}"
+    if not straight.exists():
+        test_a_class_of_a_file_has_one_curve_on_any_layout(zygote, work, one, before)
+    _, kind, _ = WAYS[before]
+    nproc, _, flags = WAYS.get(after, (1, "", []))
+    shutil.copytree(straight, out, symlinks=True)
+    shutil.rmtree(out / "step_00000010")
+    (work / "moved").mkdir(exist_ok=True)
+    shutil.copy(work / "mine.py", work / "moved" / "mine.py")  # found again wherever it is
+    args = [*SHORT, *flags, f"--optimizer=moved/{CLASSES[kind]}", "--init_from=resume", f"--out_dir={out}"]
+    run = zygote.train(args, work, nproc)
+    assert "step 5" in run.text()
+    assert not [note for note in ("start at zero", "the loss curve changes") if note in run.text()]
+    if before == after:
+        for key in ("loss", "val_loss", "grad_norm"):
+            assert column(out, key) == column(straight, key)
+    else:
+        assert_same_curve(out, straight)
+        assert column(out, "val_loss") == pytest.approx(column(straight, "val_loss"), abs=1e-5)
+
+
+def test_a_checkpoint_of_a_class_is_converted_without_its_file(zygote, work, one):
+    """And no file that the checkpoint names is run."""
+    out = work / "converted"
+    if not (work / "zero3").exists():
+        test_a_class_of_a_file_has_one_curve_on_any_layout(zygote, work, one, "zero3")
+    shutil.copytree(work / "zero3", out, symlinks=True)
+    shutil.rmtree(out / "step_00000010")
+    (work / "without").mkdir()
+    zygote.start([out, "--to=ckpt.pt"], work / "without", script="export.py").wait()
+    shutil.rmtree(out / "step_00000005")
+    args = [*SHORT, f"--optimizer={CLASSES['free']}", "--init_from=resume", f"--out_dir={out}"]
+    assert "start at zero" not in zygote.train(args, work).text()
+    assert_same_curve(out, one("free"))
+
+
+def test_a_checkpoint_of_another_class(zygote, work, one):
+    out = work / "other"
+    shutil.copytree(one("lion"), out, symlinks=True)
+    args = [*SHORT, f"--optimizer={CLASSES['sgd']}", "--init_from=resume", f"--out_dir={out}"]
+    run = zygote.train(args, work, ok=False)
+    assert (
+        run.codes == [1] and "was saved with optimizer 'mine.py:Lion': set --optimizer=mine.py:" in run.text()
+    )
+
+
+ROWS = """
+import torch
+from isogpt.training import optim
+ROLES = optim.BLOCK_MATRIX, optim.TOKEN_EMBEDDING, optim.OTHER_MATRIX, optim.VECTOR
+optim.RULES += (optim.Rule("plain", ROLES, torch.optim.RMSprop, "learning_rate", "weight_decay"),)
+"""
+
+
+def test_a_row_of_the_rules_is_enough(zygote, work):
+    """Its parameters are updated, and its state is saved."""
+    args = [*SHORT, "--optimizer=plain"]
+    run = start_changed(zygote, ROWS, [*args, "--out_dir=plain"], work).wait()
+    assert "optim:   RMSprop: wte, wpe, 5 vectors, 8 matrices of blocks, lr 0.001, decay 0.1\n" in run.text()
+    losses = column(work / "plain", "loss")
+    assert losses[0] - losses[9] > 0.01
+    shutil.copytree(work / "plain", work / "plain-resumed", symlinks=True)
+    shutil.rmtree(work / "plain-resumed" / "step_00000010")
+    resume = [*args, "--init_from=resume", "--out_dir=plain-resumed", "--zero=1"]
+    start_changed(zygote, ROWS, resume, work, 2).wait()
+    assert_same_curve(work / "plain-resumed", work / "plain")
+
+
+GATE = """
+import model
+from torch import nn
+make, compute = model.Block.__init__, model.Block.compute
+def with_gate(self, config):
+    make(self, config)
+    self.gate = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
+def gated(self, x, rope, cache):
+    a, b = self.gate(x).chunk(2, -1)
+    return compute(self, x + a * b.sigmoid(), rope, cache)
+model.Block.__init__, model.Block.compute = with_gate, gated
+"""
+GATED = [*SHORT, "--optimizer=muon"]
+
+
+@pytest.fixture(scope="module")
+def gated(zygote, work):
+    run = start_changed(zygote, GATE, [*GATED, "--out_dir=gated"], work).wait()
+    assert "Muon: 10 matrices of blocks, lr 0.002, decay 0.1\n" in run.text()
+    return work / "gated"
+
+
+@pytest.mark.parametrize("flags", ["--zero=3", "--tp=2", "--pp=2"])
+def test_muon_updates_a_linear_layer_of_any_name(zygote, work, gated, flags):
+    run = start_changed(zygote, GATE, [*GATED, flags, "--out_dir=gated-2"], work, 2).wait()
+    assert "10 matrices of blocks, lr 0.002" in run.text(), "of the whole model"
+    assert_same_curve(work / "gated-2", gated)
+
+
+def tiny(**fields):
+    return GPT(GPTConfig(8, 16, 2, 2, 8, **{"bias": False, **fields}), 0)
+
+
+def test_each_trained_parameter_is_in_one_group(at):
+    model = tiny(n_expert=2, bias=True)
+    model.transformer.h[1].scale = nn.Parameter(torch.zeros(()))
+    model.transformer.h[1].gate = nn.Linear(8, 4)
+    model.transformer.h[1].values = nn.Embedding(16, 8)
+    model.transformer.wpe.requires_grad_(False)
+    optimizers = optim.make_optimizers(model, train_defaults(optimizer="muon"))
+    updated = [p for optimizer in optimizers for p in optim.params_of(optimizer)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(updated) == len(trained) and {*map(id, updated)} == {*map(id, trained)}
+    matrices = {
+        name for name, p in model.named_parameters() if any(p is q for q in optim.params_of(optimizers[1]))
+    }
+    assert "transformer.h.1.gate.weight" in matrices and len(matrices) == 9
+    line = optim.describe_updates(model, optimizers, optim.Mesh())
+    assert line.startswith("AdamW: wte, ") and line.endswith("; frozen: wpe")
+    assert (
+        "values, " in line
+        and "2 mlp.router, " in line
+        and "Muon: 9 matrices of blocks, lr 0.02, decay 0.1" in line
+    )
+
+    kept = at.context()
+    rows = (
+        optim.Rule("mine", (optim.BLOCK_MATRIX, optim.OTHER_MATRIX), torch.optim.SGD, "learning_rate", None),
+    )
+    with kept as patch:
+        patch.setattr(optim, "RULES", rows)
+        with pytest.raises(
+            ValueError, match=r"no row of optimizer 'mine' for transformer\..*: name its role, 'vector'"
+        ):
+            optim.make_optimizers(model, train_defaults(optimizer="mine"))
+        patch.setattr(optim, "RULES", rows + rows)
+        with pytest.raises(ValueError, match="more than one row of optimizer 'mine'"):
+            optim.make_optimizers(model, train_defaults(optimizer="mine"))
+    with pytest.raises(ValueError, match=r"1 groups|0 groups of optimizers contain transformer\.wte\.weight"):
+        optim.check_updated(model, optimizers[1:])
+
+
+def test_a_frozen_parameter_does_not_shift_nanogpts_numbers():
+    """nanoGPT numbers all parameters: the state of the others is saved by name."""
+    model = tiny()
+    weights = dict(model.named_parameters())
+    saved = optimizer_state.saved_state(model, optim.make_optimizers(model, train_defaults()))
+    assert {*saved["state"]} == {*range(len(weights))} and len(saved["param_groups"]) == 2
+    model.transformer.wpe.requires_grad_(False)
+    optimizers = optim.make_optimizers(model, train_defaults())
+    state = optimizer_state.by_name(weights, optimizer_state.saved_state(model, optimizers))
+    assert state.keys() == weights.keys() - {"transformer.wpe.weight"}
+    assert all(state[name]["exp_avg"].shape == weights[name].shape for name in state)
+
+
+WRONG = {
+    "ada": "optimizer is 'ada'; possible are adamw, muon, FILE.py:CLASS, muon.FILE.py:CLASS",
+    "muon+adamw": "optimizer is 'muon.adamw'; possible are",
+    "none.py:Lion": "there is no file none.py",
+    "mine.py:Lino": "but it contains no Lino: --optimizer=mine.py:SGD, --optimizer=mine.py:Adafactor, --opt",
+    "mine.py:torch": "but its torch is not one",
+    "mine.txt:Lion": "ends in .py: rename mine.txt",
+    "bad.py:Lion": "bad.py of --optimizer=bad.py:Lion fails: ZeroDivisionError",
+    "mine.py:Two": "optimizer Two fails: TypeError: .*missing 1 required positional argument: 'needed'",
+    "mine.py:Adafactor": "Adafactor is not element-wise: .*it keeps row_var, a tensor of shape",
+    "mine.py:Counts": "Counts changes its attribute steps, which no checkpoint would hold",
+    "mine.py:Moves": "Moves replaces a parameter's memory",
+}
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_a_class_that_cannot_be_used_is_refused_in_one_line(at, value):
+    for name in ("mine.py", "mine.txt"):
+        (at.path / name).write_text(FILE)
+    (at.path / "bad.py").write_text("1 / 0")
+    with pytest.raises(ValueError, match=WRONG[value]) as error:
+        accepted("train.py", f"--optimizer={value}")
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_class_does_not_go_with(at):
+    (at.path / "mine.py").write_text(FILE)
+    accepted("train.py", "--optimizer=mine.py:Lion", "--exact=True")
+    accepted("train.py", "--optimizer=muon+mine.py:Lion", "--islands=2")
+    with pytest.raises(ValueError, match="a step of Lion may depend on how zero .*: set --zero=0"):
+        accepted("train.py", "--optimizer=mine.py:Lion", "--exact=True", "--fsdp=True")
+    with pytest.raises(ValueError, match=r"evaluates an average of its weights .*: set --islands=1"):
+        accepted("train.py", "--optimizer=mine.py:Free", "--islands=2")
+    assert optim.moments_of("muon+mine.py:Free") == (1, 1) and optim.moments_of("mine.py:SGD") == (0, 0)
+
+
+def test_what_a_class_keeps_is_found(at):
+    (at.path / "mine.py").write_text(FILE)
+    free = kept_by(optim.load_class("mine.py:Free"), 2, CPU)
+    assert [*free.state] == ["z"] and {*free.group} == {"k", "sum", "lr_max"}
+    lion = kept_by(optim.load_class("mine.py:Lion"), 1, CPU)
+    assert lion.moments == 1 and lion.state["count"] == 2 and not lion.group
