@@ -37,6 +37,7 @@ from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.training import settings
 from isogpt.training.degrees import check_degrees
 from isogpt.training.layout_check import LOSS_LIMIT, ROWS, Trial, crash_of, first_problem, small_plan
+from isogpt.training.optim import describe_updates, make_optimizers
 
 CPU = torch.device("cpu")
 HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"
@@ -238,6 +239,24 @@ def compare_compiled(trial: Trial) -> tuple[str, str]:
     return (DIFFERS, difference.text) if difference else (HOLDS, "")
 
 
+def compare_optimizers(trial: Trial) -> tuple[str, str]:
+    """Whether a step changes each parameter that has a gradient, and no other. Says what updates which."""
+    model = trial.new_model()
+    trial.whole_step(model, trial.micro_batches())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        optimizers = make_optimizers(model, trial.config)
+    except ValueError as e:
+        return REFUSED, str(e)
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, p in model.named_parameters():
+        is_trained = p.grad is not None and bool(p.grad.any())
+        if is_trained == torch.equal(p, before[name]):
+            return DIFFERS, f"a step {'does not change' if is_trained else 'changes'} {name}"
+    return HOLDS, describe_updates(model, optimizers, trial.mesh)
+
+
 def compare_generation(trial: Trial) -> tuple[str, str]:
     """Compare the logits of cached steps with those of whole sequences, see generation.problem_of_cache."""
     model = trial.new_model().eval()
@@ -300,6 +319,7 @@ ALONE = {
     "one process": compare_alone,
     "initial values": compare_initial_values,
     "parameters and FLOPs": compare_counts,
+    "optimizers": compare_optimizers,
     "loss by logits": compare_logits,
     "generation with a cache": compare_generation,
     "export to transformers": compare_export,
