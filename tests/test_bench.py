@@ -419,7 +419,7 @@ def test_a_plan_that_does_not_fit_says_what_does(plan, at, capsys):
     [
         (
             ["--comm", "--tune", "--json_path=nowhere/x"],
-            ["comm, sweep, plan and tune are separate reports: set one of them"]
+            ["comm, sweep, plan, tune and check are separate reports: set one of them"]
             + ["json_path is 'nowhere/x': no such folder"],
         ),
         (["--json_path=."], ["json_path is '.': it is a folder, set a file in it"]),

@@ -41,6 +41,7 @@ from isogpt.monitor.out_of_memory import MemoryUse, is_out_of_memory
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.watchdog import Watchdog
+from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.shares import share_of
 from isogpt.training import optim
 from isogpt.training.settings import notes_about_text, read_prompt
@@ -50,7 +51,9 @@ from model import GPT, GPTConfig
 # helpers
 
 SHAPE = dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=65)
-PLAN = default_plan(world_size=2, model_args=asdict(GPTConfig(**SHAPE)), batch_size=4, micro_batch=4)
+ARGS = asdict(GPTConfig(**SHAPE))
+COUNTS = count_on_meta(GPT, ARGS)
+PLAN = default_plan(world_size=2, model_args=ARGS, counts=COUNTS, batch_size=4, micro_batch=4)
 CPU = torch.device("cpu")
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
 

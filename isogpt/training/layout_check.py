@@ -8,6 +8,7 @@ be wrong, and nothing else would say so.
 """
 
 import gc
+import math
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -396,6 +397,8 @@ class Trial:
         for place, (name, p) in enumerate(model.named_parameters(), 2 + len(before)):
             error, *_ = distance(part_of(p, p), after[name])
             change = (after[name] - before[name]).norm().item()
+            if not math.isfinite(change):  # the rate is too large for any layout: the first steps will say so
+                return None
             if not error <= UPDATE_LIMIT * change + ROUNDING * after[name].norm().item():
                 return Difference(
                     place,
