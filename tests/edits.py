@@ -317,15 +317,15 @@ def copy_of_repository(folder):
     return folder
 
 
-def documented_edits():
-    """{heading: the diff} of docs/changing-the-model.md."""
-    text = PAGE.read_text() if PAGE.exists() else ""
-    sections = re.split(r"^## ", text, flags=re.M)[1:]
-    diffs = {}
-    for section in sections:
-        if blocks := re.findall(r"```diff\n(.*?)```", section, flags=re.S):
-            diffs[section.splitlines()[0]] = "".join(blocks)
-    return diffs
+def documented():
+    """{heading: section} of the changes in docs/changing-the-model.md: those that say which files they touch."""
+    sections = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
+    return {section.splitlines()[0]: section for section in sections if "\nFiles: " in section}
+
+
+def blocks(section, kind):
+    """The blocks of a kind in a section, one after the other."""
+    return "".join(re.findall(rf"^```{kind}\n(.*?)^```", section, flags=re.S | re.M))
 
 
 def apply(name, folder):
@@ -334,6 +334,6 @@ def apply(name, folder):
     if name in EDITS:
         path = repo / "model.py"
         path.write_text(edited(EDITS[name], path.read_text()))
-    else:
-        subprocess.run(["patch", "-p1"], input=documented_edits()[name], text=True, cwd=repo, check=True)
+    elif diff := blocks(documented()[name], "diff"):
+        subprocess.run(["patch", "-p1"], input=diff, text=True, cwd=repo, check=True)
     return repo

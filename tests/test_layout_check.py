@@ -5,7 +5,7 @@ import re
 
 import pytest
 from breaks import BREAKS
-from edits import EDITS, EXPECTED, SETTINGS, TRIED, apply, documented_edits, edited
+from edits import EDITS, EXPECTED, SETTINGS, TRIED, apply, blocks, documented, edited
 from runs import REPO, column
 
 from isogpt.speed.model_check import COMBINED, LAYOUTS
@@ -100,7 +100,7 @@ def test_an_edit_holds_on_a_layout_or_the_check_says_that_it_does_not(zygote, wo
 
 @pytest.mark.extra
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*EDITS, *documented_edits()])
+@pytest.mark.parametrize("name", [*EDITS, *documented()])
 def test_an_edit_has_the_curve_of_one_process_or_stops_with_one_line(zygote, work, name):
     """Ten steps of train.py on each way: nothing is silent."""
     repo = apply(name, work / "edited")
@@ -120,3 +120,27 @@ def test_an_edit_has_the_curve_of_one_process_or_stops_with_one_line(zygote, wor
         else:
             messages = [line for line in run.text().splitlines() if line.startswith("error: ")]
             assert "Traceback" not in run.text() and len(messages) >= 1, run.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", documented())
+def test_a_documented_change_has_the_check_of_its_page(zygote, work, heading):
+    """The diff or the file of the page: what does not hold is what the page says, up to numbers."""
+    section = documented()[heading]
+    repo = apply(heading, work / "edited")
+    command = ["--check=True", "--dtype=float32"]
+    if file := blocks(section, "python"):
+        name = re.match(r"# (\S+)", file)[1]
+        (work / name).write_text(file)
+        command.append(re.search(r"--check (--optimizer=\S+)", section)[1])
+    run = zygote.start(command, work, script="bench.py", repo=repo).wait(300, ok=False)
+    rows = [line for line in run.text().splitlines() if re.match(r".{24} (holds|refused|differs)", line)]
+    failed = [line for line in rows if line[25:30] != "holds"]
+    assert without_numbers(failed) == without_numbers(blocks(section, "text").splitlines())
+    assert run.codes == [int(any(line[25:32] == "differs" for line in rows))]
+    assert f"{len(rows)} comparisons" in section
+
+
+def without_numbers(lines):
+    """The lines, in which the digits may depend on the machine."""
+    return [re.sub(r"[\d.e-]*\d", "N", line) for line in lines]
