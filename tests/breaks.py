@@ -55,6 +55,7 @@ BREAKS = {
             "row.sections(config, p.size(row.dim))",
             "(p.size(row.dim),)",
         ),
+        "norm": (GRADIENTS, "norm_share", ".sum() / n", ".sum()"),
         "bias twice": (
             TENSOR,
             "RowParallelLinear.forward",
@@ -93,6 +94,7 @@ BREAKS = {
             "scale_grads=True",
         ),
         "loss": (PIPELINE, "Pipeline.step", " * self.mesh.pp", ""),
+        "evaluation": (PIPELINE, "Pipeline.forward", "loss.float() * self.mesh.pp", "loss.float()"),
         "a block left out": (
             PIPELINE,
             "split_layers",

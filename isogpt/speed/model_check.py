@@ -36,7 +36,15 @@ from isogpt.parallel.plan import LAYOUT, UNDIVIDED, LayoutError, Plan, plan_of
 from isogpt.speed.launches import FIXED, Launches, reason_for
 from isogpt.training import settings
 from isogpt.training.degrees import check_degrees
-from isogpt.training.layout_check import LOSS_LIMIT, ROWS, Trial, crash_of, first_problem, small_plan
+from isogpt.training.layout_check import (
+    NUMBER_LIMIT,
+    ROWS,
+    Trial,
+    crash_of,
+    difference_of,
+    first_problem,
+    small_plan,
+)
 from isogpt.training.optim import describe_updates, make_optimizers
 
 CPU = torch.device("cpu")
@@ -215,14 +223,14 @@ def compare_logits(trial: Trial) -> tuple[str, str]:
     if problem := problem_of_loss("training", summed, "the logits", mean):
         return DIFFERS, problem
     error = (last - logits[:, -1:]).norm() / logits[:, -1:].norm()
-    if not error <= LOSS_LIMIT:
+    if not error <= NUMBER_LIMIT:
         return DIFFERS, f"the logits of the last position differ by {error:.1e} without targets"
     return HOLDS, ""
 
 
 def problem_of_loss(name: str, loss: Tensor, other_name: str, other: Tensor) -> str:
     """Say how two losses differ; "" if they are equal up to rounding."""
-    if abs(loss - other) <= LOSS_LIMIT * abs(loss):
+    if abs(loss - other) <= NUMBER_LIMIT * abs(loss):
         return ""
     return f"the loss is {loss:.6f} in {name}, but {other:.6f} by {other_name}"
 
@@ -234,8 +242,8 @@ def compare_compiled(trial: Trial) -> tuple[str, str]:
     whole, compiled = trial.new_model(), trial.new_model()
     compile_parts(compiled, by_block=False)
     batches = trial.micro_batches()
-    losses = [trial.whole_step(model, batches) for model in (whole, compiled)]
-    difference = trial.difference_of_loss(*losses) or trial.difference_of_gradients(whole, compiled)
+    losses = [trial.whole_step(model, batches).item() for model in (whole, compiled)]
+    difference = difference_of("the loss", *losses) or trial.difference_of_gradients(whole, compiled)
     return (DIFFERS, difference.text) if difference else (HOLDS, "")
 
 

@@ -24,7 +24,7 @@ from isogpt.launch.together import gather_number, gather_objects
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.kernels import IGNORE
 from isogpt.parallel import parallelize
-from isogpt.parallel.data_parallel import shard
+from isogpt.parallel.data_parallel import reshard, shard
 from isogpt.parallel.float_sums import FloatSums
 from isogpt.parallel.integer_sums import ExactSums
 from isogpt.parallel.local_parts import LocalPart, local_part_of, splits_of
@@ -43,7 +43,7 @@ KINDS = 3  # different micro-batches, which the batch repeats: the cost does not
 # how much a parameter's gradient may differ, relative to the norm of the whole gradient: the parameter's norm
 # is no measure, since the bias of keys has no gradient but rounding
 GRADIENT_LIMIT = 1e-5
-LOSS_LIMIT = 1e-5  # relative
+NUMBER_LIMIT = 1e-5  # of the loss and of the gradient's norm, relative
 # relative to the norm of a parameter's update, besides the rounding of the weights
 UPDATE_LIMIT = 1e-2
 ROUNDING = 1e-6
@@ -62,8 +62,8 @@ def prove_layout(
 ) -> list[str]:
     """
     Compare one step of a small model on all ranks with the step of one process, in float32: the loss, each
-    gradient, and each weight after the step (all ranks). Returns a line for the user; none if nothing
-    is divided, and with check_layout=False.
+    gradient and its norm, the loss of an evaluation, and each weight after the step (all ranks). Returns a
+    line for the user; none if nothing is divided, and with check_layout=False.
 
     Args:
         model_class: GPT, from the model.py of the run.
@@ -71,7 +71,8 @@ def prove_layout(
         config: train.py's settings.
 
     Raises:
-        LayoutError: the results differ, or the small model cannot be computed. On every rank.
+        LayoutError: the results differ, the small model cannot be computed, or a buffer changes, which
+            checkpoints do not contain. On every rank.
     """
     is_divided = plan.world_size > 1 or plan.zero >= 2 or plan.exact
     if not config["check_layout"] or not (is_divided or has_buffers(model_class, plan)):
@@ -86,20 +87,20 @@ def prove_layout(
             "layouts can, run: python bench.py --check"
         ) from e
     if not problem:
-        return [f"layout:  {layout_name(plan)} computes the same as one process: checked with a small model"]
+        line = f"layout:  {layout_name(plan)} computes the same as one process: checked with a small model"
+        return [line] if is_divided else []
     others = {"dp": UNSHARDED, "zero=3": UNSHARDED | {"zero": 3}}
     same = []
     for name, changes in others.items():
         other = replace(plan, **changes)
         if layout_name(other) != layout_name(plan):
-            with_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
-            if not first_problem(model_class, other, with_mesh, device, config):
+            other_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
+            if not first_problem(model_class, other, other_mesh, device, config):
                 same.append(name)
     advice = f"; {' and '.join(same)} compute the same" if same else ""
     raise LayoutError(
         f"{layout_name(plan)} does not compute what one process computes with this model.py: {problem}"
-        f"{advice}. "
-        "For reasons, see docs/changing-the-model.md; to train nevertheless, set --check_layout=False"
+        f"{advice}. See docs/changing-the-model.md; --check_layout=False trains without this check"
     )
 
 
@@ -221,19 +222,22 @@ class Trial:
         loss = self.whole_step(whole, batches)
         for name, buffer in whole.named_buffers():
             if not torch.equal(buffer, buffers[name]):
-                return Difference(
-                    0, f"the buffer {name} changes in training, but checkpoints contain no buffers"
+                raise LayoutError(
+                    f"the buffer {name} changes in training, but checkpoints contain no buffers: make it a "
+                    "parameter with requires_grad_(False)"
                 )
         model, pipeline = self.divided_model(whole)
         try:
             optimizers = make_optimizers(model, self.config, self.plan.zero, torch.float32, self.mesh)
         except ValueError as e:  # on all ranks
             raise LayoutError(str(e)) from e
-        divided_loss = self.divided_step(model, pipeline, batches)
+        divided_loss, norm = self.divided_step(model, pipeline, batches)
         return (
-            self.difference_of_loss(loss, divided_loss)
+            difference_of("the loss", loss.item(), divided_loss)
             or self.difference_of_names(whole, model)
             or self.difference_of_gradients(whole, model)
+            or self.difference_of_norm(whole, norm)
+            or self.difference_of_evaluation(whole, pipeline or model, batches)
             or self.difference_of_updates(whole, model, optimizers)
         )
 
@@ -300,9 +304,10 @@ class Trial:
 
     def divided_step(
         self, model: nn.Module, pipeline: Pipeline | None, batches: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
+    ) -> tuple[float, float]:
         """
-        Return the loss of the batch, and leave this rank's gradients, as train.py's step does (all ranks).
+        Return the loss of the batch and the gradient's norm, and leave this rank's gradients, as train.py's
+        step does (all ranks).
         """
         plan, mesh, share = self.plan, self.mesh, self.share
         wrapped = model
@@ -315,11 +320,8 @@ class Trial:
             gradients = ExactSums(wrapped, model, mesh, plan, share, scaler)
         else:
             gradients = FloatSums(wrapped, model, mesh, plan, share)
-        positions = mesh.own_positions(self.length)
-        micro_batches = []
-        for micro_step in range(share.micro_steps):
-            x, y = batches[self.kind(share.first(micro_step))]
-            micro_batches.append((x, y) if positions is None else (x[:, positions], y[:, positions]))
+        kinds = [self.kind(share.first(micro_step)) for micro_step in range(share.micro_steps)]
+        micro_batches = [self.own_positions(batches[kind]) for kind in kinds]
         if pipeline:
             pipeline.prepare(share, scaler, gradients, no_timer, nullcontext())
         gradients.allocate(*micro_batches[0], nullcontext())
@@ -334,14 +336,35 @@ class Trial:
                     loss.backward()
                 loss_sum += gradients.loss_term(loss)
         gradients.finish()
-        return gather_number(loss_sum * gradients.loss_weight, self.device).mean()
+        loss = gather_number(loss_sum * gradients.loss_weight, self.device).mean()
+        square = gather_number(sum(gradients.norm_share()), self.device).sum()
+        return loss.item(), square.sqrt().item()
 
-    def difference_of_loss(self, whole: Tensor, divided: Tensor) -> Difference | None:
-        """Whether the loss of the batch differs, which is equal on all ranks."""
-        whole, divided = whole.item(), divided.item()
-        if abs(divided - whole) <= LOSS_LIMIT * abs(whole):
-            return None
-        return Difference(0, f"the loss is {divided:.6f} instead of {whole:.6f}")
+    def own_positions(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The positions of a micro-batch that this rank reads, (ROWS, T / cp) inputs and targets."""
+        positions = self.mesh.own_positions(self.length)
+        x, y = batch
+        return (x, y) if positions is None else (x[:, positions], y[:, positions])
+
+    def difference_of_norm(self, whole: nn.Module, norm: float) -> Difference | None:
+        """Whether the gradient's norm differs, by which it is clipped. Islands have separate gradients."""
+        grads = [p.grad for p in whole.parameters() if p.grad is not None]
+        expected = torch.stack(torch._foreach_norm(grads)).norm().item()
+        return None if self.mesh.islands > 1 else difference_of("the gradient's norm", expected, norm)
+
+    @torch.no_grad()
+    def difference_of_evaluation(
+        self, whole: nn.Module, model: nn.Module, batches: list[tuple[Tensor, Tensor]]
+    ) -> Difference | None:
+        """Whether the loss of a micro-batch differs in an evaluation (all ranks)."""
+        whole.eval()
+        model.eval()
+        expected = whole(*batches[0], 1.0)[1].item()
+        losses = gather_number(model(*self.own_positions(batches[0]), 1.0)[1], self.device)
+        reshard(model)
+        # the readers have read the same, and so have the ranks that know the loss of the same tokens
+        copies = self.mesh.readers.size * self.mesh.same_tokens.size
+        return difference_of("the loss of an evaluation", expected, losses.sum().item() / copies)
 
     def difference_of_names(self, whole: nn.Module, model: nn.Module) -> Difference | None:
         """Whether each parameter of the whole model is on a rank, and there are no others (all ranks)."""
@@ -406,6 +429,13 @@ class Trial:
                     f"differs by {error:.2e}",
                 )
         return None
+
+
+def difference_of(name: str, whole: float, divided: float) -> Difference | None:
+    """Whether a number differs that is equal on all ranks."""
+    if abs(divided - whole) <= NUMBER_LIMIT * abs(whole):
+        return None
+    return Difference(0, f"{name} is {divided:.6f} instead of {whole:.6f}")
 
 
 def part_of(tensor: Tensor, p: nn.Parameter) -> LocalPart:
