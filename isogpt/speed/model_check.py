@@ -10,8 +10,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
@@ -49,6 +51,7 @@ from isogpt.training.optim import describe_updates, make_optimizers
 
 CPU = torch.device("cpu")
 HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"
+LIMIT_S = 300.0  # for the processes of some comparisons
 TIMEOUT = timedelta(seconds=60)  # of a collective: ranks that wait for different ones
 # {name: settings} of the layouts of two or more processes
 LAYOUTS = {
@@ -167,9 +170,10 @@ def work(model_class: Callable[[GPTConfig], nn.Module], folder: str) -> None:
     for name in request.names:
         try:
             state, text = compare(model_class, request, name, rank)
+        except LayoutError as e:  # on all ranks
+            state, text = REFUSED, str(e)
         except Exception as e:  # whatever an edited model raises; the other ranks may wait for this one
-            refused = isinstance(e, LayoutError)
-            write(name, REFUSED, str(e) if refused else f"it cannot be computed: {crash_of(e)}")
+            write(name, REFUSED, f"it cannot be computed: {crash_of(e)}")
             break
         if rank == 0:
             write(name, state, text)
@@ -411,14 +415,19 @@ def results(request: Request, worker: str, launches: Launches) -> Iterator[Resul
                 env = os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(home)}
                 command = [sys.executable, "-c", worker, str(attempt)]
                 processes.append(subprocess.Popen(command, env=env, stdout=errors, stderr=errors))
+        end = time.monotonic() + LIMIT_S
         for process in processes:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+        for process in processes:
+            process.kill()  # nothing, if it has ended
         shown = {}
         path = attempt / "results.jsonl"
         for name, state, text in map(json.loads, path.read_text().splitlines() if path.exists() else []):
             shown.setdefault(name, Result(name, state, text))  # the first rank that crashed says why
-        if not shown:  # no process came as far as the first comparison
+        if not shown:  # no process has completed the first comparison
             lines = (attempt / "errors.txt").read_text().splitlines()
-            shown = {names[0]: Result(names[0], REFUSED, lines[-1] if lines else "no output")}
+            reason = lines[-1] if lines else f"no result within {LIMIT_S:.0f} s"
+            shown = {names[0]: Result(names[0], REFUSED, reason)}
         yield from shown.values()
         names = names[len(shown) :]
