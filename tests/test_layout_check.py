@@ -85,7 +85,14 @@ def test_faults_in_each_way_are_seen(zygote, work):
     assert [case for case, text in zip(cases, found, strict=True) if not text.startswith("differs")] == []
 
 
-QUICK = ("token shift", "attention in the seam", "shared MLP of distant blocks", "frozen positions", "buffer")
+QUICK = (
+    "token shift",
+    "factorized embedding",
+    "attention in the seam",
+    "shared MLP of distant blocks",
+    "frozen positions",
+    "buffer",
+)
 MARKED = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EDITS]
 
 

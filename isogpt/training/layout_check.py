@@ -51,7 +51,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the ranks together and one process differ: at `place` in the order of a step, on this rank."""
+    """Where this rank and one process differ: at `place` in the order of the model's parameters."""
 
     place: int
     text: str
@@ -147,14 +147,12 @@ def first_problem(
     problem = ""
     for draw in range(2):
         trial = Trial(model_class, small_plan(plan), mesh, device, config, draw)
-        differences = gather_objects(trial.difference())
+        problem = trial.problem()
         gc.collect()  # what the small model has allocated; its hooks refer to each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        differences = [difference for difference in differences if difference]
-        if not differences:
+        if not problem:
             return ""
-        problem = min(differences, key=lambda difference: difference.place).text
     return problem
 
 
@@ -214,8 +212,8 @@ class Trial:
         self.share: Share = share(*sizes, **islands)
         self.length = plan.model_args["block_size"]
 
-    def difference(self) -> Difference | None:
-        """The first difference on this rank (all ranks)."""
+    def problem(self) -> str:
+        """Return the first difference of any rank; "" if there is none (all ranks)."""
         whole = self.new_model()
         buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
         batches = self.micro_batches()
@@ -232,13 +230,14 @@ class Trial:
         except ValueError as e:  # on all ranks
             raise LayoutError(str(e)) from e
         divided_loss, norm = self.divided_step(model, pipeline, batches)
+        # all ranks go on or stop together, since the next comparison may communicate
         return (
-            difference_of("the loss", loss.item(), divided_loss)
-            or self.difference_of_names(whole, model)
-            or self.difference_of_gradients(whole, model)
-            or self.difference_of_norm(whole, norm)
-            or self.difference_of_evaluation(whole, pipeline or model, batches)
-            or self.difference_of_updates(whole, model, optimizers)
+            first_of_ranks(difference_of("the loss", loss.item(), divided_loss))
+            or first_of_ranks(self.difference_of_names(whole, model))
+            or first_of_ranks(self.difference_of_gradients(whole, model))
+            or first_of_ranks(self.difference_of_norm(whole, norm))
+            or first_of_ranks(self.difference_of_evaluation(whole, pipeline or model, batches))
+            or first_of_ranks(self.difference_of_updates(whole, model, optimizers))
         )
 
     def new_model(self) -> nn.Module:
@@ -376,9 +375,9 @@ class Trial:
         missing = [name for name, count in zip(names, is_held.tolist(), strict=True) if not count]
         unknown = [name for name in held if name not in names]
         if missing:
-            return Difference(1, f"no rank holds {missing[0]}")
+            return Difference(0, f"no rank holds {missing[0]}")
         if unknown:
-            return Difference(1, f"{unknown[0]}, which is shared, is a separate parameter here")
+            return Difference(0, f"{unknown[0]}, which is shared, is a separate parameter here")
         return None
 
     def difference_of_gradients(self, whole: nn.Module, model: nn.Module) -> Difference | None:
@@ -386,7 +385,7 @@ class Trial:
         grads = {name: p.grad for name, p in whole.named_parameters()}
         present = [grad for grad in grads.values() if grad is not None]
         norm = torch.stack(torch._foreach_norm(present)).norm().item()
-        for place, (name, p) in enumerate(model.named_parameters(), 2):
+        for place, (name, p) in enumerate(model.named_parameters()):
             if (p.grad is None) != (grads[name] is None):
                 with_gradient, without = "one process", "this layout"
                 if grads[name] is None:
@@ -417,7 +416,7 @@ class Trial:
         for optimizer in make_optimizers(whole, self.config) + optimizers:
             optimizer.step()
         after = {name: p.detach() for name, p in whole.named_parameters()}
-        for place, (name, p) in enumerate(model.named_parameters(), 2 + len(before)):
+        for place, (name, p) in enumerate(model.named_parameters()):
             error, *_ = distance(part_of(p, p), after[name])
             change = (after[name] - before[name]).norm().item()
             if not math.isfinite(change):  # the rate is too large for any layout: the first steps will say so
@@ -429,6 +428,12 @@ class Trial:
                     f"differs by {error:.2e}",
                 )
         return None
+
+
+def first_of_ranks(difference: Difference | None) -> str:
+    """The first of the ranks' differences; "" if there is none (all ranks)."""
+    differences = [other for other in gather_objects(difference) if other]
+    return min(differences, key=lambda other: other.place).text if differences else ""
 
 
 def difference_of(name: str, whole: float, divided: float) -> Difference | None:
