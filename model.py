@@ -84,17 +84,46 @@ def initial_rule(name: str, module: nn.Module) -> float | str | Callable[[GPTCon
     """
     for pattern, rule in INITIAL_VALUES.items():
         if re.fullmatch(pattern, name):
+            if not (callable(rule) or rule == "normal" or isinstance(rule, int | float)):
+                raise ValueError(
+                    f'the rule {rule!r} for {name} in INITIAL_VALUES is not a number, "normal" or a function'
+                )
             return rule
     if isinstance(module, NORMAL_WEIGHTS + UNIT_WEIGHTS):
         if name.endswith(".bias"):
             return 0.0
         if name.endswith(".weight"):
             return "normal" if isinstance(module, NORMAL_WEIGHTS) else 1.0
-    pattern = re.sub(r"\.\d+(?=\.)", r".\\d+", name).replace(".", r"\.")
     raise ValueError(
         f"{name} has no initial values: {type(module).__name__} is not among the modules that initial_rule "
-        f'in model.py knows. Add a line such as r"{pattern}": 0.0 to INITIAL_VALUES in model.py'
+        f"in model.py knows. {advice_on_rule(name, name.rpartition('.')[2] in module._buffers)}"
     )
+
+
+def advice_on_rule(name: str, is_buffer: bool = False) -> str:
+    """A sentence that says which line of INITIAL_VALUES a parameter or buffer needs."""
+    pattern = re.sub(r"\.\d+(?=\.)", r".\\d+", name).replace(".", r"\.")
+    value = "lambda config: ..., a function that returns its values," if is_buffer else "0.0"
+    return f'Add a line such as r"{pattern}": {value} to INITIAL_VALUES in model.py'
+
+
+def check_what_init_writes(model: nn.Module, rules: dict[str, object]) -> None:
+    """
+    Raise ValueError if `__init__` has set what a Linear or a norm begins with to values that `init_weights`
+    is about to replace: a constant, or numbers beyond those that PyTorch's Linear draws.
+    """
+    for name, p in model.named_parameters():
+        module, rule = model.get_submodule(name.rpartition(".")[0]), rules[name]
+        has_line = any(re.fullmatch(pattern, name) for pattern in INITIAL_VALUES)
+        if has_line or not isinstance(module, (nn.Linear, *UNIT_WEIGHTS)):
+            continue
+        is_constant = p.numel() > 1 and bool((p == p.flatten()[0]).all()) and p.flatten()[0] != rule
+        bound = 1.001 * module.in_features**-0.5 if isinstance(module, nn.Linear) else math.inf
+        if is_constant or p.abs().max() > bound:
+            raise ValueError(
+                f"__init__ sets {name}, but initial_rule in model.py says how it begins. "
+                f"{advice_on_rule(name)}"
+            )
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -229,6 +258,7 @@ class GPT(nn.Module):
             name: initial_rule(name, self.get_submodule(name.rpartition(".")[0])) for name, _ in tensors
         }
         if not self.lm_head.weight.is_meta:
+            check_what_init_writes(self, self.initial_rules)
             self.init_weights(torch.initial_seed() if seed is None else seed)
 
     def tie_weights(self) -> None:
@@ -255,7 +285,10 @@ class GPT(nn.Module):
         """
         rule = self.initial_rules[name]
         if callable(rule):
-            return rule(self.config)
+            values = rule(self.config)
+            if not torch.is_tensor(values) or values.shape != shape:
+                raise ValueError(f"INITIAL_VALUES must return a tensor of shape {tuple(shape)} for {name}")
+            return values
         if rule != "normal":
             return torch.full(shape, rule)
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

@@ -15,7 +15,7 @@ from isogpt.parallel.data_parallel import fsdp_units
 from isogpt.parallel.local_parts import Splits, copy_to_cpu, local_parts_by_name, splits_of
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.pipeline import Pipeline, split_layers
-from isogpt.parallel.plan import Plan
+from isogpt.parallel.plan import LayoutError, Plan
 
 
 def split_model(
@@ -65,9 +65,20 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits
         splits: what `split_model` returned.
     """
     places = defaultdict(list)  # of each parameter, which modules can share
-    for module in model.modules():
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if torch.is_tensor(value) and value.is_meta:
+                raise LayoutError(
+                    f"{path}.{name} in model.py is a tensor that is neither a parameter nor a buffer: use "
+                    "register_buffer, and a line of INITIAL_VALUES for its values"
+                )
         for name, p in module.named_parameters(recurse=False):
             places[p].append((module, name))
+            if p._backward_hooks:
+                raise LayoutError(
+                    f"a hook of {path}.{name} in model.py is lost where the model is allocated: use a hook "
+                    "of a module, or change what forward computes"
+                )
     if fsdp_units(model):
         model.to_empty(device=device)
     for p, ((first, first_name), *others) in places.items():

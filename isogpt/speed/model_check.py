@@ -321,7 +321,7 @@ def compare_counts(trial: Trial) -> tuple[str, str]:
         model(x, y)
     flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     measured = sum(flops.get(f"aten.{op}", 0) for op in ("mm", "addmm", "convolution")) / x.numel()
-    if abs(measured - counted) > 0.01 * counted:
+    if measured > 1.01 * counted:  # fewer, if batched matmuls compute some
         return DIFFERS, f"matmuls of {measured:,.0f} FLOPs for each token, of which {counted:,} are counted"
     return HOLDS, ""
 

@@ -8,7 +8,6 @@ be wrong, and nothing else would say so.
 """
 
 import gc
-import math
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,11 +31,11 @@ from isogpt.parallel.mesh import Mesh, connect_mesh, stages_per_rank
 from isogpt.parallel.pipeline import Pipeline, cause_of
 from isogpt.parallel.plan import LayoutError, Plan
 from isogpt.parallel.recompute import recompute
-from isogpt.parallel.shares import Share, multiple_up, share_of, share_of_whole
+from isogpt.parallel.shares import Share, multiple_up, parse_shares, share_of, share_of_whole
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
-LAYERS, HEAD_SIZE = 4, 4  # of the small model; more layers if there are more stages
+LAYERS, WIDTH = 4, 64  # of the small model, or more, for more stages and more heads
 LONGEST_ON_CPU, LONGEST_ON_GPU = 256, 1024  # tokens of a sequence; 1024 would take a CPU 2 s
 ROWS = 2  # sequences of a micro-batch
 KINDS = 3  # different micro-batches, which the batch repeats: the cost does not grow with the ranks
@@ -46,6 +45,7 @@ GRADIENT_LIMIT = 1e-5
 NUMBER_LIMIT = 1e-5  # of the loss and of the gradient's norm, relative
 # relative to the norm of a parameter's update, besides the rounding of the weights
 UPDATE_LIMIT = 1e-2
+RATE = 1e-2  # of the compared step: the run's may be too small or too large to see anything
 ROUNDING = 1e-6
 
 
@@ -75,7 +75,15 @@ def prove_layout(
             checkpoints do not contain. On every rank.
     """
     is_divided = plan.world_size > 1 or plan.zero >= 2 or plan.exact
-    if not config["check_layout"] or not (is_divided or has_buffers(model_class, plan)):
+    is_divided = is_divided or plan.activation_checkpointing != "none"
+    if not config["check_layout"]:
+        return []
+    try:
+        # in memory: GPT refuses what its __init__ writes in vain
+        small_model = model_class(GPTConfig(**small_plan(plan).model_args))
+    except ValueError as e:
+        raise LayoutError(str(e)) from e
+    if not is_divided and not [*small_model.buffers()]:
         return []
     try:
         problem = first_problem(model_class, plan, mesh, device, config)
@@ -83,11 +91,15 @@ def prove_layout(
         raise
     except Exception as e:  # whatever an edited model raises
         raise LayoutError(
-            f"{layout_name(plan)} cannot compute a small model of model.py: {crash_of(e)}. To see which "
-            "layouts can, run: python bench.py --check"
+            f"{layout_name(plan)} cannot compute what one process computes with this model.py: {crash_of(e)}"
+            ". To see which layouts can, run: python bench.py --check"
         ) from e
     if not problem:
-        line = f"layout:  {layout_name(plan)} computes the same as one process: checked with a small model"
+        args = small_plan(plan).model_args
+        line = (
+            f"layout:  {layout_name(plan)} computes the same as one process: checked with a small model of "
+            f"{args['n_layer']} layers and {args['block_size']} tokens"
+        )
         return [line] if is_divided else []
     others = {"dp": UNSHARDED, "zero=3": UNSHARDED | {"zero": 3}}
     same = []
@@ -108,13 +120,6 @@ UNSHARDED = {"zero": 0, "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "
 UNSHARDED |= {"cpu_offload": False, "grad_sync": "auto"}
 
 
-def has_buffers(model_class: Callable[[GPTConfig], nn.Module], plan: Plan) -> bool:
-    """Whether the model contains buffers, which a checkpoint does not."""
-    with torch.device("meta"):
-        model = model_class(GPTConfig(**small_plan(plan).model_args))
-    return any(True for _ in model.buffers())
-
-
 def layout_name(plan: Plan) -> str:
     """The settings that divide the work, as they are typed."""
     names = ("islands", "pp", "dp_replicate", "ep", "cp", "tp")
@@ -122,7 +127,9 @@ def layout_name(plan: Plan) -> str:
     degrees += [f"zero={plan.zero}"] if plan.zero else []
     degrees += [f"pp_schedule={plan.pp_schedule}"] if plan.pp > 1 and plan.pp_schedule != "1f1b" else []
     degrees += ["exact"] if plan.exact else []
-    return " ".join(degrees) or f"dp on {plan.world_size} processes"
+    degrees += [f"dp on {plan.world_size} processes"] if plan.world_size > 1 and not degrees else []
+    mode = plan.activation_checkpointing
+    return " ".join(degrees + ([f"activation_checkpointing={mode}"] if mode != "none" else []))
 
 
 def crash_of(error: Exception) -> str:
@@ -146,7 +153,10 @@ def first_problem(
     precision.set_numerics(device, "float32", deterministic=False)  # without TF32
     problem = ""
     for draw in range(2):
-        trial = Trial(model_class, small_plan(plan), mesh, device, config, draw)
+        share = share_of_plan(plan, mesh)
+        pads = not plan.exact and share.padding() > 0
+        rows = 1 if {*share.rows_of} != {plan.batch_size} else ROWS
+        trial = Trial(model_class, small_plan(plan), mesh, device, config, draw, pads, rows)
         problem = trial.problem()
         gc.collect()  # what the small model has allocated; its hooks refer to each other
         if device.type == "cuda":
@@ -156,12 +166,21 @@ def first_problem(
     return problem
 
 
+def share_of_plan(plan: Plan, mesh: Mesh) -> Share:
+    """This rank's share of a step of a plan."""
+    sizes = (plan.sequences, mesh.data_rank, mesh.data_size, plan.micro_batch, plan.pp)
+    if plan.exact:
+        return share_of_whole(*sizes)
+    return share_of(*sizes, parse_shares(plan.shares), mesh.islands)
+
+
 def small_plan(plan: Plan) -> Plan:
     """The plan with a small model of the same kind and a small batch, without what is lossy on purpose."""
     args = plan.model_args
     stages = plan.pp * stages_per_rank(plan.pp_schedule) if plan.pp > 1 else 1
     heads, tp = args["n_head"], plan.tp
-    width = HEAD_SIZE * heads
+    head_size = min(args["n_embd"] // heads, max(4, WIDTH // heads // 2 * 2))
+    width = heads * head_size
     parts = tp * (2 * plan.cp if plan.cp > 1 else 1)  # of a sequence
     longest = LONGEST_ON_CPU if plan.device_type == "cpu" else LONGEST_ON_GPU
     small = {
@@ -203,21 +222,29 @@ class Trial:
     device: torch.device
     config: dict
     draw: int  # seed of the weights and tokens
+    pads: bool = False  # whether ranks of the run read padding rows, which one process does not
+    rows: int = (
+        ROWS  # of a micro-batch on one process: not ROWS if the run's ranks read fewer than batch_size
+    )
 
     def __post_init__(self) -> None:
-        plan, mesh = self.plan, self.mesh
-        share = share_of_whole if plan.exact else share_of
-        islands = {} if plan.exact else {"islands": mesh.islands}
-        sizes = (plan.sequences, mesh.data_rank, mesh.data_size, ROWS, plan.pp)
-        self.share: Share = share(*sizes, **islands)
-        self.length = plan.model_args["block_size"]
+        self.share = share_of_plan(self.plan, self.mesh)
+        self.length = self.plan.model_args["block_size"]
 
     def problem(self) -> str:
         """Return the first difference of any rank; "" if there is none (all ranks)."""
-        whole = self.new_model()
-        buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
         batches = self.micro_batches()
-        loss = self.whole_step(whole, batches)
+        try:
+            whole = self.new_model()
+            buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+            loss = self.whole_step(whole, batches)
+        except Exception as e:  # whatever an edited model raises, on all ranks
+            args = self.plan.model_args
+            raise LayoutError(
+                f"the small model with which layouts are checked ({args['n_layer']} layers, n_embd "
+                f"{args['n_embd']}) cannot be computed on one process: {crash_of(e)}. --check_layout=False "
+                "trains without this check"
+            ) from e
         for name, buffer in whole.named_buffers():
             if not torch.equal(buffer, buffers[name]):
                 raise LayoutError(
@@ -262,7 +289,8 @@ class Trial:
         tokens = torch.randint(self.plan.model_args["vocab_size"], shape, generator=generator)
         x, y = tokens[..., :-1].clone(), tokens[..., 1:].clone()
         y[torch.rand(y.shape, generator=generator) < 0.1] = IGNORE
-        x[-1, -1], y[-1, -1] = 0, IGNORE  # a padding row
+        if self.pads:
+            x[-1, -1], y[-1, -1] = 0, IGNORE
         return list(zip(x.to(self.device), y.to(self.device), strict=True))
 
     def kind(self, sequence: int) -> int:
@@ -280,9 +308,13 @@ class Trial:
         for kind, (x, y) in enumerate(batches):
             count = sum(self.kind(place) == kind for place in places)
             island_count = sum(self.kind(place) == kind for place in places if place in island)
-            _, loss = model(x, y, float(len(island) * self.length))
-            (island_count * loss).backward()
-            total += count * loss.detach() * len(island) / self.share.sequences
+            if self.pads:
+                is_read = (y != IGNORE).any(1)
+                x, y = x[is_read], y[is_read]
+            for xs, ys in zip(x.split(self.rows), y.split(self.rows), strict=True):
+                _, loss = model(xs, ys, float(len(island) * self.length))
+                (island_count * loss).backward()
+                total += count * loss.detach() * len(island) / self.share.sequences
         return total
 
     def divided_model(self, whole: nn.Module) -> tuple[nn.Module, Pipeline | None]:
@@ -414,13 +446,13 @@ class Trial:
             if p.grad is not None:
                 part_of(p.grad, p).put(grads[name])
         for optimizer in make_optimizers(whole, self.config) + optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = RATE
             optimizer.step()
         after = {name: p.detach() for name, p in whole.named_parameters()}
         for place, (name, p) in enumerate(model.named_parameters()):
             error, *_ = distance(part_of(p, p), after[name])
             change = (after[name] - before[name]).norm().item()
-            if not math.isfinite(change):  # the rate is too large for any layout: the first steps will say so
-                return None
             if not error <= UPDATE_LIMIT * change + ROUNDING * after[name].norm().item():
                 return Difference(
                     place,
