@@ -18,7 +18,7 @@ import isogpt.launch.torch_import  # noqa: F401  (first: sets what must be set b
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
@@ -44,7 +44,7 @@ from isogpt.parallel.compilation import compile_generation
 from isogpt.parallel.mesh import make_mesh
 from isogpt.parallel.parallelize import make_pipeline, materialize, split_model
 from isogpt.parallel.plan import UNDIVIDED
-from isogpt.training import precision
+from isogpt.training import layout_check, precision
 from isogpt.training.degrees import check_degrees
 from isogpt.training.settings import check_sampling, notes_about_text, read_prompt
 from model import GPT, GPTConfig
@@ -138,6 +138,12 @@ with exit_together():
         model = GPT(GPTConfig(**model_args))
     if source:
         check_weights(source, model)
+if mesh.splits_model:  # an edited model may not be divided as model.py was
+    divided = replace(plan, model_args=asdict(model.config))
+    problem = layout_check.problem_of_sampling(GPT, divided, mesh, ranks.device)
+    with exit_together():
+        if problem:
+            raise ValueError(problem)
 splits = split_model(model, mesh, plan.pp_schedule, ranks.device, splits_sequence=False)
 materialize(model, torch.device("cpu"), splits)
 with exit_together():

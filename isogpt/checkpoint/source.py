@@ -1,6 +1,6 @@
 """Open a checkpoint, read it into the parts that a rank holds, and check that it fits the model."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.forks import nanogpt_args, shortened, without_wrappers
 from isogpt.checkpoint.search import StoredCheckpoint, check_same
 from isogpt.launch.device import synchronize
+from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
 from isogpt.training import optimizer_state
 
@@ -33,6 +34,15 @@ class OpenCheckpoint:
     shapes: dict[str, torch.Size]  # of all tensors
     tensors: dict[str, Tensor] | None = None  # None: in shards
     unverified: dict = field(default_factory=dict)  # checksums of shards, to verify as they are read
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the model has settings that GPTConfig lacks."""
+        unknown = self.run["model_args"].keys() - {known.name for known in fields(GPTConfig)}
+        if unknown:
+            raise ValueError(
+                f"{self.stored.path} contains a model with {shortened(sorted(unknown))}, which GPTConfig in "
+                "isogpt/nn/architecture.py lacks: load it with the code that trained it"
+            )
 
     @property
     def is_sharded(self) -> bool:

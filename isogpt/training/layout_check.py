@@ -43,6 +43,7 @@ KINDS = 3  # different micro-batches, which the batch repeats: the cost does not
 # is no measure, since the bias of keys has no gradient but rounding
 GRADIENT_LIMIT = 1e-5
 NUMBER_LIMIT = 1e-5  # of the loss and of the gradient's norm, relative
+LOGITS_LIMIT = 1e-4  # relative to their norm
 # relative to the norm of a parameter's update, besides the rounding of the weights
 UPDATE_LIMIT = 1e-2
 RATE = 1e-2  # of the compared step: the run's may be too small or too large to see anything
@@ -118,6 +119,32 @@ def prove_layout(
 
 UNSHARDED = {"zero": 0, "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "islands": 1, "exact": False}
 UNSHARDED |= {"cpu_offload": False, "grad_sync": "auto"}
+
+
+@torch.no_grad()
+def problem_of_sampling(
+    model_class: Callable[[GPTConfig], nn.Module], plan: Plan, mesh: Mesh, device: torch.device
+) -> str:
+    """
+    Compare the logits of a small model that tp and pp divide for sampling with those of one process (all
+    ranks). Returns a sentence for the user; "" if they are equal.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    trial = Trial(model_class, small_plan(plan), mesh, device, {}, draw=0)
+    whole = trial.new_model().eval()
+    model, pipeline = trial.divided_model(whole, splits_sequence=False)
+    model.eval()
+    tokens, _ = trial.micro_batches()[0]  # (ROWS, T)
+    expected, logits = whole(tokens)[0], (pipeline or model)(tokens)[0]
+    torch.set_float32_matmul_precision(before)
+    error = ((logits - expected).norm() / expected.norm()).item()
+    if not first_of_ranks(None if error <= LOGITS_LIMIT else Difference(0, "logits")):
+        return ""
+    return (
+        f"{layout_name(plan)} does not compute the logits of one process with this model.py: they differ by "
+        f"{error:.1e} of their norm: set --tp=1 --pp=1"
+    )
 
 
 def layout_name(plan: Plan) -> str:
@@ -317,12 +344,14 @@ class Trial:
                 total += count * loss.detach() * len(island) / self.share.sequences
         return total
 
-    def divided_model(self, whole: nn.Module) -> tuple[nn.Module, Pipeline | None]:
+    def divided_model(
+        self, whole: nn.Module, splits_sequence: bool = True
+    ) -> tuple[nn.Module, Pipeline | None]:
         """What train.py makes of the same model: this rank's parts, with the weights of the whole model."""
         plan, mesh = self.plan, self.mesh
         with torch.device("meta"):
             model = self.model_class(GPTConfig(**plan.model_args))
-        splits = parallelize.split_model(model, mesh, plan.pp_schedule, self.device)
+        splits = parallelize.split_model(model, mesh, plan.pp_schedule, self.device, splits_sequence)
         recompute(model, plan.activation_checkpointing)
         if plan.zero >= 2:
             shard(model, mesh, self.device, plan)
@@ -331,7 +360,7 @@ class Trial:
         for name, p in model.named_parameters():
             if name in weights:
                 part_of(p, p).put(weights[name].detach())
-        return model, parallelize.make_pipeline(model, mesh, self.device, plan)
+        return model, parallelize.make_pipeline(model, mesh, self.device, plan, splits_sequence)
 
     def divided_step(
         self, model: nn.Module, pipeline: Pipeline | None, batches: list[tuple[Tensor, Tensor]]
