@@ -105,6 +105,17 @@ def test_an_edit_holds_on_a_layout_or_the_check_says_that_it_does_not(zygote, wo
     assert states == EXPECTED.get(name, {}), "\n".join(found)
 
 
+def test_a_run_says_that_its_layout_was_compared_or_stops_with_one_line(zygote, work):
+    run = zygote.train(["--check_layout=True", "--tp=2", "--max_iters=1"], work, 2)
+    assert run.text().count("layout:  tp=2 computes the same as one process") == 1
+    repo = apply("token shift", work / "edited")
+    run = zygote.train(["--check_layout=True", "--tp=2", "--max_iters=1"], work, 2, repo=repo, ok=False)
+    (message,) = re.findall(r"^error: .*", run.text(), flags=re.M)
+    assert "Traceback" not in run.text() and run.codes == [1, 1]
+    said = "tp=2 does not compute what one process computes with this model.py: the loss"
+    assert message.startswith(f"error: {said}") and "; dp and zero=3 compute the same." in message
+
+
 @pytest.mark.extra
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*EDITS, *documented()])
@@ -112,7 +123,7 @@ def test_an_edit_has_the_curve_of_one_process_or_stops_with_one_line(zygote, wor
     """Ten steps of train.py on each way: nothing is silent."""
     repo = apply(name, work / "edited")
     flags = [f"--{key}={value}" for key, value in SETTINGS.get(name, {}).items()]
-    flags += ["--n_layer=4", "--n_head=4", "--max_iters=9", "--check_ranks_interval=3"]
+    flags += ["--n_layer=4", "--n_head=4", "--max_iters=9", "--check_ranks_interval=3", "--check_layout=True"]
     one = zygote.train([*flags, "--out_dir=one"], work, repo=repo, ok=False)
     if one.codes != [0]:
         assert re.fullmatch(r"error: .*\n", one.text()), one.text()

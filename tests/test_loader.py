@@ -134,6 +134,7 @@ def test_a_resume_with_a_different_batch_continues_the_epoch():
     progress, read = Progress(tokens_per_step=6 * BLOCK), []
     for n, steps in ((6, 7), (4, 10), (9, 30)):
         run = {"iter_num": progress.step, "isogpt": progress.describe(), "best_val_loss": 9.0, "config": {}}
+        run["model_args"] = {}
         progress, again = Progress(tokens_per_step=n * BLOCK), Progress(tokens_per_step=n * BLOCK)
         for loaded in (progress, again):
             loaded.load(OpenCheckpoint(stored=None, run=run, shapes={"optim.": ()}))
