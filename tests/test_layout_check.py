@@ -58,7 +58,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "models",
     [("gpt2", "llama-experts"), pytest.param(("nanochat", "llama", "experts"), marks=pytest.mark.slow)],
