@@ -37,6 +37,9 @@ WRONG_ROWS = (
     "pass",
 )
 
+SCALED = (PIPELINE, "Pipeline.prepare", "scale_grads=False", "scale_grads=True")
+PIPELINE_LOSS = (PIPELINE, "Pipeline.step", " * self.mesh.pp", "")
+
 # way -> {what is broken: (module, function, text, its replacement)}
 BREAKS = {
     "ddp": {"not reduced": NOT_REDUCED, "divisor": DIVISOR, "all ranks read the same": SAME_ROWS},
@@ -87,13 +90,8 @@ BREAKS = {
             "if mesh.pp > 1 and is_tied_over_ranks(model):",
             "if False:",
         ),
-        "divided by the micro-batches": (
-            PIPELINE,
-            "Pipeline.prepare",
-            "scale_grads=False",
-            "scale_grads=True",
-        ),
-        "loss": (PIPELINE, "Pipeline.step", " * self.mesh.pp", ""),
+        "divided by the micro-batches": SCALED,
+        "loss": PIPELINE_LOSS,
         "evaluation": (PIPELINE, "Pipeline.forward", "loss.float() * self.mesh.pp", "loss.float()"),
         "a block left out": (
             PIPELINE,
@@ -109,13 +107,8 @@ BREAKS = {
             "return\n    params =",
             "return\n    model.lm_head and model.lm_head.weight.grad.mul_(2)\n    params =",
         ),
-        "divided by the micro-batches": (
-            PIPELINE,
-            "Pipeline.prepare",
-            "scale_grads=False",
-            "scale_grads=True",
-        ),
-        "loss": (PIPELINE, "Pipeline.step", " * self.mesh.pp", ""),
+        "divided by the micro-batches": SCALED,
+        "loss": PIPELINE_LOSS,
     },
     "ep 2": {
         "divisor": (

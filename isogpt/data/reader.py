@@ -17,7 +17,7 @@ from isogpt.data.dataset import DataError, Dataset, check_ids, release_pages
 from isogpt.data.windows import random_windows, shuffled_windows
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
-from isogpt.parallel.shares import PADDING, Share, parse_shares, share_of, share_of_whole
+from isogpt.parallel.shares import PADDING, Share, parse_shares, share_of, share_of_plan, share_of_whole
 
 Batches = Iterator[tuple[Tensor, Tensor]]  # inputs and targets, each (rows, block_size / cp)
 
@@ -67,20 +67,7 @@ class Reader:
 
     def share_of_rank(self, rank: int) -> Share:
         """A rank's share of a step."""
-        data_rank, data_size = replace(self.mesh, rank=rank).data_rank, self.mesh.data_size
-        if self.plan.exact:
-            return share_of_whole(
-                self.plan.sequences, data_rank, data_size, self.plan.micro_batch, self.mesh.pp
-            )
-        return share_of(
-            self.plan.sequences,
-            data_rank,
-            data_size,
-            self.plan.micro_batch,
-            self.mesh.pp,
-            self.speeds,
-            self.mesh.islands,
-        )
+        return share_of_plan(self.plan, replace(self.mesh, rank=rank), self.speeds)
 
     def starts(self, step: int) -> np.ndarray:
         """The windows (sequences,) of a training step, for the global batch."""

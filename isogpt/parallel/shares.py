@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import Plan
+
 PADDING = -1  # the start of a padding row
 
 
@@ -111,6 +114,12 @@ def share_of_whole(sequences: int, data_rank: int, data_size: int, batch_size: i
     """
     micro_steps = multiple_up(quotient_up(sequences, batch_size * data_size), pp)
     return Share(sequences, data_rank, micro_steps, (batch_size,) * data_size)
+
+
+def share_of_plan(plan: Plan, mesh: Mesh, speeds: tuple[float, ...] = ()) -> Share:
+    """A rank's share of a step of a plan. With exact, micro-batches stay whole, and speeds do not matter."""
+    sizes = (plan.sequences, mesh.data_rank, mesh.data_size, plan.micro_batch, mesh.pp)
+    return share_of_whole(*sizes) if plan.exact else share_of(*sizes, speeds, mesh.islands)
 
 
 def quotient_up(n: int, divisor: int) -> int:

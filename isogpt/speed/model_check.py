@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from isogpt.common.files import read_records
@@ -222,21 +222,13 @@ def compare_logits(trial: Trial) -> tuple[str, str]:
     count = float((y != IGNORE).sum())
     summed, (logits, mean), evaluated = model(x, y, count)[1], model(x, y), model.eval()(x, y, count)[1]
     last = model(x)[0]  # (B, 1, V)
-    if problem := problem_of_loss("training", summed, "evaluation", evaluated):
-        return DIFFERS, problem
-    if problem := problem_of_loss("training", summed, "the logits", mean):
-        return DIFFERS, problem
+    difference = difference_of("the loss of an evaluation", summed.item(), evaluated.item())
+    if difference := difference or difference_of("the loss by logits", summed.item(), mean.item()):
+        return DIFFERS, difference.text
     error = (last - logits[:, -1:]).norm() / logits[:, -1:].norm()
     if not error <= NUMBER_LIMIT:
         return DIFFERS, f"the logits of the last position differ by {error:.1e} without targets"
     return HOLDS, ""
-
-
-def problem_of_loss(name: str, loss: Tensor, other_name: str, other: Tensor) -> str:
-    """Say how two losses differ; "" if they are equal up to rounding."""
-    if abs(loss - other) <= NUMBER_LIMIT * abs(loss):
-        return ""
-    return f"the loss is {loss:.6f} in {name}, but {other:.6f} by {other_name}"
 
 
 def compare_compiled(trial: Trial) -> tuple[str, str]:

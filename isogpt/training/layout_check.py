@@ -31,7 +31,7 @@ from isogpt.parallel.mesh import Mesh, connect_mesh, stages_per_rank
 from isogpt.parallel.pipeline import Pipeline, cause_of
 from isogpt.parallel.plan import LayoutError, Plan
 from isogpt.parallel.recompute import recompute
-from isogpt.parallel.shares import Share, multiple_up, parse_shares, share_of, share_of_whole
+from isogpt.parallel.shares import multiple_up, parse_shares, share_of_plan
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
@@ -180,7 +180,7 @@ def first_problem(
     precision.set_numerics(device, "float32", deterministic=False)  # without TF32
     problem = ""
     for draw in range(2):
-        share = share_of_plan(plan, mesh)
+        share = share_of_plan(plan, mesh, parse_shares(plan.shares))
         pads = not plan.exact and share.padding() > 0
         rows = 1 if {*share.rows_of} != {plan.batch_size} else ROWS
         trial = Trial(model_class, small_plan(plan), mesh, device, config, draw, pads, rows)
@@ -191,14 +191,6 @@ def first_problem(
         if not problem:
             return ""
     return problem
-
-
-def share_of_plan(plan: Plan, mesh: Mesh) -> Share:
-    """This rank's share of a step of a plan."""
-    sizes = (plan.sequences, mesh.data_rank, mesh.data_size, plan.micro_batch, plan.pp)
-    if plan.exact:
-        return share_of_whole(*sizes)
-    return share_of(*sizes, parse_shares(plan.shares), mesh.islands)
 
 
 def small_plan(plan: Plan) -> Plan:
@@ -250,9 +242,7 @@ class Trial:
     config: dict
     draw: int  # seed of the weights and tokens
     pads: bool = False  # whether ranks of the run read padding rows, which one process does not
-    rows: int = (
-        ROWS  # of a micro-batch on one process: not ROWS if the run's ranks read fewer than batch_size
-    )
+    rows: int = ROWS  # of a micro-batch on one process: fewer if ranks read fewer than batch_size
 
     def __post_init__(self) -> None:
         self.share = share_of_plan(self.plan, self.mesh)
@@ -408,9 +398,7 @@ class Trial:
 
     def difference_of_norm(self, whole: nn.Module, norm: float) -> Difference | None:
         """Whether the gradient's norm differs, by which it is clipped. Islands have separate gradients."""
-        grads = [p.grad for p in whole.parameters() if p.grad is not None]
-        expected = torch.stack(torch._foreach_norm(grads)).norm().item()
-        return None if self.mesh.islands > 1 else difference_of("the gradient's norm", expected, norm)
+        return None if self.mesh.islands > 1 else difference_of("the gradient's norm", norm_of(whole), norm)
 
     @torch.no_grad()
     def difference_of_evaluation(
@@ -444,8 +432,7 @@ class Trial:
     def difference_of_gradients(self, whole: nn.Module, model: nn.Module) -> Difference | None:
         """Whether a gradient differs in this rank's part."""
         grads = {name: p.grad for name, p in whole.named_parameters()}
-        present = [grad for grad in grads.values() if grad is not None]
-        norm = torch.stack(torch._foreach_norm(present)).norm().item()
+        norm = norm_of(whole)
         for place, (name, p) in enumerate(model.named_parameters()):
             if (p.grad is None) != (grads[name] is None):
                 with_gradient, without = "one process", "this layout"
@@ -502,6 +489,12 @@ def difference_of(name: str, whole: float, divided: float) -> Difference | None:
     if abs(divided - whole) <= NUMBER_LIMIT * abs(whole):
         return None
     return Difference(0, f"{name} is {divided:.6f} instead of {whole:.6f}")
+
+
+def norm_of(model: nn.Module) -> float:
+    """The norm of a whole model's gradient."""
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.stack(torch._foreach_norm(grads)).norm().item()
 
 
 def part_of(tensor: Tensor, p: nn.Parameter) -> LocalPart:
