@@ -235,6 +235,23 @@ EDITS = {
 }
 
 
+# edits that are refused on one process, too
+REFUSED = {
+    "__init__ sets transformer.h.0.attn.gate.weight": [
+        after(
+            ATTENTION_INIT,
+            "        self.gate = nn.Linear(config.n_embd, config.n_embd)\n"
+            "        nn.init.zeros_(self.gate.weight)\n",
+        )
+    ],
+    "a hook of transformer.wte.weight": [
+        after(HEAD, "            self.transformer.wte.weight.register_hook(lambda grad: 0.1 * grad)\n")
+    ],
+    "transformer.h.0.slope in model.py is a tensor": [
+        after(MLP_INIT, "        self.slope = torch.linspace(0.5, 1.5, config.n_embd)\n")
+    ],
+}
+MIXED_ROWS = [(EMBED_END, "        x = x - 0.5 * x.mean(0, keepdim=True)\n" + EMBED_END)]
 # ways on which edits are tried
 TRIED = ("ddp", "zero 1", "zero 3", "tp 2", "cp 2", "pp 2, 1f1b", "pp 2, zbv", "exact", "recompute full")
 # settings with which an edit is tried
@@ -277,9 +294,9 @@ def edited(replacements, source):
 
 
 def edited_gpt(name):
-    """GPT of model.py with an edit of EDITS."""
+    """GPT of model.py with an edit of EDITS or REFUSED."""
     space = {"__name__": "model"}
-    exec(edited(EDITS[name], (REPO / "model.py").read_text()), space)
+    exec(edited((EDITS | REFUSED)[name], (REPO / "model.py").read_text()), space)
     return space["GPT"]
 
 

@@ -4,10 +4,25 @@ import json
 import re
 
 import pytest
+import torch
 from breaks import BREAKS
-from edits import EDITS, EXPECTED, SETTINGS, TRIED, apply, blocks, documented, edited
+from edits import (
+    EDITS,
+    EXPECTED,
+    MIXED_ROWS,
+    REFUSED,
+    SETTINGS,
+    TRIED,
+    apply,
+    blocks,
+    documented,
+    edited,
+    edited_gpt,
+)
 from runs import REPO, column
 
+from isogpt.nn.architecture import GPTConfig
+from isogpt.parallel.parallelize import materialize
 from isogpt.speed.model_check import COMBINED, LAYOUTS
 
 MODELS = {
@@ -103,6 +118,24 @@ def test_an_edit_holds_on_a_layout_or_the_check_says_that_it_does_not(zygote, wo
     found = compare(zygote, work, items, folder=work)
     states = {way: text.partition(":")[0] for way, text in zip(TRIED, found, strict=True) if text}
     assert states == EXPECTED.get(name, {}), "\n".join(found)
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_be_lost_is_refused_on_one_process(message):
+    model_class = edited_gpt(message)
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=9)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model_class(config, 0)
+        with torch.device("meta"):
+            model = model_class(config)
+        materialize(model, torch.device("cpu"))
+
+
+def test_rows_that_mix_are_seen_where_ranks_read_parts_of_a_micro_batch(zygote, work):
+    (work / "model.py").write_text(edited(MIXED_ROWS, (REPO / "model.py").read_text()))
+    steps = [{"batch_size": 4, "gradient_accumulation_steps": n} for n in (2, 1)]
+    whole, parts = compare(zygote, work, [[{}, step, None] for step in steps], folder=work)
+    assert whole == "" and parts.startswith("differs")
 
 
 def test_a_run_says_that_its_layout_was_compared_or_stops_with_one_line(zygote, work):
