@@ -29,6 +29,7 @@ FSDP = "--zero=3"
 # (processes, flags); all read 24 sequences per step
 WAYS = {
     "one": (1, []),
+    "ddp3": (3, []),
     "tp2": (2, ["--tp=2"]),
     "cp2": (2, ["--cp=2"]),
     "pp2": (2, ["--pp=2"]),
@@ -36,6 +37,7 @@ WAYS = {
     "tp2-pp2": (4, ["--tp=2", "--pp=2"]),
     "tp2-pp2-zbv": (4, ["--tp=2", "--pp=2", "--pp_schedule=zbv"]),
     "tp2-cp2": (4, ["--tp=2", "--cp=2"]),
+    "ddp-tp2": (4, ["--tp=2"]),
     "zero1-tp2": (4, ["--zero=1", "--tp=2"]),
     "fsdp-cp2": (4, [FSDP, "--cp=2", "--activation_checkpointing=selective"]),
     "fsdp-tp2-pp2": (8, [FSDP, "--tp=2", "--pp=2"]),
