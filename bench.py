@@ -188,6 +188,8 @@ with TemporaryDirectory(prefix="isogpt-bench-", ignore_cleanup_errors=True) as f
             result["report"] = report_step(launches, workload.settings, steps, local_device)
     except ValueError as e:
         fail(str(e))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     finally:
         store = None  # closes the port
 if json_path and rank == 0:

@@ -337,7 +337,7 @@ while not is_complete:
         for micro_step in range(share.micro_steps):
             x, y = next(batches)  # (rows, block_size / cp) each
             clock.lap("data")
-            precision.seed_micro_batch(seed, step, share.first(micro_step), raw_model, mesh)
+            precision.seed_micro_batch(seed, step, share.first(micro_step), mesh)
             # no_sync, except in the last micro-batch; FSDP reduces in each unless grad_sync says otherwise
             with gradients.micro_batch(micro_step):
                 with autocast:

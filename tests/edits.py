@@ -222,6 +222,10 @@ EDITS = {
             + ATTENTION_END,
         ),
     ],
+    "dropout with a rate of its own": [(EMBED_END, EMBED_END.rstrip() + ".lerp(F.dropout(x, 0.5, self.training), 0.5)\n")],
+    "blocks applied twice": [
+        ("        for number, block in blocks:\n", "        for number, block in [*blocks] * 2:\n")
+    ],
     "mean over the sequence": [(EMBED_END, "        x = x + x.mean(1, keepdim=True)\n" + EMBED_END)],
     "running average in a buffer": [
         after(MLP_INIT, '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'),
@@ -280,6 +284,8 @@ EXPECTED = {
     "zero-initialized scalar": {"zero 3": "crashed"},
     "without a rule": dict.fromkeys(TRIED, "refused"),
     "gate of each head": {"tp 2": "crashed"},
+    "dropout with a rate of its own": SEQUENCE | dict.fromkeys(PIPELINES, "differs"),
+    "blocks applied twice": {"pp 2, 1f1b": "differs", "pp 2, zbv": "crashed"},
     "mean over the sequence": SEQUENCE,
     "running average in a buffer": dict.fromkeys(TRIED, "refused"),
 }

@@ -938,6 +938,15 @@ def test_parameters_and_flops_of_an_edited_model_are_counted(edit):
     assert count_model(edited).edited == modules
 
 
+def test_flops_of_what_a_forward_pass_computes():
+    """The blocks are applied twice, and have no parameter more; the formula does not know this."""
+    config = GPTConfig(**COUNTED_SHAPE)
+    usual, twice = GPT(config), edited_gpt("blocks applied twice")(config)
+    assert count_model(usual).used == count_model(twice).used
+    matmuls, attention = 6 * 12 * 64**2, 12 * 64 * 32
+    assert twice.flops_per_token() == usual.flops_per_token() + 4 * (matmuls + attention)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # GPT-2 from transformers; nothing is downloaded
 

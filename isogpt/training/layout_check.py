@@ -323,6 +323,7 @@ class Trial:
         island = self.share.island.places
         total = torch.zeros((), device=self.device)
         for kind, (x, y) in enumerate(batches):
+            precision.seed_micro_batch(self.draw, 0, kind, Mesh())
             count = sum(self.kind(place) == kind for place in places)
             island_count = sum(self.kind(place) == kind for place in places if place in island)
             if self.pads:
@@ -381,6 +382,7 @@ class Trial:
         else:
             loss_sum = 0.0
             for micro_step, (x, y) in enumerate(micro_batches):
+                precision.seed_micro_batch(self.draw, 0, kinds[micro_step], mesh)
                 with gradients.micro_batch(micro_step):
                     _, loss = wrapped(x, y, gradients.loss_divisor)
                     loss.backward()

@@ -7,7 +7,6 @@ from contextlib import suppress
 
 import numpy as np
 import torch
-from torch import nn
 
 from isogpt.parallel.mesh import Mesh
 
@@ -183,17 +182,16 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     seed_generators(seed, step, rank)
 
 
-def seed_micro_batch(seed: int, step: int, number: int, model: nn.Module, mesh: Mesh) -> None:
+def seed_micro_batch(seed: int, step: int, number: int, mesh: Mesh) -> None:
     """
-    Seed all generators for a micro-batch, if the model uses dropout: its masks are the same on any number of
-    processes that keep micro-batches whole.
+    Seed all generators for a micro-batch: the masks of dropout are the same on any number of processes that
+    keep micro-batches whole.
 
     Args:
         number: of the micro-batch's first sequence in the step.
     """
-    if model.config.dropout:
-        part = mesh.same_sequences
-        seed_generators(seed, step, number, part.index, part.size)
+    part = mesh.same_sequences
+    seed_generators(seed, step, number, part.index, part.size)
 
 
 def seed_generators(*key: int) -> None:
