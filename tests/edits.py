@@ -222,7 +222,9 @@ EDITS = {
             + ATTENTION_END,
         ),
     ],
-    "dropout with a rate of its own": [(EMBED_END, EMBED_END.rstrip() + ".lerp(F.dropout(x, 0.5, self.training), 0.5)\n")],
+    "dropout with a rate of its own": [
+        (EMBED_END, EMBED_END.rstrip() + ".lerp(F.dropout(x, 0.5, self.training), 0.5)\n")
+    ],
     "blocks applied twice": [
         ("        for number, block in blocks:\n", "        for number, block in [*blocks] * 2:\n")
     ],

@@ -109,10 +109,16 @@ def test_a_graph_for_training_and_one_for_evaluation(mode, by_block):
     assert_compiles_once(mode, by_block, 65, "aot_eager")
 
 
-@pytest.mark.parametrize("by_block", [False, True])
+COMPILED = [{}, {"arch": "nanochat"}, {"arch": "llama", "n_kv_head": 1}, {"arch": "nanochat", "n_expert": 4}]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"arch": "nanochat"}, {"arch": "llama", "n_kv_head": 1}, {"arch": "nanochat", "n_expert": 4}],
+    ("changes", "by_block"),
+    [
+        *((changes, True) for changes in COMPILED),
+        (COMPILED[0], False),
+        *(pytest.param(changes, False, marks=pytest.mark.slow) for changes in COMPILED[1:]),
+    ],
 )
 def test_compiled_gradients_are_those_of_eager_mode(monkeypatch, changes, by_block):
     """Of each architecture, with a loss in chunks: every autograd.Function of a GPU's step is compiled."""
