@@ -225,6 +225,15 @@ EDITS = {
     "dropout with a rate of its own": [
         (EMBED_END, EMBED_END.rstrip() + ".lerp(F.dropout(x, 0.5, self.training), 0.5)\n")
     ],
+    "skip from the fourth to the ninth block": [
+        (
+            "            x = block(x, rope, caches[int(number)] if caches else None)\n",
+            "            x = block(x, rope, caches[int(number)] if caches else None)\n"
+            "            early = x if number == 3 else early\n"
+            "            x = x + early if number == 8 else x\n",
+        ),
+        ("        routings = []\n", "        routings, early = [], 0.0\n"),
+    ],
     "blocks applied twice": [
         ("        for number, block in blocks:\n", "        for number, block in [*blocks] * 2:\n")
     ],
@@ -261,7 +270,11 @@ MIXED_ROWS = [(EMBED_END, "        x = x - 0.5 * x.mean(0, keepdim=True)\n" + EM
 # ways on which edits are tried
 TRIED = ("ddp", "zero 1", "zero 3", "tp 2", "cp 2", "pp 2, 1f1b", "pp 2, zbv", "exact", "recompute full")
 # settings with which an edit is tried
-SETTINGS = {"factorized embedding": {"arch": "llama"}, "one more linear": {"arch": "llama"}}
+SETTINGS = {
+    "factorized embedding": {"arch": "llama"},
+    "one more linear": {"arch": "llama"},
+    "skip from the fourth to the ninth block": {"n_layer": 12},
+}
 
 
 SEQUENCE = {"tp 2": "differs", "cp 2": "differs"}  # of edits that mix positions outside of attention
@@ -287,6 +300,7 @@ EXPECTED = {
     "without a rule": dict.fromkeys(TRIED, "refused"),
     "gate of each head": {"tp 2": "crashed"},
     "dropout with a rate of its own": SEQUENCE | dict.fromkeys(PIPELINES, "differs"),
+    "skip from the fourth to the ninth block": dict.fromkeys(PIPELINES, "differs"),
     "blocks applied twice": {"pp 2, 1f1b": "differs", "pp 2, zbv": "crashed"},
     "mean over the sequence": SEQUENCE,
     "running average in a buffer": dict.fromkeys(TRIED, "refused"),

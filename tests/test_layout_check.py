@@ -155,8 +155,8 @@ def test_a_run_says_that_its_layout_was_compared_or_stops_with_one_line(zygote, 
 def test_an_edit_has_the_curve_of_one_process_or_stops_with_one_line(zygote, work, name):
     """Ten steps of train.py on each way: nothing is silent."""
     repo = apply(name, work / "edited")
-    flags = [f"--{key}={value}" for key, value in SETTINGS.get(name, {}).items()]
-    flags += ["--n_layer=4", "--n_head=4", "--max_iters=9", "--check_ranks_interval=3", "--check_layout=True"]
+    flags = ["--n_layer=4", "--n_head=4", "--max_iters=9", "--check_ranks_interval=3", "--check_layout=True"]
+    flags += [f"--{key}={value}" for key, value in SETTINGS.get(name, {}).items()]
     one = zygote.train([*flags, "--out_dir=one"], work, repo=repo, ok=False)
     if one.codes != [0]:
         assert re.fullmatch(r"error: .*\n", one.text()), one.text()

@@ -35,7 +35,7 @@ from isogpt.parallel.shares import multiple_up, parse_shares, share_of_plan
 from isogpt.training import precision
 from isogpt.training.optim import make_optimizers
 
-LAYERS, WIDTH = 4, 64  # of the small model, or more, for more stages and more heads
+LAYERS, WIDTH = 12, 64  # of the small model, or more, for more stages and more heads
 LONGEST_ON_CPU, LONGEST_ON_GPU = 256, 1024  # tokens of a sequence; 1024 would take a CPU 2 s
 ROWS = 2  # sequences of a micro-batch
 KINDS = 3  # different micro-batches, which the batch repeats: the cost does not grow with the ranks
