@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import ARCHS, GPTConfig
-from isogpt.nn.counts import flops_per_token
+from isogpt.nn.counts import count_model, flops_per_token
 from isogpt.nn.experts import ExpertLinear, MoE, Router, unchanged
 from isogpt.nn.kernels import (
     IGNORE,
@@ -533,10 +533,10 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> float:
         """
-        Return the FLOPs of one token's forward and backward pass, which are counted on the meta device, see
-        isogpt/nn/counts.py.
+        Return the FLOPs of one token's forward and backward pass, see isogpt/nn/counts.py: parameters are
+        counted, and attention's FLOPs are a formula.
         """
-        return flops_per_token(type(self), **asdict(self.config))
+        return flops_per_token(count_model(self), self.config)
 
     def estimate_mfu(self, fwdbwd_per_iter: float, dt: float, peak_flops: float = 312e12) -> float:
         """

@@ -140,7 +140,10 @@ with exit_together():
         check_weights(source, model)
 if mesh.splits_model:  # an edited model may not be divided as model.py was
     divided = replace(plan, model_args=asdict(model.config))
-    problem = layout_check.problem_of_sampling(GPT, divided, mesh, ranks.device)
+    try:
+        problem = layout_check.problem_of_sampling(GPT, divided, mesh, ranks.device)
+    except ValueError as e:  # not with exit_together: with pp, perhaps on this rank only
+        fail(str(e))
     with exit_together():
         if problem:
             raise ValueError(problem)
@@ -154,9 +157,8 @@ with exit_together():
     check_finite(model, stored.path if stored else init_from)
 source = pretrained = None  # frees the memory of the loaded tensors
 model.eval().to(ranks.device)
-context = nullcontext()
+context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
 if mesh.splits_model:
-    context = torch.autocast(ranks.device.type, plan.torch_dtype, enabled=plan.torch_dtype.itemsize == 2)
     model = make_pipeline(model, mesh, ranks.device, plan, splits_sequence=False) or model
 if compile:
     note = compile_generation(model, ranks.device, mesh.splits_model)
@@ -169,8 +171,14 @@ problem = generation.problem_of_cache(
 problem = next(filter(None, gather_objects(problem)), "")
 if problem and ranks.is_main:
     print(f"note: {problem}", file=sys.stderr)
-if not mesh.splits_model:
-    generation.prepare(model, plan.torch_dtype)
+if not mesh.splits_model:  # an edited model may not survive this either
+    small = layout_check.small_model(GPT, replace(plan, model_args=asdict(model.config)), ranks.device)
+    note = generation.problem_of_prepare(small.eval(), plan.torch_dtype)
+    if note and ranks.is_main:
+        print(f"note: {note}", file=sys.stderr)
+    if not note:  # the weights are in the dtype to compute in
+        generation.prepare(model, plan.torch_dtype)
+        context = nullcontext()
 
 # this rank's samples, of which there may be none
 first, end = (num_samples * n // mesh.data_size for n in (mesh.data_rank, mesh.data_rank + 1))

@@ -234,6 +234,58 @@ EDITS = {
         ),
         ("        routings = []\n", "        routings, early = [], 0.0\n"),
     ],
+    "weights that are normalized in the forward pass": [
+        (
+            SECOND,
+            "            with torch.no_grad():\n"
+            "                self.mlp.c_fc.weight.copy_(F.normalize(self.mlp.c_fc.weight, dim=-1))\n"
+            + SECOND,
+        )
+    ],
+    "register tokens": [
+        after(HEAD, "            self.registers = nn.Parameter(torch.empty(4, config.n_embd))\n"),
+        (
+            EMBED_END,
+            "        x = self.transformer.drop(x)\n"
+            "        return torch.cat((self.registers.expand(x.size(0), -1, -1), x), 1)\n",
+        ),
+        ("        x = self.transformer.ln_f(x)\n", "        x = self.transformer.ln_f(x[:, 4:])\n"),
+        rule("registers", '"normal"'),
+    ],
+    "mixture of depths": [
+        (
+            SECOND,
+            "            s = self.router(x).squeeze(-1)\n"
+            "            top = s.topk(x.size(1) // 2, dim=1).indices.sort(1).values[..., None]\n"
+            "            top = top.expand(-1, -1, x.size(-1))\n"
+            "            g = s.gather(1, top[..., 0]).sigmoid()[..., None]\n"
+            "            y = g * self.mlp(self.ln_2(x.gather(1, top)))\n"
+            "            return x.scatter_add(1, top, y.type_as(x))\n",
+        ),
+        after(MLP_INIT, "        self.router = nn.Linear(config.n_embd, 1, bias=False)\n"),
+    ],
+    "ternary MLP": [
+        (
+            "class MLP(nn.Module):\n",
+            "class Ternary(torch.autograd.Function):\n"
+            "    @staticmethod\n"
+            "    def forward(ctx, w):\n"
+            "        scale = w.abs().mean()\n"
+            "        return (w / (scale + 1e-5)).round().clamp(-1, 1) * scale\n\n"
+            "    @staticmethod\n"
+            "    def backward(ctx, grad):\n"
+            "        return grad\n\n\n"
+            "class BitLinear(nn.Linear):\n"
+            "    def forward(self, x):\n"
+            "        return F.linear(x, Ternary.apply(self.weight), self.bias)\n\n\n"
+            "class MLP(nn.Module):\n",
+        ),
+        (
+            "        self.c_fc = linear(config.n_embd, config.n_hidden, bias=config.bias)\n",
+            "        self.c_fc = BitLinear(config.n_embd, config.n_hidden, bias=config.bias)\n",
+        ),
+    ],
+    "frozen embeddings": [after(HEAD, "            self.transformer.wte.weight.requires_grad_(False)\n")],
     "blocks applied twice": [
         ("        for number, block in blocks:\n", "        for number, block in [*blocks] * 2:\n")
     ],
@@ -261,6 +313,12 @@ REFUSED = {
     ],
     "a hook of transformer.wte.weight": [
         after(HEAD, "            self.transformer.wte.weight.register_hook(lambda grad: 0.1 * grad)\n")
+    ],
+    "transformer.h.0.attn.masks in model.py is a tensor": [
+        after(ATTENTION_INIT, "        self.masks = [torch.ones(8, 8).tril()]\n")
+    ],
+    "transformer.h.0.extra in model.py is a list of modules": [
+        after(MLP_INIT, "        self.extra = [nn.Linear(config.n_embd, config.n_embd)]\n")
     ],
     "transformer.h.0.slope in model.py is a tensor": [
         after(MLP_INIT, "        self.slope = torch.linspace(0.5, 1.5, config.n_embd)\n")
@@ -293,7 +351,7 @@ EXPECTED = {
     "convolution in each block": SEQUENCE,
     "factorized embedding": dict.fromkeys(PIPELINES, "differs"),
     # a parameter without a gradient, for which DDP waits
-    "bias of the head": dict.fromkeys(("ddp", "zero 1", "cp 2", "exact", "recompute full"), "crashed"),
+    "bias of the head": dict.fromkeys(("ddp", "zero 1", "cp 2", "exact", "recompute full"), "refused"),
     "auxiliary mean": dict.fromkeys(("ddp", "zero 1", "zero 3", "tp 2", "cp 2", "recompute full"), "differs"),
     "auxiliary loss by token": {"tp 2": "crashed"},
     "zero-initialized scalar": {"zero 3": "crashed"},
@@ -301,6 +359,11 @@ EXPECTED = {
     "gate of each head": {"tp 2": "crashed"},
     "dropout with a rate of its own": SEQUENCE | dict.fromkeys(PIPELINES, "differs"),
     "skip from the fourth to the ninth block": dict.fromkeys(PIPELINES, "differs"),
+    "weights that are normalized in the forward pass": {"zero 3": "refused"}
+    | dict.fromkeys(PIPELINES, "crashed"),
+    "register tokens": SEQUENCE | dict.fromkeys(PIPELINES, "refused"),
+    "mixture of depths": SEQUENCE,
+    "ternary MLP": {"tp 2": "differs"},
     "blocks applied twice": {"pp 2, 1f1b": "differs", "pp 2, zbv": "crashed"},
     "mean over the sequence": SEQUENCE,
     "running average in a buffer": dict.fromkeys(TRIED, "refused"),

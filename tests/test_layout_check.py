@@ -149,6 +149,18 @@ def test_a_run_says_that_its_layout_was_compared_or_stops_with_one_line(zygote, 
     assert message.startswith(f"error: {said}") and "; dp and zero=3 compute the same." in message
 
 
+@pytest.mark.parametrize(("name", "nproc"), [("mixture of depths", 1), ("frozen embeddings", 2)])
+def test_an_edited_run_is_resumed_and_sampled(zygote, work, name, nproc):
+    """With a module that has the name of the experts' router, and without a gradient of the embeddings."""
+    repo = apply(name, work / "edited")
+    zygote.train(["--check_layout=True", "--max_iters=1"], work, nproc, repo=repo)
+    run = zygote.train(["--check_layout=True", "--max_iters=2", "--init_from=resume"], work, nproc, repo=repo)
+    assert "iter 2: loss" in run.text()
+    sample = ["--num_samples=1", "--max_new_tokens=5", "--device=cpu"]
+    run = zygote.start(sample, work, script="sample.py", repo=repo).wait(60)
+    assert "---------------" in run.text()
+
+
 @pytest.mark.extra
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*EDITS, *documented()])

@@ -29,10 +29,15 @@ from isogpt.nn.kernels import (
     summed_loss,
 )
 from isogpt.parallel.attach import replace_seams
+from isogpt.parallel.mesh import Mesh
+from isogpt.parallel.plan import plan_of
+from isogpt.speed.model_check import compare_counts
 from isogpt.training import optim
+from isogpt.training.layout_check import Trial, small_plan
 from model import GPT, GPTConfig
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+ONE_CPU = dict(world_size=1, device_type="cpu", dtype="float32")
 LARGE_VOCAB = 2**18  # of logits, 64 rows of this are what summed_loss takes at once on a CPU
 
 
@@ -938,13 +943,35 @@ def test_parameters_and_flops_of_an_edited_model_are_counted(edit):
     assert count_model(edited).edited == modules
 
 
-def test_flops_of_what_a_forward_pass_computes():
-    """The blocks are applied twice, and have no parameter more; the formula does not know this."""
-    config = GPTConfig(**COUNTED_SHAPE)
-    usual, twice = GPT(config), edited_gpt("blocks applied twice")(config)
-    assert count_model(usual).used == count_model(twice).used
-    matmuls, attention = 6 * 12 * 64**2, 12 * 64 * 32
-    assert twice.flops_per_token() == usual.flops_per_token() + 4 * (matmuls + attention)
+@pytest.mark.parametrize(
+    ("edit", "note"),
+    [
+        ("ternary MLP", ""),
+        ("one more linear", ""),
+        ("weights that are normalized in the forward pass", "raises"),
+    ],
+)
+def test_a_model_is_prepared_for_generation_if_it_computes_the_same(edit, note):
+    """A subclass of Linear stays as it is; a forward pass that reads weights cannot read packed ones."""
+    model = roughen(edited_gpt(edit)(GPTConfig(**COUNTED_SHAPE), 1))
+    x = ids(1, 8)
+    expected = model(x)[0]
+    assert note in generation.problem_of_prepare(copy.deepcopy(model), torch.float32)
+    if not note:
+        assert generation.problem_of_prepare(copy.deepcopy(model), torch.float32) == ""
+        generation.prepare(model, torch.float32)
+        torch.testing.assert_close(model(x)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_an_edit_computes_more_than_is_counted_is_said():
+    """The blocks are applied twice, and have no parameter more."""
+    trials = []
+    for model_class in (GPT, edited_gpt("blocks applied twice")):
+        args = dataclasses.asdict(GPTConfig(**COUNTED_SHAPE))
+        plan = plan_of(train_defaults(), 1, model_args=args, **ONE_CPU)
+        trials.append(Trial(model_class, small_plan(plan), Mesh(), torch.device("cpu"), {}, draw=0))
+    usual, twice = (compare_counts(trial) for trial in trials)
+    assert usual == ("holds", "") and twice[0] == "differs" and "FLOPs per token, of which" in twice[1]
 
 
 # ------------------------------------------------------------------------------------------------------------

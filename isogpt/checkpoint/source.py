@@ -172,8 +172,9 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
         return
     path = source.stored.path
     used = {name for name, _ in model.named_parameters()}
-    dense = {name.replace(".experts.", ".") for name in used if ".router." not in name}
-    wanted = used if source.run["model_args"].get("n_expert") else dense  # an MLP is copied to experts
+    wanted = used
+    if model.config.n_expert and not source.run["model_args"].get("n_expert"):  # MLPs are copied to experts
+        wanted = {name.replace(".experts.", ".") for name in used if ".router." not in name}
     names = {name.removeprefix("model.") for name in source.tensors if name.startswith("model.")}
     if lacking := sorted(wanted - names):
         raise ValueError(f"{path} does not fit the model: it lacks {shortened(lacking)}")

@@ -182,7 +182,7 @@ def weights_to_read(model: nn.Module, shapes: dict[str, torch.Size], seed: int) 
         shapes: of the saved weights.
     """
     parts = local_parts_by_name(model)
-    if any(".router." in name for name in shapes):
+    if not model.config.n_expert or any(".router." in name for name in shapes):
         return parts
     for name in [name for name in parts if ".router." in name]:
         router = parts.pop(name)

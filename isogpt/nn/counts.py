@@ -7,12 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from isogpt.nn.architecture import ARCHS, GPTConfig
 from isogpt.nn.experts import ExpertLinear
@@ -153,29 +150,13 @@ def unedited_modules(c: GPTConfig) -> dict[str, list[int]]:
     return outside | {f"transformer.h.*.{name}": c.n_layer * sizes for name, sizes in block.items()}
 
 
-@cache  # since estimate_mfu is called again and again
-def flops_per_token(model_class: Callable[[GPTConfig], nn.Module], **model_args: Any) -> float:
+def flops_per_token(counts: ModelCounts, config: GPTConfig) -> float:
     """
     Return the FLOPs of one token's forward and backward pass: 6 N + 12 L H Q T (PaLM, appendix B,
-    arXiv:2204.02311), where N is the parameters that the token is multiplied by, and L H Q the layers times
-    n_embd. Matmuls and attention are counted in a forward pass on the meta device, and so follow an edit: a
-    block that is applied twice counts twice. The formula remains where they cannot be counted without values,
-    as with experts.
+    arXiv:2204.02311). N, the parameters that the token is multiplied by, is counted. The second term,
+    attention's, is a formula of n_layer, n_embd and block_size: it does not know of an edited attention.
+
+    FLOPs are not counted in a forward pass on the meta device, which would leave meta tensors in whatever an
+    edited model.py caches.
     """
-    config = GPTConfig(**model_args)
-    with torch.device("meta"):
-        model = model_class(config)
-    counts = count_model(model)
-    try:
-        matmuls = matmul_flops(model, (1, config.block_size))
-    except Exception:  # whatever an edited model raises without values
-        return 6 * counts.used + 12 * config.n_layer * config.n_embd * config.block_size
-    return 3 * matmuls / config.block_size + 6 * (counts.used - counts.matrices)
-
-
-def matmul_flops(model: nn.Module, shape: tuple[int, int]) -> int:
-    """The FLOPs of matmuls and attention in a forward pass with this many sequences and tokens of each."""
-    x = torch.zeros(shape, dtype=torch.long, device=next(model.parameters()).device)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(x, x)
-    return counter.get_total_flops()
+    return 6 * counts.used + 12 * config.n_layer * config.n_embd * config.block_size

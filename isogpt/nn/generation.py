@@ -63,8 +63,35 @@ def prepare(model: nn.Module, dtype: torch.dtype) -> None:
         if isinstance(module, ExpertLinear):
             module.to(dtype)
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
+            if type(child) is nn.Linear:  # a subclass may compute something else
                 setattr(module, name, InferenceLinear(child, dtype))
+
+
+@torch.no_grad()
+def problem_of_prepare(model: nn.Module, dtype: torch.dtype) -> str:
+    """
+    Check on a small model, which is prepared, that `prepare` leaves its logits as they are: an edited model
+    may read the weights of a Linear layer itself.
+
+    Returns:
+        '', or why the model must be left in float32 and computed under autocast, as a note for the user.
+    """
+    c = model.config
+    draws = range(SEQUENCES_WITH_EXPERTS if c.n_expert else 1)
+    sequences = [pseudo_random_tokens((1, min(8, c.block_size)), c.vocab_size, seed) for seed in draws]
+    sequences = [tokens.to(next(model.parameters()).device) for tokens in sequences]
+    expected = [model(tokens)[0] for tokens in sequences]
+    note = "generating under autocast (slower), since with the weights of Linear layers packed"
+    try:
+        prepare(model, dtype)
+        logits = [model(tokens)[0] for tokens in sequences]
+    except Exception as e:  # an edited model can raise anything
+        return f"{note} the model raises {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+    differences = [largest_difference(*pair) for pair in zip(logits, expected, strict=True)]
+    if any(is_rounding(difference, size, dtype) for difference, size in differences):
+        return ""
+    difference, size = min(differences)
+    return f"{note} the logits differ by {difference:.2g} (their standard deviation is {size:.2g})"
 
 
 @dataclass(frozen=True)

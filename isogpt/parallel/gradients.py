@@ -48,7 +48,7 @@ def complete_gradients(
     if mesh.pp > 1 and zero < 2 and reduces_data:
         others = [p for p in params if not is_split(p, "ep")]
         average(others, mesh.replicas, compression, "dp_replicate dp_shard ep cp")
-    if mesh.pp > 1 and is_tied_over_ranks(model):
+    if mesh.pp > 1 and is_tied_over_ranks(model) and model.lm_head.weight.requires_grad:
         grad, group = local(model.lm_head.weight.grad), mesh.group("pp")
         peer = dist.get_global_rank(group, mesh.pp - 1 if mesh.index("pp") == 0 else 0)
         theirs = torch.empty_like(grad)

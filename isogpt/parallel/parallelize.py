@@ -65,12 +65,19 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits
         splits: what `split_model` returned.
     """
     places = defaultdict(list)  # of each parameter, which modules can share
+    modules = {*model.modules()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if torch.is_tensor(value) and value.is_meta:
+            values = value if isinstance(value, list | tuple) else [value]
+            if any(torch.is_tensor(v) and v.is_meta for v in values):
                 raise LayoutError(
                     f"{path}.{name} in model.py is a tensor that is neither a parameter nor a buffer: use "
                     "register_buffer, and a line of INITIAL_VALUES for its values"
+                )
+            if any(isinstance(v, nn.Module) and v not in modules for v in values):
+                raise LayoutError(
+                    f"{path}.{name} in model.py is a list of modules, which PyTorch does not see: use "
+                    "nn.ModuleList"
                 )
         for name, p in module.named_parameters(recurse=False):
             places[p].append((module, name))

@@ -10,7 +10,7 @@ be wrong, and nothing else would say so.
 import gc
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,10 +91,7 @@ def prove_layout(
     except LayoutError:
         raise
     except Exception as e:  # whatever an edited model raises
-        raise LayoutError(
-            f"{layout_name(plan)} cannot compute what one process computes with this model.py: {crash_of(e)}"
-            ". To see which layouts can, run: python bench.py --check"
-        ) from e
+        raise LayoutError(crash_line(plan, e)) from e
     if not problem:
         args = small_plan(plan).model_args
         line = (
@@ -108,8 +105,9 @@ def prove_layout(
         other = replace(plan, **changes)
         if layout_name(other) != layout_name(plan):
             other_mesh = connect_mesh(mesh.rank, other, mesh.timeout_s)
-            if not first_problem(model_class, other, other_mesh, device, config):
-                same.append(name)
+            with suppress(Exception):  # it cannot be computed
+                if not first_problem(model_class, other, other_mesh, device, config):
+                    same.append(name)
     advice = f"; {' and '.join(same)} compute the same" if same else ""
     raise LayoutError(
         f"{layout_name(plan)} does not compute what one process computes with this model.py: {problem}"
@@ -117,8 +115,24 @@ def prove_layout(
     )
 
 
+def crash_line(plan: Plan, error: Exception) -> str:
+    """What to say of a layout that cannot be computed."""
+    advice = "To see which layouts can, run: python bench.py --check"
+    if plan.tp > 1:
+        advice = f"PLAN in isogpt/parallel/tensor.py says which matrices tp divides. {advice}"
+    return (
+        f"{layout_name(plan)} cannot compute what one process computes with this model.py: {crash_of(error)}"
+        f". {advice}"
+    )
+
+
 UNSHARDED = {"zero": 0, "dp_replicate": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "islands": 1, "exact": False}
 UNSHARDED |= {"cpu_offload": False, "grad_sync": "auto"}
+
+
+def small_model(model_class: Callable[[GPTConfig], nn.Module], plan: Plan, device: torch.device) -> nn.Module:
+    """A small model of the plan's kind, whole, with weights that are all different from 0."""
+    return Trial(model_class, small_plan(plan), Mesh(), device, {}, draw=0).new_model()
 
 
 @torch.no_grad()
@@ -128,15 +142,25 @@ def problem_of_sampling(
     """
     Compare the logits of a small model that tp and pp divide for sampling with those of one process (all
     ranks). Returns a sentence for the user; "" if they are equal.
+
+    Raises:
+        LayoutError: the logits cannot be computed. With pp, perhaps not on every rank.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     trial = Trial(model_class, small_plan(plan), mesh, device, {}, draw=0)
-    whole = trial.new_model().eval()
-    model, pipeline = trial.divided_model(whole, splits_sequence=False)
-    model.eval()
-    tokens, _ = trial.micro_batches()[0]  # (ROWS, T)
-    expected, logits = whole(tokens)[0], (pipeline or model)(tokens)[0]
+    try:
+        whole = trial.new_model().eval()
+        if plan.pp > 1:
+            trial.check_what_blocks_return(whole, trial.micro_batches())
+        model, pipeline = trial.divided_model(whole, splits_sequence=False)
+        model.eval()
+        tokens, _ = trial.micro_batches()[0]  # (ROWS, T)
+        expected, logits = whole(tokens)[0], (pipeline or model)(tokens)[0]
+    except LayoutError:
+        raise
+    except Exception as e:  # whatever an edited model raises
+        raise LayoutError(f"{crash_line(plan, e)}, or set --tp=1 --pp=1") from e
     torch.set_float32_matmul_precision(before)
     error = ((logits - expected).norm() / expected.norm()).item()
     if not first_of_ranks(None if error <= LOGITS_LIMIT else Difference(0, "logits")):
@@ -254,6 +278,7 @@ class Trial:
         try:
             whole = self.new_model()
             buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+            weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
             loss = self.whole_step(whole, batches)
         except Exception as e:  # whatever an edited model raises, on all ranks
             args = self.plan.model_args
@@ -268,6 +293,9 @@ class Trial:
                     f"the buffer {name} changes in training, but checkpoints contain no buffers: make it a "
                     "parameter with requires_grad_(False)"
                 )
+        self.check_weights_and_gradients(whole, weights)
+        if self.plan.pp > 1:
+            self.check_what_blocks_return(whole, batches)
         model, pipeline = self.divided_model(whole)
         try:
             optimizers = make_optimizers(model, self.config, self.plan.zero, torch.float32, self.mesh)
@@ -283,6 +311,41 @@ class Trial:
             or first_of_ranks(self.difference_of_evaluation(whole, pipeline or model, batches))
             or first_of_ranks(self.difference_of_updates(whole, model, optimizers))
         )
+
+    def check_weights_and_gradients(self, whole: nn.Module, before: dict[str, Tensor]) -> None:
+        """Raise LayoutError for what zero 2 and 3, or DDP, cannot do with any model."""
+        plan = self.plan
+        waits_for_all = plan.zero < 2 and plan.pp == 1 and self.mesh.replicas.size > 1
+        for name, p in whole.named_parameters():
+            if plan.zero >= 2 and not torch.equal(p, before[name]):
+                raise LayoutError(
+                    f"model.py changes {name} in a forward pass, which is lost with zero 2 and 3, since they "
+                    "compute with gathered copies: set --zero=1"
+                )
+            if waits_for_all and p.requires_grad and p.grad is None:
+                raise LayoutError(
+                    f"{name} gets no gradient from the loss, and DDP waits for all gradients: use it in each "
+                    "forward pass, freeze it with requires_grad_(False), or set --zero=2"
+                )
+
+    @torch.no_grad()
+    def check_what_blocks_return(self, whole: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Raise LayoutError if a block returns something that stages of a pipeline do not send."""
+        x, _ = batches[0]
+        expected = (*x.shape, self.plan.model_args["n_embd"])
+
+        def check(block: nn.Module, inputs: tuple, output: Tensor | tuple[Tensor, Tensor]) -> None:
+            shape = tuple((output[0] if isinstance(output, tuple) else output).shape)
+            if shape != expected:
+                raise LayoutError(
+                    f"pp sends (sequences, tokens, n_embd) from block to block, {expected} in a small model, "
+                    f"but a block of model.py returns {shape}: set --pp=1"
+                )
+
+        hooks = [block.register_forward_hook(check) for block in {*whole.transformer.h}]
+        whole(x)
+        for hook in hooks:
+            hook.remove()
 
     def new_model(self) -> nn.Module:
         """
@@ -350,7 +413,10 @@ class Trial:
         weights = dict(whole.named_parameters())
         for name, p in model.named_parameters():
             if name in weights:
-                part_of(p, p).put(weights[name].detach())
+                try:
+                    part_of(p, p).put(weights[name].detach())
+                except RuntimeError as e:
+                    raise RuntimeError(f"{name}: {e}") from None
         return model, parallelize.make_pipeline(model, mesh, self.device, plan, splits_sequence)
 
     def divided_step(
