@@ -209,4 +209,5 @@ if ranks.is_main:
         f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)",
         file=sys.stderr,
     )
+del model, mesh  # a model that still refers to the process group can abort the process at its end
 leave_process_group()

@@ -52,7 +52,7 @@ from isogpt.training.optim import describe_updates, make_optimizers
 CPU = torch.device("cpu")
 HOLDS, REFUSED, DIFFERS = "holds", "refused", "differs"
 LIMIT_S = 300.0  # for the processes of some comparisons
-TIMEOUT = timedelta(seconds=60)  # of a collective: ranks that wait for different ones
+TIMEOUT = timedelta(seconds=20)  # of a collective: ranks that wait for different ones
 # {name: settings} of the layouts of two or more processes
 LAYOUTS = {
     "ddp": {},

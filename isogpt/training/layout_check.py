@@ -191,6 +191,8 @@ def crash_of(error: Exception) -> str:
     last = frames[-1] if frames else None
     place = f" ({Path(last.filename).relative_to(root)}, line {last.lineno})" if last else ""
     reason = " ".join(str(error).split())[:300]
+    if "Connection closed by peer" in reason or "Connection reset by peer" in reason:  # gloo's
+        reason = "a different rank has failed, or communicates differently"
     return f"{type(error).__name__}: {reason}".removesuffix(": ") + place
 
 
