@@ -87,8 +87,8 @@ BREAKS = {
         "tied head not reduced": (
             GRADIENTS,
             "complete_gradients",
-            "if mesh.pp > 1 and is_tied_over_ranks(model):",
-            "if False:",
+            "if mesh.pp > 1 and is_tied_over_ranks(model)",
+            "if False",
         ),
         "divided by the micro-batches": SCALED,
         "loss": PIPELINE_LOSS,
