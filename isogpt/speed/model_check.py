@@ -310,7 +310,7 @@ def compare_counts(trial: Trial) -> tuple[str, str]:
     counted = 2 * counts.matrices
     x, y = trial.micro_batches()[0]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(x, y, 1.0)  # as in training: an edit may compute more there
+        model(x, y)
     flops = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     measured = sum(flops.get(f"aten.{op}", 0) for op in ("mm", "addmm", "convolution")) / x.numel()
     if measured > 1.01 * counted:  # fewer, if batched matmuls compute some
