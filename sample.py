@@ -136,12 +136,12 @@ with exit_together():
     check_degrees(plan, splits_sequence=False)
     with torch.device("meta"):
         model = GPT(GPTConfig(**model_args))
+    plan = replace(plan, model_args=asdict(model.config))  # with defaults, and heads of keys and values
     if source:
         check_weights(source, model)
 if mesh.splits_model:  # an edited model may not be divided as model.py was
-    divided = replace(plan, model_args=asdict(model.config))
     try:
-        problem = layout_check.problem_of_sampling(GPT, divided, mesh, ranks.device)
+        problem = layout_check.problem_of_sampling(GPT, plan, mesh, ranks.device)
     except ValueError as e:  # not with exit_together: with pp, perhaps on this rank only
         fail(str(e))
     with exit_together():
@@ -172,7 +172,7 @@ problem = next(filter(None, gather_objects(problem)), "")
 if problem and ranks.is_main:
     print(f"note: {problem}", file=sys.stderr)
 if not mesh.splits_model:  # an edited model may not survive this either
-    small = layout_check.small_model(GPT, replace(plan, model_args=asdict(model.config)), ranks.device)
+    small = layout_check.small_model(GPT, plan, ranks.device)
     note = generation.problem_of_prepare(small.eval(), plan.torch_dtype)
     if note and ranks.is_main:
         print(f"note: {note}", file=sys.stderr)

@@ -317,6 +317,12 @@ REFUSED = {
     "transformer.h.0.attn.masks in model.py is a tensor": [
         after(ATTENTION_INIT, "        self.masks = [torch.ones(8, 8).tril()]\n")
     ],
+    "transformer.h.0.masks in model.py is a tensor": [
+        after(MLP_INIT, "        self.masks = {8: torch.ones(8, 8).tril()}\n")
+    ],
+    "transformer.h.0.extra in model.py is a dict of modules": [
+        after(MLP_INIT, '        self.extra = {"a": nn.Linear(config.n_embd, config.n_embd)}\n')
+    ],
     "transformer.h.0.extra in model.py is a list of modules": [
         after(MLP_INIT, "        self.extra = [nn.Linear(config.n_embd, config.n_embd)]\n")
     ],

@@ -11,9 +11,8 @@ from runs import REPO, default_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isogpt.launch import device as device_module
-from isogpt.launch.together import Number, gather_numbers
+from isogpt.launch.together import Number, gather_numbers, is_connection_lost
 from isogpt.monitor import evaluation, signals
-from isogpt.monitor.crashes import is_connection_lost
 from isogpt.monitor.signals import Stop
 from isogpt.parallel import gradients, mesh
 from isogpt.parallel import mesh as mesh_module

@@ -22,6 +22,20 @@ Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
 NOTE_S = 60.0  # seconds until rank 0 says that it waits for files
 LEAVE_TIMEOUT = timedelta(seconds=10)  # time for the other ranks to report their errors
+# parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
+CONNECTION_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "remote peer",
+    "timed out waiting",
+    "connection was likely closed",
+    "remote process exit",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "broken pipe",
+    "socket closed",
+    "communicator was aborted",
+)
 
 
 def is_main() -> bool:
@@ -234,3 +248,14 @@ def do_together(
     wait_together(future)
     with exit_together(on_error):
         return future.result()
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """
+    Return whether a collective or the store failed because a different rank exited or did not respond in
+    time.
+    """
+    has_failed = isinstance(error, RuntimeError) and any(
+        text in str(error).lower() for text in CONNECTION_LOST
+    )
+    return has_failed or isinstance(error, dist.DistStoreError | dist.DistNetworkError)

@@ -10,26 +10,12 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.data.dataset import DataError
 from isogpt.launch.process_group import Ranks, connect_store
+from isogpt.launch.together import is_connection_lost
 from isogpt.monitor.log import Logger
 from isogpt.monitor.out_of_memory import explain_out_of_memory, is_out_of_memory, line_of
 from isogpt.monitor.watchdog import STORE_TIMEOUT_S, Watchdog
 from isogpt.parallel.pipeline import cause_of
 from isogpt.parallel.plan import LayoutError
-
-# parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
-CONNECTION_LOST = (
-    "closed by peer",
-    "reset by peer",
-    "remote peer",
-    "timed out waiting",
-    "connection was likely closed",
-    "remote process exit",
-    "ncclremoteerror",
-    "ncclsystemerror",
-    "broken pipe",
-    "socket closed",
-    "communicator was aborted",
-)
 
 
 def watch_start(ranks: Ranks, timeout_s: float, progress: Progress, logger: Logger) -> Watchdog:
@@ -93,17 +79,6 @@ def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object
         watchdog.logger.failed(f"{type(error).__name__}: {error}")
         print(console.erase_line(sys.stderr), end="", file=sys.stderr, flush=True)
         sys.__excepthook__(kind, raised, trace)
-
-
-def is_connection_lost(error: BaseException) -> bool:
-    """
-    Return whether a collective or the store failed because a different rank exited or did not respond in
-    time.
-    """
-    has_failed = isinstance(error, RuntimeError) and any(
-        text in str(error).lower() for text in CONNECTION_LOST
-    )
-    return has_failed or isinstance(error, dist.DistStoreError | dist.DistNetworkError)
 
 
 def summary_of(error: BaseException) -> str:

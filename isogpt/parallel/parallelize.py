@@ -64,28 +64,11 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits
     Args:
         splits: what `split_model` returned.
     """
+    check_what_is_lost(model)
     places = defaultdict(list)  # of each parameter, which modules can share
-    modules = {*model.modules()}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            values = value if isinstance(value, list | tuple) else [value]
-            if any(torch.is_tensor(v) and v.is_meta for v in values):
-                raise LayoutError(
-                    f"{path}.{name} in model.py is a tensor that is neither a parameter nor a buffer: use "
-                    "register_buffer, and a line of INITIAL_VALUES for its values"
-                )
-            if any(isinstance(v, nn.Module) and v not in modules for v in values):
-                raise LayoutError(
-                    f"{path}.{name} in model.py is a list of modules, which PyTorch does not see: use "
-                    "nn.ModuleList"
-                )
+    for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             places[p].append((module, name))
-            if p._backward_hooks:
-                raise LayoutError(
-                    f"a hook of {path}.{name} in model.py is lost where the model is allocated: use a hook "
-                    "of a module, or change what forward computes"
-                )
     if fsdp_units(model):
         model.to_empty(device=device)
     for p, ((first, first_name), *others) in places.items():
@@ -98,6 +81,36 @@ def materialize(model: nn.Module, device: torch.device, splits: dict[str, Splits
     for name, p in model.named_parameters() if splits else ():
         p.splits = splits[name]
     model.reset_routing(device)
+
+
+def check_what_is_lost(model: nn.Module) -> None:
+    """
+    Raise LayoutError for what the modules of model.py hold that `materialize` does not allocate: tensors and
+    modules that PyTorch does not know, and hooks of parameters.
+    """
+    modules = {*model.modules()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            values = value.values() if isinstance(value, dict) else value
+            values = values if isinstance(value, dict | list | tuple) else [value]
+            if any(torch.is_tensor(v) and v.is_meta for v in values):
+                raise LayoutError(
+                    f"{path}.{name} in model.py is a tensor that is neither a parameter nor a buffer: use "
+                    "register_buffer, and a line of INITIAL_VALUES for its values"
+                )
+            if any(isinstance(v, nn.Module) and v not in modules for v in values):
+                raise LayoutError(
+                    f"{path}.{name} in model.py is a {type(value).__name__} of modules, which PyTorch does "
+                    "not see: use nn.ModuleList or nn.ModuleDict"
+                )
+        for name, p in module.named_parameters(recurse=False):
+            if p._backward_hooks:
+                raise LayoutError(
+                    f"a hook of {path}.{name} in model.py is lost where the model is allocated: use a hook "
+                    "of a module, or change what forward computes"
+                )
 
 
 def init_weights(model: nn.Module, seed: int) -> None:

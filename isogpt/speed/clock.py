@@ -259,9 +259,9 @@ def make_clock(
     clock = Clock(ranks.device, nvtx=profile, profiler=profiler)
     if ranks.world_size > 1 and plan.zero < 2 and max(plan.tp, plan.cp, plan.ep) == 1:
         # the gradient of wte is the last that the backward pass computes: then only communication is left
-        wte = model.transformer.wte.weight if plan.pp == 1 else None
-        if plan.pp > 1 or wte.requires_grad:
-            clock.find_waiting(wte)
+        last = None if plan.pp > 1 else model.transformer.wte.weight
+        if last is None or last.requires_grad:
+            clock.find_waiting(last)
     return clock
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isogpt.launch.together import gather_number, gather_objects
+from isogpt.launch.together import gather_number, gather_objects, is_connection_lost
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.kernels import IGNORE
 from isogpt.parallel import parallelize
@@ -191,7 +191,7 @@ def crash_of(error: Exception) -> str:
     last = frames[-1] if frames else None
     place = f" ({Path(last.filename).relative_to(root)}, line {last.lineno})" if last else ""
     reason = " ".join(str(error).split())[:300]
-    if "Connection closed by peer" in reason or "Connection reset by peer" in reason:  # gloo's
+    if is_connection_lost(error):
         reason = "a different rank has failed, or communicates differently"
     return f"{type(error).__name__}: {reason}".removesuffix(": ") + place
 
@@ -273,6 +273,8 @@ class Trial:
     def __post_init__(self) -> None:
         self.share = share_of_plan(self.plan, self.mesh)
         self.length = self.plan.model_args["block_size"]
+        # as in train.py
+        self.uses_ddp = self.plan.zero < 2 and self.plan.pp == 1 and self.mesh.replicas.size > 1
 
     def problem(self) -> str:
         """Return the first difference of any rank; "" if there is none (all ranks)."""
@@ -315,16 +317,14 @@ class Trial:
         )
 
     def check_weights_and_gradients(self, whole: nn.Module, before: dict[str, Tensor]) -> None:
-        """Raise LayoutError for what zero 2 and 3, or DDP, cannot do with any model."""
-        plan = self.plan
-        waits_for_all = plan.zero < 2 and plan.pp == 1 and self.mesh.replicas.size > 1
+        """Raise LayoutError for edits after which zero 2 and 3, or DDP, cannot compute any step."""
         for name, p in whole.named_parameters():
-            if plan.zero >= 2 and not torch.equal(p, before[name]):
+            if self.plan.zero >= 2 and not torch.equal(p, before[name]):
                 raise LayoutError(
                     f"model.py changes {name} in a forward pass, which is lost with zero 2 and 3, since they "
                     "compute with gathered copies: set --zero=1"
                 )
-            if waits_for_all and p.requires_grad and p.grad is None:
+            if self.uses_ddp and p.requires_grad and p.grad is None:
                 raise LayoutError(
                     f"{name} gets no gradient from the loss, and DDP waits for all gradients: use it in each "
                     "forward pass, freeze it with requires_grad_(False), or set --zero=2"
@@ -430,7 +430,7 @@ class Trial:
         """
         plan, mesh, share = self.plan, self.mesh, self.share
         wrapped = model
-        if plan.zero < 2 and not pipeline and mesh.replicas.size > 1:
+        if self.uses_ddp:
             wrapped = DistributedDataParallel(
                 model, process_group=mesh.replicas.group, gradient_as_bucket_view=True
             )
