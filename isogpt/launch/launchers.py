@@ -170,7 +170,8 @@ def start_workers(nproc: int, script: str) -> None:
             raise ValueError(f"nproc is {nproc}, but the launcher started {started} processes: omit --nproc")
         return
     os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
-    sys.stdout.flush()
+    if sys.stdout:  # None if a daemon has closed it
+        sys.stdout.flush()
     # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N
     code = f"import sys; sys.path[:1] = [{str(REPOSITORY)!r}]; from isogpt.launch.nproc import main; main()"
     torchrun = [sys.executable, "-c", code, "--standalone", f"--nproc_per_node={nproc}"]
