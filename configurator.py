@@ -228,6 +228,10 @@ def _run_config(
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read(), path)
+    except Exception as error:
+        raise ValueError(f"{config}{_about_exception(error, path)}") from error
+    _check_annotations(config, tree, known)
+    try:
         exec(compile(tree, path, "exec"), namespace)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{config}{_about_exception(error, path)}") from error
@@ -247,6 +251,21 @@ def _run_config(
     if problems:
         raise ValueError("\n".join(problems))
     return values
+
+
+def _check_annotations(config: str, tree: ast.Module, known: dict[str, Setting]) -> None:
+    """Raise ValueError about lines such as `seed: 1`, as in YAML: in Python, they assign nothing."""
+    bare = [node for node in tree.body if isinstance(node, ast.AnnAssign) and node.value is None]
+    declared = {id(node.target) for node in bare}
+    stores = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    names = {node.id for node in stores if id(node) not in declared}
+    problems = [
+        f"{config}, line {node.lineno}: {ast.unparse(node)} sets nothing: type = instead of the colon"
+        for node in bare
+        if isinstance(node.target, ast.Name) and node.target.id in known and node.target.id not in names
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _note_unused(config: str, unused: dict[str, Any], known: dict[str, Setting]) -> None:

@@ -9,6 +9,7 @@ List a run's checkpoints, or convert the newest checkpoint. Neither needs the de
 """
 
 import argparse
+import os
 import shutil
 import sys
 from collections import defaultdict
@@ -216,7 +217,10 @@ def main() -> None:
     )
     parser.add_argument("--from", dest="source", choices=["hf"], help="convert a model of transformers")
     parser.add_argument(
-        "--dataset", default="", help="with --to=hf: the data set whose vocabulary is written"
+        "--dataset",
+        default="",
+        type=os.path.expanduser,
+        help="with --to=hf: the data set whose vocabulary is written",
     )
     options = parser.parse_args()
     try:

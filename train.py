@@ -200,7 +200,7 @@ kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_siz
 # sentences for the user, as the next functions do
 not_continued = progress.begin(config, data.digest, start.resumed, kinds[0])
 vocabulary, differences = start.vocabulary(config, data, plan.model_args["vocab_size"])
-logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device)
+logger.notes += precision.notes_about_dtype(plan.dtype, ranks.device, start.previous_dtype)
 logger.notes += precision.differences_of_devices(kinds) + not_continued + differences + schedule.notes(config)
 reader = Reader(data, data_order, seed, plan, mesh, ranks.device)
 # for the message after an out-of-memory error, and a smaller micro-batch at the next start

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repositor
 from isogpt.common.files import REPOSITORY, sync_folder
 from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary, tokenizer_in
+from isogpt.options.values import problem_of_folder
 
 SHAKESPEARE = {
     "url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -271,7 +272,9 @@ def dataset_name(folder: Path) -> str:
 
 def folder_to_write(script: str, out: Path | None) -> Path:
     """The folder of `script`, or --out, which is created."""
-    folder = out or Path(script).absolute().parent
+    if problem := problem_of_folder("--out", str(out or "")):
+        raise ValueError(problem)
+    folder = out.expanduser() if out else Path(script).absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -288,13 +291,18 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     """
     readers = {".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
     names: dict[str, str] = {}  # by the file that they lead to
-    for pattern in data_files.split(","):
+    # a file's name may contain a comma; a shell replaces ~ only at the start of a word
+    patterns = [data_files] if os.path.exists(data_files) else map(str.strip, data_files.split(","))
+    for pattern in map(os.path.expanduser, patterns):
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         files = set(filter(os.path.isfile, matches))
         if not files:
-            raise ValueError(
-                f"--data_files: no file matches '{pattern}', e.g. --data_files='texts/*.txt,more.jsonl'"
-            )
+            problem, example = f"no file matches '{pattern}'", "texts/*.txt,more.jsonl"
+            if os.path.isdir(pattern):
+                problem, example = f"'{pattern}' is a folder", os.path.join(pattern, "*.txt")
+            elif links := list(filter(os.path.islink, matches)):
+                problem = f"'{links[0]}' is a link to {os.readlink(links[0])}, which does not exist"
+            raise ValueError(f"--data_files: {problem}, e.g. --data_files='{example}'")
         names |= {os.path.realpath(name): name for name in sorted(files)}
     paths = [Path(name) for name in sorted(names.values())]
     for path in paths:  # check all files before reading the first file, which can take hours
@@ -414,6 +422,7 @@ def vocabulary_named(name: str) -> Vocabulary:
     The vocabulary that --tokenizer names: of a folder with a tokenizer.json, of a training run's folder, or
     an encoding of tiktoken. Raises ValueError if there is none.
     """
+    name = os.path.expanduser(name)
     if not os.path.isdir(name):
         if os.sep in name:
             raise ValueError(f"--tokenizer={name}: no such folder")

@@ -473,6 +473,18 @@ def test_an_exception_in_a_config_is_one_line(script, capsys, content, said):
     assert line.startswith("c.py") and said in line
 
 
+def test_a_line_of_yaml_in_a_config_is_refused(script, capsys):
+    """In Python, `seed: 1` is an annotation, which is meant where the name is assigned too."""
+    config_file("seed: 9\ndevice: cpu\nbatch_size = seed\nmy_size: 3\n")
+    nothing = "sets nothing: type = instead of the colon"
+    assert problems(capsys, script, "c.py") == [
+        f"c.py, line 1: seed: 9 {nothing}",
+        f"c.py, line 2: device: cpu {nothing}",
+    ]
+    config_file("seed: int\nseed = 9\nbatch_size: int = 3\nclass C:\n    device: str\nmy_size: int\n")
+    assert run(script, "c.py") == DEFAULTS | {"seed": 9, "batch_size": 3}
+
+
 # -- errors
 
 

@@ -391,6 +391,18 @@ def test_a_killed_prepare_leaves_the_earlier_files(data, tmp_path):
 # ----- where it is written
 
 
+def test_the_home_folder_and_names_with_commas(data, tmp_path, monkeypatch):
+    """A shell replaces ~ in `--out ~/d`, but not in `--out=~/d`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a.txt", "b.txt", "c, d.txt"):
+        (tmp_path / name).write_text(f"some text of {name}")
+    load_prepare(data, "shakespeare_char").main(["--data_files=~/a.txt, ~/b.txt", "--out=~/d"])
+    assert decode_characters(tmp_path / "d")[1] == "some text of a.txt\nsome text of b.txt"
+    assert list(bins.read_documents(str(tmp_path / "c, d.txt"))) == ["some text of c, d.txt"]
+    with pytest.raises(ValueError, match=f"^--tokenizer={tmp_path}/d contains neither"):
+        bins.vocabulary_named("~/d")
+
+
 def test_links_and_other_folders(data, tmp_path):
     """A script runs from any folder, also through a link to its folder, and writes where --out says."""
     (tmp_path / "a.txt").write_text("some text, and more of it")
@@ -481,7 +493,9 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
 
 ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl,no*.txt": "no file matches 'no\\*.txt'",
-    "--data_files=folder": "no file matches 'folder'",
+    "--data_files=folder": "'folder' is a folder, e.g. --data_files='folder/\\*.txt'",
+    "--data_files=lost.txt": "'lost.txt' is a link to gone.txt, which does not exist",
+    "--data_files=two.jsonl --out=s3://bucket/d": "--out is s3:/bucket/d, an address of s3: set the path",
     "--data_files=two.jsonl,table.csv": "table.csv: unknown extension '.csv'; possible: .txt .jsonl .parquet",
     "--data_files=key.jsonl": "key.jsonl:2: no string at 'text' in {'content': 'two', 'id': 3}; .*text_key=",
     "--data_files=list.jsonl": r"list.jsonl:1: no string at 'text' in \[1\]",
@@ -514,6 +528,7 @@ def inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(bins.SHAKESPEARE, "url", (tmp_path / "absent").as_uri())
     Path("folder").mkdir()
+    Path("lost.txt").symlink_to("gone.txt")
     for name, content in {
         "two.jsonl": '{"text": "one"}\n{"text": "two"}\n',
         "key.jsonl": '{"text": "one"}\n{"content": "two", "id": 3}\n',

@@ -558,6 +558,8 @@ def test_a_resume_says_which_settings_do_not_apply(zygote, place):
     assert (used["n_layer"], used["bias"], used["vocab_size"], used["dataset"]) == (2, False, 65, "other")
     quiet = zygote.train([*RESUME, "--max_iters=8", "--dataset=other"], place)
     assert "of the checkpoint" not in quiet.text() and "continues with" not in quiet.text()
+    coarser = zygote.train([*RESUME, "--max_iters=9", "--dataset=other", "--dtype=bfloat16"], place)
+    assert "this run continues with dtype bfloat16 (was float32): the loss curve changes" in coarser.text()
 
 
 def test_a_second_of_tensorboards_steps_after_a_rollback(tmp_path):

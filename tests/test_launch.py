@@ -96,7 +96,7 @@ def test_dtype_choice(monkeypatch):
     assert precision.common_dtype(["bfloat16", "float32"]) == "float32"
 
 
-def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
+def test_a_dtype_that_the_cpu_only_emulates_or_that_has_changed_is_noted(monkeypatch):
     note = "this CPU does not multiply {} in hardware, so steps take several times as long: set --dtype={}"
     monkeypatch.setattr(precision, "cpu_has", lambda feature: feature in ("sse2", "avx512_bf16"))
     assert precision.notes_about_dtype("float16", CPU) == [note.format("float16", "bfloat16")]
@@ -107,6 +107,9 @@ def test_a_dtype_that_the_cpu_only_emulates_is_noted(monkeypatch):
     assert peak_flops(CPU, "float16") == (7.0, "measured matmul in float32")
     monkeypatch.setattr(precision, "cpu_has", lambda feature: feature == "sse2")
     assert precision.notes_about_dtype("bfloat16", CPU) == [note.format("bfloat16", "float32")]
+    changed = "this run continues with dtype float32 (was bfloat16): the loss curve changes"
+    assert precision.notes_about_dtype("float32", CPU, previous="bfloat16") == [changed]
+    assert precision.notes_about_dtype("float32", CPU, previous="float32") == []
     monkeypatch.setattr(precision, "cpu_has", lambda feature: False)  # not an x86 CPU: nothing is known
     assert precision.notes_about_dtype("float16", CPU) == []
 

@@ -44,7 +44,7 @@ from isogpt.monitor.watchdog import Watchdog
 from isogpt.nn.counts import count_on_meta
 from isogpt.parallel.shares import share_of
 from isogpt.training import optim
-from isogpt.training.settings import notes_about_text, read_prompt
+from isogpt.training.settings import check_training, notes_about_text, read_prompt
 from model import GPT, GPTConfig
 
 # ------------------------------------------------------------------------------------------------------------
@@ -381,6 +381,39 @@ def test_forms_of_running_out_of_memory_on_any_rank(at, capsys):
 
 # ------------------------------------------------------------------------------------------------------------
 # sample.py
+
+
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("s3://bucket/run", "is s3://bucket/run, an address of s3: set the path of a folder"),
+        ("s3:/bucket", "an address of s3"),
+        ("$HOME/x", "only a shell replaces $HOME"),
+        ("a/${USER}", "only a shell replaces ${USER}"),
+        ("C:\\runs\\a", "a path of Windows, but this is "),
+        ("n" * 300, "a name of 300 characters, which is too long"),
+        ("link/run", ""),
+        ("link", "is link, a link to nowhere, which does not exist: create it, or delete the link"),
+        ("loop", "a link to loop, which does not exist"),
+        ("a:b/c $", ""),
+    ],
+)
+def test_names_that_are_no_folders(at, path, said):
+    at.chdir(at.path)
+    Path("link").symlink_to("nowhere")
+    Path("loop").symlink_to("loop")
+    for name in ("out_dir", "dataset") if said else ():
+        with pytest.raises(ValueError, match=f"^{name} is .*$") as error:
+            check_training(train_defaults(**{name: path}))
+        assert said in str(error.value)
+    check_training(train_defaults(out_dir=path if not said else "out"))
+
+
+def test_advice_on_heads_of_keys_and_values_works_with_gpt2():
+    for n_kv_head in (3, 5, 8, 24):  # of 12 heads
+        with pytest.raises(ValueError, match="^n_kv_head .*: set --n_kv_head=0|^arch.*--n_kv_head=0.*$") as e:
+            check_training(train_defaults(n_kv_head=n_kv_head))
+        assert "\n" not in str(e.value)
 
 
 def test_prompts_of_sample_py(at, capsys, monkeypatch):

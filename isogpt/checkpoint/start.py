@@ -42,6 +42,11 @@ class Start:
         return self.checkpoint if self.is_resume else None
 
     @property
+    def previous_dtype(self) -> str | None:
+        """The dtype that the run which continues has computed in, if it is known."""
+        return self.resumed.dtype if self.resumed else None
+
+    @property
     def description(self) -> str:
         """Where the weights are from, for the user."""
         if not self.checkpoint:

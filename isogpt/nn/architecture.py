@@ -132,7 +132,7 @@ def problems_of_shape(values: dict) -> list[str]:
             f"n_embd is {c.n_embd}: it must be a multiple of {name}, {multiple}: set --n_embd={width}"
         )
     if c.n_kv_head and c.n_head % c.n_kv_head:
-        divisor = math.gcd(c.n_head, c.n_kv_head)
+        divisor = 0 if c.arch == "gpt2" else math.gcd(c.n_head, c.n_kv_head)  # gpt2: as many as n_head
         problems.append(
             f"n_kv_head is {c.n_kv_head}: it must divide n_head, {c.n_head}: set --n_kv_head={divisor}"
         )

@@ -1,10 +1,12 @@
 """A setting of a script, and how its values are typed."""
 
 import ast
+import errno
 import json
 import math
 import numbers
 import os
+import re
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 WANTED = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
 # in the range of a number of steps: a config of nanoGPT may compute max_iters = 3e9 / 491520
 FRACTIONS = "fractions"
+ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # s3://bucket; Path removes a slash
+VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")  # which only a shell replaces
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,25 @@ class Setting:
                 if math.isfinite(value) and (self.kind is float or FRACTIONS in self.range):
                     return float(value)
         raise ValueError(f"{value!r} is not {WANTED[self.kind]}")
+
+
+def problem_of_folder(option: str, path: str) -> str:
+    """A sentence if `path`, the value of `option`, names a folder that nobody means, else ""."""
+    shown = f"{option} is {path:.60}"
+    if address := ADDRESS.match(path):
+        return f"{shown}, an address of {address[0][:-2]}: set the path of a folder, such as a mounted bucket"
+    if os.name == "posix" and re.match(r"[A-Za-z]:\\", path):
+        return f"{shown}, a path of Windows, but this is {os.uname().sysname}: set the path of a folder"
+    if variable := VARIABLE.search(path):
+        return f"{shown}: only a shell replaces {variable[0]}: set the name of the folder itself"
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"{shown}, a link to {os.readlink(path)}, which does not exist: create it, or delete the link"
+    try:
+        os.lstat(path)
+    except OSError as e:
+        if e.errno == errno.ENAMETOOLONG:
+            return f"{shown}..., a name of {len(path)} characters, which is too long: set a shorter one"
+    return ""
 
 
 def without_quotes(text: str) -> str:

@@ -50,9 +50,7 @@ def make_plan(
             config["islands"] or island_count(ranks),
             world_size=ranks.world_size,
             device_type=ranks.device.type,
-            dtype=precision.resolve_dtype(
-                config["dtype"], ranks.device, previous=start.resumed.dtype if start.resumed else None
-            ),
+            dtype=precision.resolve_dtype(config["dtype"], ranks.device, start.previous_dtype),
         )
         args = fit_model_args(start.model_args(config, data.vocab_size), config, data, start.is_resume)
         args = asdict(GPTConfig(**args))

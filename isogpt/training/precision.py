@@ -51,13 +51,20 @@ def is_emulated(dtype: str, device: torch.device) -> bool:
     return is_x86 and dtype in CPU_FEATURES and not any(map(cpu_has, CPU_FEATURES[dtype]))
 
 
-def notes_about_dtype(dtype: str, device: torch.device) -> list[str]:
-    """A sentence if this CPU only emulates `dtype`."""
+def notes_about_dtype(dtype: str, device: torch.device, previous: str | None = None) -> list[str]:
+    """
+    What a user should know about the dtype: this CPU only emulates it, or it is not `previous`, the dtype of
+    the run that is resumed.
+    """
+    notes = []
+    if previous not in (None, dtype):
+        notes.append(f"this run continues with dtype {dtype} (was {previous}): the loss curve changes")
     if not is_emulated(dtype, device):
-        return []
+        return notes
     return [
+        *notes,
         f"this CPU does not multiply {dtype} in hardware, so steps take several times as long: set "
-        f"--dtype={best_dtype(device)}"
+        f"--dtype={best_dtype(device)}",
     ]
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from isogpt.data.dataset import Dataset
 from isogpt.nn.architecture import OF_THE_RUN, GPTConfig, problems_of_shape
 from isogpt.nn.huggingface import GPT2
+from isogpt.options.values import problem_of_folder
 from isogpt.parallel.plan import Plan, normalized
 from isogpt.parallel.shares import parse_shares
 from isogpt.parallel.slow_network import keeps_errors
@@ -71,6 +72,7 @@ def rules_of_start(c: Settings) -> Iterator[str]:
     weights = "scratch" if c.init_from in ("resume", "auto") else c.init_from.removeprefix("auto:")
     if not c.out_dir.strip():
         yield "out_dir is empty: set --out_dir= to a folder"
+    yield from filter(None, (problem_of_folder(n, getattr(c, n)) for n in ("out_dir", "dataset")))
     if weights not in ("scratch", *GPT2) and not os.path.exists(weights):
         yield (
             f"init_from is {c.init_from!r}; possible: scratch, resume, auto, gpt2[-medium|-large|-xl], a "
@@ -87,7 +89,7 @@ def rules_of_start(c: Settings) -> Iterator[str]:
 
 def rules_of_model(c: Settings) -> Iterator[str]:
     """What an architecture does not contain; experts."""
-    if c.arch == "gpt2" and c.n_kv_head not in (0, c.n_head):
+    if c.arch == "gpt2" and 0 < c.n_kv_head < c.n_head and c.n_head % c.n_kv_head == 0:
         yield "arch 'gpt2' uses as many n_kv_head as n_head: set --n_kv_head=0, or --arch=llama or nanochat"
     if c.arch == "gpt2" and c.head == "untied":
         yield "arch 'gpt2' uses a tied head: set --head=auto, or --arch=llama or nanochat"
