@@ -45,6 +45,7 @@ from isogpt.checkpoint.search import (
     newest_checkpoint,
     open_bare,
 )
+from isogpt.common import console
 from isogpt.common.files import read_records
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks, rank_names
@@ -83,7 +84,7 @@ def look_for_start(
         if newest:
             if is_restart:
                 text = f"restart: continues what this launch has written to {out_dir}, step {newest.step}"
-                print(text, flush=True)
+                console.print_line(text)
             return newest, True, reports
         if reports or init_from == "resume":
             raise ValueError("; ".join([about_missing(out_dir, resume_step), *reports]))
@@ -165,7 +166,7 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
     elif is_restart:
         pass  # what is there was written by this launch before its first checkpoint
     elif aside := set_aside(out_dir):
-        print(f"{out_dir} contained an earlier run, which was moved to {aside}", flush=True)
+        console.print_line(f"{out_dir} contained an earlier run, which was moved to {aside}")
     (out / MARK).unlink(missing_ok=True)
     write_owner(out, owner, launch)  # from here on, what is in the folder is this launch's
     return owner
@@ -230,7 +231,7 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
         if is_sharded:
             make_writable(str(out))
     if blind and is_main():
-        print(f"warning: {text}, or copy them before a resume", flush=True)
+        console.print_line(f"warning: {text}, or copy them before a resume")
 
 
 def mark_preempted(folder: RunFolder, step: int, reason: str) -> None:

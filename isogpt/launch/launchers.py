@@ -170,7 +170,7 @@ def start_workers(nproc: int, script: str) -> None:
             raise ValueError(f"nproc is {nproc}, but the launcher started {started} processes: omit --nproc")
         return
     os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
-    sys.stdout.flush()
+    console.flush()
     # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N
     code = f"import sys; sys.path[:1] = [{str(REPOSITORY)!r}]; from isogpt.launch.nproc import main; main()"
     torchrun = [sys.executable, "-c", code, "--standalone", f"--nproc_per_node={nproc}"]
@@ -186,7 +186,7 @@ def print_unapplied_settings() -> None:
         text = (
             f"warning: train.py does not read {', '.join(ignored)}, but its own settings: docs/migrating.md"
         )
-        print(text, file=sys.stderr, flush=True)
+        console.print_to_stderr(text)
 
 
 def rank_variables() -> tuple[int, int, int, int]:

@@ -20,6 +20,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from isogpt.common import console
+
 Answer = TypeVar("Answer")
 # seconds beyond the timeout of a request after which the store counts as dead
 ANSWER_S = 10
@@ -154,7 +156,7 @@ def say_waiting(for_what: str) -> None:
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0":
         note = f"note: rank {rank} of {world_size} on {socket.gethostname()} waits for {for_what}"
-        print(f"{note}{LEFT_OVER}", file=sys.stderr, flush=True)
+        console.print_to_stderr(f"{note}{LEFT_OVER}")
 
 
 def gather_processes(store: dist.Store, rank: int, world_size: int, process: Process) -> list[Process]:
