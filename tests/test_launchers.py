@@ -273,6 +273,37 @@ def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
         start_workers(3, "/x/train.py")
 
 
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        # nproc is 3, the number of pods: one process in each would train without a message
+        (
+            {"RANK": "1", "WORLD_SIZE": "3"},
+            ["--nnodes=3", "--node_rank=1", "--master_addr=a", "--master_port=7"],
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            ["--nnodes=1", "--node_rank=0", "--master_addr=a", "--master_port=7"],
+        ),
+        ({"PET_NNODES": "3", "PET_NODE_RANK": "1"}, []),  # Kubeflow's trainer: torchrun reads the variables
+        ({"SLURM_JOB_ID": "7"}, ["--standalone"]),
+    ],
+)
+def test_nproc_in_a_pod_starts_processes_on_each_machine(monkeypatch, given, options):
+    """Kubeflow's RANK and WORLD_SIZE number the pods, not the processes."""
+    started = []
+    variables(monkeypatch, {"MASTER_ADDR": "a", "MASTER_PORT": "7"} | given)
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3"])
+    start_workers(3, "/x/train.py")
+    assert started[0][3:] == [*options, "--nproc_per_node=3", "/x/train.py"]
+    torchrun.parse_args(started[0][3:])
+    if "RANK" in given:
+        monkeypatch.delenv("MASTER_ADDR")
+        with pytest.raises(ValueError, match="incomplete or contradict each other: .*MASTER_ADDR=,"):
+            start_workers(3, "/x/train.py")
+
+
 def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):
     """
     alert_command's command may start train.py or torch: it inherits no launcher's variables, but a job's
