@@ -1,7 +1,10 @@
 """The logger and its sinks, the policy for steps that are not finite, and the watchdog."""
 
+import json
 import os
+import subprocess
 import threading
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from isogpt.checkpoint.progress import Progress
+from isogpt.launch import network
 from isogpt.launch.process_group import Ranks
 from isogpt.monitor.log import Logger
 from isogpt.monitor.not_finite import NanPolicy
-from isogpt.monitor.watchdog import Watchdog
+from isogpt.monitor.watchdog import Silence, Watchdog
 from isogpt.speed.clock import Clock
 from isogpt.training.step_numbers import StepNumbers
 
@@ -66,6 +70,26 @@ def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsy
     said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
     assert said in capsys.readouterr().err
     assert not any(thread.is_alive() for thread in dog.threads)
+
+
+def test_a_suspended_rank_gets_dist_timeout_s_and_one_that_has_exited_does_not():
+    """A live migration suspends a machine for many seconds; nobody can tell it from one without power."""
+    exited = subprocess.Popen(["true"])
+    exited.wait()
+    here, number = network.own_process()
+
+    def seconds_until_lost(process, timeout_s):
+        silence, beat = Silence(), json.dumps([17, "step 3, forward", process])
+        return next(second for second in count() if silence.is_too_long(beat, timeout_s))
+
+    assert seconds_until_lost((here, number), 600) == seconds_until_lost(("elsewhere", exited.pid), 600) == 600
+    assert seconds_until_lost(("", exited.pid), 600) == 600, "not known, as on a Mac"
+    assert seconds_until_lost((here, number), 3) == 8
+    if here:
+        assert seconds_until_lost((here, exited.pid), 600) == 8
+    silence = Silence()
+    assert not any(silence.is_too_long(json.dumps([n, "", (here, number)]), 8) for n in range(100)), "it beats"
+    assert not any(silence.is_too_long(None, 8) for _ in range(100)), "it has not begun"
 
 
 def test_only_a_step_after_the_first_is_watched():

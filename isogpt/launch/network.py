@@ -214,6 +214,24 @@ def this_machine() -> tuple[str, str]:
     return socket.gethostname(), kernel
 
 
+def own_process() -> tuple[str, int]:
+    """Return (what numbers this process, number): its container on its machine; '' if this is not known."""
+    boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    is_known = boot.exists() and numbers.is_symlink()
+    return f"{boot.read_text().strip()} {os.readlink(numbers)}" if is_known else "", os.getpid()
+
+
+def has_exited(process: tuple[str, int]) -> bool:
+    """Whether the `own_process` of a different rank has exited; False if this cannot be seen from here."""
+    numbered_by, number = process
+    if not numbered_by or numbered_by != own_process()[0]:
+        return False
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def order_by_machine(processes: Sequence[Process]) -> list[int]:
     """
     Return the ranks in a new order: ranks of one machine are neighbours, as with torchrun but not with
