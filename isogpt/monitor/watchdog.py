@@ -166,8 +166,7 @@ class Watchdog:
         try:
             return network.answer_of(question, wait_s)
         except Exception:  # an error of the store, or TimeoutError
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            return f"the store of rank 0 or its agent at {address} does not respond"
+            return f"the store of rank 0 or its agent at {network.store_address()} does not respond"
 
     def report(self, problem: str) -> None:
         """Print once what is wrong and which rank is the cause."""
