@@ -1,5 +1,6 @@
 """Weights & Biases: the steps and the evaluations."""
 
+from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING, chart_values
 
 
@@ -15,8 +16,11 @@ class Wandb:
         project, name = config["wandb_project"], config["wandb_run_name"]
         resume = "allow" if run_id else None
         try:
-            import wandb
-
+            with needed_by("wandb_log", "wandb"):
+                import wandb
+        except ValueError as e:
+            raise ValueError(f"{e}, or set --wandb_log=False") from e
+        try:
             self.run = wandb.init(project=project, name=name, id=run_id, resume=resume, config=config)
         except Exception as e:  # Exception is the only common base class of wandb's errors
             reason = " ".join(str(e).split())
