@@ -7,7 +7,10 @@ import json
 import re
 import shutil
 import sys
+from copy import deepcopy
+from functools import partial
 from importlib.metadata import packages_distributions, requires
+from types import SimpleNamespace
 
 import pytest
 from runs import REPO, TINY, script, start_changed
@@ -15,6 +18,8 @@ from runs import REPO, TINY, script, start_changed
 from isogpt.common.packages import needed_by
 from isogpt.data import tokenizer
 from isogpt.data.vocabulary import Vocabulary
+from isogpt.speed.model_check import compare_export
+from model import GPT, GPTConfig
 
 HIDE = """
 import sys
@@ -125,6 +130,7 @@ def test_a_missing_package_is_named_in_one_line(at, capsys, hide, runs, package,
     assert len(errors) == 1 and errors[0].startswith("error: "), said
     assert f" needs {package} (" in errors[0] or f"'{package}" in errors[0], said
     assert re.search(r"\): pip install [a-z]+(, or set --[a-z_]+=\w+)?$", errors[0]), said
+    assert args[0] != "train.py" or not (runs / "new").exists()  # before the run's folder is changed
     shutil.rmtree(runs / "new", ignore_errors=True)
     assert sorted(runs.rglob("*")) == before
 
@@ -140,6 +146,13 @@ def test_tokenizers_that_cannot_be_compared_say_why(hide):
     hide("tiktoken")
     said = tokenizer.difference(Vocabulary("tiktoken", "gpt2"), Vocabulary("tokenizer.json", "{}"))
     assert "is not known: the tokenizer 'gpt2' needs tiktoken" in said
+
+
+def test_the_check_of_an_edited_model_names_transformers(hide):
+    hide("transformers")
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5))
+    result = compare_export(SimpleNamespace(new_model=partial(deepcopy, model)))
+    assert result[0] == "refused" and result[1].endswith("): pip install transformers")
 
 
 # ------------------------------------------------------------------------------------------------------------
