@@ -82,7 +82,7 @@ TRAIN_PY = BENCH_PY.with_name("train.py")
 def say(text: str) -> None:
     """Print on rank 0."""
     if rank == 0:
-        console.print_line(text)
+        console.print_result(text)
 
 
 def report_check(launches: Launches, workload: Workload, processes: int) -> list[dict]:

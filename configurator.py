@@ -85,7 +85,7 @@ def configure(
     arguments = sys.argv[1:] if argv is None else argv
     if any(argument == "-h" or argument.startswith("--help") for argument in arguments):
         if _is_rank_0():
-            console.print_line(help_text(script, known, with_rare="--help=all" in arguments))
+            console.print_result(help_text(script, known, with_rare="--help=all" in arguments))
         sys.exit(0)
 
     arguments = _with_equals_signs(arguments, known)

@@ -223,11 +223,11 @@ def main() -> None:
         if not Path(options.out_dir).is_dir():
             raise ValueError(f"{options.out_dir} is not a folder")
         if options.to:
-            console.print_line(f"wrote {convert(options.out_dir, options.to, options.dataset)}")
+            console.print_result(f"wrote {convert(options.out_dir, options.to, options.dataset)}")
         if options.source:
-            console.print_line(f"wrote {convert_hf(options.out_dir)}")
+            console.print_result(f"wrote {convert_hf(options.out_dir)}")
         if options.list or not (options.to or options.source):
-            console.print_line(list_checkpoints(options.out_dir))
+            console.print_result(list_checkpoints(options.out_dir))
     except ValueError as e:
         sys.exit(f"error: {e}")
     except OSError as e:

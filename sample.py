@@ -204,7 +204,7 @@ gathered = gather_objects(texts if is_first else [])
 seconds, n_tokens = time.perf_counter() - began, num_samples * max_new_tokens
 if ranks.is_main:
     for sample in chain(*gathered):
-        console.print_line(f"{sample}\n---------------")
+        console.print_result(f"{sample}\n---------------")
     print(
         f"{n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} tokens/s ({num_samples} samples)",
         file=sys.stderr,

@@ -454,9 +454,9 @@ def names_of(vocabulary: Vocabulary) -> list[str]:
 def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
     """
     Open temporary files for writing, by name. On exit, sync them to disk and move them to `folder`, in the
-    order of `names`. An exception during writing leaves `folder` unchanged. An earlier file with the last of
-    several names is deleted before the others are replaced. So after a kill this file is missing, and earlier
-    and new files are never mixed.
+    order of `names`. An exception leaves `folder` unchanged, also while the files are moved: earlier files
+    are moved aside, and are deleted when all new files are there. The last one is moved aside first: after a
+    kill it is missing, and earlier and new files are never mixed.
     """
     with TemporaryDirectory(suffix=".tmp", dir=folder) as temporary:
         with ExitStack() as stack:
@@ -465,14 +465,22 @@ def atomic_files(folder: Path, *names: str) -> Iterator[dict[str, BinaryIO]]:
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
-        if len(names) > 1:
-            (folder / names[-1]).unlink(missing_ok=True)
-            sync_folder(folder)
-        for name in names:
-            if name == "meta.json" and "meta.pkl" not in names:
-                (folder / "meta.pkl").unlink(missing_ok=True)  # vocabulary of a previous character data set
-            os.replace(Path(temporary, name), folder / name)
-            sync_folder(folder)  # after each file, so that the order survives a power failure
+        earlier = Path(temporary, "earlier")
+        earlier.mkdir()
+        # meta.pkl: the vocabulary of a previous character data set
+        of_before = dict.fromkeys([*reversed(names), *(["meta.pkl"] if "meta.json" in names else [])])
+        to_move = [(folder / name, earlier / name) for name in of_before if os.path.lexists(folder / name)]
+        to_move += [(Path(temporary, name), folder / name) for name in names]
+        moved = []
+        try:
+            for source, target in to_move:
+                os.replace(source, target)
+                moved.append((source, target))
+                sync_folder(folder)  # after each file, so that the order survives a power failure
+        except BaseException:
+            for source, target in reversed(moved):
+                os.replace(target, source)
+            raise
 
 
 def write_meta(

@@ -43,7 +43,10 @@ def split(folder: Path, val_fraction: float) -> None:
         )
     cut = cut_for(len(tokens), val_fraction, "tokens")
     if source == train:
-        os.replace(train, whole)
+        try:  # a second name: train.bin stays until the new files are complete
+            os.link(train, whole)
+        except OSError:  # the file system lacks links
+            os.replace(train, whole)
     parts = {"val.bin": tokens[cut:], "train.bin": tokens[:cut]}
     with atomic_files(folder, *parts) as files:
         for name, part in parts.items():

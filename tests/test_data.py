@@ -3,6 +3,7 @@
 Each test works on a copy of data/ in a temporary folder.
 """
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -12,6 +13,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -468,13 +470,68 @@ def test_val_bin_from_the_end_of_train_bin(tmp_path, monkeypatch, capsys):
     def killed(*_):
         raise KeyboardInterrupt
 
-    # after a kill between the two files, train.bin is missing: no run can train on what is in val.bin
+    before = contents(folder)
     with monkeypatch.context() as patch:
         patch.setattr(bins, "sync_folder", killed)
         with pytest.raises(KeyboardInterrupt):
-            divide()
-    assert set(contents(folder)) == {"all.bin", "val.bin", "meta.json"}
-    assert divide() == (0, "") and set(contents(folder)) == {"all.bin", "train.bin", "val.bin", "meta.json"}
+            divide("--val_fraction=0.3")
+    assert contents(folder) == before
+    assert set(before) == {"all.bin", "train.bin", "val.bin", "meta.json"}
+
+
+@pytest.mark.parametrize("renames", range(8))
+def test_files_that_cannot_be_moved_leave_the_earlier_ones(tmp_path, monkeypatch, renames):
+    """A file system that cannot rename, or fails while it does; train.bin is away first and back last."""
+    names = ["val.bin", "meta.json", "train.bin"]
+    replace, done = os.replace, []
+
+    def fails(old, new):
+        done.append(new)
+        if len(done) == renames + 1:
+            raise OSError(errno.EIO, "Input/output error")
+        replace(old, new)
+        present = (tmp_path / "train.bin").exists()
+        assert not present or len({path.read_bytes() for path in tmp_path.glob("*.*n")}) == 1
+
+    def write(content):
+        with bins.atomic_files(tmp_path, *names) as files:
+            for file in files.values():
+                file.write(content)
+
+    write(b"earlier")
+    (tmp_path / "meta.pkl").write_bytes(b"earlier")
+    before = contents(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fails)
+        if renames < 7:  # 4 earlier files are moved aside, 3 new ones take their places
+            with pytest.raises(OSError, match="Input/output error"):
+                write(b"new")
+            assert contents(tmp_path) == before
+        else:
+            write(b"new")
+            assert contents(tmp_path) == dict.fromkeys(names, b"new")
+
+
+@pytest.mark.parametrize("number", ["EINVAL", "ENOTSUP"])
+def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, number):
+    """As on CIFS and some of FUSE; an error of the disk is one."""
+    fsync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for content in (b"one", b"two"):
+        with bins.atomic_files(tmp_path, "val.bin", "train.bin") as files:
+            for file in files.values():
+                file.write(content)
+    assert contents(tmp_path) == {"val.bin": b"two", "train.bin": b"two"}
+    number = "EIO"
+    with pytest.raises(OSError, match="Input/output error.*"), bins.atomic_files(tmp_path, "train.bin"):
+        pass
+    assert contents(tmp_path) == {"val.bin": b"two", "train.bin": b"two"}
 
 
 # ----- error messages

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,10 +24,11 @@ from isogpt.checkpoint import folder as folder_module
 from isogpt.checkpoint import sharded_files
 from isogpt.checkpoint.ckpt_file import write_file
 from isogpt.checkpoint.commit import link_checkpoints, prune_checkpoints
-from isogpt.checkpoint.folder import enter_folder, look_for_start
+from isogpt.checkpoint.folder import RunFolder, about_space, enter_folder, look_for_start, make_writable
 from isogpt.checkpoint.manifest import read_manifest, step_folders
 from isogpt.checkpoint.owner import is_owned, was_entered_by
 from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.save import Saver
 from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint
 from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary
@@ -533,6 +535,82 @@ def test_a_full_disk_is_named(tmp_path):
         (tmp_path / "x.tmp").symlink_to("/dev/full")
         write_whole(tmp_path / "x", "text")
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.tmp").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "said"),
+    [
+        ("mkdir", "EROFS", "out_dir out cannot be written to on .* .Read-only file system.: set a different"),
+        (
+            "replace",
+            "ENOTSUP",
+            "file system that cannot replace files on .*: set .*, such as a folder on a local",
+        ),
+        ("open", "EOPNOTSUPP", "file system that cannot append to files on"),
+        ("rename", "ENOSYS", "file system that cannot rename folders on .* .Function not implemented.: set"),
+    ],
+)
+def test_what_a_run_needs_of_its_folder_is_tried_at_the_start(at, name, number, said):
+    """A mounted bucket cannot rename folders: such a run trained to its end, and saved nothing."""
+    code = getattr(errno, number)
+    error = OSError(code, os.strerror(code))
+    real_open = open
+
+    def open_(path, mode="r", *args, **kwargs):
+        if mode == "ab":
+            raise error
+        return real_open(path, mode, *args, **kwargs)
+
+    make_writable("out")
+    assert list(at.path.iterdir()) == [at.path / "out"] and not os.listdir("out"), "nothing is left"
+    with at.context() as patch:
+        if name == "open":
+            patch.setattr(folder_module, "open", open_, raising=False)
+        elif name == "mkdir":
+            patch.setattr(Path, name, Mock(side_effect=error))
+        else:
+            patch.setattr(os, name, Mock(side_effect=error))
+        with pytest.raises(ValueError, match=said):
+            make_writable("out")
+    assert not os.listdir("out") and not [path for path in at.path.iterdir() if path.name != "out"]
+
+
+def test_a_file_system_that_loses_what_is_appended(at):
+    with at.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda _: b"\0")
+        with pytest.raises(ValueError, match="a file has a different content afterwards"):
+            make_writable("out")
+
+
+def test_a_disk_with_too_little_space_is_a_warning_at_the_start(at):
+    """A run needs space for two checkpoints, and for one where there is one."""
+    plan = SimpleNamespace(counts=SimpleNamespace(parameters=10**9), optimizer="adamw")
+    disk = {"free": 30e9, "total": 100e9}
+    at.set(shutil, "disk_usage", lambda _: SimpleNamespace(**disk))
+    assert about_space(at.path, plan) == ""
+    disk["free"] = 20e9
+    said = about_space(at.path, plan)
+    assert said.startswith("a checkpoint takes at least 12 GB, and is kept until the next one is complete")
+    assert f"but {at.path} has 20 GB of free space" in said
+    plan.optimizer = "muon"
+    assert about_space(at.path, plan) == "", "one moment of most matrices"
+    plan.optimizer = "adamw"
+    (at.path / "step_00000003").mkdir()
+    assert about_space(at.path, plan) == ""
+    disk |= {"free": 0, "total": 0}
+    assert about_space(at.path, plan) == "", "a file system that does not tell"
+
+
+def test_a_run_that_has_saved_nothing_says_so(tmp_path):
+    saver = SimpleNamespace(run_folder=RunFolder(tmp_path), problem="No space left", failures=1)
+    first = Saver.about_failure(saver)
+    saver.failures = 2
+    second = Saver.about_failure(saver)
+    assert "\n" not in first and first.endswith("no older one: if the run ends now, all its steps are lost")
+    frame, text, advice, end = second.splitlines()
+    assert frame == end == "!" * 100 and text == first and advice.startswith("2 checkpoints in succession")
+    (tmp_path / "step_00000003").mkdir()
+    assert Saver.about_failure(saver) == f"{first.partition(';')[0]}; older checkpoints are kept"
 
 
 @pytest.mark.parametrize("kind", ["signal", "eval_only"])

@@ -34,8 +34,8 @@ JOB = [*TINY, "--gradient_accumulation_steps=6", "--save_interval=10"]
 def hosts(work):
     made = []
 
-    def make(number):
-        made.append(Hosts(work, number))
+    def make(number, **options):
+        made.append(Hosts(work, number, **options))
         return made[-1]
 
     yield make
@@ -67,6 +67,13 @@ def test_two_and_three_hosts_by_master_address_have_the_curve_of_one_process(hos
         said = f"ranks:   {count} = {count} nodes ({names}) x 1 on cpu, gloo over eth0 (10.77.0.1)"
         assert said in h.text("h1")
         h.close()
+
+
+def test_two_hosts_without_ipv4(hosts, work):
+    h = hosts(2, has_ipv4=False)
+    processes = h.train([*TINY, "--max_iters=3", f"--out_dir={work}/out"])
+    assert [p.wait(120) for p in processes.values()] == [0, 0], "".join(map(h.text, h.spaces))
+    assert "ranks:   2 = 2 nodes (h1, h2) x 1 on cpu, gloo over eth0 (fd77::1)" in h.text("h1")
 
 
 def test_folders_that_hosts_do_not_share_and_folders_under_different_paths(hosts, work):

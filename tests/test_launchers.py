@@ -232,10 +232,10 @@ def test_settings_that_torchrun_takes_for_abbreviations_of_its_options(capsys):
 
 
 def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch):
-    cards = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "docker0": "172.17.0.1"}
+    cards = {"127.0.0.1": "lo", "10.0.0.7": "eth0", "172.17.0.1": "docker0", "fd00::7": "eth1"}
     monkeypatch.setattr(network, "interfaces", lambda: cards)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate([*cards, "ib6"])))
-    monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.7"}.get)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate([*cards.values(), "ib6"])))
+    monkeypatch.setattr(network, "address_towards", {"10.0.0.1": "10.0.0.7", "fd00::1": "fd00::7"}.get)
 
     def chosen(*masters, given=""):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
@@ -245,13 +245,26 @@ def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch):
     assert chosen("127.0.1.1", "10.0.0.1") == ("eth0 (10.0.0.7)", "eth0"), "rank 0 resolves its own name"
     assert chosen("10.0.0.1") == ("lo (127.0.0.1)", "lo")
     assert chosen("10.0.0.1", "10.0.0.1", given="docker0") == ("docker0 (172.17.0.1)", "docker0")
-    assert chosen("10.0.0.1", given="ib6")[0] == "ib6", "an interface without an IPv4 address"
-    with pytest.raises(ValueError, match="is 'eth0,eth9', but .* has lo, eth0, docker0, ib6: set one of"):
+    assert chosen("10.0.0.1", given="ib6")[0] == "ib6", "an interface without an address"
+    assert chosen("::1", "fd00::1") == ("eth1 (fd00::7)", "eth1"), "machines without IPv4"
+    with pytest.raises(ValueError, match="is 'eth0,eth9', but .* has lo, eth0, docker0, eth1, ib6: set one"):
         chosen("10.0.0.1", given="eth0,eth9")
     assert chosen("10.0.0.9", "10.0.0.9") == ("", ""), "no route: gloo chooses"
+    del cards["127.0.0.1"]
+    cards["::1"] = "lo"
+    assert chosen("::1", "::1") == ("lo (::1)", "lo"), "a single machine"
     monkeypatch.undo()
     if sys.platform == "linux":
-        assert network.interfaces()["lo"] == network.address_towards("127.0.0.1") == "127.0.0.1"
+        addresses = [address for address in network.LOOPBACK if address in network.interfaces()]
+        assert "127.0.0.1" in addresses, "::1 is missing where IPv6 is switched off"
+        for address in addresses:
+            assert network.interfaces()[address] == "lo"
+            assert network.address_of(address) == network.address_towards(address) == address
+    assert network.address_of("no.such.host.invalid") == ""
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET6, 2, 17, "", ("fe80::1%eth0",))]
+    )
+    assert network.address_of("six") == "fe80::1"
 
 
 def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
@@ -271,6 +284,37 @@ def test_nproc_starts_torchrun_and_contradictions_are_errors(monkeypatch):
     assert len(started) == 1
     with pytest.raises(ValueError, match="nproc is 3, but the launcher started 2 processes: omit --nproc"):
         start_workers(3, "/x/train.py")
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        # nproc is 3, the number of pods: one process in each would train without a message
+        (
+            {"RANK": "1", "WORLD_SIZE": "3"},
+            ["--nnodes=3", "--node_rank=1", "--master_addr=a", "--master_port=7"],
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            ["--nnodes=1", "--node_rank=0", "--master_addr=a", "--master_port=7"],
+        ),
+        ({"PET_NNODES": "3", "PET_NODE_RANK": "1"}, []),  # Kubeflow's trainer: torchrun reads the variables
+        ({"SLURM_JOB_ID": "7"}, ["--standalone"]),
+    ],
+)
+def test_nproc_in_a_pod_starts_processes_on_each_machine(monkeypatch, given, options):
+    """Kubeflow's RANK and WORLD_SIZE number the pods, not the processes."""
+    started = []
+    variables(monkeypatch, {"MASTER_ADDR": "a", "MASTER_PORT": "7"} | given)
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--nproc=3"])
+    start_workers(3, "/x/train.py")
+    assert started[0][3:] == [*options, "--nproc_per_node=3", "/x/train.py"]
+    torchrun.parse_args(started[0][3:])
+    if "RANK" in given:
+        monkeypatch.delenv("MASTER_ADDR")
+        with pytest.raises(ValueError, match="incomplete or contradict each other: .*MASTER_ADDR=,"):
+            start_workers(3, "/x/train.py")
 
 
 def test_a_command_that_a_rank_starts_is_no_rank(monkeypatch, tmp_path):

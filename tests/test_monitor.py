@@ -1,18 +1,34 @@
 """The logger and its sinks, the policy for steps that are not finite, and the watchdog."""
 
+import errno
+import json
 import os
+import signal
+import subprocess
+import sys
 import threading
+from itertools import count
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from runs import TINY, records, steps_in, wait_for
 
+from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.progress import Progress
+from isogpt.common import console
+from isogpt.launch import network, together
 from isogpt.launch.process_group import Ranks
+from isogpt.monitor import sink_wandb
 from isogpt.monitor.log import Logger
 from isogpt.monitor.not_finite import NanPolicy
-from isogpt.monitor.watchdog import Watchdog
+from isogpt.monitor.sink_console import Console
+from isogpt.monitor.sink_metrics import MetricsFile
+from isogpt.monitor.sink_tensorboard import TensorBoard
+from isogpt.monitor.sink_wandb import Wandb
+from isogpt.monitor.watchdog import Silence, Watchdog
 from isogpt.speed.clock import Clock
 from isogpt.training.step_numbers import StepNumbers
 
@@ -66,6 +82,221 @@ def test_a_rank_that_fails_at_the_start_or_in_a_step_is_named(monkeypatch, capsy
     said = "error: rank 0 at step 4, the first step: a different rank has failed; rank 1 does not respond"
     assert said in capsys.readouterr().err
     assert not any(thread.is_alive() for thread in dog.threads)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# sinks that fail
+
+
+class Sink:
+    """A sink that fails as often as told, and then works."""
+
+    def __init__(self, failures=0):
+        self.failures, self.seen = failures, []
+
+    def write(self, record, text):
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionResetError("Connection lost")
+        self.seen.append(record.get("event") or record.get("iter"))
+
+
+class Other(Sink):
+    pass
+
+
+def test_a_sink_that_fails_warns_once_and_is_tried_again(capsys):
+    failing, working = Sink(failures=3), Other()
+    logger = Logger(Progress(1), [failing, working])
+    for step in range(4):
+        logger.write({"iter": step})
+    assert working.seen == [0, "sink_failed", 1, 2, 3] and failing.seen == [2, 3], "its event was lost, too"
+    said = "warning: Sink failed (Connection lost); training continues, and it is tried again\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_console_on_a_full_disk(monkeypatch, tmp_path):
+    """What is printed when there is space again is written, and Python reports nothing at the end."""
+    lines = Console(max_iters=9)
+    full, file = os.open("/dev/full", os.O_WRONLY), tmp_path / "log"
+    with open(full, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(OSError, match="No space left on device"):
+            lines.write({}, "lost, or written later")
+        with open(file, "w") as log:
+            os.dup2(log.fileno(), full)
+        lines.write({}, "written")
+        assert file.read_text().endswith("written\n")
+        os.dup2(os.open("/dev/full", os.O_WRONLY), full)
+        with pytest.raises(OSError, match="No space left on device"):
+            lines.write({"event": "end"}, "the last line")
+    # closing stdout has raised nothing
+
+
+def test_messages_of_a_process_whose_stderr_is_full(monkeypatch, zygote, work):
+    """stdout and stderr on one full disk, and a signal on top: the run is saved."""
+    args = [*TINY, "--out_dir=out", "--max_iters=100000", "--sample_interval=5"]
+    run = zygote.start(args, work, out="/dev/full")
+    wait_for(lambda: steps_in(work / "out") > 6)
+    run.kill(sig=signal.SIGTERM)
+    run.wait(ok=False)
+    assert run.codes == [128 + signal.SIGTERM]
+    assert [
+        r["sink"] for r in records(work / "out") if r["event" if "event" in r else "iter"] == "sink_failed"
+    ] == ["Console"]
+    assert list((work / "out").glob("step_*/ckpt.pt"))
+
+
+def test_the_log_is_opened_again_by_its_name(tmp_path):
+    """NFS replies ESTALE to an old handle for ever. The file of a different run stays as it is."""
+
+    class Stale:
+        def fileno(self):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        def close(self):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    write_owner(tmp_path, "me", None)
+    log = MetricsFile({"out_dir": str(tmp_path), "max_iters": 9, "eval_interval": 4}, 0, owner="me")
+    logger = Logger(Progress(1), [log])
+    for step in range(4):
+        logger.write({"iter": step})
+        if step in (1, 2):
+            log.file.close()
+            log.file = Stale()
+        if step == 2:
+            write_owner(tmp_path, "a different run", None)
+    assert [r["iter"] for r in records(tmp_path)] == [0, 1, 2] and logger.failed_sinks == {"MetricsFile"}
+
+
+def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+    board = TensorBoard(str(tmp_path), step=0)
+    logger = Logger(Progress(1), [board])
+    logger.write({"iter": 0, "loss": 1.0, "step_ms": 1.0})
+    with monkeypatch.context() as patch:  # its thread has ended: it raises this for ever
+        patch.setattr(
+            writer, "add_scalar", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        )
+        for step in (1, 2):
+            logger.write({"iter": step, "loss": 1.0, "step_ms": 1.0})
+    logger.write({"iter": 3, "loss": 1.0, "step_ms": 1.0})
+    logger.write({"iter": 4, "train_loss": 1.0, "val_loss": 1.0})
+    logger.write({"iter": 4, "loss": 1.0, "step_ms": 1.0})
+    logger.event("end")
+    assert logger.failed_sinks == {"TensorBoard"} and len(list((tmp_path / "tensorboard").iterdir())) == 2
+
+
+class FakeWandb:
+    """The package wandb, whose process can be killed, and whose start and calls can block."""
+
+    Settings = SimpleNamespace
+
+    def __init__(self):
+        self.logged, self.started, self.is_killed = [], [], False
+        self.may_start, self.may_log = threading.Event(), threading.Event()
+        self.may_start.set()
+        self.may_log.set()
+
+    def init(self, id=None, **_):
+        assert self.may_start.wait(60)
+        self.started.append(id)
+        self.is_killed = False
+        return SimpleNamespace(id=id or "new", log=self.log, finish=self.may_log.wait)
+
+    def log(self, values, step):
+        self.may_log.wait()
+        if self.is_killed:
+            raise ConnectionResetError("Connection lost")
+        self.logged.append(step)
+
+    def teardown(self):
+        raise ConnectionResetError("Connection lost")
+
+
+WANDB = {"wandb_log": True, "tensorboard_log": False, "wandb_project": "p", "wandb_run_name": "n"}
+
+
+def test_a_killed_process_of_wandb_is_replaced(monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    service = Wandb(WANDB, None)
+    logger = Logger(Progress(1), [service])
+    logger.write({"iter": 0, "loss": 1.0})
+    wait_for(lambda: wandb.logged == [0])
+    wandb.is_killed = True
+    wandb.may_start.clear()
+    logger.write({"iter": 1, "loss": 1.0})
+    wait_for(lambda: service.failure)
+    for step in (2, 3):  # these do not wait for the new process
+        logger.write({"iter": step, "loss": 1.0})
+    assert logger.failed_sinks == {"Wandb"}
+    wandb.may_start.set()
+    logger.event("end")
+    assert wandb.logged == [0, 2, 3] and wandb.started == [None, "new"]
+
+
+def test_a_wandb_that_blocks_does_not_block_the_run(monkeypatch, capsys):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(sink_wandb, "WAITING", 3)
+    monkeypatch.setattr(sink_wandb, "FINISH_S", 0.1)
+    wandb.may_log.clear()
+    logger = Logger(Progress(1), [Wandb(WANDB, None)])
+    for step in range(3):
+        logger.write({"iter": step, "loss": 1.0})
+    assert not logger.failed_sinks
+    logger.write({"iter": 3, "loss": 1.0})
+    logger.write({"iter": 4, "loss": 1.0})
+    logger.event("end")
+    assert "Wandb failed (wandb has not taken 3 records); training continues" in capsys.readouterr().err
+    wandb.may_log.set()  # the thread ends
+
+
+def test_a_slow_start_of_wandb_is_named(monkeypatch, capsys):
+    """wandb.init may take longer than the timeout of a collective, in which the other ranks would wait."""
+    wandb = FakeWandb()
+    wandb.may_start.clear()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(together, "NOTE_S", 0.0)
+    notes = []
+
+    def note(text):
+        notes.append(text)
+        wandb.may_start.set()
+
+    monkeypatch.setattr(console, "print_to_stderr", note)
+    logger = Logger(Progress(1), [Sink()])
+    logger.start_services(WANDB)
+    assert "until rank 0 has started wandb: if this does not end, set WANDB_MODE=offline or" in notes[0]
+    assert logger.progress.wandb_id == "new" and isinstance(logger.sinks[0], Wandb)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# the watchdog
+
+
+def test_a_suspended_rank_gets_dist_timeout_s_and_one_that_has_exited_does_not():
+    """A live migration suspends a machine for many seconds; nobody can tell it from one without power."""
+    exited = subprocess.Popen(["true"])
+    exited.wait()
+    here, number = network.own_process()
+
+    def seconds_until_lost(process, timeout_s):
+        silence, beat = Silence(), json.dumps([17, "step 3, forward", process])
+        return next(second for second in count() if silence.is_too_long(beat, timeout_s))
+
+    assert seconds_until_lost((here, number), 600) == 600
+    assert seconds_until_lost(("elsewhere", exited.pid), 600) == 600
+    assert seconds_until_lost(("", exited.pid), 600) == 600, "not known, as on a Mac"
+    assert seconds_until_lost((here, number), 3) == 8
+    if here:
+        assert seconds_until_lost((here, exited.pid), 600) == 8
+    silence = Silence()
+    assert not any(silence.is_too_long(json.dumps([n, "", (here, number)]), 8) for n in range(99)), "it beats"
+    assert not any(silence.is_too_long(None, 8) for _ in range(100)), "it has not begun"
 
 
 def test_only_a_step_after_the_first_is_watched():

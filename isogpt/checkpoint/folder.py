@@ -10,11 +10,11 @@ A checkpoint is written in a folder with a different name, which is renamed when
 and on the disk. So a folder called step_* is complete. The checksums detect damage that happens later.
 """
 
+import errno
 import json
 import os
 import shutil
 import socket
-import tempfile
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ from isogpt.checkpoint.manifest import (
     step_folders,
     step_of,
     steps_in,
+    unfinished_folder,
 )
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
 from isogpt.checkpoint.search import (
@@ -45,7 +46,8 @@ from isogpt.checkpoint.search import (
     newest_checkpoint,
     open_bare,
 )
-from isogpt.common.files import read_records
+from isogpt.common import console
+from isogpt.common.files import read_records, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import broadcast, exit_together, gather_objects, is_main, restarts_left
@@ -53,6 +55,7 @@ from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
 from isogpt.parallel.slow_network import keeps_errors
+from isogpt.training.optim import moments_of
 
 if TYPE_CHECKING:
     from isogpt.checkpoint.source import OpenCheckpoint
@@ -83,7 +86,7 @@ def look_for_start(
         if newest:
             if is_restart:
                 text = f"restart: continues what this launch has written to {out_dir}, step {newest.step}"
-                print(text, flush=True)
+                console.print_line(text)
             return newest, True, reports
         if reports or init_from == "resume":
             raise ValueError("; ".join([about_missing(out_dir, resume_step), *reports]))
@@ -127,16 +130,58 @@ def find_rollback(folder: "RunFolder") -> tuple[StoredCheckpoint | None, list[st
 
 
 def make_writable(out_dir: str) -> None:
-    """Create the run's folder. Raises ValueError if nothing can be written to it."""
+    """
+    Create the run's folder, and try what a run needs there: a bucket that is mounted as a folder, for
+    instance, often cannot rename folders, and then no checkpoint would be completed.
+
+    Raises:
+        ValueError: one of these fails.
+    """
+    # the next start removes folders of this name after a kill
+    tried, renamed = (unfinished_folder(Path(out_dir), uuid.uuid4().hex, 0) for _ in range(2))
+    need = "be written to"
     try:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out_dir) as file:
+        tried.mkdir(parents=True)
+        (tried / "file").write_bytes(b"\0")
+        need = "replace files"
+        write_whole(tried / "file", b"\0")
+        need = "append to files"
+        with open(tried / "file", "ab") as file:
             file.write(b"\0")
+        need = "rename folders"
+        os.rename(tried, renamed)
+        if (renamed / "file").read_bytes() != b"\0\0":
+            raise OSError(errno.EIO, "a file has a different content afterwards")
+        need = "delete files"
+        (renamed / "file").unlink()
     except OSError as e:
-        raise ValueError(
-            f"out_dir {out_dir} cannot be written to on {socket.gethostname()} ({e.strerror}): set a "
-            "different --out_dir="
-        ) from e
+        host, advice = socket.gethostname(), "set a different --out_dir="
+        if need == "be written to":
+            problem = f"cannot be written to on {host}"
+        else:
+            problem = f"is on a file system that cannot {need} on {host}"
+            advice += ", such as a folder on a local disk or on NFS"
+        raise ValueError(f"out_dir {out_dir} {problem} ({e.strerror}): {advice}") from e
+    finally:
+        for folder in (tried, renamed):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def about_space(out: Path, plan: Plan) -> str:
+    """
+    A sentence if the disk has too little space for a checkpoint, or for a second one before the first one is
+    deleted; "" if it has enough.
+    """
+    size = 4 * plan.counts.parameters * (1 + min(moments_of(plan.optimizer)))  # a lower bound
+    needed = size * (1 if step_folders(out) else 2)
+    disk = shutil.disk_usage(out)
+    if disk.free >= needed or disk.total == 0:  # some network file systems do not tell
+        return ""
+    return (
+        f"a checkpoint takes at least {size / 1e9:.3g} GB, and is kept until the next one is complete, but "
+        f"{out.absolute()} has {disk.free / 1e9:.3g} GB of free space: make room, or set --out_dir= to a "
+        "folder on a larger disk"
+    )
 
 
 def clean_up(out: Path) -> None:
@@ -165,7 +210,7 @@ def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch)
     elif is_restart:
         pass  # what is there was written by this launch before its first checkpoint
     elif aside := set_aside(out_dir):
-        print(f"{out_dir} contained an earlier run, which was moved to {aside}", flush=True)
+        console.print_line(f"{out_dir} contained an earlier run, which was moved to {aside}")
     (out / MARK).unlink(missing_ok=True)
     write_owner(out, owner, launch)  # from here on, what is in the folder is this launch's
     return owner
@@ -198,6 +243,8 @@ def claim_folder(
     folder = RunFolder(Path(config["out_dir"]), broadcast(owner), ranks.launch)
     if folder.owner and config["save_checkpoint"]:
         check_folder(folder, ranks, is_sharded(plan, mesh), patience_s=min(5.0, mesh.timeout_s / 2))
+        if ranks.is_main and (problem := about_space(folder.path, plan)):
+            console.print_line(f"warning: {problem}")
     return folder
 
 
@@ -230,7 +277,7 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
         if is_sharded:
             make_writable(str(out))
     if blind and is_main():
-        print(f"warning: {text}, or copy them before a resume", flush=True)
+        console.print_line(f"warning: {text}, or copy them before a resume")
 
 
 def mark_preempted(folder: RunFolder, step: int, reason: str) -> None:

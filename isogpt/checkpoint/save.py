@@ -14,7 +14,7 @@ from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
 from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded, mark_preempted
 from isogpt.checkpoint.forks import shortened
-from isogpt.checkpoint.manifest import make_manifest, step_folder, unfinished_folder
+from isogpt.checkpoint.manifest import make_manifest, step_folder, step_folders, unfinished_folder
 from isogpt.checkpoint.owner import check_owner, claim_again
 from isogpt.checkpoint.search import share_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
@@ -62,6 +62,7 @@ class Saver:
     stall: float = 0.0  # seconds by which it delayed a step
     seconds: float = 0.0  # seconds that it took
     problem: str = ""  # why it failed
+    failures: int = 0  # how many have failed in succession
     is_sharded: bool = field(init=False)  # whether ranks hold different parts of the state
     group: dist.ProcessGroup | None = field(init=False, default=None)  # of the ranks that write shards
 
@@ -202,15 +203,26 @@ class Saver:
             return
         pending, self.pending = self.pending, None
         error = pending.exception()  # a full disk gives OSError, RuntimeError or DCP's own BaseException
+        self.failures = self.failures + 1 if error else 0
         if error:
             self.problem = reason_of(error)[:300]
-            failure = f"{self.run_folder.path}: a checkpoint failed ({self.problem})"
-            text = f"warning: {failure}; older checkpoints are kept"
-            self.log.event("save_failed", text, reason=self.problem)
+            self.log.event("save_failed", self.about_failure(), reason=self.problem)
         else:
             folder = step_folder(self.run_folder.path, self.step)
             facts = {"folder": folder.name, "seconds": self.seconds, "stall": self.stall}
             self.log.event("save", f"saved {folder}", iter=self.step, **facts)
+
+    def about_failure(self) -> str:
+        """A warning that a checkpoint has failed, which cannot be missed if the run has saved nothing."""
+        out = self.run_folder.path
+        failure = f"warning: {out}: a checkpoint failed ({self.problem})"
+        if step_folders(out):
+            return f"{failure}; older checkpoints are kept"
+        text = f"{failure}; there is no older one: if the run ends now, all its steps are lost"
+        if self.failures < 2:
+            return text
+        frame = "!" * 100
+        return f"{frame}\n{text}\n{self.failures} checkpoints in succession have failed. Make room\n{frame}"
 
     def writes_alone(self) -> bool:
         """Whether this rank writes the checkpoint under way without the other ranks' help."""

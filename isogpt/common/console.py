@@ -56,8 +56,12 @@ def duration(seconds: float) -> str:
 
 
 def print_to_stderr(text: str) -> None:
-    """Print lines to stderr, in place of a status line if there is one."""
-    print(f"{erase_line(sys.stderr)}{text}", file=sys.stderr, flush=True)
+    """
+    Print lines to stderr, in place of a status line if there is one. They are lost if stderr is closed or on
+    a full disk.
+    """
+    with suppress(OSError):
+        print(f"{erase_line(sys.stderr)}{text}", file=sys.stderr, flush=True)
 
 
 def print_error(message: str, source: str = "") -> None:
@@ -83,32 +87,45 @@ def is_worker_of_nproc() -> bool:
     return os.environ.get("ISOGPT_STARTED") == str(os.getppid())
 
 
-def flush() -> bool:
+def flush() -> OSError | None:
     """
-    Flush stdout. If nobody reads it, this and all later output is discarded. Returns whether the output was
-    written.
+    Flush stdout. If nobody reads it, this and all later output is discarded. On a full disk, the next flush
+    tries again.
+
+    Returns:
+        why the output was not written; None: it was.
     """
     try:
         if sys.stdout:
             sys.stdout.flush()
-        return True
+        return None
     except OSError as e:
-        discard_output(e)
-        return False
+        if e.errno in CLOSED:
+            discard_output()
+        return e
 
 
-def discard_output(error: OSError) -> None:
-    """Discard what is printed from here on if the error says that stdout was closed; else raise it again."""
-    if error.errno not in CLOSED:
-        raise error
+def discard_output() -> None:
+    """Discard what is printed to stdout from here on, and what could not be written before."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_line(text: str, end: str = "\n") -> bool:
-    """Print a line to stdout and flush it. Returns whether it was written: False if nobody reads stdout."""
+def print_line(text: str, end: str = "\n") -> OSError | None:
+    """Print a line to stdout and flush it. Never raises OSError: returns what `flush` returns."""
     try:
         print(text, end=end)
     except OSError as e:  # the text is larger than the buffer, or there is none (PYTHONUNBUFFERED)
-        discard_output(e)
-        return False
+        return flush() or e
     return flush()
+
+
+def print_result(text: str) -> None:
+    """
+    Print lines for which a script was called. Exits with a message if the disk is full, and goes on if nobody
+    reads stdout.
+    """
+    error = print_line(text)
+    if error and error.errno not in CLOSED:
+        discard_output()  # else Python would report the same error at its end
+        print_error(f"stdout cannot be written to: {error.strerror}")
+        sys.exit(1)

@@ -1,5 +1,6 @@
 """Write files so that a kill cannot leave half a file, and read files that may be damaged or hostile."""
 
+import errno
 import json
 import os
 import pickle
@@ -7,6 +8,8 @@ from contextlib import suppress
 from enum import EnumMeta
 from pathlib import Path
 
+# what file systems that cannot sync a folder raise, such as CIFS and some of FUSE
+CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
 
 
@@ -76,11 +79,23 @@ def recorded(path: Path, job: dict) -> object | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in this folder survive a power failure."""
-    if os.name == "posix":  # Windows cannot do this
+    """
+    Make renames in this folder survive a power failure. Does nothing where the file system (or Windows)
+    cannot sync a folder: files are complete there too, but a power failure may undo the newest renames.
+    """
+    if os.name != "posix":
+        return
+    descriptor = None
+    try:
         descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
-        os.close(descriptor)
+    except OSError as e:
+        if e.errno not in CANNOT_SYNC:
+            e.filename = e.filename or str(folder)  # fsync names no file
+            raise
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def read_records(path: Path) -> list[dict]:

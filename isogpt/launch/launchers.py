@@ -158,24 +158,42 @@ def environment_without_launcher() -> dict[str, str]:
 def start_workers(nproc: int, script: str) -> None:
     """
     Replace this process by torchrun, with `nproc` workers of `script` on this machine and the same arguments.
-    Returns if nproc is 0 or a launcher has started this process: the workers come here, too.
+    If a launcher has started one process on each machine, as Kubeflow does, these torchruns join. Returns if
+    nproc is 0 or a launcher has started the workers: these come here, too.
 
     Raises:
         ValueError: the launcher started a different number of processes.
     """
     if not nproc or console.is_worker_of_nproc():  # a worker of this function; its config may set nproc again
         return
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and "LOCAL_RANK" in os.environ:
         if nproc != (started := rank_variables()[3]):
             raise ValueError(f"nproc is {nproc}, but the launcher started {started} processes: omit --nproc")
         return
     os.environ["ISOGPT_STARTED"] = str(os.getpid())  # torchrun replaces this process
-    sys.stdout.flush()
+    console.flush()
     # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N
     code = f"import sys; sys.path[:1] = [{str(REPOSITORY)!r}]; from isogpt.launch.nproc import main; main()"
-    torchrun = [sys.executable, "-c", code, "--standalone", f"--nproc_per_node={nproc}"]
+    torchrun = [sys.executable, "-c", code, *machine_options(), f"--nproc_per_node={nproc}"]
     arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
     os.execv(torchrun[0], [*torchrun, script, *arguments])
+
+
+def machine_options() -> list[str]:
+    """
+    torchrun's options for the machines: this one alone, unless a launcher has started one process on each.
+    Kubeflow and Volcano then number the pods with RANK and WORLD_SIZE, without LOCAL_RANK, and newer versions
+    of Kubeflow with PET_NODE_RANK and others, which torchrun reads.
+
+    Raises:
+        ValueError: some of the variables are missing or contradict each other.
+    """
+    env = os.environ
+    if "RANK" in env:
+        node, nodes, *_ = rank_variables()
+        master = [f"--master_addr={env['MASTER_ADDR']}", f"--master_port={env['MASTER_PORT']}"]
+        return [f"--nnodes={nodes}", f"--node_rank={node}", *master]
+    return [] if "PET_NNODES" in env else ["--standalone"]
 
 
 def print_unapplied_settings() -> None:
@@ -186,7 +204,7 @@ def print_unapplied_settings() -> None:
         text = (
             f"warning: train.py does not read {', '.join(ignored)}, but its own settings: docs/migrating.md"
         )
-        print(text, file=sys.stderr, flush=True)
+        console.print_to_stderr(text)
 
 
 def rank_variables() -> tuple[int, int, int, int]:
@@ -209,7 +227,8 @@ def rank_variables() -> tuple[int, int, int, int]:
             int(values[name])
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         )
-        if 0 <= rank < world_size and 0 <= local_rank < local_world_size and 0 < port < 2**16:
+        is_valid = 0 <= rank < world_size and 0 <= local_rank < local_world_size and 0 < port < 2**16
+        if is_valid and values["MASTER_ADDR"]:
             return rank, world_size, local_rank, local_world_size
     listed = ", ".join(f"{name}={value}" for name, value in values.items())
     raise ValueError(

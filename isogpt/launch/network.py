@@ -3,6 +3,7 @@ The network and the machines: rendezvous of the processes, numbering by machine,
 cores.
 """
 
+import ipaddress
 import json
 import os
 import socket
@@ -20,10 +21,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from isogpt.common import console
+
 Answer = TypeVar("Answer")
 # seconds beyond the timeout of a request after which the store counts as dead
 ANSWER_S = 10
 WAITING_S = 15  # seconds until a rank says which ranks it waits for
+LOOPBACK = ("127.0.0.1", "::1")
 PCI = Path("/sys/bus/pci/devices")
 # the end of messages about variables of a launcher that has exited; configurator.fail names the rank
 UNSET = (
@@ -56,7 +60,8 @@ class Process:
 
 def store_address() -> str:
     """The address of the store, for messages."""
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    address = os.environ.get("MASTER_ADDR", "")
+    return f"{f'[{address}]' if ':' in address else address}:{os.environ.get('MASTER_PORT')}"
 
 
 def attempts(timeout_s: float) -> Iterator[bool]:
@@ -154,7 +159,7 @@ def say_waiting(for_what: str) -> None:
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0":
         note = f"note: rank {rank} of {world_size} on {socket.gethostname()} waits for {for_what}"
-        print(f"{note}{LEFT_OVER}", file=sys.stderr, flush=True)
+        console.print_to_stderr(f"{note}{LEFT_OVER}")
 
 
 def gather_processes(store: dist.Store, rank: int, world_size: int, process: Process) -> list[Process]:
@@ -210,6 +215,24 @@ def this_machine() -> tuple[str, str]:
     if boot.exists() and network.is_symlink():
         kernel = f"{boot.read_text().strip()} {os.readlink(network)}"
     return socket.gethostname(), kernel
+
+
+def own_process() -> tuple[str, int]:
+    """Return (what numbers this process, number): its container on its machine; '' if this is not known."""
+    boot, numbers = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    is_known = boot.exists() and numbers.is_symlink()
+    return f"{boot.read_text().strip()} {os.readlink(numbers)}" if is_known else "", os.getpid()
+
+
+def has_exited(process: tuple[str, int]) -> bool:
+    """Whether the `own_process` of a different rank has exited; False if this cannot be seen from here."""
+    numbered_by, number = process
+    if not numbered_by or numbered_by != own_process()[0]:
+        return False
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def order_by_machine(processes: Sequence[Process]) -> list[int]:
@@ -276,50 +299,60 @@ def choose_interface(processes: Sequence[Process]) -> str:
     """
     addresses = interfaces()
     if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
-        names = [name for _, name in socket.if_nameindex()]  # also of interfaces without an IPv4 address
+        names = [name for _, name in socket.if_nameindex()]  # also of interfaces without an address
         if not set(chosen.split(",")) <= set(names):
             raise ValueError(
                 f"GLOO_SOCKET_IFNAME is {chosen!r}, but {socket.gethostname()} has {', '.join(names)}: set "
                 "one of these, or unset it"
             )
-        return f"{chosen} ({addresses[chosen]})" if chosen in addresses else chosen
-    this_address = "127.0.0.1"
+        address = next((address for address, name in addresses.items() if name == chosen), "")
+        return f"{chosen} ({address})" if address else chosen
+    this_address = next((address for address in LOOPBACK if address in addresses), "")
     if len({process.machine for process in processes}) > 1:
         # rank 0's own machine often resolves MASTER_ADDR to a loopback address, the others never do
-        masters = {process.master for process in processes if not process.master.startswith("127.")}
-        this_address = address_towards(min(masters - {""}, default="127.0.0.1"))
-    for name, address in addresses.items():
-        if address == this_address:
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            return f"{name} ({address})"
+        masters = {process.master for process in processes} - {""}
+        masters = {master for master in masters if not ipaddress.ip_address(master).is_loopback}
+        this_address = address_towards(min(masters)) if masters else this_address
+    if name := addresses.get(this_address):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+        return f"{name} ({this_address})"
     return ""
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 addresses of network interfaces, by name (Linux; empty elsewhere)."""
-    addresses = {}
+    """
+    The names of network interfaces, by their addresses: first those of IPv4, then those of IPv6 (Linux; empty
+    elsewhere).
+    """
+    names = {}
     if sys.platform == "linux":
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             for _, name in socket.if_nameindex():
-                with suppress(OSError):  # the interface lacks an address
+                with suppress(OSError):  # the interface lacks an IPv4 address
                     # SIOCGIFADDR
                     reply = fcntl.ioctl(s.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
-                    addresses[name] = socket.inet_ntoa(reply[20:24])
-    return addresses
+                    names[socket.inet_ntoa(reply[20:24])] = name
+        with suppress(OSError):  # a kernel without IPv6
+            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+                digits, *_, name = line.split()
+                names[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
+    return names
 
 
 def address_of(host: str) -> str:
-    """The address that the host name resolves to on this machine; '' if there is none."""
+    """The address, of IPv4 if there is one, to which the host name resolves on this machine; '' if none."""
     with suppress(OSError):
-        return socket.gethostbyname(host)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        return min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0].partition("%")[0]
     return ""
 
 
-def address_towards(host: str) -> str:
-    """This machine's address on the route to `host`; '' if there is none."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        s.connect((host, 9))  # connecting a datagram socket sends nothing
+def address_towards(address: str) -> str:
+    """This machine's address on the route to `address`; '' if there is none."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
+        s.connect((address, 9))  # connecting a datagram socket sends nothing
         return s.getsockname()[0]
     return ""

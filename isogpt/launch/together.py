@@ -20,7 +20,8 @@ from isogpt.common.torch_versions import all_gather_single
 
 Numbers = TypeVar("Numbers", bound=NamedTuple)
 Result = TypeVar("Result")
-NOTE_S = 60.0  # seconds until rank 0 says that it waits for files
+NOTE_S = 60.0  # seconds until rank 0 says what it waits for
+FILES = "has read or written files: if this does not end, check the disk or the file system of the rank"
 LEAVE_TIMEOUT = timedelta(seconds=10)  # time for the other ranks to report their errors
 # parts of the error messages of gloo and NCCL, in lower case, after a different rank has exited
 CONNECTION_LOST = (
@@ -60,11 +61,14 @@ def broadcast(value: object) -> object:
     return values[0]
 
 
-def wait_together(future: Future | None) -> None:
+def wait_together(future: Future | None, has_done: str = FILES) -> None:
     """
     Wait until every rank's future is done; None counts as done (all ranks). The ranks communicate once a
-    second, so that a disk slower than the collectives' timeout does not end a run. Rank 0 says periodically
-    which rank's disk is slow.
+    second, so that a disk or a service slower than the collectives' timeout does not end a run. Rank 0 says
+    periodically which rank is slow.
+
+    Args:
+        has_done: what a slow rank has done then, and advice, for the note.
     """
     began, note_s, waiting = time.monotonic(), NOTE_S, [None]
     while waiting:
@@ -76,8 +80,7 @@ def wait_together(future: Future | None) -> None:
         if waiting and waited_s >= note_s and is_main():
             note_s *= 2
             console.print_to_stderr(
-                f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} has read "
-                "or written files: if this does not end, check the disk or the file system of the rank"
+                f"note: all ranks have waited for {waited_s:.0f} s until rank {', '.join(waiting)} {has_done}"
             )
 
 
@@ -229,12 +232,15 @@ def leave_with_others() -> NoReturn:
         # the CPU, since a barrier would use the GPU, which may have failed
         dist.all_reduce(torch.zeros(1), async_op=True).wait(LEAVE_TIMEOUT)
     # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo)
-    sys.stdout.flush()
+    console.flush()
     os._exit(1)
 
 
 def do_together(
-    work: Callable[..., Result], *arguments: object, on_error: Callable[[str], object] | None = None
+    work: Callable[..., Result],
+    *arguments: object,
+    on_error: Callable[[str], object] | None = None,
+    has_done: str = FILES,
 ) -> Result:
     """
     Return `work(*arguments)` of this rank (all ranks; no collectives inside). The work, such as reading
@@ -245,7 +251,7 @@ def do_together(
     if torch.cuda.is_initialized():  # a new thread would use GPU 0
         thread = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
     future = ThreadPoolExecutor(1, **thread).submit(work, *arguments)
-    wait_together(future)
+    wait_together(future, has_done)
     with exit_together(on_error):
         return future.result()
 

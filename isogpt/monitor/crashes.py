@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def explain_crashes(watchdog: Watchdog) -> None:
         watchdog.announce(f"error/{watchdog.ranks.rank}", summary_of(cause_of(error)))
         watchdog.announce("failed")
         watchdog.finish_checkpoint()
-        sys.stdout.flush()
+        console.flush()
         # destroying a process group that a DDP model still references was seen to hang (torch 2.13, gloo),
         # and a rank that hangs instead of exiting keeps its launcher from restarting it
         os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
@@ -77,7 +78,8 @@ def explain(watchdog: Watchdog, kind: type, raised: BaseException, trace: object
         watchdog.let_others_finish()  # they may be about to ask whether they are the first
     else:
         watchdog.logger.failed(f"{type(error).__name__}: {error}")
-        print(console.erase_line(sys.stderr), end="", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk
+            print(console.erase_line(sys.stderr), end="", file=sys.stderr, flush=True)
         sys.__excepthook__(kind, raised, trace)
 
 

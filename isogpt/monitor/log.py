@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isogpt.checkpoint.progress import Progress
+from isogpt.common import console
+from isogpt.common.files import reason_of
 from isogpt.launch.process_group import Ranks
-from isogpt.launch.together import exit_together, is_main
+from isogpt.launch.together import do_together, exit_together, is_main
 from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
@@ -29,18 +31,32 @@ class Logger:
       files outlive a run does the same when it is constructed;
     - a line for the user: the record is empty.
 
-    An exception in a sink ends the run. At the start, a run prints and alerts (`start_sinks`). Services and
-    the files in the run's folder are added by `start_services` and `open_files`.
+    A sink that raises an exception loses the record, and gets the next one: a full disk or a service that is
+    gone does not end a run. The first failure of each sink is an event and a warning.
+
+    At the start, a run prints and alerts (`start_sinks`). Services and the files in the run's folder are
+    added by `start_services` and `open_files`.
     """
 
     progress: Progress
     sinks: list[Any]
     notes: list[str] = field(default_factory=list)  # what a user should know, printed before the first step
+    failed_sinks: set[str] = field(default_factory=set)  # which have raised an exception
 
     def write(self, record: dict, text: str = "") -> None:
         """Pass a record and its line for the user to all sinks."""
+        failures = {}
         for sink in self.sinks:
-            sink.write(record, text)
+            try:
+                sink.write(record, text)
+            except Exception as e:  # wandb, TensorBoard and matplotlib raise many types
+                failures[type(sink).__name__] = reason_of(e)
+        for name, reason in failures.items():
+            if name not in self.failed_sinks:
+                self.failed_sinks.add(name)
+                text = f"warning: {name} failed ({reason}); training continues, and it is tried again"
+                console.print_to_stderr(text)
+                self.event("sink_failed", sink=name, reason=reason)
 
     def print(self, text: str) -> None:
         """Report a line for the user."""
@@ -68,8 +84,10 @@ class Logger:
         with exit_together():
             if is_main() and config["tensorboard_log"]:
                 check_tensorboard()
-            if is_main() and config["wandb_log"]:
-                service = Wandb(config, self.progress.wandb_id)
+        if config["wandb_log"]:
+            what = "has started wandb: if this does not end, set WANDB_MODE=offline or --wandb_log=False"
+            service = do_together(start_wandb, config, self.progress.wandb_id, has_done=what)
+            if service:
                 self.progress.wandb_id = service.run.id
                 self.insert(service)
 
@@ -83,7 +101,7 @@ class Logger:
         """
         with exit_together():
             if is_main() and owner:
-                self.insert(MetricsFile(config, self.progress.step))
+                self.insert(MetricsFile(config, self.progress.step, owner))
                 self.insert(Plot(config["out_dir"]))
                 if config["tensorboard_log"]:
                     self.insert(TensorBoard(config["out_dir"], self.progress.step))
@@ -91,6 +109,11 @@ class Logger:
     def insert(self, sink: object) -> None:
         """Add a sink before the alerts, whose command may read what the others have written."""
         self.sinks.insert(len(self.sinks) - 1, sink)
+
+
+def start_wandb(config: dict, run_id: str | None) -> Wandb | None:
+    """Start wandb on rank 0."""
+    return Wandb(config, run_id) if is_main() else None
 
 
 def start_sinks(ranks: Ranks, config: dict) -> list[Any]:

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def watch_signals(time_limit_s: float = 0) -> Stop:
         if not stop.signal:
             stop.signal = number
             text = f"{erase}{signal.Signals(number).name}: stopping after this step\n"
-            os.write(2, text.encode())  # print could be interrupted by itself
+            with suppress(OSError):  # a full disk
+                os.write(2, text.encode())  # print could be interrupted by itself
 
     for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
         if hasattr(signal, name):

@@ -4,7 +4,6 @@ import json
 import subprocess
 import threading
 
-from isogpt.common import console
 from isogpt.launch.launchers import environment_without_launcher
 from isogpt.monitor.records import as_json
 
@@ -15,8 +14,8 @@ FINAL_S = 10
 
 class Alerts:
     """
-    Runs the user's command for each event that is not in QUIET, with a line of JSON on standard input. A
-    failure of the command does not stop the run.
+    Runs the user's command for each event that is not in QUIET, with a line of JSON on standard input. How
+    the command ends has no effect on the run.
     """
 
     def __init__(self, config: dict) -> None:
@@ -27,13 +26,9 @@ class Alerts:
         if not self.command or "event" not in record or record["event"] in QUIET:
             return
         is_final = record["event"] in FINAL
-        try:
-            process = subprocess.Popen(
-                self.command, shell=True, stdin=subprocess.PIPE, text=True, env=environment_without_launcher()
-            )
-        except OSError as e:
-            console.print_to_stderr(f"warning: alert_command: {e}")
-            return
+        process = subprocess.Popen(
+            self.command, shell=True, stdin=subprocess.PIPE, text=True, env=environment_without_launcher()
+        )
         line = json.dumps(as_json(record | {"out_dir": self.out_dir})) + "\n"
         # a thread, so that a command that does not read its input cannot block the run; it also reaps the
         # process

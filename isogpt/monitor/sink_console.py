@@ -13,7 +13,7 @@ REDRAW_S = 0.1  # steps may be shorter: drawing more often is not seen
 
 class Console:
     """
-    Prints to stdout. A closed pipe, such as `| head`, costs lines, not the run.
+    Prints to stdout. A closed pipe, such as `| head`, costs lines, and so does a full disk.
 
     On a terminal, see console.is_screen, the newest step is drawn in the last line, in place, and other lines
     are printed above. The cursor waits at the start of this line, from where console.ERASE erases it.
@@ -47,8 +47,13 @@ class Console:
             # in the last column, a terminal would move the cursor to the next row
             status = self.status[: shutil.get_terminal_size().columns - 1]
             output = f"{console.ERASE}{output}{status}\r"
-        if output and not console.print_line(output, end=""):
+        error = console.print_line(output, end="") if output else None
+        if record.get("event") in CLOSING and error:
+            console.discard_output()  # else Python would report the lines again, and exit with status 120
+        if error and error.errno in console.CLOSED:
             console.print_to_stderr("warning: stdout was closed; training continues, see metrics.jsonl")
+        elif error:
+            raise error
 
 
 def status_text(record: dict, max_iters: int, val_loss: float | None) -> str:

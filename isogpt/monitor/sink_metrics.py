@@ -3,10 +3,11 @@
 import errno
 import json
 import os
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from isogpt.common import console
+from isogpt.checkpoint.owner import check_owner
 from isogpt.common.files import read_records, write_whole
 from isogpt.monitor.records import as_json
 
@@ -19,12 +20,14 @@ class MetricsFile:
 
     The file stays open, and is replaced by a run that starts in the same folder: two runs never write to one
     file.
+
+    Args:
+        owner: who has claimed the run's folder; '': nobody.
     """
 
-    def __init__(self, config: dict, step: int) -> None:
-        self.path = Path(config["out_dir"], METRICS)
+    def __init__(self, config: dict, step: int, owner: str = "") -> None:
+        self.path, self.owner = Path(config["out_dir"], METRICS), owner
         self.max_iters, self.eval_interval = config["max_iters"], config["eval_interval"]
-        self.is_full = False  # whether a line could not be written
         self.open(step)
 
     def open(self, step: int) -> None:
@@ -43,24 +46,37 @@ class MetricsFile:
         self.file = open(self.path, "ab", buffering=0)  # unbuffered: a line is written, or there is an error
 
     def write(self, record: dict, text: str) -> None:
-        """Append a line. A full disk costs lines, not the run."""
+        """Append a line."""
         if not record:
             return
         record = as_json(record | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")})
         line = f"{json.dumps(record)}\n".encode()
         try:
-            before = os.fstat(self.file.fileno()).st_size
-            if self.file.write(line) < len(line):  # the next line must not follow a torn line
-                os.ftruncate(self.file.fileno(), before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as e:
-            if not self.is_full:
-                problem = f"{self.path} cannot be written ({e.strerror}); training continues"
-                console.print_to_stderr(f"warning: {problem}")
-            self.is_full = True
+            self.append(line)
+        except OSError:  # of a stale handle (NFS), for instance
+            self.open_again()
+            self.append(line)
         if record.get("event") == "rollback":
             self.file.close()
             self.open(record["to"])
+
+    def append(self, line: bytes) -> None:
+        """Append a line, or nothing: the next line must not follow a torn line."""
+        try:
+            before = os.fstat(self.file.fileno()).st_size
+            if self.file.write(line) < len(line):
+                os.ftruncate(self.file.fileno(), before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as e:
+            e.filename = str(self.path)  # for the message
+            raise
+
+    def open_again(self) -> None:
+        """Open the file by its name, unless a different run has claimed the folder and replaced the file."""
+        check_owner(self.path.parent, self.owner)
+        with suppress(OSError):  # a full disk can be reported again when the file is closed
+            self.file.close()
+        self.file = open(self.path, "ab", buffering=0)
 
 
 def evaluations_of(records: list[dict], step: int) -> list[dict]:

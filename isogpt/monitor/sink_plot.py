@@ -16,7 +16,7 @@ Points = list[tuple[float, float]]  # (step, loss)
 
 
 class Plot:
-    """Plots the losses after each evaluation and at the end. An error while drawing does not stop a run."""
+    """Plots the losses after each evaluation and at the end."""
 
     def __init__(self, out_dir: str) -> None:
         self.out_dir = Path(out_dir)

@@ -1,11 +1,15 @@
 """TensorBoard: the steps and the evaluations."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isogpt.common.files import read_records
 from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING, chart_values
 from isogpt.monitor.sink_metrics import METRICS, evaluations_of
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 def check_tensorboard() -> None:
@@ -18,7 +22,8 @@ class TensorBoard:
     """
     Writes the numbers of steps and evaluations to the folder `tensorboard` in the run's folder.
 
-    metrics.jsonl must have been cut back to the step before.
+    metrics.jsonl must have been cut back to the step before. After an error, such as a full disk, the next
+    evaluation begins a new file: the thread of SummaryWriter ends with an error, and prints it.
     """
 
     def __init__(self, out_dir: str, step: int) -> None:
@@ -32,14 +37,30 @@ class TensorBoard:
         An evaluation of this step is written again if metrics.jsonl still contains the evaluation, because it
         will not be repeated.
         """
+        self.writer = self.begin_file(purge_step=step)
+        for evaluation in evaluations_of(read_records(self.out_dir / METRICS), step):
+            self.add(evaluation)
+
+    def begin_file(self, purge_step: int | None = None) -> "SummaryWriter":
+        """Begin a new file, which replaces what earlier files contain from purge_step on."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(self.out_dir / "tensorboard", purge_step=step)
-        for evaluation in evaluations_of(read_records(self.out_dir / METRICS), step):
-            self.write(evaluation, "")
+        return SummaryWriter(self.out_dir / "tensorboard", purge_step=purge_step)
 
     def write(self, record: dict, text: str) -> None:
         """Write the values of a record that are numbers."""
+        if not self.writer:
+            if "val_loss" not in record and record.get("event") != "rollback":
+                return
+            self.writer = self.begin_file()
+        try:
+            self.add(record)
+        except Exception:
+            self.writer = None
+            raise
+
+    def add(self, record: dict) -> None:
+        """`write` to the open file."""
         for name, value in chart_values(record).items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, record["iter"])

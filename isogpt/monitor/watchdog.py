@@ -25,18 +25,38 @@ if TYPE_CHECKING:
     from isogpt.monitor.out_of_memory import MemoryUse
 
 STORE_TIMEOUT_S = 5
-SILENT_S = 8  # seconds of silence after which a rank counts as failed, if other ranks also wait for something
+SILENT_S = 8  # seconds of silence after which a rank whose process has exited counts as failed
+
+
+@dataclass
+class Silence:
+    """How long a rank has written no new position."""
+
+    last: str | None = None  # what it wrote last
+    seconds: int = 0  # counted, not timed: a job that was suspended as a whole has missed nothing
+
+    def is_too_long(self, now: str | None, timeout_s: float) -> bool:
+        """
+        Read what the rank has written, once a second; returns whether the rank is lost. A process that was
+        suspended, for instance while its machine moves, looks like a machine without power: both get
+        timeout_s. A process that has exited on this machine does not come back.
+        """
+        self.seconds = self.seconds + 1 if now and now == self.last else 0
+        self.last = now
+        if self.seconds < SILENT_S:
+            return False
+        return self.seconds >= timeout_s or network.has_exited(json.loads(now)[2])
 
 
 @dataclass
 class Watchdog:
     """
-    Two threads that watch this rank and the next rank.
+    Two threads that watch this rank and its neighbors.
 
-    One thread writes the position of this rank to the store four times a second, and checks that the next
-    rank does the same. The other thread ends the process if the main thread makes no progress for timeout_s
-    in a step, for instance in a hung collective. After a different rank has failed, a moment without
-    progress is enough. Gloo notices a lost connection, NCCL does not.
+    One thread writes the position of this rank to the store four times a second, and checks that the ranks
+    before and after this rank do the same. The other thread ends the process if the main thread makes no
+    progress for timeout_s in a step, for instance in a hung collective. After a different rank has failed, a
+    moment without progress is enough. Gloo notices a lost connection, NCCL does not.
 
     With a single process there is no store and nothing to watch, but the crash hook uses the same report.
 
@@ -86,20 +106,21 @@ class Watchdog:
                 os._exit(1)
 
     def beat(self) -> None:
-        """Write the position of this rank to the store, and read that of the next rank, until the end."""
-        next_rank = (self.ranks.rank + 1) % self.ranks.world_size
-        before, unchanged, reached = None, 0, time.monotonic()
+        """Write the position of this rank to the store, and read those of its neighbors, until the end."""
+        process, reached = network.own_process(), time.monotonic()
+        # two neighbors: only a rank of the same machine can see that a process has exited
+        neighbors = {(self.ranks.rank + step) % self.ranks.world_size: Silence() for step in (1, -1)}
         for number in count():
             with suppress(Exception):  # the store ends with rank 0 or with the agent
-                self.store.set(f"beat/{self.ranks.rank}", json.dumps([number, self.position()[1]]))
+                self.store.set(f"beat/{self.ranks.rank}", json.dumps([number, self.position()[1], process]))
                 if number % 4 == 0:
-                    now = self.read(f"beat/{next_rank}")
-                    # counted, not timed: a job that was suspended as a whole has missed no beat
-                    before, unchanged = now, unchanged + 1 if now and now == before else 0
-                    if unchanged >= SILENT_S and not self.store.check([f"left/{next_rank}"]):
-                        self.store.set("failed", "")
+                    for rank, silence in neighbors.items():
+                        is_lost = silence.is_too_long(self.read(f"beat/{rank}"), self.timeout_s)
+                        if is_lost and not self.store.check([f"left/{rank}"]):
+                            self.store.set("failed", "")
                     self.has_failed = self.store.check(["failed"])
                 reached = time.monotonic()
+            # only if requests fail: a store that is suspended answers them later
             if time.monotonic() - reached > SILENT_S:
                 self.has_failed = True
             if self.over.wait(0.25):
@@ -145,8 +166,7 @@ class Watchdog:
         try:
             return network.answer_of(question, wait_s)
         except Exception:  # an error of the store, or TimeoutError
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            return f"the store of rank 0 or its agent at {address} does not respond"
+            return f"the store of rank 0 or its agent at {network.store_address()} does not respond"
 
     def report(self, problem: str) -> None:
         """Print once what is wrong and which rank is the cause."""

@@ -119,7 +119,8 @@ def figures(out: Path, steps: int) -> dict:
     mean and maximum.
     """
     records = read_records(out / "metrics.jsonl")
-    start, timed = records[0], [record for record in records if "step_ms" in record][-steps:]
+    start = next(record for record in records if record.get("event") == "start")
+    timed = [record for record in records if "step_ms" in record][-steps:]
     config, step_ms = start["config"], median(record["step_ms"] for record in timed)
     tokens = config["gradient_accumulation_steps"] * config["batch_size"] * config["block_size"]
     return {name: start[name] for name in ("dtype", "micro_batch", "parameters", "peak_flops")} | {

@@ -13,6 +13,7 @@ from torch import nn
 
 from isogpt.checkpoint.folder import make_writable
 from isogpt.checkpoint.start import Start
+from isogpt.common import console
 from isogpt.common.files import record, recorded
 from isogpt.data.dataset import Dataset
 from isogpt.launch.launchers import rank_variables
@@ -96,18 +97,17 @@ def choose_layout(plan: Plan, ranks: Ranks, out_dir: str) -> dict:
     path = Path(out_dir) / LAYOUT_FILE
     settings = recorded(path, job)
     if settings and is_valid(replace(plan, **settings)):  # someone may have edited it
-        print(f"layout:  {typed(settings)}, recorded in {path}", flush=True)
+        console.print_line(f"layout:  {typed(settings)}, recorded in {path}")
         return settings
     hw = hardware_of(ranks.device, plan.dtype, per_node)
     predictions = ranked(plan, hw, per_node)
     check_fits(predictions, plan, hw, per_node)
     best, *others = best_of_layouts(predictions)
-    print(
+    console.print_line(
         f"layout:  {typed(best.settings)}, the fastest of {1 + len(others)} by prediction: "
-        f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB",
-        flush=True,
+        f"{best.total_s * 1e3:,.1f} ms per step, {best.gb:.1f} GB"
     )
     for other in others[:2]:
-        print(f"         {typed(other.settings)}: {reason(other, best)}", flush=True)
+        console.print_line(f"         {typed(other.settings)}: {reason(other, best)}")
     record(path, job, best.settings)
     return best.settings

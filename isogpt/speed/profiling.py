@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from isogpt.common import console
+from isogpt.common.files import reason_of
 from isogpt.launch.process_group import Ranks
 
 PROFILE_SKIP, PROFILE_STEPS = 5, 5  # the first steps are not typical
@@ -23,9 +25,15 @@ def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> torch.profiler.pro
     needed = PROFILE_SKIP + PROFILE_STEPS
     if steps < needed:
         text = f"--profile traces the steps after the fifth: {steps} steps give no trace, {needed} do"
-        print(f"warning: {text}", flush=True)
+        console.print_line(f"warning: {text}")
 
     def write(profiler: torch.profiler.profile) -> None:
+        try:
+            write_files(profiler)
+        except (OSError, RuntimeError) as e:  # a full disk does not end the run
+            console.print_to_stderr(f"warning: the profile could not be written to {out} ({reason_of(e)})")
+
+    def write_files(profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(out / "trace.json"))
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         operators = profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50)

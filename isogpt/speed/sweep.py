@@ -43,8 +43,8 @@ class Table:
             if len(self.runs) == 1:
                 names = "".join(f"  {name:>9}" for name in self.names)
                 waits = "   comm ms  bubble (formula)" if self.shows_waits else ""
-                console.print_line(f"{names}{HEADER}{waits}")
-            console.print_line(self.row(run))
+                console.print_result(f"{names}{HEADER}{waits}")
+            console.print_result(self.row(run))
 
     def row(self, run: dict) -> str:
         """Settings and figures, or why the launch failed. The speed-up is that over the first launch."""
