@@ -302,7 +302,7 @@ def test_a_run_that_has_lost_its_folder_does_not_roll_back_and_does_not_mark_it(
     with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
         find_rollback(folder)
     with pytest.raises(ValueError, match="a different run was started in .*: this run stops"):
-        mark_preempted(folder, 3, "SIGTERM")
+        mark_preempted(folder, 3, "SIGTERM", 3)
     assert not (tmp_path / "PREEMPTED").exists()
 
 
