@@ -41,8 +41,7 @@ ACCELERATE = (
     "PARALLELISM_CONFIG_CP_SIZE",
 )
 NOT_CHOSEN = ("", "no", "none", "false", "0", "1", "auto")
-# the signals with which people, terminals and batch systems ask a process to stop; docs/fault-tolerance.md says
-# what happens on each
+# the signals with which people, terminals and batch systems ask a process to stop: docs/fault-tolerance.md
 STOP_SIGNALS = (
     *("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),  # those that torchrun passes on unless it is told otherwise
     *("SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGPWR"),
