@@ -169,14 +169,15 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
 
 def stop_with_launcher() -> None:
     """
-    Receive SIGTERM when torchrun's agent or mpirun ends without its processes, for instance because of a
-    signal that it does not pass on (Linux): nobody would stop or watch them. With several agents of torchrun,
-    the others may start again at once, and this process would write where the workers of the next attempt
-    write: it is killed. On other systems, folder.enter_folder makes its checkpoints not count.
+    Receive SIGTERM when torchrun's agent, mpirun or DeepSpeed's launcher ends without its processes, for
+    instance because of a signal that it does not pass on (Linux): nobody would stop or watch them. With
+    several agents of torchrun, the others may start again at once, and this process would write where the
+    workers of the next attempt write: it is killed. On other systems, folder.enter_folder makes its
+    checkpoints not count.
     """
     has_agent = "TORCHELASTIC_RUN_ID" in os.environ
-    has_mpi = any(names[0] in os.environ for names in (OPEN_MPI, MPICH))
-    if sys.platform == "linux" and (has_agent or has_mpi):
+    has_parent = any(name in os.environ for name in (OPEN_MPI[0], MPICH[0], "CROSS_RANK"))
+    if sys.platform == "linux" and (has_agent or has_parent):
         has_other_agents = has_agent and os.environ.get("GROUP_WORLD_SIZE") != "1"
         number = signal.SIGKILL if has_other_agents else signal.SIGTERM
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
