@@ -383,8 +383,10 @@ if stop.agreed:
     with clock.part("save"):
         saver.save(state)
 saver.wait()
-report.done(samples.how_to_sample(out_dir, vocabulary))  # the summary and the plot
-saver.end(state, preempted_by=stop.reason() if is_preempted else "")  # exits if the last save failed
+report.done(samples.how_to_sample(out_dir, vocabulary))  # the summary
+# writes PREEMPTED if the run was stopped, before report.end draws the plot: mpirun leaves a second. Exits if
+# the last save failed
+saver.end(state, stop.reason() if is_preempted else "", report.steps_taken)
 if exact:
     logger.print(
         f"weights: SHA-256 {compare_weights.weights_digest(raw_model, mesh)} before step {state.step}"

@@ -546,7 +546,8 @@ def test_a_closed_pipe_ends_a_script_quietly(at):
 
 NODE = """#!/bin/sh
 case $0 in
-    */srun) mkdir -p out && touch out/PREEMPTED ;;
+    */srun) mkdir -p out && echo "{\\"iter\\": 7, \\"steps\\": $STEPS}" > out/PREEMPTED ;;
+    */squeue) date -d "+60 seconds" +%Y-%m-%dT%H:%M:%S ;;
     */scontrol) echo "$@" >> asked ;;
 esac
 """
@@ -555,7 +556,7 @@ esac
 @pytest.mark.skipif(not shutil.which("bash"), reason="slurm.sh needs bash")
 def test_messages_of_slurm_sh(at):
     """With a fake srun that stops on request, without Slurm."""
-    for name in ("srun", "scontrol"):
+    for name in ("srun", "scontrol", "squeue"):
         (at.path / name).write_text(NODE)
         (at.path / name).chmod(0o755)
     slurm = {
@@ -576,7 +577,14 @@ def test_messages_of_slurm_sh(at):
     run = subprocess.run(weights, env=env, capture_output=True, text=True)
     assert run.returncode == 2 and "type --init_from=auto:gpt2-xl to start from weights" in run.stderr
     run = subprocess.run([*command, "--out_dir=out"], env=env, capture_output=True, text=True)
-    assert run.returncode == 0 and run.stdout == "slurm.sh: stopped on request, requeueing the job\n", (
-        run.stderr
-    )
-    assert Path("asked").read_text() == "requeue 7\n"
+    assert run.returncode == 2 and "of which SAVING=120 s are reserved" in run.stderr
+    assert "longer --time, or with a smaller SAVING" in run.stderr
+    # a job that is stopped before its first step again and again would be requeued for ever
+    for steps, is_requeued in ((1, True), (9, True), (0, True), (1, False)):
+        Path("asked").write_text("")
+        more = {"SAVING": "5", "STEPS": str(steps)}
+        run = subprocess.run([*command, "--out_dir=out"], env=env | more, capture_output=True, text=True)
+        assert run.returncode == (0 if is_requeued else 1), run.stderr
+        assert run.stdout == "slurm.sh: stopped on request, requeueing the job\n" * is_requeued
+        assert Path("asked").read_text() == "requeue 7\n" * is_requeued
+    assert run.stderr.count("not requeued: submit it with a longer --time") == 1
