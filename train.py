@@ -249,7 +249,9 @@ else:
     gradients = float_sums.FloatSums(model, raw_model, mesh, plan, share, slow_network.compression)
 
 # 5. the run's folder, saving and logging (rank 0 writes)
-logger.start_services(recorded)  # wandb; before the folder is changed
+# before the folder is changed: what may lack a package, a network or a login
+sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None without samples
+logger.start_services(recorded)  # wandb
 run_folder = claim_folder(config, start.resumed, ranks, plan, mesh)  # a new run moves an earlier one aside
 logger.open_files(recorded, run_folder.owner)
 # step: the state that the run starts from is not saved
@@ -282,7 +284,6 @@ report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flo
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
 )
-sampler = samples.open_sampler(config, vocabulary, plan, ranks)  # None without samples
 nan_policy = not_finite.NanPolicy(on_nan)
 del start  # frees the memory of the loaded tensors
 
@@ -382,8 +383,10 @@ if stop.agreed:
     with clock.part("save"):
         saver.save(state)
 saver.wait()
-report.done(samples.how_to_sample(out_dir, vocabulary))  # the summary and the plot
-saver.end(state, preempted_by=stop.reason() if is_preempted else "")  # exits if the last save failed
+report.done(samples.how_to_sample(out_dir, vocabulary))  # the summary
+# writes PREEMPTED if the run was stopped, before report.end draws the plot: mpirun leaves a second. Exits if
+# the last save failed
+saver.end(state, stop.reason() if is_preempted else "", report.steps_taken)
 if exact:
     logger.print(
         f"weights: SHA-256 {compare_weights.weights_digest(raw_model, mesh)} before step {state.step}"

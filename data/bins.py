@@ -28,6 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
 from isogpt.common.files import REPOSITORY, sync_folder
+from isogpt.common.packages import needed_by
 from isogpt.data.tokenizer import Tokenizer, load
 from isogpt.data.vocabulary import Vocabulary, tokenizer_in
 from isogpt.options.values import problem_of_folder
@@ -176,8 +177,6 @@ def prepare_documents(
     Raises:
         ValueError: there are fewer than two documents, or the tokenizer lacks an end-of-text token.
     """
-    from tqdm import tqdm
-
     parser = make_parser(description, val_fraction=0.0005, tokenizer="gpt2")
     threads = os.cpu_count() or 1
     parser.add_argument("--seed", type=int, default=1337, help="seed of the choice of documents for val.bin")
@@ -195,6 +194,8 @@ def prepare_documents(
     else:
         documents, total = read_documents(args.data_files, args.text_key), None
         source = {"data_files": args.data_files}
+    with needed_by("the progress bar", "tqdm"):
+        from tqdm import tqdm
     # disable=None: no progress bar if stderr is not a terminal
     documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
     folder, count = folder_to_write(script, args.out), 0
@@ -308,6 +309,9 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     for path in paths:  # check all files before reading the first file, which can take hours
         if path.suffix.lower() not in readers:
             raise ValueError(f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}")
+    if any(path.suffix.lower() == ".parquet" for path in paths):
+        with needed_by("a .parquet file", "pyarrow"):
+            import pyarrow.parquet  # noqa: F401
     for path in paths:
         yield from readers[path.suffix.lower()](path, text_key)
 
@@ -396,7 +400,8 @@ def open_hub(
     Open a Hugging Face data set. Returns the documents and their number, None if it is unknown. For the
     arguments see `prepare_documents`.
     """
-    from datasets import load_dataset
+    with needed_by(f"downloading {name}", "datasets"):
+        from datasets import load_dataset
 
     dataset = load_dataset(name, split="train", **selection, **options)
     total = getattr(dataset, "num_rows", None)

@@ -19,16 +19,20 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runs import REPO, children, column, tiny_data
+
+from configurator import fail
+from isogpt.common.packages import needed_by
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # 25 sequences per step: no number of processes but 1 divides it, so some ranks have more sequences than
 # others
@@ -124,8 +128,10 @@ def train_all(layouts: list[Layout], args: list[str], work: Path) -> np.ndarray:
     return np.array(losses)
 
 
-def plot_curves(above: Axes, below: Axes, layouts: list[Layout], losses: np.ndarray) -> None:
+def plot_curves(above: "Axes", below: "Axes", layouts: list[Layout], losses: np.ndarray) -> None:
     """Plot the loss curves, (layouts, steps), and below them their differences from the first curve."""
+    from matplotlib import colormaps
+
     colors = colormaps["viridis_r"](np.linspace(0.05, 1, len(layouts)))
     widths = np.linspace(11, 1, len(layouts))  # each leaves the edges of those below it visible
     spacing = np.spacing(losses[0].astype(np.float32)) / 1e-7
@@ -148,8 +154,10 @@ def plot_curves(above: Axes, below: Axes, layouts: list[Layout], losses: np.ndar
     above.legend(frameon=False)
 
 
-def plot_exact(axes: Axes, inexact: np.ndarray, layouts: list[Layout], losses: np.ndarray) -> None:
+def plot_exact(axes: "Axes", inexact: np.ndarray, layouts: list[Layout], losses: np.ndarray) -> None:
     """Plot how Muon amplifies rounding, (2, steps), and that the differences with `exact` are 0."""
+    from matplotlib import colormaps
+
     axes.plot(np.abs(inexact[1] - inexact[0]), color="0.5", label="2 processes, without exact")
     colors, sizes = (
         colormaps["viridis_r"](np.linspace(0.05, 1, len(layouts))),
@@ -181,6 +189,11 @@ def main() -> None:
         "--exact_steps", type=int, default=150, help="training steps of the recipe, 30 or more"
     )
     options = parser.parse_args()
+    try:
+        with needed_by("the figure", "matplotlib"):
+            from matplotlib.figure import Figure
+    except ValueError as e:
+        fail(str(e))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as with Ctrl-C
     options.out.parent.mkdir(parents=True, exist_ok=True)
     steps = options.steps

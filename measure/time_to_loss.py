@@ -16,12 +16,14 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runs import CPU_RECIPE, REPO, column
+
+from configurator import fail
+from isogpt.common.packages import needed_by
 
 NANOGPT = [
     "config/train_shakespeare_char.py",
@@ -74,6 +76,8 @@ def train_fast(out_dir: Path, seed: int) -> tuple[np.ndarray, np.ndarray, float]
 
 def plot(curves: dict[str, tuple[np.ndarray, np.ndarray]], path: Path) -> None:
     """Loss, averaged over 20 steps, against the seconds of training."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4), dpi=110, layout="constrained")
     axes = figure.subplots()
     for name, (seconds, losses) in curves.items():
@@ -97,6 +101,11 @@ def main() -> None:
         "--out", type=Path, default=REPO / "docs" / "time_to_loss.png", help="the image to write"
     )
     options = parser.parse_args()
+    try:
+        with needed_by("the figure", "matplotlib"):
+            import matplotlib.figure  # noqa: F401
+    except ValueError as e:
+        fail(str(e))
     ratios, curves = [], {}
     with tempfile.TemporaryDirectory(prefix="time_to_loss_") as work:
         nanogpt = Path(work) / "nanoGPT"

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("ISOGPT_SHARED", REPO.parent / "shared"))
@@ -260,6 +259,8 @@ def default_plan(**fields):
 
 def script_that_fails(at, capsys, *args, **kw):
     """Run a script that must exit with status 1; returns its output."""
+    import pytest  # not above: measure/ also uses this file
+
     with pytest.raises(SystemExit) as exit:
         script(at, *args, **kw)
     assert exit.value.code == 1
@@ -304,6 +305,8 @@ def column(out_dir, key):
 
 def assert_same_curve(folder, reference):
     """The losses of two runs are equal up to rounding."""
+    import pytest
+
     losses, expected = column(folder, "loss"), column(reference, "loss")
     assert losses == pytest.approx(expected, abs=1e-5)
 

@@ -113,9 +113,13 @@ def test_a_run_on_a_terminal(zygote, work, columns):
     assert not any(row.startswith("iter ") for row in rows)
 
 
-@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"TERM": "xterm", "CI": "true"}])
-def test_where_lines_cannot_be_drawn_again_they_are_plain(zygote, work, env):
-    terminal = Terminal(80)
+@pytest.mark.parametrize(
+    ("env", "columns"),
+    [({"TERM": "dumb"}, 80), ({"TERM": "xterm", "CI": "true"}, 80), ({"TERM": "xterm", "CI": ""}, 0)],
+    ids=["dumb", "CI", "mpirun's terminal, which a file reads"],
+)
+def test_where_lines_cannot_be_drawn_again_they_are_plain(zygote, work, env, columns):
+    terminal = Terminal(columns)
     run = zygote.start([*TINY, "--max_iters=3"], work, env=env, out=os.ttyname(terminal.slave))
     run.wait(ok=False)
     output = terminal.close()

@@ -365,27 +365,32 @@ def pytorch_job():
     return yaml.safe_load((REPO / "cluster/pytorchjob.yaml").read_text())["spec"]
 
 
-@pytest.mark.slow
-def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
-    """The manifest's command, twice, with the variables that the operator sets in each pod."""
-    zygote.start([*FIVE, "--out_dir=one"], work).wait()
+def pod(args, out, nodes):
+    """The command and the environment of one of `nodes` pods: the manifest's, and what the operator sets."""
     policy = pytorch_job()["elasticPolicy"]
     (container,) = pytorch_job()["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    env = os.environ | {
+    env = {variable["name"]: variable["value"] for variable in container["env"]} | {
         "PET_RDZV_BACKEND": policy["rdzvBackend"],
         "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
         "PET_RDZV_ID": policy["rdzvId"],
         "PET_RDZV_CONF": ",".join(f"{c['key']}={c['value']}" for c in policy["rdzvConf"]),
-        "PET_NNODES": "2:2",
+        "PET_NNODES": f"{nodes}:{nodes}",
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         "PET_NPROC_PER_NODE": "1",
     }
-    script = container["command"][2].replace("/runs/gpt2", str(work / "out"))
-    script = script.replace("train.py config/train_gpt2.py", f"{TRAIN} {shlex.join(FIVE)}")
+    script = container["command"][2].replace("/runs/gpt2", str(out))
+    script = script.replace("train.py config/train_gpt2.py", f"{TRAIN} {shlex.join(args)}")
     script = script.replace("--dataset=/data/openwebtext", "").replace(
         "torchrun", f"{sys.executable} -m torch.distributed.run"
     )
-    command = [*container["command"][:2], script]
+    return [*container["command"][:2], script], os.environ | env
+
+
+@pytest.mark.slow
+def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
+    """The manifest's command, twice, with the variables that the operator sets in each pod."""
+    zygote.start([*FIVE, "--out_dir=one"], work).wait()
+    command, env = pod(FIVE, work / "out", 2)
     pods = [subprocess.Popen(command, cwd=work, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     texts = [pod.communicate(timeout=120)[0] for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], texts

@@ -21,6 +21,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.launch import network, together
 from isogpt.launch.process_group import Ranks
+from isogpt.monitor import sink_wandb
 from isogpt.monitor.log import Logger
 from isogpt.monitor.not_finite import NanPolicy
 from isogpt.monitor.sink_console import Console
@@ -189,19 +190,24 @@ def test_tensorboard_begins_a_new_file_after_an_error(tmp_path, monkeypatch):
 
 
 class FakeWandb:
-    """The package wandb, whose process can be killed and whose start can be slow."""
+    """The package wandb, whose process can be killed, and whose start and calls can block."""
+
+    Settings = SimpleNamespace
 
     def __init__(self):
-        self.logged, self.started, self.is_killed, self.may_start = [], [], False, threading.Event()
+        self.logged, self.started, self.is_killed = [], [], False
+        self.may_start, self.may_log = threading.Event(), threading.Event()
         self.may_start.set()
+        self.may_log.set()
 
     def init(self, id=None, **_):
         assert self.may_start.wait(60)
         self.started.append(id)
         self.is_killed = False
-        return SimpleNamespace(id=id or "new", log=self.log, finish=lambda: None)
+        return SimpleNamespace(id=id or "new", log=self.log, finish=self.may_log.wait)
 
     def log(self, values, step):
+        self.may_log.wait()
         if self.is_killed:
             raise ConnectionResetError("Connection lost")
         self.logged.append(step)
@@ -219,15 +225,34 @@ def test_a_killed_process_of_wandb_is_replaced(monkeypatch):
     service = Wandb(WANDB, None)
     logger = Logger(Progress(1), [service])
     logger.write({"iter": 0, "loss": 1.0})
+    wait_for(lambda: wandb.logged == [0])
     wandb.is_killed = True
     wandb.may_start.clear()
-    for step in (1, 2, 3):  # the second and the third do not wait for the new process
+    logger.write({"iter": 1, "loss": 1.0})
+    wait_for(lambda: service.failure)
+    for step in (2, 3):  # these do not wait for the new process
         logger.write({"iter": step, "loss": 1.0})
     assert logger.failed_sinks == {"Wandb"}
     wandb.may_start.set()
-    service.next_run.result(60)
+    logger.event("end")
+    assert wandb.logged == [0, 2, 3] and wandb.started == [None, "new"]
+
+
+def test_a_wandb_that_blocks_does_not_block_the_run(monkeypatch, capsys):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(sink_wandb, "WAITING", 3)
+    monkeypatch.setattr(sink_wandb, "FINISH_S", 0.1)
+    wandb.may_log.clear()
+    logger = Logger(Progress(1), [Wandb(WANDB, None)])
+    for step in range(3):
+        logger.write({"iter": step, "loss": 1.0})
+    assert not logger.failed_sinks
+    logger.write({"iter": 3, "loss": 1.0})
     logger.write({"iter": 4, "loss": 1.0})
-    assert wandb.logged == [0, 4] and wandb.started == [None, "new"]
+    logger.event("end")
+    assert "Wandb failed (wandb has not taken 3 records); training continues" in capsys.readouterr().err
+    wandb.may_log.set()  # the thread ends
 
 
 def test_a_slow_start_of_wandb_is_named(monkeypatch, capsys):

@@ -249,6 +249,38 @@ def test_ci_runs_the_quick_start_of_the_readme():
     assert "--max_iters=20" in quick_start[2] and tests.endswith("&& pytest")
 
 
+def test_comparisons_say_what_differs():
+    """Columns of programs that compute differently name the dtypes; losses name their unit."""
+    text = (REPO / "README.md").read_text()
+    assert "| | unit | nanoGPT, float32 | isoGPT, bfloat16 |" in text
+    assert "| 1.30 per character |" in text and "| 2.85 per token |" in text
+    sections = re.split("^## ", (REPO / "docs" / "benchmarks.md").read_text(), flags=re.M)
+    compared = [part for part in sections if "compared with nanoGPT\n" in part]
+    assert len(compared) == 4
+    for part in compared:
+        assert {"float32", "bfloat16"} <= {*re.findall(r"\w+", part)}, part[:40]
+    for path in documents():
+        assert "times as soon" not in path.read_text(), path
+
+
+def test_pages_agree_on_what_fits_one_gpu():
+    """16 bytes for each parameter, and as much again for activations."""
+    fits = re.findall(
+        r"([\d.]+)B(?: parameters)? on (\d+) GB", (REPO / "docs" / "parallelism.md").read_text()
+    )
+    assert [int(gb) for _, gb in fits] == [24, 80]
+    for billions, gb in fits:
+        assert 0.3 < 16 * float(billions) / int(gb) < 0.6
+    rows = re.findall(r"^\| `gpt2.*", (REPO / "docs" / "memory.md").read_text(), re.M)
+    kept_on_cpu = ["--cpu_offload" in row for row in rows]  # 0.12B, 0.35B, 0.77B and 1.6B on 24 GB
+    assert kept_on_cpu == [False, False, False, True]
+
+
+def test_each_file_of_requirements_is_in_the_install_table():
+    text = (REPO / "docs" / "getting-started.md").read_text()
+    assert all(f"| `pip install -r {path.name}` |" in text for path in REPO.glob("requirements*.txt"))
+
+
 def anchors(path):
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)

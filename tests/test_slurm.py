@@ -2,6 +2,7 @@
 Slurm (Debian's slurm-wlm and munge) with two nodes on this machine: srun, preemption, time limit, scancel.
 """
 
+import json
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 from runs import REPO, TINY, assert_same_curve, column, free_port, records, steps_in, wait_for
+from test_signals import TABLE
 
 PARTS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 MISSING = [part for part in PARTS if not shutil.which(part)]
@@ -164,3 +166,23 @@ def test_srun_time_limit_and_scancel(slurm, zygote, work):
     wait_for(lambda: slurm.state(job) in ("CANCELLED", "GONE"), 60)
     last = max(column(out, "loss"))
     assert events(out)[-1] == "preempted" and (out / f"step_{last + 1:08d}").is_dir(), log_of(work, job)
+
+
+@pytest.mark.parametrize("slurm", [0], indirect=True, ids=[""])
+@pytest.mark.parametrize("names", [["USR1"], ["INT", "HUP", "QUIT", "USR2", "ALRM", "XCPU", "PWR"]], ids=len)
+def test_a_signal_to_a_job(slurm, work, names):
+    """
+    To the tasks of srun, or only to the script: the job saves, is requeued and resumes. SIGTERM is scancel's.
+    """
+    job, out = slurm.submit(work, "out", steps=1000000), work / "out"
+    for flags in ([], ["--batch"]):
+        for name in names:
+            step = steps_in(out) if (out / "metrics.jsonl").exists() else -1
+            wait_for(lambda: steps_in(out) > step + 5, 180)
+            slurm.ask("scancel", *flags, f"--signal={name}", job)
+            wait_for(lambda: (out / "PREEMPTED").exists(), 60)
+            mark = json.loads((out / "PREEMPTED").read_text())
+            assert mark["reason"] == f"SIG{name}" and (out / f"step_{mark['iter']:08d}").is_dir()
+            assert TABLE[name, "Slurm job"] == "saved", log_of(work, job)
+    slurm.ask("scancel", job)
+    wait_for(lambda: slurm.state(job) in ("CANCELLED", "GONE"), 60)

@@ -280,16 +280,18 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
         console.print_line(f"warning: {text}, or copy them before a resume")
 
 
-def mark_preempted(folder: RunFolder, step: int, reason: str) -> None:
+def mark_preempted(folder: RunFolder, step: int, reason: str, steps_taken: int) -> None:
     """
-    Write the file that says that the run was stopped on request before its end; the next start removes it.
+    Write the file that says that the run was stopped on request before its end, and after how many steps of
+    this start: a job that takes none again and again must not be requeued. The next start removes the file.
 
     Raises:
         ValueError: a different run has claimed the folder. A file here would put that run back into the
             queue.
     """
     check_owner(folder.path, folder.owner)
-    (folder.path / MARK).write_text(json.dumps({"iter": step, "reason": reason}) + "\n")
+    mark = {"iter": step, "reason": reason, "steps": steps_taken}
+    (folder.path / MARK).write_text(json.dumps(mark) + "\n")
 
 
 def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:

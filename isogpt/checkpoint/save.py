@@ -183,19 +183,20 @@ class Saver:
         wait_together(self.pending)
         self.wait_alone()
 
-    def end(self, state: TrainState, preempted_by: str) -> None:
+    def end(self, state: TrainState, preempted_by: str, steps_taken: int) -> None:
         """
         End a run (all ranks). Exits with a message if its last checkpoint could not be written.
 
         Args:
             preempted_by: the signal or the setting that stopped the run before its end, which the folder
                 records; "": none.
+            steps_taken: by this process.
         """
         with exit_together(self.log.failed):
             if self.problem:
                 raise ValueError(f"the final checkpoint could not be written to {self.config['out_dir']}")
             if preempted_by and is_main() and self.run_folder.owner:
-                mark_preempted(self.run_folder, state.step, preempted_by)
+                mark_preempted(self.run_folder, state.step, preempted_by, steps_taken)
 
     def wait_alone(self) -> None:
         """Wait for what this rank writes of the checkpoint under way, if there is one, and report it."""

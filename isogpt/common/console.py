@@ -31,12 +31,18 @@ def prepare() -> None:
 
 def is_screen(stream: TextIO | None) -> bool:
     """
-    Return whether a stream is a terminal on which a line can be erased and drawn again. Not with TERM=dumb,
-    nor in a CI (the variable CI), whose log would contain each drawing.
+    Return whether a stream is a terminal that a person looks at, on which a line can be erased and drawn
+    again. Not with TERM=dumb, nor in a CI (the variable CI), whose log would contain each drawing, nor if the
+    terminal has no size: mpirun and `docker run -t` give their processes such a terminal when a file or a log
+    reads it.
     """
     if os.environ.get("TERM", "dumb") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
-    return stream is not None and stream.isatty()
+    if stream is None or not stream.isatty():
+        return False
+    with suppress(OSError):
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    return False
 
 
 def erase_line(stream: TextIO) -> str:

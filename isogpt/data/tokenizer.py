@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from isogpt.common.packages import needed_by
 from isogpt.data.vocabulary import END_OF_TEXT, Vocabulary, check_size
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def load(vocabulary: Vocabulary, special_tokens: bool = True) -> Tokenizer:
 
 def load_encoding(name: str) -> "tiktoken.Encoding":
     """tiktoken's encoding of this name. Raises ValueError if the name is unknown or loading fails."""
-    import tiktoken
+    with needed_by(f"the tokenizer {name!r}", "tiktoken"):
+        import tiktoken
 
     if name not in (possible := sorted(tiktoken.list_encoding_names())):
         raise ValueError(f"{name!r} is not an encoding of tiktoken; possible are {', '.join(possible)}")
@@ -114,7 +115,8 @@ def parse_json(text: str) -> "tokenizers.Tokenizer":
     Parse the text of a tokenizer.json, without the file's padding and truncation, which transformers also
     ignores. Raises ValueError if the text is damaged.
     """
-    from tokenizers import Tokenizer as JsonTokenizer
+    with needed_by("a tokenizer.json", "tokenizers"):
+        from tokenizers import Tokenizer as JsonTokenizer
 
     try:
         tokenizer = JsonTokenizer.from_str(text)
@@ -166,10 +168,14 @@ def difference(before: Vocabulary, now: Vocabulary) -> str:
     if "unknown" in (before.kind, now.kind) or before == now:
         return ""
     if "tiktoken" in (before.kind, now.kind):
-        with suppress(ValueError):  # the vocabularies may be two forms of the same tokenizer
-            if load(before).encode(SAMPLE) == load(now).encode(SAMPLE):
-                return ""
-        return f"the tokenizer was {before.name} and is {now.name}"
+        changed = f"the tokenizer was {before.name} and is {now.name}"
+        if "table" in (before.kind, now.kind):
+            return changed
+        try:  # the vocabularies may be two forms of the same tokenizer
+            is_same = load(before).encode(SAMPLE) == load(now).encode(SAMPLE)
+        except ValueError as e:
+            return f"{changed}, and whether they are the same is not known: {e}"
+        return "" if is_same else changed
     old, new = before.tokens, now.tokens
     changed = sorted(i for i in old.keys() & new.keys() if old[i] != new[i])
     return f"id {changed[0]} was {old[changed[0]]!r} and is {new[changed[0]]!r}" if changed else ""
@@ -202,7 +208,9 @@ def save_tokenizer(
     Raises:
         ValueError: the tokenizer contains more ids than the model, or cannot be loaded or converted.
     """
-    from transformers import PreTrainedTokenizerFast
+    with needed_by("an export to transformers", "transformers"):
+        import tokenizers  # noqa: F401  (which `converted` imports)
+        from transformers import PreTrainedTokenizerFast
 
     tokenizer = converted(vocabulary)
     check_size(max(tokenizer.get_vocab().values()) + 1, vocab_size)

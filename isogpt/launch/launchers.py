@@ -5,6 +5,7 @@ elastic run, continues a launch: see Launch.
 
 import os
 import re
+import signal
 import socket
 import sys
 import zlib
@@ -40,6 +41,11 @@ ACCELERATE = (
     "PARALLELISM_CONFIG_CP_SIZE",
 )
 NOT_CHOSEN = ("", "no", "none", "false", "0", "1", "auto")
+# the signals with which people, terminals and batch systems ask a process to stop: docs/fault-tolerance.md
+STOP_SIGNALS = (
+    *("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),  # those that torchrun passes on unless it is told otherwise
+    *("SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU", "SIGPWR"),
+)
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,15 @@ def machine_options() -> list[str]:
     return [] if "PET_NNODES" in env else ["--standalone"]
 
 
+def stop_signals() -> list[signal.Signals]:
+    """
+    Return the signals of this system on which a run saves and stops. Not SIGHUP if this process was started
+    by nohup, which ignores it.
+    """
+    known = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
+    return [s for s in known if s.name != "SIGHUP" or signal.getsignal(s) != signal.SIG_IGN]
+
+
 def print_unapplied_settings() -> None:
     """Warn of what was chosen in `accelerate launch`, which this run does not read (printed by rank 0)."""
     variables = {name: os.environ.get(name, "") for name in ACCELERATE}
@@ -256,6 +271,11 @@ def own_agent() -> str:
         return ""
     run_id = os.environ["TORCHELASTIC_RUN_ID"]
     return f"{' '.join(network.this_machine())} {run_id} {os.getppid()} {agent_start()}"
+
+
+def has_lost_agent(launch: Launch) -> bool:
+    """Whether torchrun's agent, which had started this process, has ended without it."""
+    return own_agent() not in (*launch.agents, "")
 
 
 def make_launch(agents: Sequence[str]) -> Launch:

@@ -8,6 +8,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from isogpt.common import console
+from isogpt.launch.launchers import stop_signals
 
 
 def main() -> None:
@@ -16,6 +17,7 @@ def main() -> None:
     killed has printed nothing, so that the signal is printed here.
     """
     logging.disable(logging.ERROR)
+    sys.argv.insert(1, f"--signals-to-handle={','.join(s.name for s in stop_signals())}")
     try:
         run.main()
     except ChildFailedError as e:

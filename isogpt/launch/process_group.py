@@ -21,7 +21,7 @@ from isogpt.launch.device import (
     pick_backend,
     pick_device,
 )
-from isogpt.launch.launchers import Launch, make_launch, own_agent, rank_variables
+from isogpt.launch.launchers import MPICH, OPEN_MPI, Launch, make_launch, own_agent, rank_variables
 from isogpt.launch.network import Process
 
 
@@ -120,7 +120,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
             timeout_s.
     """
     rank, world_size, local_rank, local_world_size = rank_variables()
-    end_with_agent()
+    stop_with_launcher()
     picked = pick_device(device, local_rank, world_size)
     group_backend = pick_backend(backend, picked, world_size)
     if picked.type == "cuda":
@@ -167,13 +167,20 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     )
 
 
-def end_with_agent() -> None:
+def stop_with_launcher() -> None:
     """
-    Exit when torchrun's agent is killed (Linux): a worker would otherwise keep writing where the workers of
-    the next attempt write. On other systems, folder.enter_folder makes the worker's checkpoints not count.
+    Receive SIGTERM when torchrun's agent, mpirun or DeepSpeed's launcher ends without its processes, for
+    instance because of a signal that it does not pass on (Linux): nobody would stop or watch them. With
+    several agents of torchrun, the others may start again at once, and this process would write where the
+    workers of the next attempt write: it is killed. On other systems, folder.enter_folder makes its
+    checkpoints not count.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    has_agent = "TORCHELASTIC_RUN_ID" in os.environ
+    has_parent = any(name in os.environ for name in (OPEN_MPI[0], MPICH[0], "CROSS_RANK"))
+    if sys.platform == "linux" and (has_agent or has_parent):
+        has_other_agents = has_agent and os.environ.get("GROUP_WORLD_SIZE") != "1"
+        number = signal.SIGKILL if has_other_agents else signal.SIGTERM
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def describe_process(device: torch.device, local_size: int) -> Process:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from isogpt.common import console
-from isogpt.launch.launchers import agent_start
+from isogpt.launch.launchers import agent_start, stop_signals
 from isogpt.launch.together import Gathered, Number, gather_number, gather_numbers
 
 PROCESS_START = time.monotonic()  # approximately
@@ -83,7 +83,7 @@ class Stop:
 
 def watch_signals(time_limit_s: float = 0) -> Stop:
     """
-    Record SIGTERM, SIGUSR1 and SIGINT in the returned Stop, which all ranks check together. A second SIGINT,
+    Record the signals of stop_signals in the returned Stop, which all ranks check together. A second SIGINT,
     more than a second later, ends the process at once: a single Ctrl-C often arrives twice, from the terminal
     and from the launcher.
     """
@@ -93,12 +93,11 @@ def watch_signals(time_limit_s: float = 0) -> Stop:
         if not stop.signal:
             stop.signal = number
             text = f"{erase}{signal.Signals(number).name}: stopping after this step\n"
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # a full disk, or no terminal after SIGHUP
                 os.write(2, text.encode())  # print could be interrupted by itself
 
-    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), record)
+    for number in stop_signals():
+        signal.signal(number, record)
     # Python runs `record` between two bytecodes of the main thread. If that waits in C++ for a failed rank,
     # the thread below, which reads the numbers of arriving signals, can still end the process.
     if os.name != "posix":  # Windows cannot make a pipe non-blocking before Python 3.12

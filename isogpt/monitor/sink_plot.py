@@ -6,6 +6,7 @@ from pathlib import Path
 
 from isogpt.common import console
 from isogpt.common.files import read_records, write_whole
+from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING
 from isogpt.monitor.sink_metrics import METRICS
 
@@ -35,8 +36,6 @@ class Plot:
         """Plot the loss curve; returns a sentence about the plot."""
         try:
             return f"the loss curve: {plot_loss(self.out_dir)}"
-        except ImportError:
-            return "no plot of the loss curve: pip install matplotlib"
         except Exception as e:  # matplotlib raises many types
             return f"no plot of the loss curve: {' '.join(str(e).split())}"
 
@@ -73,7 +72,8 @@ def plot_loss(out_dir: Path) -> Path:
     evaluations. The legend contains the last values. Returns the path of loss.png. Can raise nearly any
     exception.
     """
-    from matplotlib.figure import Figure
+    with needed_by("it", "matplotlib"):
+        from matplotlib.figure import Figure
 
     records = [r for r in read_records(out_dir / METRICS) if "event" not in r]
     axes = Figure(figsize=(8, 5), layout="constrained").add_subplot()

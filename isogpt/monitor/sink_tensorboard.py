@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isogpt.common.files import read_records
+from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING, chart_values
 from isogpt.monitor.sink_metrics import METRICS, evaluations_of
 
@@ -13,10 +14,8 @@ if TYPE_CHECKING:
 
 def check_tensorboard() -> None:
     """Raise ValueError if TensorBoard is not installed."""
-    try:
+    with needed_by("tensorboard_log", "tensorboard"):
         import torch.utils.tensorboard  # noqa: F401
-    except ImportError as e:
-        raise ValueError(f"tensorboard_log: {e}; run: pip install tensorboard") from e
 
 
 class TensorBoard:

@@ -1,22 +1,26 @@
 """Weights & Biases: the steps and the evaluations."""
 
 import threading
-from concurrent.futures import Future
 from contextlib import suppress
+from queue import Full, Queue
 from typing import TYPE_CHECKING
 
+from isogpt.common.packages import needed_by
 from isogpt.monitor.records import CLOSING, chart_values
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
+
+WAITING = 1000  # records that may wait for wandb
+FINISH_S = 60  # seconds for the upload at the end; `wandb sync` can upload the rest later
 
 
 class Wandb:
     """
     Sends the numbers of steps and evaluations to a new wandb run, or to the existing run `run_id`.
 
-    If wandb's process is gone, each record raises an exception and starts a new process in the background,
-    which continues the same run.
+    A thread sends them, since wandb can block for as long as its server does not answer. If its process is
+    gone, the next record starts a new process, which continues the same run.
 
     Raises:
         ValueError: wandb is not installed or cannot start.
@@ -25,49 +29,70 @@ class Wandb:
     def __init__(self, config: dict, run_id: str | None) -> None:
         self.config = config
         self.run = start_run(config, run_id)
-        self.next_run: Future | None = None  # which is starting, in place of a run that was lost
+        self.records: Queue[dict] = Queue(WAITING)
+        self.failure: Exception | None = None  # the last one that `write` has not raised
+        self.thread = threading.Thread(target=self.send, daemon=True, name="wandb")
+        self.thread.start()
 
     def write(self, record: dict, text: str) -> None:
-        """Send the numbers of a record. wandb keeps the first of two values for a step."""
-        if self.next_run:
-            if not self.next_run.done():
-                return
-            started, self.next_run = self.next_run, None
-            self.run = started.result()
+        """Pass a record to the thread, and wait for it at the end of the run. Raises what it has raised."""
+        is_last = record.get("event") in CLOSING
         try:
-            if values := chart_values(record):
-                self.run.log(values, step=record["iter"])
-            if record.get("event") in CLOSING:
-                self.run.finish()
-        except Exception:  # wandb raises many types
-            self.next_run = Future()
-            threading.Thread(target=self.start_again, args=(self.next_run,), daemon=True).start()
-            raise
+            self.records.put(record, timeout=FINISH_S if is_last else 0)
+        except Full:
+            raise TimeoutError(f"wandb has not taken {WAITING} records") from None
+        if is_last:
+            self.thread.join(2 * FINISH_S)  # wandb itself gives up after FINISH_S
+            if self.thread.is_alive():
+                raise TimeoutError("wandb does not respond at the end of the run")
+        if self.failure:
+            failure, self.failure = self.failure, None
+            raise failure
 
-    def start_again(self, started: Future) -> None:
-        """Continue the run with a new process of wandb (in the background)."""
-        import wandb
-
-        try:
-            with suppress(Exception):  # the process that is gone
-                wandb.teardown()
-            started.set_result(start_run(self.config, self.run.id))
-        except ValueError as e:
-            started.set_exception(e)
+    def send(self) -> None:
+        """Send the numbers of records (in the thread). wandb keeps the first of two values for a step."""
+        is_lost, is_last = False, False
+        while not is_last:
+            record = self.records.get()
+            is_last = record.get("event") in CLOSING
+            try:
+                if is_lost:
+                    self.run = restart_run(self.config, self.run.id)
+                    is_lost = False
+                if values := chart_values(record):
+                    self.run.log(values, step=record["iter"])
+                if is_last:
+                    self.run.finish()
+            except Exception as e:  # Exception is the only common base class of wandb's errors
+                is_lost = True
+                self.failure = e
 
 
 def start_run(config: dict, run_id: str | None) -> "Run":
     """Start a run of wandb, or continue `run_id`; for errors see `Wandb`."""
     try:
-        import wandb
-
+        with needed_by("wandb_log", "wandb"):
+            import wandb
+    except ValueError as e:
+        raise ValueError(f"{e}, or set --wandb_log=False") from e
+    try:
         return wandb.init(
             project=config["wandb_project"],
             name=config["wandb_run_name"],
             id=run_id,
             resume="allow" if run_id else None,
             config=config,
+            settings=wandb.Settings(finish_timeout=FINISH_S, finish_timeout_raises=True),
         )
-    except Exception as e:  # Exception is the only common base class of wandb's errors
+    except Exception as e:
         reason = " ".join(str(e).split())
         raise ValueError(f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False") from e
+
+
+def restart_run(config: dict, run_id: str) -> "Run":
+    """Continue a run with a new process of wandb."""
+    import wandb
+
+    with suppress(Exception):  # the process that is gone
+        wandb.teardown()
+    return start_run(config, run_id)

@@ -17,6 +17,7 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.save import Saver
 from isogpt.common import console
 from isogpt.launch import network
+from isogpt.launch.launchers import has_lost_agent
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.monitor.log import Logger
 from isogpt.speed.clock import Clock
@@ -56,7 +57,9 @@ class Watchdog:
     One thread writes the position of this rank to the store four times a second, and checks that the ranks
     before and after this rank do the same. The other thread ends the process if the main thread makes no
     progress for timeout_s in a step, for instance in a hung collective. After a different rank has failed, a
-    moment without progress is enough. Gloo notices a lost connection, NCCL does not.
+    moment without progress is enough. Gloo notices a lost connection, NCCL does not. A store that does not
+    respond is a failure, too, but not if it has ended with torchrun's agent: then the ranks are saving, see
+    process_group.stop_with_launcher.
 
     With a single process there is no store and nothing to watch, but the crash hook uses the same report.
 
@@ -121,7 +124,7 @@ class Watchdog:
                     self.has_failed = self.store.check(["failed"])
                 reached = time.monotonic()
             # only if requests fail: a store that is suspended answers them later
-            if time.monotonic() - reached > SILENT_S:
+            if time.monotonic() - reached > SILENT_S and not has_lost_agent(self.ranks.launch):
                 self.has_failed = True
             if self.over.wait(0.25):
                 return

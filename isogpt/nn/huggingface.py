@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isogpt.common.files import about_pointer
+from isogpt.common.packages import needed_by
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.logits import SEQUENCES_WITH_EXPERTS, is_rounding, largest_difference, pseudo_random_tokens
 
@@ -104,7 +105,8 @@ def load(name: str) -> "PreTrainedModel":
         ValueError: the model cannot be loaded, lacks weights, needs Python code in the folder, or is of a
             different architecture.
     """
-    import transformers
+    with needed_by(f"loading {name!r}", "transformers"):
+        import transformers
 
     try:
         kind = transformers.AutoConfig.from_pretrained(name, **RUN_NO_CODE).model_type
@@ -230,7 +232,8 @@ def converted(model: nn.Module, token_ids: dict[str, int | None]) -> "PreTrained
     Make the model of transformers with the weights of a GPT; most tensors are shared. Raises ValueError if
     its class contains other weights than the GPT.
     """
-    import transformers
+    with needed_by("an export to transformers", "transformers"):
+        import transformers
 
     args, weights = model.describe(), model.state_dict()
     kind = kind_of(args)

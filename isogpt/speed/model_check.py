@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -273,8 +272,6 @@ def compare_export(trial: Trial) -> tuple[str, str]:
     """
     Export the model to transformers, which compares logits, and compare the weights of what is read back.
     """
-    if not find_spec("transformers"):
-        return REFUSED, "transformers is not installed: pip install transformers"
     model = trial.new_model()
     with TemporaryDirectory() as folder:
         try:

@@ -1,0 +1,218 @@
+"""
+Packages other than torch and numpy: each is imported only where it is used, and a missing one is named in one
+line with the command that installs it.
+"""
+
+import json
+import re
+import shutil
+import sys
+from copy import deepcopy
+from functools import partial
+from importlib.metadata import packages_distributions, requires
+from types import SimpleNamespace
+
+import pytest
+from runs import REPO, TINY, script, start_changed
+
+from isogpt.common.packages import needed_by
+from isogpt.data import tokenizer
+from isogpt.data.vocabulary import Vocabulary
+from isogpt.speed.model_check import compare_export
+from model import GPT, GPTConfig
+
+HIDE = """
+import sys
+
+
+class Missing:
+    def __init__(self, roots):
+        self.roots = roots
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.roots:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+"""
+exec(HIDE)
+
+
+@pytest.fixture
+def hide(monkeypatch):
+    """hide(package): as if it were not installed; also for modules that are imported already."""
+
+    def without(package):
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == package:
+                monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(sys, "meta_path", [Missing({package}), *sys.meta_path])  # noqa: F821
+
+    return without
+
+
+# ------------------------------------------------------------------------------------------------------------
+# one package is missing
+
+
+@pytest.fixture(scope="module")
+def runs(zygote, shared_work):
+    """
+    Runs in the folders `gpt2` and `json`: of ids of tiktoken's gpt2, and of a tokenizer.json; the data sets;
+    a text, and a folder with a model of transformers.
+    """
+    words = {"version": "1.0", "added_tokens": [{"id": 1, "content": "<|endoftext|>", "special": True}]}
+    words["added_tokens"][0] |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    words |= dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer"))
+    words |= dict.fromkeys(("post_processor", "decoder"))
+    words["model"] = {"type": "WordLevel", "vocab": {"a": 0, "<|endoftext|>": 1}, "unk_token": "a"}
+    for name, size in (("gpt2", 50304), ("json", 64)):
+        data = shared_work / "data" / name
+        data.mkdir()
+        (data / "train.bin").write_bytes(bytes(400))
+        (data / "val.bin").write_bytes(bytes(400))
+        meta = {"vocab_size": size, "tokenizer": "gpt2" if name == "gpt2" else "tokenizer.json"}
+        (data / "meta.json").write_text(json.dumps(meta))
+        if name == "json":
+            (data / "tokenizer.json").write_text(json.dumps(words))
+        args = [f"--dataset={name}", f"--out_dir={name}", "--max_iters=0", "--n_embd=4", "--block_size=8"]
+        zygote.train(args, shared_work)
+    (shared_work / "text.txt").write_text("a a a a")
+    (shared_work / "text.parquet").write_bytes(b"PAR1")
+    (shared_work / "hf").mkdir()
+    (shared_work / "hf" / "config.json").write_text("{}")
+    return shared_work
+
+
+TEXT, JSON = ["--data_files=text.txt"], "--tokenizer=data/json"
+TRAIN = ["train.py", *TINY, "--out_dir=new"]
+CASES = {
+    "tiktoken": [
+        ["data/shakespeare/prepare.py", *TEXT],
+        [*TRAIN, "--dataset=gpt2", "--sample_interval=1"],
+        ["sample.py", "--out_dir=gpt2", "--device=cpu"],
+        ["export.py", "gpt2", "--to=hf"],
+    ],
+    "tokenizers": [
+        ["data/shakespeare_char/prepare.py", *TEXT, JSON],
+        [*TRAIN, "--dataset=json", "--sample_interval=1"],
+        ["sample.py", "--out_dir=json", "--device=cpu"],
+        ["export.py", "json", "--to=hf"],
+        ["export.py", "gpt2", "--to=hf"],
+    ],
+    "transformers": [
+        [*TRAIN, "--init_from=gpt2"],
+        ["sample.py", "--init_from=hf", "--device=cpu"],
+        ["export.py", "json", "--to=hf"],
+        ["export.py", "hf", "--from=hf"],
+    ],
+    "datasets": [["data/openwebtext/prepare.py", JSON], ["data/fineweb/prepare.py", JSON]],
+    "tqdm": [["data/openwebtext/prepare.py", *TEXT, JSON]],
+    "pyarrow": [["data/shakespeare_char/prepare.py", "--data_files=text.txt,text.parquet"]],
+    "wandb": [[*TRAIN, "--wandb_log=True"]],
+    "tensorboard": [[*TRAIN, "--tensorboard_log=True"]],
+    "matplotlib": [["measure/one_curve.py"], ["measure/time_to_loss.py", "--nanogpt=."]],
+}
+
+
+@pytest.mark.parametrize(
+    "package, args",
+    [pytest.param(p, args, id=f"{p}-{args[0]}") for p, cases in CASES.items() for args in cases],
+)
+def test_a_missing_package_is_named_in_one_line(at, capsys, hide, runs, package, args):
+    at.chdir(runs)
+    before = sorted(runs.rglob("*"))
+    hide(package)
+    if args[0].endswith("prepare.py"):
+        args = [*args, "--out=new"]
+    with pytest.raises(SystemExit) as exit:
+        script(at, args[0], args[1:])
+    said = f"{capsys.readouterr().err}{exit.value.code}"  # an exit with a message prints it
+    errors = [line for line in said.splitlines() if not re.match(r"note: |\S+: step \d|1$", line)]
+    assert len(errors) == 1 and errors[0].startswith("error: "), said
+    assert f" needs {package} (" in errors[0] or f"'{package}" in errors[0], said
+    assert re.search(r"\): pip install [a-z]+(, or set --[a-z_]+=\w+)?$", errors[0]), said
+    assert args[0] != "train.py" or not (runs / "new").exists()  # before the run's folder is changed
+    shutil.rmtree(runs / "new", ignore_errors=True)
+    assert sorted(runs.rglob("*")) == before
+
+
+def test_a_package_that_cannot_be_imported_says_why():
+    with pytest.raises(ValueError, match=r"^--x needs y \(cannot import name 'z' from y\): pip install y$"):
+        with needed_by("--x", "y"):
+            raise ImportError("cannot import name 'z'\n from y")
+
+
+def test_tokenizers_that_cannot_be_compared_say_why(hide):
+    """GPT-2's tokenizer.json may be the same as tiktoken's gpt2, which cannot be loaded."""
+    hide("tiktoken")
+    said = tokenizer.difference(Vocabulary("tiktoken", "gpt2"), Vocabulary("tokenizer.json", "{}"))
+    assert "is not known: the tokenizer 'gpt2' needs tiktoken" in said
+
+
+def test_the_check_of_an_edited_model_names_transformers(hide):
+    hide("transformers")
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=4, block_size=4, vocab_size=5))
+    result = compare_export(SimpleNamespace(new_model=partial(deepcopy, model)))
+    assert result[0] == "refused" and result[1].endswith("): pip install transformers")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# torch and numpy alone
+
+
+def name_of(requirement):
+    """The name of a distribution in a requirement, as pip compares names."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+
+
+def needed_packages(*names):
+    """These distributions and all that they require, without extras."""
+    needed, left = set(), [*names]
+    while left:
+        if (name := left.pop()) not in needed:
+            needed.add(name)
+            try:
+                more = requires(name) or []
+            except ImportError:  # required on a different system
+                continue
+            left += [name_of(text) for text in more if "extra ==" not in text]
+    return needed
+
+
+def test_the_quick_start_needs_torch_and_numpy_alone(zygote, at):
+    """prepare.py, train.py, sample.py, export.py --list and bench.py --plan, without every other package."""
+    needed = needed_packages("torch", "numpy")
+    hidden = {root for root, of in packages_distributions().items() if not {*map(name_of, of)} & needed}
+    assert {"matplotlib", "tiktoken", "wandb", "datasets", "transformers", "tqdm"} & {*sys.modules} <= hidden
+    hiding = (
+        f"{HIDE}\nhidden = {hidden!r}\nfor name in [*sys.modules]:\n"
+        "    if name.partition('.')[0] in hidden:\n        del sys.modules[name]\n"
+        "sys.meta_path.insert(0, Missing(hidden))"
+    )
+    config = str(REPO / "config/train_stdlib_char.py")
+    small = ["--device=cpu", "--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--batch_size=2"]
+    data = ["--dataset=text", "--out_dir=out"]
+    shutil.copy(REPO / "model.py", "code.txt")
+    said = {}
+    for name, args in (
+        ("data/stdlib_char/prepare.py", ["--data_files=code.txt", "--out=data/text"]),
+        ("train.py", [config, *small, *data]),
+        ("sample.py", ["--out_dir=out", "--device=cpu", "--num_samples=1", "--max_new_tokens=5"]),
+        ("export.py", ["out", "--list"]),
+        ("bench.py", [config, "--plan", "--devices=8", "--hardware=h100", *data[:1]]),
+    ):
+        said[name] = start_changed(zygote, hiding, args, at.path, script=name).wait().text()
+    reason = "it needs matplotlib (No module named 'matplotlib'): pip install matplotlib"
+    assert said["train.py"].splitlines()[-1] == f"no plot of the loss curve: {reason}"
+    assert "valid (best)" in said["export.py"] and "5 tokens in" in said["sample.py"]
+
+
+def test_each_package_stands_in_the_file_of_its_use():
+    def names(file):
+        lines = (REPO / file).read_text().splitlines()
+        return {name_of(line) for line in lines if line and line[0] not in "#-"}
+
+    assert names("requirements.txt") == {"torch", "numpy", "tiktoken", "wandb", "datasets", "matplotlib"}
+    assert names("requirements-transformers.txt") == {"transformers"}
+    assert names("requirements-tensorboard.txt") == {"tensorboard"}
+    text = "".join(path.read_text() for path in REPO.glob("requirements*.txt"))
+    assert all("==" in line for line in text.splitlines() if line and line[0] not in "#-")
