@@ -21,9 +21,10 @@ from isogpt.checkpoint.progress import Progress
 from isogpt.common import console
 from isogpt.launch import network, together
 from isogpt.launch.process_group import Ranks
-from isogpt.monitor import sink_wandb
+from isogpt.monitor import sink_alerts, sink_wandb
 from isogpt.monitor.log import Logger
 from isogpt.monitor.not_finite import NanPolicy
+from isogpt.monitor.sink_alerts import Alerts
 from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_tensorboard import TensorBoard
@@ -253,6 +254,38 @@ def test_a_wandb_that_blocks_does_not_block_the_run(monkeypatch, capsys):
     logger.event("end")
     assert "Wandb failed (wandb has not taken 3 records); training continues" in capsys.readouterr().err
     wandb.may_log.set()  # the thread ends
+
+
+@pytest.mark.parametrize(
+    "reason, advice",
+    [
+        ("Invalid project name 'a/b': cannot contain '/'", "set a different --wandb_project= or"),
+        ("Run ID cannot contain the characters: /:?", "unset WANDB_RUN_ID, or"),
+        ("No API key configured. Use `wandb login`", "set WANDB_MODE=offline or"),
+    ],
+)
+def test_advice_on_a_start_of_wandb_fits_its_reason(monkeypatch, reason, advice):
+    def init(**_):
+        raise RuntimeError(reason)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=SimpleNamespace))
+    with pytest.raises(ValueError) as error:
+        Wandb(WANDB, None)
+    assert str(error.value) == f"wandb cannot start ({reason}): {advice} --wandb_log=False"
+
+
+def test_alert_commands_that_do_not_end_are_ended(monkeypatch, capfd):
+    """They would go on after the run, with the file system of its log."""
+    monkeypatch.setattr(sink_alerts, "FINAL_S", 0.1)
+    alerts = Alerts({"alert_command": "echo much; sleep 100; exit", "out_dir": "out"})
+    alerts.write({"event": "start"}, "")
+    (first, _), *_ = alerts.running
+    assert os.getpgid(first.pid) == first.pid, "what it starts can be ended with it"
+    alerts.write({"event": "end"}, "")
+    for process, thread in alerts.running:
+        thread.join(30)
+        assert process.returncode == -signal.SIGKILL
+    assert len(alerts.running) == 2 and capfd.readouterr() == ("", "")
 
 
 def test_a_slow_start_of_wandb_is_named(monkeypatch, capsys):

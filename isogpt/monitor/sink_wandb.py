@@ -86,7 +86,16 @@ def start_run(config: dict, run_id: str | None) -> "Run":
         )
     except Exception as e:
         reason = " ".join(str(e).split())
-        raise ValueError(f"wandb cannot start ({reason}): set WANDB_MODE=offline or --wandb_log=False") from e
+        raise ValueError(f"wandb cannot start ({reason}): {advice_on(reason)} or --wandb_log=False") from e
+
+
+def advice_on(reason: str) -> str:
+    """What to type, except --wandb_log=False, if wandb cannot start."""
+    if "project name" in reason.lower():
+        return "set a different --wandb_project="
+    if "run id" in reason.lower():
+        return "unset WANDB_RUN_ID,"
+    return "set WANDB_MODE=offline"
 
 
 def restart_run(config: dict, run_id: str) -> "Run":
