@@ -92,7 +92,7 @@ def mpi_variables() -> dict[str, str]:
             "rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST (Open MPI) or -genv "
             "MASTER_ADDR HOST (MPICH), where HOST is the first machine"
         )
-    return torchrun_variables(rank, world_size, local_rank, local_size, "127.0.0.1", job)
+    return torchrun_variables(rank, world_size, local_rank, local_size, network.LOOPBACK, job)
 
 
 def slurm_variables() -> dict[str, str]:
@@ -106,7 +106,7 @@ def slurm_variables() -> dict[str, str]:
         env["SLURM_STEP_NUM_TASKS"],
         env.get("SLURM_LOCALID", "0"),
         str(tasks[int(env.get("SLURM_NODEID", 0))]),
-        first_node(env.get("SLURM_STEP_NODELIST", "")),
+        first_node(env.get("SLURM_STEP_NODELIST", "")) if len(tasks) > 1 else network.LOOPBACK,
         f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
     )
 
@@ -173,7 +173,7 @@ def start_workers(nproc: int, script: str) -> None:
     sys.stdout.flush()
     # torchrun would take --nproc as an abbreviation of a torchrun option; configure has made it --nproc=N
     code = f"import sys; sys.path[:1] = [{str(REPOSITORY)!r}]; from isogpt.launch.nproc import main; main()"
-    torchrun = [sys.executable, "-c", code, "--standalone", f"--nproc_per_node={nproc}"]
+    torchrun = [sys.executable, "-c", code, f"--nproc_per_node={nproc}"]
     arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
     os.execv(torchrun[0], [*torchrun, script, *arguments])
 
