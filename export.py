@@ -62,7 +62,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     if not stored:
         raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *damaged]))
     for report in damaged:
-        print(f"warning: {report}", file=sys.stderr)
+        console.print_to_stderr(f"warning: {console.visible(report)}")
     if form == "shards" and stored.path.is_dir():
         raise ValueError(f"{stored.path} is in shards already")
     source = open_checkpoint(stored)
@@ -229,9 +229,9 @@ def main() -> None:
         if options.list or not (options.to or options.source):
             console.print_line(list_checkpoints(options.out_dir))
     except ValueError as e:
-        sys.exit(f"error: {e}")
+        sys.exit(f"error: {console.visible(str(e))}")
     except OSError as e:
-        sys.exit(f"error: {e}; no checkpoint in {options.out_dir} was lost")
+        sys.exit(f"error: {console.visible(str(e))}; no checkpoint in {options.out_dir} was lost")
 
 
 if __name__ == "__main__":

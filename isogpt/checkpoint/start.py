@@ -11,6 +11,7 @@ from isogpt.checkpoint.run_vocabulary import vocabulary_for_run
 from isogpt.checkpoint.search import share_checkpoint
 from isogpt.checkpoint.source import OpenCheckpoint, check_weights, open_checkpoint
 from isogpt.checkpoint.state import TrainState, load_weights, restore_checkpoint
+from isogpt.common.console import visible
 from isogpt.data.dataset import Dataset
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.process_group import Ranks, rank_names
@@ -112,7 +113,7 @@ def find_start(
     # in a thread, since verifying a large checkpoint can take longer than the collectives' timeout
     stored, is_resume, reports = do_together(look_for_start, init_from, out_dir, resume_step, ranks.launch)
     for report in reports:
-        print(f"warning: {report}", flush=True)
+        print(f"warning: {visible(report)}", flush=True)
     is_resume = broadcast(is_resume)
     stored = share_checkpoint(stored, out_dir if is_resume else name)
     if stored:

@@ -1,5 +1,7 @@
 """Weights & Biases: the steps and the evaluations."""
 
+import sys
+
 from isogpt.monitor.records import CLOSING, chart_values
 
 
@@ -14,6 +16,8 @@ class Wandb:
     def __init__(self, config: dict, run_id: str | None) -> None:
         project, name = config["wandb_project"], config["wandb_run_name"]
         resume = "allow" if run_id else None
+        # wandb sends the command line, in which this setting may contain a token
+        sys.argv = [word for word in sys.argv if not word.startswith("--alert_command=")]
         try:
             import wandb
 
