@@ -112,12 +112,16 @@ def read_state(source: OpenCheckpoint) -> dict[str, dict[str, Tensor]]:
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
     """
     Make the optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a
-    ckpt.pt. Settings that nanoGPT's config lacks take train.py's defaults, but the optimizer is AdamW. The
-    state of Muon is stored without such settings, since nanoGPT cannot resume it.
+    ckpt.pt. Settings that nanoGPT's config lacks, or that are something else in a fork's, take train.py's
+    defaults, but the optimizer is AdamW. The state of Muon is stored without such settings, since nanoGPT
+    cannot resume it.
     """
     train = settings_of(Path(__file__).with_name("train.py"))
-    defaults = {name: setting.default for name, setting in train.items()}
-    return optim.make_optimizers(model, defaults | {"optimizer": "adamw"} | config)
+    values = {name: setting.default for name, setting in train.items()} | {"optimizer": "adamw"}
+    for name in train.keys() & config.keys():
+        with suppress(ValueError):
+            values[name] = train[name].convert(config[name])
+    return optim.make_optimizers(model, values)
 
 
 @contextmanager

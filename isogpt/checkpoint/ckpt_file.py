@@ -50,12 +50,11 @@ def read_file(path: Path, verify: bool = False) -> dict:
         if missing := [key for key in ("model", "model_args", "iter_num") if key not in state]:
             raise ValueError(f"it is no checkpoint of nanoGPT or isoGPT and lacks {', '.join(missing)}")
         for name in ("model", "model_args", "config", "isogpt"):
-            if not isinstance(state.get(name) or {}, dict):
+            is_none = name == "config" and state.get(name) is None
+            if not (name not in state or is_none or isinstance(state[name], dict)):
                 raise ValueError(f"{name} is of type {type(state[name]).__name__}, not a dict")
         if not 0 <= state["iter_num"] < LARGEST_STEP:
             raise ValueError(f"iter_num is {state['iter_num']}")
-        if state.get("isogpt", {}) is None:  # nothing that this program would write
-            raise ValueError("isogpt is None, not a dict")
         best = state.get("best_val_loss")  # in nanoGPT's a tensor
         return {
             **state,
@@ -72,7 +71,7 @@ def why_not_loaded(error: Exception) -> str:
     refused = re.search(r"GLOBAL (\S+)", str(error))
     if refused:
         return f"it contains {refused[1]}, and only tensors and plain values are read"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
 def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:

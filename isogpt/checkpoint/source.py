@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.forks import nanogpt_args, shortened, without_wrappers
+from isogpt.checkpoint.manifest import LARGEST_STEP
 from isogpt.checkpoint.search import StoredCheckpoint, check_same
 from isogpt.common.console import visible
 from isogpt.launch.device import synchronize
@@ -153,7 +154,10 @@ def problem_of_run(run: dict) -> str:
         return "left_out in isogpt does not contain steps"
     if not all(isinstance(share, Real) for share in run["isogpt"].get("shares", [])):
         return "shares in isogpt does not contain numbers"
-    return "" if {"iter_num", "best_val_loss"} <= run.keys() else "iter_num or best_val_loss is missing"
+    step, loss = run.get("iter_num"), run.get("best_val_loss")
+    if not (isinstance(step, int) and 0 <= step < LARGEST_STEP and isinstance(loss, Real)):
+        return f"iter_num is {step!r:.60}, and best_val_loss {loss!r:.60}"
+    return ""
 
 
 def problem_of_sizes(checkpoint: "OpenCheckpoint") -> str:
