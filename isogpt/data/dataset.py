@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY, load_pickle, parse_json, read_text
 from isogpt.data.token_files import declared_dtype, format_of
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
@@ -90,7 +91,11 @@ def how_to_prepare(folder: Path) -> str:
 def prepared_datasets() -> list[str]:
     """Names of the data sets that contain a train.bin."""
     return sorted(
-        {p.parent.name for root in (Path("data"), REPOSITORY / "data") for p in root.glob("*/train.bin")}
+        {
+            visible(p.parent.name)
+            for root in (Path("data"), REPOSITORY / "data")
+            for p in root.glob("*/train.bin")
+        }
     )
 
 
