@@ -52,7 +52,7 @@ block_size = 1024  # tokens per sequence (small model: 256) [>= 1]
 bias = False  # biases in Linear and LayerNorm
 real_data = True  # False: random tokens, which are also used if the default data set is not prepared
 seed = 1337  # seed of the weights and the data [>= 0]
-nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0]
+nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0, <= 1024]
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto: the fastest that suits training [auto | float32 | tf32 | bfloat16 | float16]
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine

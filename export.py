@@ -63,7 +63,7 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     if not stored:
         raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *damaged]))
     for report in damaged:
-        print(f"warning: {report}", file=sys.stderr)
+        console.print_to_stderr(f"warning: {console.visible(report)}")
     if form == "shards" and stored.path.is_dir():
         raise ValueError(f"{stored.path} is in shards already")
     source = open_checkpoint(stored)
@@ -113,12 +113,16 @@ def read_state(source: OpenCheckpoint) -> dict[str, dict[str, Tensor]]:
 def optimizers_of(model: GPT, config: dict) -> list[torch.optim.Optimizer]:
     """
     Make the optimizers of a run with this config: nanoGPT resumes with the betas and the weight decay in a
-    ckpt.pt. Settings that nanoGPT's config lacks take train.py's defaults, but the optimizer is AdamW. The
-    state of Muon is stored without such settings, since nanoGPT cannot resume it.
+    ckpt.pt. Settings that nanoGPT's config lacks, or that are something else in a fork's, take train.py's
+    defaults, but the optimizer is AdamW. The state of Muon is stored without such settings, since nanoGPT
+    cannot resume it.
     """
     train = settings_of(Path(__file__).with_name("train.py"))
-    defaults = {name: setting.default for name, setting in train.items()}
-    return optim.make_optimizers(model, defaults | {"optimizer": "adamw"} | config)
+    values = {name: setting.default for name, setting in train.items()} | {"optimizer": "adamw"}
+    for name in train.keys() & config.keys():
+        with suppress(ValueError):
+            values[name] = train[name].convert(config[name])
+    return optim.make_optimizers(model, values)
 
 
 @contextmanager
@@ -233,9 +237,9 @@ def main() -> None:
         if options.list or not (options.to or options.source):
             console.print_result(list_checkpoints(options.out_dir))
     except ValueError as e:
-        sys.exit(f"error: {e}")
+        sys.exit(f"error: {console.visible(str(e))}")
     except OSError as e:
-        sys.exit(f"error: {e}; no checkpoint in {options.out_dir} was lost")
+        sys.exit(f"error: {console.visible(str(e))}; no checkpoint in {options.out_dir} was lost")
 
 
 if __name__ == "__main__":

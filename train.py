@@ -59,7 +59,7 @@ seed = 1337  # determines the initial weights, the order of the data and the dro
 device = "auto"  # auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps
 dtype = "auto"  # auto: the fastest that suits training [auto | float32 | tf32 | bfloat16 | float16]
 backend = "auto"  # auto: nccl for GPUs, else gloo [auto | nccl | gloo]
-nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0]
+nproc = 0  # processes to launch on this machine (0: one, or as many as the launcher started) [>= 0, <= 1024]
 compile = True  # torch.compile; not used on a CPU, or if it does not work on this machine
 exact = False  # the same bits on any number of processes on the same kind of device; implies deterministic
 eval_only = False  # evaluate once, then exit
@@ -194,6 +194,7 @@ checked = layout_check.prove_layout(GPT, plan, mesh, ranks.device, config)
 precision.set_numerics(ranks.device, plan.dtype, deterministic or exact)  # TF32, deterministic algorithms
 # what checkpoints and logs record: the settings, and what the plan decided
 recorded = config | plan.layout_settings() | settings.settings_of_model(plan.model_args, config)
+del recorded["alert_command"]  # often contains a token, and checkpoints and logs are passed on
 # with exact, the bits depend on the kind of device
 kinds = together.gather_objects(precision.kind_of_device(ranks.device, batch_size) if exact else {})
 # continues at the checkpoint's step, if resumed; the best loss is kept if evaluations are comparable. Returns

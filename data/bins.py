@@ -27,6 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
+from isogpt.common.console import visible
 from isogpt.common.files import REPOSITORY, sync_folder
 from isogpt.common.packages import needed_by
 from isogpt.data.tokenizer import Tokenizer, load
@@ -108,7 +109,7 @@ def run(main: Callable[[list[str]], None]) -> int:
         main(sys.argv[1:])
         return 0
     except (ImportError, OSError, ValueError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", visible(" ".join(str(error).split())), file=sys.stderr)
         return 1
 
 

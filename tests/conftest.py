@@ -33,7 +33,8 @@ IN_CI = {
     "test_resume.py": r"bits\[3\]|scaler|kills_do_not",
     "test_serving.py": r"continuous-batching-gpt2",
     "test_shares.py": r"3-1-1-zero3|2-1-tp2|slow_rank",
-    "test_slurm.py": r"\[grace|time_limit",
+    "test_signals.py": r"(torchrun|nproc`)-USR1|mpirun-QUIT|a pod-TERM",
+    "test_slurm.py": r"\[grace|time_limit|to_a_job\[1",
     "test_slow_networks.py": r"bits\[(int8-3|islands)\]|number_of_islands",
     "test_zero.py": r"curve_of_one_process\[(zero3-offload|zero3-7)\]"
     r"|bits\[hsdp|scaler"

@@ -317,6 +317,27 @@ def children(pid):
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
+def listening(pid):
+    """Where a process and the processes that it has started listen: TCP addresses with their ports."""
+    inodes = {}
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            words, port = local.split(":")
+            if state == "0A":
+                # 32-bit numbers in the machine's order
+                address = np.frombuffer(bytes.fromhex(words), ">u4").astype(np.uint32).tobytes()
+                inodes[f"socket:[{inode}]"] = socket.inet_ntop(family, address), int(port, 16)
+    addresses, pids = set(), [pid]
+    for process in pids:
+        with suppress(OSError):  # it has just exited
+            pids += children(process)
+            for fd in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(OSError):
+                    addresses.add(inodes.get(os.readlink(fd)))
+    return addresses - {None}
+
+
 def wait_for(what, seconds=60):
     """Wait until what() is true; returns its value."""
     end = time.monotonic() + seconds

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import REPO, free_port, script, script_that_fails, tiny_data
+from runs import REPO, free_port, listening, script, script_that_fails, tiny_data
 
 from configurator import settings_of
 from isogpt.data import dataset
@@ -29,9 +29,12 @@ PARTS = ["data wait", "forward", "backward", "exposed comm", "optimizer", "other
 DEFAULTS = {name: setting.default for name, setting in settings_of(REPO / "train.py").items()}
 
 
-def bench(zygote, work, *args, ok=True):
-    """(text, JSON) of a bench.py."""
-    run = zygote.start([*TINY, *args, "--json_path=bench.json"], work, script="bench.py").wait(180, ok)
+def bench(zygote, work, *args, ok=True, addresses=None):
+    """(text, JSON) of a bench.py; the addresses at which its processes listen are added to a set."""
+    run = zygote.start([*TINY, *args, "--json_path=bench.json"], work, script="bench.py")
+    while addresses is not None and not run.poll():
+        addresses |= {address for address, port in listening(run.pids[0])}
+    run.wait(180, ok)
     assert run.codes == [0 if ok else 1]
     assert not list(work.glob("*.tmp"))
     path = work / "bench.json"
@@ -271,7 +274,9 @@ def test_the_wait_for_data_is_not_in_the_bubble():
 
 @pytest.mark.slow
 def test_collectives_on_two_processes(zygote, work):
-    text, found = bench(zygote, work, "--comm=True", "--nproc=2")
+    addresses = set()
+    text, found = bench(zygote, work, "--comm=True", "--nproc=2", addresses=addresses)
+    assert addresses == {"127.0.0.1"}, "no other machine can connect"
     operations = {c["operation"] for c in found["comm"]}
     assert operations == {"all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"}
     sizes = sorted({c["bytes"] for c in found["comm"]})

@@ -1,5 +1,6 @@
 """Devices, dtypes, torch.compile, the numbers that a run logs, and the rendezvous of its processes."""
 
+import os
 import re
 import socket
 import threading
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from runs import column, default_plan, free_port, records
+from runs import column, default_plan, free_port, listening, records
 
 from isogpt.checkpoint.progress import Progress
 from isogpt.launch import network, process_group
@@ -231,6 +232,27 @@ def as_rank(at, rank, world_size, port, **more):
     variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     for name, value in (variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | more).items():
         at.env(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("master", "local_size", "is_open"),
+    [
+        ("127.0.0.1", "", False),  # mpirun, DeepSpeed
+        ("localhost", "2", False),
+        ("localhost", "", True),  # Kubeflow's name for the first of several pods
+        ("127.0.1.1", "1", False),
+    ],
+)
+def test_the_store_of_one_machine_is_not_open_to_others(at, master, local_size, is_open):
+    port = free_port()
+    as_rank(at, 0, 2, port, MASTER_ADDR=master)
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    if local_size:
+        at.env("LOCAL_WORLD_SIZE", local_size)
+    store = process_group.connect_store(5, serves=True)
+    store.set("key", "value")
+    (address,) = (address for address, served in listening(os.getpid()) if served == port)
+    assert (address in ("::", "0.0.0.0")) == is_open, address
 
 
 LEFT_OVER = "If no launcher started this process, RANK is left over in the shell: type unset RANK WORLD_SIZE "

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from runs import REPO, TINY, assert_same_curve, children, free_port, wait_for
+from runs import REPO, TINY, assert_same_curve, children, free_port, listening, wait_for
 from torch.distributed import run as torchrun
 
 from configurator import settings_of
@@ -98,6 +98,7 @@ MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 SLURM = {"JOB_ID": "17", "STEP_ID": "0", "PROCID": "4", "STEP_NUM_TASKS": "5", "LOCALID": "0", "NODEID": "2"}
 SLURM |= {"STEP_TASKS_PER_NODE": "2(x2),1", "STEP_NODELIST": "gpu[07-08],login"}
 SLURM = {f"SLURM_{name}": value for name, value in SLURM.items()}
+ONE_NODE = {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0", "SLURM_LOCALID": "4"}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h1", "MASTER_PORT": "1"}
 NAMES = (*TORCHRUN, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
@@ -120,6 +121,7 @@ def variables(monkeypatch, given):
         (OMPI, (3, 4, 1, 4), "127.0.0.1"),
         (MPICH | {"MASTER_ADDR": "h1"}, (5, 8, 1, 4), "h1"),
         (SLURM, (4, 5, 0, 1), "gpu07"),
+        (SLURM | ONE_NODE, (4, 5, 4, 5), "127.0.0.1"),
         (SLURM | TORCHRUN, (0, 2, 0, 2), "h1"),  # torchrun under srun
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, (0, 1, 0, 1), None),  # the shell of a job
         (TORCHRUN | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, (3, 4, 0, 2), "h1"),  # DeepSpeed
@@ -239,11 +241,13 @@ def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch):
 
     def chosen(*masters, given=""):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # undone when the test ends
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
         group = [network.Process(f"h{i}", "", [0], 1, master=master) for i, master in enumerate(masters)]
         return network.choose_interface(group), os.environ["GLOO_SOCKET_IFNAME"]
 
     assert chosen("127.0.1.1", "10.0.0.1") == ("eth0 (10.0.0.7)", "eth0"), "rank 0 resolves its own name"
-    assert chosen("10.0.0.1") == ("lo (127.0.0.1)", "lo")
+    assert chosen("10.0.0.1") == ("lo (127.0.0.1)", "lo") and os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
     assert chosen("10.0.0.1", "10.0.0.1", given="docker0") == ("docker0 (172.17.0.1)", "docker0")
     assert chosen("10.0.0.1", given="ib6")[0] == "ib6", "an interface without an address"
     assert chosen("::1", "fd00::1") == ("eth1 (fd00::7)", "eth1"), "machines without IPv4"
@@ -253,6 +257,7 @@ def test_interface_is_the_one_that_leads_to_rank_0(monkeypatch):
     del cards["127.0.0.1"]
     cards["::1"] = "lo"
     assert chosen("::1", "::1") == ("lo (::1)", "lo"), "a single machine"
+    assert "NCCL_SOCKET_IFNAME" not in os.environ, "NCCL chooses where several machines take part"
     monkeypatch.undo()
     if sys.platform == "linux":
         addresses = [address for address in network.LOOPBACK if address in network.interfaces()]
@@ -397,27 +402,38 @@ def test_pods_of_the_kubernetes_manifest_train_together(zygote, work):
     assert_same_curve(work / "out", work / "one")
 
 
+def test_a_process_knows_that_its_agent_has_ended(monkeypatch):
+    """Then the store does not respond, which must not end the ranks while they save."""
+    variables(monkeypatch, {})
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert not launchers.has_lost_agent(launchers.make_launch([launchers.own_agent()]))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    launch = launchers.make_launch([launchers.own_agent(), "of another machine"])
+    assert not launchers.has_lost_agent(launch)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launchers.has_lost_agent(launch)
+
+
 @pytest.mark.slow
 def test_nproc_without_a_launcher(work):
-    """An error is printed once; a killed rank is named in the last line; a signal makes the run save."""
+    """An error is printed once; a killed rank is named in the last line; all ports are loopback's."""
     command = [sys.executable, TRAIN, *TINY, "--nproc=2", "--max_iters=100000"]
     run = subprocess.run([*command, "--zero=7"], cwd=work, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1 and run.stderr.count("zero is 7") == 1 and run.stderr.count("\n") == 1
-    for out in ("killed", "signaled"):
-        with open(work / out, "w") as log:
-            process = subprocess.Popen([*command, f"--out_dir=out-{out}"], cwd=work, stdout=log, stderr=log)
-        try:
-            wait_for(lambda: "iter 20:" in (work / out).read_text(), 120)
-            if out == "killed":
-                workers = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in children(process.pid)}
-                (rank_1,) = (pid for pid, variables in workers.items() if b"\0RANK=1\0" in variables)
-                os.kill(rank_1, signal.SIGKILL)
-                assert process.wait(60) == 1
-        finally:
-            process.terminate()
-            process.wait(60)
-    assert (work / "killed").read_text().endswith("error: rank 1 was ended by SIGKILL\n")
-    assert (work / "out-signaled" / "PREEMPTED").exists(), (work / "signaled").read_text()[-2000:]
+    with open(work / "log", "w") as log:
+        process = subprocess.Popen([*command, "--out_dir=out"], cwd=work, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: "iter 20:" in (work / "log").read_text(), 120)
+        addresses = {address for address, port in listening(process.pid)}
+        assert addresses == {"127.0.0.1"}, "the store and gloo: no other machine can connect"
+        workers = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in children(process.pid)}
+        (rank_1,) = (pid for pid, variables in workers.items() if b"\0RANK=1\0" in variables)
+        os.kill(rank_1, signal.SIGKILL)
+        assert process.wait(60) == 1
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert (work / "log").read_text().endswith("error: rank 1 was ended by SIGKILL\n")
 
 
 LAUNCHED_BY_ACCELERATE = {  # what it sets if nobody chose anything

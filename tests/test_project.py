@@ -379,12 +379,16 @@ def test_wandb_offline_and_resumed_under_the_same_id(zygote, work):
     import torch
 
     env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(work)}
-    args = ["--wandb_log=True", "--out_dir=out", "--eval_interval=2"]
+    command = "cat >> told.jsonl; : TOKEN"  # what people write here often contains one
+    args = ["--wandb_log=True", "--out_dir=out", "--eval_interval=2", f"--alert_command={command}"]
     zygote.train([*args, "--max_iters=2"], work, env=env)
     first = torch.load(work / "out/ckpt.pt", weights_only=True)["isogpt"]["wandb_id"]
     zygote.train([*args, "--max_iters=4", "--init_from=resume"], work, env=env)
     assert torch.load(work / "out/ckpt.pt", weights_only=True)["isogpt"]["wandb_id"] == first
     assert len(list(Path(work).glob(f"wandb/offline-run-*-{first}"))) >= 1
+    assert (work / "told.jsonl").exists()
+    written = [path for path in Path(work).rglob("*") if path.is_file()]
+    assert not [path for path in written if b"TOKEN" in path.read_bytes()], "it is passed on to nobody"
 
 
 def test_shuffle_has_the_same_curve_on_two_processes(zygote, work):

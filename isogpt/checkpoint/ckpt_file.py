@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from isogpt.checkpoint.forks import MODEL_ARGS
-from isogpt.common.files import about_pointer, reason_of
+from isogpt.checkpoint.manifest import LARGEST_STEP
+from isogpt.common.files import about_pointer, reason_of, regular_file
 from isogpt.parallel.local_parts import copy_to_cpu
 from isogpt.training import optimizer_state
 
@@ -39,16 +40,20 @@ def read_file(path: Path, verify: bool = False) -> dict:
     if pointer := about_pointer(path):
         raise ValueError(f"{path} is {pointer}")
     try:
+        os.close(regular_file(path, os.O_RDONLY))
         if verify and (bad := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"the checksum of the record {bad} does not match")
         with torch.serialization.safe_globals(PLAIN):
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"it contains a {type(state).__name__}, not a dict")
         if missing := [key for key in ("model", "model_args", "iter_num") if key not in state]:
             raise ValueError(f"it is no checkpoint of nanoGPT or isoGPT and lacks {', '.join(missing)}")
         for name in ("model", "model_args", "config", "isogpt"):
-            if not isinstance(state.get(name) or {}, dict):
+            is_none = name == "config" and state.get(name) is None
+            if not (name not in state or is_none or isinstance(state[name], dict)):
                 raise ValueError(f"{name} is of type {type(state[name]).__name__}, not a dict")
-        if state["iter_num"] < 0:
+        if not 0 <= state["iter_num"] < LARGEST_STEP:
             raise ValueError(f"iter_num is {state['iter_num']}")
         best = state.get("best_val_loss")  # in nanoGPT's a tensor
         return {
@@ -66,7 +71,7 @@ def why_not_loaded(error: Exception) -> str:
     refused = re.search(r"GLOBAL (\S+)", str(error))
     if refused:
         return f"it contains {refused[1]}, and only tensors and plain values are read"
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
 
 
 def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict:

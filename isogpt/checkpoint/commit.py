@@ -7,7 +7,7 @@ from pathlib import Path
 from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed, step_folder, step_folders, step_of
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.search import best_folder
-from isogpt.common.files import sync_folder, write_whole
+from isogpt.common.files import remove, sync_folder, temporary_name, write_whole
 
 
 def commit_checkpoint(unfinished: Path, manifest: dict, keep_last: int, owner: str = "") -> Path:
@@ -26,6 +26,8 @@ def commit_checkpoint(unfinished: Path, manifest: dict, keep_last: int, owner: s
     folder = step_folder(out, manifest["step"])
     write_whole(unfinished / "manifest.json", sealed(manifest | {"files": hash_files(unfinished)}))
     check_owner(out, owner)
+    if folder.is_symlink():  # the files that it leads to are not this run's to replace
+        folder.unlink()
     if folder.exists():  # a conversion, or nanoGPT has saved this step too
         replace_files(unfinished, folder)
     else:
@@ -72,8 +74,7 @@ def point_link(path: Path, target: Path) -> None:
     """
     Make `path` a relative symbolic link to `target`, or a copy if the file system lacks links; atomically.
     """
-    other = path.with_name(path.name + ".tmp")
-    other.unlink(missing_ok=True)
+    other = temporary_name(path)
     try:
         os.symlink(target.relative_to(path.parent), other)
     except OSError:
@@ -93,4 +94,4 @@ def prune_checkpoints(
         if folder != best and read_manifest(folder).get("block_size", block_size) == block_size:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
             os.rename(folder, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove(doomed)

@@ -47,7 +47,7 @@ from isogpt.checkpoint.search import (
     open_bare,
 )
 from isogpt.common import console
-from isogpt.common.files import read_records, write_whole
+from isogpt.common.files import TEMPORARY, read_records, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks, rank_names
 from isogpt.launch.together import broadcast, exit_together, gather_objects, is_main, restarts_left
@@ -186,12 +186,12 @@ def about_space(out: Path, plan: Plan) -> str:
 
 def clean_up(out: Path) -> None:
     """
-    Remove what killed runs left of unfinished checkpoints and deletions (the owner, before its first
+    Remove what killed runs left of unfinished checkpoints, files and deletions (the owner, before its first
     checkpoint).
     """
-    for path in out.glob("unfinished_*"):
-        if UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in [*out.glob("unfinished_*"), *out.glob("*.tmp")]:
+        if UNFINISHED.fullmatch(path.name) or TEMPORARY.fullmatch(path.name):
+            remove(path)
 
 
 def enter_folder(out_dir: str, resumed: StoredCheckpoint | None, launch: Launch) -> str:
@@ -291,7 +291,7 @@ def mark_preempted(folder: RunFolder, step: int, reason: str, steps_taken: int) 
     """
     check_owner(folder.path, folder.owner)
     mark = {"iter": step, "reason": reason, "steps": steps_taken}
-    (folder.path / MARK).write_text(json.dumps(mark) + "\n")
+    write_whole(folder.path / MARK, json.dumps(mark) + "\n")
 
 
 def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
@@ -303,7 +303,8 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     out, bare = Path(out_dir), Path(out_dir) / "ckpt.pt"
     if resumed.is_bare:
         unfinished = out / f"unfinished_step_{resumed.step:08d}"
-        unfinished.mkdir(exist_ok=True)
+        remove(unfinished)
+        unfinished.mkdir()
         try:  # a second name for the file: no copy, and no moment without a name
             os.link(resumed.path.resolve(), unfinished / "ckpt.pt")
         except OSError:
@@ -333,7 +334,7 @@ def abandon_bare(bare: Path, step: int) -> None:
 
 def free_name(out: Path, name: str, first: int = 0) -> Path:
     """The first path of `out`/`name` (unless `first` is 1), name_1, name_2, ... that does not exist."""
-    return next(p for n in count(first) if not (p := out / (f"{name}_{n}" if n else name)).exists())
+    return next(p for n in count(first) if not os.path.lexists(p := out / (f"{name}_{n}" if n else name)))
 
 
 def set_aside(out_dir: str) -> Path | None:

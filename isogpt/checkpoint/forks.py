@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from isogpt.common.console import visible
+
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")  # required in model_args
 # names of modules that wrap others: from torch.compile, DataParallel and DDP, FSDP, activation checkpointing,
 # DeepSpeed
@@ -39,4 +41,4 @@ def nanogpt_args(path: Path, saved: object) -> dict:
 def shortened(names: list[str]) -> str:
     """The first names of a list, and how many there are in addition."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return visible(", ".join(names[:3])) + more

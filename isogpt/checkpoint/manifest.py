@@ -8,8 +8,21 @@ from pathlib import Path
 import torch
 
 from isogpt.checkpoint.measures import best_step_of, measures_of
+from isogpt.common.console import visible
+from isogpt.common.files import parse_json, read_text, regular_file
 
 STEP = re.compile(r"step_(\d{8,})")
+LARGEST_STEP = 2**53  # a float64 is exact below
+# the types of a manifest's fields
+FIELDS = {
+    "step": int,
+    "best_step": int,
+    "best_val_loss": int | float,
+    "val_loss": int | float | None,
+    "measures": dict,
+    "block_size": int,
+    "files": dict,
+}
 # a checkpoint that a run was writing or deleting
 UNFINISHED = re.compile(r"unfinished_([0-9a-f]{8}_)?step_\d{8,}")
 
@@ -46,7 +59,7 @@ def is_run(folder: str) -> bool:
 
 def advice_on_folder() -> str:
     """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))
+    runs = sorted(visible(str(path)) for path in Path().iterdir() if is_run(str(path)))
     if not runs:
         return "set --out_dir= to the run's folder, or train first, see README.md"
     more = ", ..." if len(runs) > 4 else ""
@@ -80,13 +93,29 @@ def sealed(manifest: dict) -> str:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest of a step folder; empty if it is missing or damaged."""
+    """The manifest of a step folder; empty if it is missing or damaged, or not one that a run writes."""
     try:
-        text = (folder / "manifest.json").read_text()
-        manifest = {k: v for k, v in json.loads(text).items() if k != "manifest_sha256"}
+        text = read_text(folder / "manifest.json")
+        manifest = {k: v for k, v in parse_json(text).items() if k != "manifest_sha256"}
+        is_valid = is_manifest(manifest) and text == sealed(manifest)
     except (OSError, ValueError, AttributeError):
         return {}
-    return manifest if text == sealed(manifest) else {}
+    return manifest if is_valid else {}
+
+
+def is_manifest(content: dict) -> bool:
+    """
+    Whether each field of make_manifest has its type, and each file is in the folder: the checksum tells
+    damage, not who has written a manifest.
+    """
+    files = content.get("files")
+    return (
+        all(name in content and isinstance(content[name], kind) for name, kind in FIELDS.items())
+        and all(-1 <= content[name] < LARGEST_STEP for name in ("step", "best_step"))
+        and all(Path(name).name == name and name.isprintable() for name in files)
+        and all(isinstance(entry, dict) and isinstance(entry.get("sha256"), str) for entry in files.values())
+        and ("ckpt.pt" in files or isinstance(content.get("run"), dict))  # of shards
+    )
 
 
 def hash_files(folder: Path) -> dict:
@@ -97,7 +126,7 @@ def hash_files(folder: Path) -> dict:
 
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, as hexadecimal digits."""
-    with open(path, "rb") as f:
+    with open(path, "rb", opener=regular_file) as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
@@ -115,7 +144,7 @@ def damaged_file(path: Path, files: dict) -> str:
     try:
         actual = sha256_of(path)
     except OSError as e:
-        return f"{path.name} cannot be read ({e.strerror})"
+        return f"{path.name} cannot be read ({e.strerror or e})"
     if actual != files[path.name]["sha256"]:
         return f"the checksum of {path.name} does not match"
     return ""

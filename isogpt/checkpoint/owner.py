@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from isogpt.common.files import write_whole
+from isogpt.common.files import parse_json, read_text, write_whole
 from isogpt.launch.launchers import Launch
 
 
@@ -22,7 +22,7 @@ def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
 def read_owner(out: Path) -> dict:
     """Read what write_owner wrote; empty if there is no file."""
     with suppress(OSError, ValueError):
-        record = json.loads((out / "owner").read_text())
+        record = parse_json(read_text(out / "owner"))
         return record if isinstance(record, dict) else {}
     return {}
 

@@ -3,6 +3,7 @@ Checkpoints in shards: each rank writes the parts that it holds with torch.distr
 parameter name, and reads the parts that it holds from shards of any layout.
 """
 
+import os
 import pickle
 import socket
 import warnings
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from isogpt.checkpoint.manifest import damaged_file
-from isogpt.common.files import load_pickle, reason_of
+from isogpt.common.files import load_pickle, reason_of, regular_file
 from isogpt.parallel.local_parts import LocalPart
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # single-process use is intended
@@ -93,7 +94,7 @@ def shapes(folder: Path, unverified: dict) -> dict[str, torch.Size]:
     """The shape of each saved tensor, by name. Raises ValueError if the metadata cannot be read."""
     with explained(folder):
         saved = PlainReader(folder, unverified).read_metadata().state_dict_metadata
-    return {name: tensor.size for name, tensor in saved.items()}
+        return {str(name): torch.Size(tensor.size) for name, tensor in saved.items()}
 
 
 class Writer(dcp.FileSystemWriter):
@@ -169,7 +170,12 @@ class PlainReader(dcp.FileSystemReader):
         self.unverified = unverified or {}
 
     def verify(self, names: set[str]) -> None:
-        """Raise ValueError if one of these files of the folder does not match the manifest's checksum."""
+        """
+        Raise ValueError if one of these files of the folder does not match the manifest's checksum, and
+        OSError if it is not a file.
+        """
+        for name in names:
+            os.close(regular_file(Path(self.path) / name, os.O_RDONLY))
         for name in sorted(names & self.unverified.keys()):
             if problem := damaged_file(Path(self.path) / name, self.unverified):
                 host = socket.gethostname()
@@ -185,4 +191,6 @@ class PlainReader(dcp.FileSystemReader):
         if not all(isinstance(m, dcp.TensorStorageMetadata) for m in metadata.state_dict_metadata.values()):
             # DCP would unpickle such objects unchecked
             raise pickle.UnpicklingError("it holds objects other than tensors")
+        if not all(Path(i.relative_path).name == i.relative_path for i in metadata.storage_data.values()):
+            raise pickle.UnpicklingError("it names files outside of the folder")
         return metadata

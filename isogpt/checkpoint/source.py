@@ -1,6 +1,8 @@
 """Open a checkpoint, read it into the parts that a rank holds, and check that it fits the model."""
 
 from dataclasses import dataclass, field, fields
+from math import prod
+from numbers import Integral, Real
 from typing import TypeVar
 
 import torch
@@ -9,7 +11,9 @@ from torch import Tensor
 
 from isogpt.checkpoint.ckpt_file import read_file
 from isogpt.checkpoint.forks import nanogpt_args, shortened, without_wrappers
+from isogpt.checkpoint.manifest import LARGEST_STEP
 from isogpt.checkpoint.search import StoredCheckpoint, check_same
+from isogpt.common.console import visible
 from isogpt.launch.device import synchronize
 from isogpt.nn.architecture import GPTConfig
 from isogpt.parallel.local_parts import LocalPart, copy_to_cpu, local
@@ -18,6 +22,25 @@ from isogpt.training import optimizer_state
 Value = TypeVar("Value")  # a tensor, or the part of it that a rank holds
 WPE = "transformer.wpe.weight"  # the only parameter whose shape may change on a resume: a shorter context
 WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
+# the types of what is recorded: in model_args those of GPTConfig's defaults,
+# in config and isogpt those that a resume reads
+KIND_OF = {int: Integral, float: Real, bool: Integral, str: str}
+OF_CONFIG = dict.fromkeys(("gradient_accumulation_steps", "batch_size", "block_size", "eval_iters"), Integral)
+OF_CONFIG |= {"optimizer": str, "dataset": str}
+OF_ISOGPT = {
+    "best_step": int,
+    "dtype": str,
+    "kind_of_device": dict,
+    "left_out": list,
+    "measures": dict,
+    "model_args": dict,
+    "position": int,
+    "scaler": dict,
+    "shares": list,
+    "tokens": int,
+    "vocabulary": dict | None,
+    "wandb_id": str | None,
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +59,12 @@ class OpenCheckpoint:
     unverified: dict = field(default_factory=dict)  # checksums of shards, to verify as they are read
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the model has settings that GPTConfig lacks."""
+        """
+        Raise ValueError if the model has settings that GPTConfig lacks, or what is recorded has other types
+        or sizes than a run records: building and reading it could then take forever.
+        """
+        if problem := problem_of_run(self.run) or problem_of_sizes(self):
+            raise ValueError(f"{self.stored.path} cannot be loaded: {problem}")
         unknown = self.run["model_args"].keys() - {known.name for known in fields(GPTConfig)}
         if unknown:
             raise ValueError(
@@ -112,6 +140,48 @@ class OpenCheckpoint:
         return targets, stacks
 
 
+def problem_of_run(run: dict) -> str:
+    """The first value of a wrong type in what a checkpoint records besides tensors; '' if there is none."""
+    fields_of_model = {known.name: known.default for known in fields(GPTConfig)}
+    kinds = {name: KIND_OF.get(type(default), object) for name, default in fields_of_model.items()}
+    for part, types in (("model_args", kinds), ("config", OF_CONFIG), ("isogpt", OF_ISOGPT)):
+        if not isinstance(run.get(part), dict):
+            return f"{part} is not a dict"
+        for name, kind in types.items():
+            if name in run[part] and not isinstance(run[part][name], kind):
+                return f"{name} in {part} is {run[part][name]!r:.60}"
+    if not all(isinstance(step, int) for step in run["isogpt"].get("left_out", [])):
+        return "left_out in isogpt does not contain steps"
+    if not all(isinstance(share, Real) for share in run["isogpt"].get("shares", [])):
+        return "shares in isogpt does not contain numbers"
+    step, loss = run.get("iter_num"), run.get("best_val_loss")
+    if not (isinstance(step, int) and 0 <= step < LARGEST_STEP and isinstance(loss, Real)):
+        return f"iter_num is {step!r:.60}, and best_val_loss {loss!r:.60}"
+    return ""
+
+
+def problem_of_sizes(checkpoint: "OpenCheckpoint") -> str:
+    """
+    Which tensor is larger than the files that contain it, or which size of the model no tensor has; '' if all
+    are possible.
+    """
+    path = checkpoint.stored.path
+    files = path.iterdir() if path.is_dir() else [path]
+    size = sum(file.stat().st_size for file in files)
+    for name, shape in checkpoint.shapes.items():
+        if prod(max(1, length) for length in shape) > size:  # at least a byte each
+            return f"the shape of {visible(name)} is {tuple(shape)}, but there are only {size:,} bytes"
+    args = checkpoint.run["model_args"]
+    longest = max((max(shape, default=1) for shape in checkpoint.shapes.values()), default=0)
+    widths = ("n_embd", "vocab_size", "n_head", "n_kv_head", "n_hidden", "n_expert")
+    limits = dict.fromkeys(widths, longest)
+    limits["n_layer"] = len(checkpoint.shapes)
+    for name, limit in limits.items():
+        if args.get(name, 0) > limit:
+            return f"{name} in model_args is {args[name]}, which does not fit the weights"
+    return ""
+
+
 def first_positions(name: str, part: LocalPart, saved: torch.Size) -> LocalPart:
     """This part of position embeddings in a longer saved tensor; any other part as it is."""
     if WPE in name and len(part.shape) > 1 and len(saved) > 1 and saved[-2] > part.shape[-2]:
@@ -136,18 +206,41 @@ def open_checkpoint(stored: StoredCheckpoint) -> OpenCheckpoint:
         shapes = sharded_files.shapes(stored.path, unverified)
         return OpenCheckpoint(stored, stored.manifest["run"], shapes, unverified=unverified)
     path, state = stored.path, read_file(stored.path)
-    if not isinstance(state["model"], dict) or not all(torch.is_tensor(w) for w in state["model"].values()):
+    if not isinstance(state["model"], dict) or not all(map(is_weight, state["model"].items())):
         raise ValueError(f"{path}: the model is not a dict of tensors")
     weights = {without_wrappers(name): w for name, w in state["model"].items()}
     # nanoGPT without flash attention stores the causal mask of each block
     weights = {name: w for name, w in weights.items() if not name.endswith(".attn.bias")}
     run = {"isogpt": {}} | {k: v for k, v in state.items() if k not in ("model", "optimizer")}
+    if not isinstance(run["isogpt"].get("model_args", {}), dict):
+        raise ValueError(f"{path} cannot be loaded: model_args in isogpt is not a dict")
     run["model_args"] = nanogpt_args(path, state["model_args"]) | run["isogpt"].get("model_args", {})
     if "isogpt" not in state:  # a fork's settings may use the same names as ours
-        run["config"] = {k: v for k, v in state["config"].items() if v is not None and k != "optimizer"}
+        run["config"] = {
+            name: value
+            for name, value in state["config"].items()
+            if value is not None and name != "optimizer" and isinstance(value, OF_CONFIG.get(name, object))
+        }
     named = flat(weights, optimizer_state.by_name(weights, state.get("optimizer")))
-    tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
+    try:
+        tensors = {name: torch.as_tensor(value) for name, value in named.items()}  # step may be an int
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise ValueError(f"{path}: the state of the optimizer does not consist of numbers ({e})") from e
+    if unusable := [name for name, tensor in tensors.items() if not is_weight((name, tensor))]:
+        raise ValueError(f"{path} contains tensors that are not plain numbers: {shortened(unusable)}")
     return OpenCheckpoint(stored, run, {name: tensor.shape for name, tensor in tensors.items()}, tensors)
+
+
+def is_weight(item: tuple[object, object]) -> bool:
+    """Whether a name and a value are a tensor of real numbers in memory, and its name."""
+    name, value = item
+    return (
+        isinstance(name, str)
+        and torch.is_tensor(value)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not (value.is_complex() or value.is_quantized)
+    )
 
 
 def flat(weights: dict[str, Value], state: dict[str, dict[str, Value]]) -> dict[str, Value]:
@@ -168,9 +261,15 @@ def check_weights(source: OpenCheckpoint, model: nn.Module) -> None:
     Raises:
         ValueError: weights are missing or not used.
     """
+    path = source.stored.path
+    for name, parameter in model.named_parameters():  # before memory is allocated for shapes that do not fit
+        saved, shape = source.shapes.get(f"model.{name}", parameter.shape), parameter.shape
+        is_longer = name == WPE and saved[1:] == shape[1:] and saved[0] > shape[0]
+        if saved != shape and not is_longer:
+            sizes = f"the shape of {name} is {tuple(saved)}, not {tuple(shape)}"
+            raise ValueError(f"{path} does not fit the model: {sizes}")
     if source.is_sharded:  # only this program writes shards
         return
-    path = source.stored.path
     used = {name for name, _ in model.named_parameters()}
     wanted = used
     if model.config.n_expert and not source.run["model_args"].get("n_expert"):  # MLPs are copied to experts

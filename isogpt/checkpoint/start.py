@@ -118,7 +118,7 @@ def find_start(
     # in a thread, since verifying a large checkpoint can take longer than the collectives' timeout
     stored, is_resume, reports = do_together(look_for_start, init_from, out_dir, resume_step, ranks.launch)
     for report in reports:
-        console.print_line(f"warning: {report}")
+        console.print_line(f"warning: {console.visible(report)}")
     is_resume = broadcast(is_resume)
     stored = share_checkpoint(stored, out_dir if is_resume else name)
     if stored:

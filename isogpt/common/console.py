@@ -4,6 +4,7 @@ import atexit
 import errno
 import json
 import os
+import re
 import sys
 import time
 from contextlib import suppress
@@ -12,6 +13,9 @@ from typing import TextIO
 # to the start of the line, and erase from there to the end of the screen: a terminal that was made narrower
 # has wrapped a line into several rows
 ERASE = "\r\x1b[J"
+# control characters, and those that change the order in which a line is shown
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+LAYOUT = "\n\t"
 CLOSED = (errno.EPIPE, errno.EIO)  # nobody reads a pipe, or the terminal was closed
 
 
@@ -54,6 +58,14 @@ def erase_line(stream: TextIO) -> str:
     return ERASE if is_screen(stream) else ""
 
 
+def visible(text: str, but: str = "") -> str:
+    """
+    Escape control characters: text from a file or a folder's name could otherwise change what a terminal
+    shows, or look like a line of ours. `but` are characters that stay.
+    """
+    return CONTROL.sub(lambda c: c[0] if c[0] in but else repr(c[0])[1:-1], text)
+
+
 def duration(seconds: float) -> str:
     """Format seconds as 1:02:03 or 2:03."""
     minutes, s = divmod(int(seconds + 0.5), 60)
@@ -67,7 +79,7 @@ def print_to_stderr(text: str) -> None:
     a full disk.
     """
     with suppress(OSError):
-        print(f"{erase_line(sys.stderr)}{text}", file=sys.stderr, flush=True)
+        print(f"{erase_line(sys.stderr)}{visible(text, but=LAYOUT)}", file=sys.stderr, flush=True)
 
 
 def print_error(message: str, source: str = "") -> None:

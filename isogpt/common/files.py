@@ -4,6 +4,10 @@ import errno
 import json
 import os
 import pickle
+import re
+import secrets
+import shutil
+import stat
 from contextlib import suppress
 from enum import EnumMeta
 from pathlib import Path
@@ -11,16 +15,34 @@ from pathlib import Path
 # what file systems that cannot sync a folder raise, such as CIFS and some of FUSE
 CANNOT_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 REPOSITORY = Path(__file__).resolve().parents[2]  # the folder of the scripts
+LARGEST_TEXT = 2**28  # bytes of a file that is read as a whole
+TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.tmp")  # see temporary_name
+
+# ------------------------------------------------------------------------------------------------------------
+# writing
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside `path` that nobody can foresee: a link of this name would lead to a different file."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with its content, or a file or a link, but not what the link leads to."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """
     Write a small file: after a kill or a power failure, `path` contains either the old content or all of the
-    new content.
+    new content. If `path` is a link, the file replaces the link.
     """
-    other = path.with_name(path.name + ".tmp")
+    other = temporary_name(path)
     try:
-        with open(other, "wb") as f:
+        with open(other, "xb") as f:  # x: it does not follow a link (O_EXCL)
             f.write(content.encode() if isinstance(content, str) else content)
             f.flush()
             os.fsync(f.fileno())
@@ -31,6 +53,69 @@ def write_whole(path: Path, content: str | bytes) -> None:
     finally:
         other.unlink(missing_ok=True)  # after an error, such as a full disk
     sync_folder(path.parent)
+
+
+def record(path: Path, job: dict, value: object) -> None:
+    """
+    Record a value for later attempts at the same job: out/layout.json contains the keys "layout" and "job".
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({path.stem: value, "job": job}))
+
+
+def sync_folder(folder: Path) -> None:
+    """
+    Make renames in this folder survive a power failure. Does nothing where the file system (or Windows)
+    cannot sync a folder: files are complete there too, but a power failure may undo the newest renames.
+    """
+    if os.name != "posix":
+        return
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+    except OSError as e:
+        if e.errno not in CANNOT_SYNC:
+            e.filename = e.filename or str(folder)  # fsync names no file
+            raise
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def regular_file(path: str | os.PathLike, flags: int) -> int:
+    """
+    Open a file that somebody else may have written: the opener of `open`. Reading from a FIFO, a socket or a
+    device could wait forever, which not even a signal ends.
+
+    Raises:
+        OSError: it is not a regular file.
+    """
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def read_text(path: Path) -> str:
+    """Read a file in UTF-8. Raises OSError or ValueError if this is not possible."""
+    with open(path, encoding="utf-8", opener=regular_file) as f:
+        if (size := os.fstat(f.fileno()).st_size) > LARGEST_TEXT:
+            raise ValueError(f"{path} is too large to be read: {size:,} bytes")
+        return f.read()
+
+
+def parse_json(text: str) -> object:
+    """Parse JSON. Raises ValueError also if it is nested too deeply for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError as e:
+        raise ValueError("the JSON is nested too deeply") from e
 
 
 def reason_of(error: BaseException) -> str:
@@ -57,45 +142,17 @@ def reason_of(error: BaseException) -> str:
 
 def about_pointer(path: Path) -> str:
     """What to do about a file that is a pointer of Git LFS, not the file itself; '' for other files."""
-    with suppress(OSError), open(path, "rb") as f:
+    with suppress(OSError), open(path, "rb", opener=regular_file) as f:
         if f.read(32).startswith(b"version https://git-lfs"):
             return f"a pointer of Git LFS, not the file itself: run git lfs pull in {path.parent}"
     return ""
 
 
-def record(path: Path, job: dict, value: object) -> None:
-    """
-    Record a value for later attempts at the same job: out/layout.json contains the keys "layout" and "job".
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({path.stem: value, "job": job}))
-
-
 def recorded(path: Path, job: dict) -> object | None:
     """What `record` wrote for the same job; None if there is nothing."""
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        content = json.loads(path.read_text())
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content = parse_json(read_text(path))
         return content[path.stem] if content["job"] == job else None
-
-
-def sync_folder(folder: Path) -> None:
-    """
-    Make renames in this folder survive a power failure. Does nothing where the file system (or Windows)
-    cannot sync a folder: files are complete there too, but a power failure may undo the newest renames.
-    """
-    if os.name != "posix":
-        return
-    descriptor = None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-    except OSError as e:
-        if e.errno not in CANNOT_SYNC:
-            e.filename = e.filename or str(folder)  # fsync names no file
-            raise
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def read_records(path: Path) -> list[dict]:
@@ -104,10 +161,10 @@ def read_records(path: Path) -> list[dict]:
     if the file is missing.
     """
     records = []
-    with suppress(FileNotFoundError), open(path, errors="replace") as f:
+    with suppress(FileNotFoundError), open(path, errors="replace", opener=regular_file) as f:
         for line in f:
             with suppress(ValueError):
-                records.append(json.loads(line))
+                records.append(parse_json(line))
     return [r for r in records if isinstance(r, dict) and isinstance(r.get("iter", 0), int)]
 
 
@@ -136,5 +193,5 @@ def load_pickle(path: Path, allowed: dict[str, set[str]]) -> object:
                 return super().find_class(module, name)
             raise pickle.UnpicklingError(f"it would run {module}.{name}; only plain values are read")
 
-    with open(path, "rb") as f:
+    with open(path, "rb", opener=regular_file) as f:
         return PlainUnpickler(f).load()

@@ -1,7 +1,6 @@
 """A data set on disk: find, check and map the files of token ids, and read the metadata."""
 
 import hashlib
-import json
 import mmap
 import os
 from dataclasses import dataclass
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from isogpt.common.files import REPOSITORY, load_pickle
+from isogpt.common.console import visible
+from isogpt.common.files import REPOSITORY, load_pickle, parse_json, read_text
 from isogpt.data.token_files import declared_dtype, format_of
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 
@@ -91,7 +91,11 @@ def how_to_prepare(folder: Path) -> str:
 def prepared_datasets() -> list[str]:
     """Names of the data sets that contain a train.bin."""
     return sorted(
-        {p.parent.name for root in (Path("data"), REPOSITORY / "data") for p in root.glob("*/train.bin")}
+        {
+            visible(p.parent.name)
+            for root in (Path("data"), REPOSITORY / "data")
+            for p in root.glob("*/train.bin")
+        }
     )
 
 
@@ -117,7 +121,7 @@ def read_meta(folder: Path) -> dict:
 def read_dict(path: Path) -> dict:
     """The dict in a meta.pkl or meta.json. Raises ValueError if the file cannot be read."""
     try:
-        content = load_pickle(path, allowed={}) if path.suffix == ".pkl" else json.loads(path.read_text())
+        content = load_pickle(path, allowed={}) if path.suffix == ".pkl" else parse_json(read_text(path))
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}, not a dict")
     except Exception as e:  # a damaged pickle raises nearly anything

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from isogpt.common.files import regular_file
+
 DTYPES = ("uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 # llm.c's header, also written by modded-nanogpt: 256 int32, which begin with this number, a version, and the
 # number of tokens
@@ -51,7 +53,7 @@ def format_of(path: Path, declared: str | None, vocab_size: int) -> tuple[str, i
         ValueError: the file does not contain token ids, begins with an unknown header, or probably contains
             ids of a dtype that has to be declared.
     """
-    with open(path, "rb") as f:
+    with open(path, "rb", opener=regular_file) as f:
         start = f.read(START)
     magic, version, tokens = np.frombuffer(start[:12].ljust(12, b"\0"), np.int32).tolist()
     if magic in HEADERS:

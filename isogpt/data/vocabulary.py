@@ -3,12 +3,11 @@ The meaning of the token ids of a data set or a model, as plain values that a ch
 makes encoders and decoders from these values.
 """
 
-import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from isogpt.common.files import about_pointer
+from isogpt.common.files import about_pointer, parse_json, read_text
 
 GPT2_IDS = 50257
 GPT2_PADDED = 51200  # the largest vocabulary taken for GPT-2's: padded to a multiple of 1024
@@ -63,7 +62,16 @@ class Vocabulary:
 def recorded(run: dict) -> Vocabulary | None:
     """The vocabulary that a checkpoint's run records; None without a record, as in nanoGPT's checkpoints."""
     values = run["isogpt"].get("vocabulary")
-    return Vocabulary(values["kind"], values["content"], values["end_of_text"]) if values else None
+    if not values:
+        return None
+    try:
+        vocabulary = Vocabulary(values["kind"], values["content"], values["end_of_text"])
+        are_ids = all(isinstance(t, str) and isinstance(i, int) and i >= 0 for t, i in vocabulary.ids.items())
+        if not (are_ids and isinstance(values["end_of_text"], str)):
+            raise TypeError("it does not consist of text with an id each")
+    except Exception as e:  # a checkpoint that somebody else has written may contain anything
+        raise ValueError(f"the vocabulary that the checkpoint records cannot be read: {e!r:.100}") from e
+    return vocabulary
 
 
 def gpt2_or_unknown(vocab_size: int, where: str) -> Vocabulary:
@@ -139,7 +147,7 @@ def tokenizer_in(folder: Path | str) -> Vocabulary | None:
     if not path.exists():
         return None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         tokens = ids_in_json(text)
     except Exception as e:  # a file of any other form raises nearly anything
         reason = " ".join(str(e).split())[:200]
@@ -149,7 +157,7 @@ def tokenizer_in(folder: Path | str) -> Vocabulary | None:
 
 def ids_in_json(text: str) -> dict[str, int]:
     """{token: id} of a tokenizer.json. Raises an exception of any type if the text is something else."""
-    content = json.loads(text)
+    content = parse_json(text)
     if not isinstance(content, dict) or "vocab" not in (content.get("model") or {}):
         raise ValueError("it is not in the format of Hugging Face's tokenizers")
     vocab = content["model"]["vocab"]
@@ -161,7 +169,7 @@ def ids_in_json(text: str) -> dict[str, int]:
 def end_of_text_in(folder: Path, tokens: dict[str, int]) -> str:
     """The token that ends a document according to a folder's tokenizer_config.json, or <|endoftext|>."""
     with suppress(OSError, ValueError, AttributeError):
-        token = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+        token = parse_json(read_text(folder / "tokenizer_config.json")).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token in tokens:
             return token

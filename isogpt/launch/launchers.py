@@ -98,7 +98,7 @@ def mpi_variables() -> dict[str, str]:
             "rank 0's address is not known: start with mpirun -x MASTER_ADDR=HOST (Open MPI) or -genv "
             "MASTER_ADDR HOST (MPICH), where HOST is the first machine"
         )
-    return torchrun_variables(rank, world_size, local_rank, local_size, "127.0.0.1", job)
+    return torchrun_variables(rank, world_size, local_rank, local_size, network.loopback(), job)
 
 
 def slurm_variables() -> dict[str, str]:
@@ -112,7 +112,7 @@ def slurm_variables() -> dict[str, str]:
         env["SLURM_STEP_NUM_TASKS"],
         env.get("SLURM_LOCALID", "0"),
         str(tasks[int(env.get("SLURM_NODEID", 0))]),
-        first_node(env.get("SLURM_STEP_NODELIST", "")),
+        first_node(env.get("SLURM_STEP_NODELIST", "")) if len(tasks) > 1 else network.loopback(),
         f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}",
     )
 

@@ -78,6 +78,32 @@ def attempts(timeout_s: float) -> Iterator[bool]:
         pause = min(2 * pause, 0.25)
 
 
+def listen_on_one_machine() -> int | None:
+    """
+    Listen at MASTER_ADDR and MASTER_PORT for a store of ranks that are all on this machine, as the launcher
+    says. Returns the file descriptor. None if ranks may be on other machines: these may know this machine by
+    an address to which MASTER_ADDR does not resolve here, so that TCPStore has to listen at all addresses.
+
+    Raises:
+        ValueError: the port is used, or the address is not this machine's.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # not the name localhost, which Kubeflow gives to the first of several pods
+    is_loopback = host.startswith("127.") or host == "::1"
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))  # the latter: DeepSpeed's
+    if not is_loopback and local_size != os.environ["WORLD_SIZE"]:
+        return None
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family).detach()
+    except OSError as e:
+        raise ValueError(
+            f"cannot reach the other ranks at {store_address()}, since this process cannot listen there "
+            f"({e.strerror}): set MASTER_PORT to a port that is free, and on one machine MASTER_ADDR to "
+            f"{loopback()}{LEFT_OVER}"
+        ) from e
+
+
 def wait_for_server(timeout_s: float) -> None:
     """
     Wait until a process listens at MASTER_ADDR and MASTER_PORT. TCPStore also waits, but prints a page of C++
@@ -286,11 +312,15 @@ def bind_to_gpu(gpu: object) -> None:
 # network interfaces
 
 
-def choose_interface(processes: Sequence[Process]) -> str:
+def choose_interface(processes: Sequence[Process] = ()) -> str:
     """
     Set GLOO_SOCKET_IFNAME, if it is not set, to the interface that leads to rank 0's machine, or to loopback
     on a single machine. By default, gloo takes the interface of the host name's address, which on many
-    systems is a loopback address. NCCL chooses independently (NCCL_SOCKET_IFNAME).
+    systems is a loopback address. NCCL chooses independently (NCCL_SOCKET_IFNAME), but on a single machine it
+    also gets loopback: both listen at an address of the interface, and need nobody else there.
+
+    Args:
+        processes: of all ranks; (): they are on this machine.
 
     Returns the interface and its address, as 'eth0 (10.0.0.1)'; '' if gloo chooses.
 
@@ -307,16 +337,25 @@ def choose_interface(processes: Sequence[Process]) -> str:
             )
         address = next((address for address, name in addresses.items() if name == chosen), "")
         return f"{chosen} ({address})" if address else chosen
-    this_address = next((address for address in LOOPBACK if address in addresses), "")
-    if len({process.machine for process in processes}) > 1:
+    this_address = loopback()
+    has_others = len({process.machine for process in processes}) > 1
+    if has_others:
         # rank 0's own machine often resolves MASTER_ADDR to a loopback address, the others never do
         masters = {process.master for process in processes} - {""}
         masters = {master for master in masters if not ipaddress.ip_address(master).is_loopback}
         this_address = address_towards(min(masters)) if masters else this_address
     if name := addresses.get(this_address):
         os.environ["GLOO_SOCKET_IFNAME"] = name
+        if not has_others:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix
         return f"{name} ({this_address})"
     return ""
+
+
+def loopback() -> str:
+    """The loopback address: that of IPv6 on a machine without IPv4."""
+    addresses = interfaces()
+    return next((address for address in LOOPBACK if address in addresses), LOOPBACK[0])
 
 
 def interfaces() -> dict[str, str]:

@@ -1,14 +1,16 @@
 """torchrun for --nproc, without torchrun's report of a failure: the ranks have printed theirs."""
 
 import logging
+import socket
 import sys
 
-from torch.distributed import run
+from torch.distributed import TCPStore, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from isogpt.common import console
 from isogpt.launch.launchers import stop_signals
+from isogpt.launch.network import loopback
 
 
 def main() -> None:
@@ -17,9 +19,15 @@ def main() -> None:
     killed has printed nothing, so that the signal is printed here.
     """
     logging.disable(logging.ERROR)
-    sys.argv.insert(1, f"--signals-to-handle={','.join(s.name for s in stop_signals())}")
+    arguments = sys.argv[1:]
+    if arguments[0] == "--standalone":
+        store = serve_at_loopback()
+        host = f"[{store.host}]" if ":" in store.host else store.host
+        # all of them, since variables such as PET_RDZV_BACKEND are torchrun's defaults
+        rendezvous = ["--nnodes=1", "--node-rank=0", "--rdzv-backend=static"]
+        arguments[:1] = [*rendezvous, f"--rdzv-endpoint={host}:{store.port}"]
     try:
-        run.main()
+        run.main([f"--signals-to-handle={','.join(s.name for s in stop_signals())}", *arguments])
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
         if failure.exitcode < 0:
@@ -27,3 +35,21 @@ def main() -> None:
         sys.exit(1)
     except SignalException:  # the ranks have saved the run and exited
         sys.exit(1)
+
+
+def serve_at_loopback() -> TCPStore:
+    """
+    Serve the store of a rendezvous on this machine. torchrun's own stores listen at all addresses of the
+    machine, and whoever reaches a store can run code here; this one is reached from this machine alone. The
+    static rendezvous uses the store that serves its port in this process (multi_tenant), and opens no other.
+    """
+    host = loopback()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError as e:
+        console.print_error(f"nproc needs the loopback address {host} ({e.strerror}): type ip link set lo up")
+        sys.exit(1)
+    port = listener.getsockname()[1]
+    options = {"multi_tenant": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return TCPStore(host, port, is_master=True, **options)

@@ -137,6 +137,7 @@ def connect_ranks(device: str, backend: str, timeout_s: float) -> Ranks:
     if picked.type == "cpu":
         keep_freed_memory()
     if "RANK" not in os.environ:
+        network.choose_interface()  # for the group of a single process, which also listens
         return Ranks(rank, world_size, picked, group_backend, launch=make_launch([]))
 
     # the store: all ranks meet, describe their processes, and are numbered by machine
@@ -208,12 +209,14 @@ def connect_store(timeout_s: float, serves: bool = False) -> dist.TCPStore:
     Raises:
         ValueError: nobody serves the store within timeout_s, or what listens there does not answer.
     """
+    listener = network.listen_on_one_machine() if serves else None
     if not serves:
         network.wait_for_server(timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # only network.meet waits for the other ranks, and names the ranks that are missing
     timeout = timedelta(seconds=timeout_s)
-    connect = partial(dist.TCPStore, address, port, None, serves, timeout, wait_for_workers=False)
+    options = {"wait_for_workers": False, "master_listen_fd": listener}
+    connect = partial(dist.TCPStore, address, port, None, serves, timeout, **options)
     return network.answer_of(connect, timeout_s + network.ANSWER_S)
 
 

@@ -35,7 +35,7 @@ class Console:
             text = f"step {record['iter']}: {losses}"
         elif is_step and not self.has_status:
             text = step_line(record)
-        output = f"{text}\n" if text else ""
+        output = f"{console.visible(text, but=console.LAYOUT)}\n" if text else ""
         if self.has_status:
             if is_step:
                 self.status = status_text(record, self.max_iters, self.val_loss)

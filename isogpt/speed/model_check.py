@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from isogpt.common.files import read_records
+from isogpt.launch.network import choose_interface
 from isogpt.nn import generation, huggingface
 from isogpt.nn.architecture import GPTConfig
 from isogpt.nn.counts import count_model
@@ -159,6 +160,7 @@ def work(model_class: Callable[[GPTConfig], nn.Module], folder: str) -> None:
     request = Request(**json.loads((Path(folder) / "request.json").read_text()))
     rank = int(os.environ.get("RANK", 0))
     if request.processes > 1:
+        choose_interface()
         store = dist.FileStore(f"{folder}/store", request.processes)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=request.processes, timeout=TIMEOUT)
 

@@ -11,6 +11,7 @@ from isogpt.common.files import reason_of
 from isogpt.launch.process_group import Ranks
 
 PROFILE_SKIP, PROFILE_STEPS = 5, 5  # the first steps are not typical
+FILES = ("trace.json", "operators.txt", "memory.pickle")
 
 
 def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> torch.profiler.profile | None:
@@ -34,6 +35,8 @@ def start_profiler(out_dir: str, steps: int, ranks: Ranks) -> torch.profiler.pro
             console.print_to_stderr(f"warning: the profile could not be written to {out} ({reason_of(e)})")
 
     def write_files(profiler: torch.profiler.profile) -> None:
+        for name in FILES:  # not through links to other files
+            (out / name).unlink(missing_ok=True)
         profiler.export_chrome_trace(str(out / "trace.json"))
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         operators = profiler.key_averages().table(sort_by=key, row_limit=15, max_name_column_width=50)
