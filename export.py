@@ -187,7 +187,11 @@ def list_checkpoints(out_dir: str) -> str:
     newest = next(filter(None, manifests.values()), None)  # the newest manifest names the best step
     best = best_folder(out, newest) if newest else None
     for folder, manifest in manifests.items():
-        state = (damage(folder) or "valid") + (" (best)" if folder == best else "")
+        try:
+            state = damage(folder) or "valid"
+        except ValueError as e:  # it may be intact
+            state = str(e)
+        state += " (best)" if folder == best else ""
         form = "ckpt.pt" if (folder / "ckpt.pt").exists() else "shards"
         with suppress(FileNotFoundError):  # a live run has just deleted the file
             val_loss = val_loss_of(manifest) if manifest else None

@@ -525,6 +525,23 @@ def test_a_closed_pipe_does_not_end_the_run(work):
 # misleading messages
 
 
+def test_no_module_is_imported_after_the_first_step(zygote, work):
+    """A checkout may be changed or moved while a run goes on: it must not load a mixture of versions."""
+    changes = """
+from isogpt.monitor.run_report import RunReport
+loaded, step, end = [], RunReport.step, RunReport.end
+def noted_step(self, *args):
+    loaded.extend(() if loaded else sys.modules)
+    return step(self, *args)
+def noted_end(self, *args):
+    end(self, *args)
+    print("late:", [name for name in sys.modules if "isogpt" in name and name not in loaded])
+RunReport.step, RunReport.end = noted_step, noted_end
+"""
+    args = ["--out_dir=out", "--max_iters=2", "--zero=1"]
+    assert "late: []\n" in start_changed(zygote, changes, args, work).wait().text()
+
+
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left on device"):
         write_file(type(tmp_path)("/dev/full"), {"w": torch.zeros(10**5)})

@@ -4,6 +4,7 @@ or ends a script with a traceback.
 """
 
 import copy
+import errno
 import io
 import json
 import math
@@ -19,12 +20,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import accepted, train_defaults
+from runs import accepted, start_changed, train_defaults
 
 import export
-from isogpt.checkpoint.folder import enter_folder, look_for_start
-from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed, step_folders
-from isogpt.checkpoint.owner import was_entered_by
+from isogpt.checkpoint import manifest, search, sharded_files
+from isogpt.checkpoint.ckpt_file import write_file
+from isogpt.checkpoint.commit import commit_checkpoint
+from isogpt.checkpoint.folder import continue_from, enter_folder, look_for_start
+from isogpt.checkpoint.manifest import (
+    damage,
+    hash_files,
+    read_manifest,
+    sealed,
+    sha256_of,
+    step_folders,
+    step_of,
+)
+from isogpt.checkpoint.owner import check_owner, was_entered_by, write_owner
 from isogpt.checkpoint.progress import Progress
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
 from isogpt.checkpoint.search import best_checkpoint
@@ -36,6 +48,7 @@ from isogpt.common.files import recorded, write_whole
 from isogpt.data.dataset import open_dataset
 from isogpt.launch.launchers import Launch
 from isogpt.monitor.sink_metrics import MetricsFile
+from isogpt.parallel.local_parts import local_part_of
 from isogpt.parallel.parallelize import materialize
 from model import GPT, GPTConfig
 
@@ -252,6 +265,19 @@ def test_a_pickle_of_anything(at, runs):
                 assert "\x1b" not in console.visible(str(e))
 
 
+# a link under the name of the next checkpoint, after the run has cleaned its folder up; its owner is known
+PLANTED = """
+import uuid
+from isogpt.monitor.run_report import RunReport
+uuid.uuid4 = lambda: uuid.UUID(int=0)
+end_of_start = RunReport.__post_init__
+def plant(self):
+    end_of_start(self)
+    os.symlink(os.path.abspath("victim/folder"), "out/unfinished_00000000_step_00000006")
+RunReport.__post_init__ = plant
+"""
+
+
 def test_nothing_outside_of_the_folder_is_written(zygote, runs, tmp_path):
     """Links under each name that a run writes, to files and folders of somebody else."""
     shutil.copytree(runs / "data", tmp_path / "data")
@@ -274,7 +300,7 @@ def test_nothing_outside_of_the_folder_is_written(zygote, runs, tmp_path):
         "previous_1",
         "step_00000006",
     )
-    for name in folders:
+    for name in (*folders, "link"):
         (out / name).symlink_to(victim / "folder")
     args = [
         "--n_layer=1",
@@ -284,11 +310,94 @@ def test_nothing_outside_of_the_folder_is_written(zygote, runs, tmp_path):
         "--profile=True",
         "--keep_last=1",
     ]
-    zygote.train([*args, "--init_from=resume", "--max_iters=12"], tmp_path)
+    run = start_changed(zygote, PLANTED, [*args, "--init_from=resume", "--max_iters=12"], tmp_path).wait()
+    assert "a checkpoint failed" not in run.text()
     zygote.train([*args, "--max_iters=100000", "--time_limit_s=1"], tmp_path)  # PREEMPTED, previous_
     assert (out / "PREEMPTED").is_file() and not (out / "PREEMPTED").is_symlink()
     files = [path for path in victim.rglob("*") if path.is_file()]
     assert len(files) == 4 and all(path.read_text() == "precious" for path in files)
+    for write in (write_shards, write_ckpt):  # a link that nobody may remove
+        with pytest.raises(OSError, match="it is a link"):
+            write(out / "link")
+
+
+def write_shards(folder):
+    sharded_files.write(folder, {"x": local_part_of(torch.ones(1))}, group=None)
+
+
+def write_ckpt(folder):
+    write_file(folder / "ckpt.pt", {})
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_damaged(copy_of, at):
+    """The disk may be away, or the files may belong to a different user: a resume must not give up steps."""
+    out = copy_of("whole")
+    newest, older, *_ = step_folders(out)
+
+    def read(path):
+        if newest in path.parents and path.name == unreadable:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return sha256_of(path)
+
+    at.set(manifest, "sha256_of", read)
+    for unreadable in ("ckpt.pt", "manifest.json"):
+        if unreadable == "manifest.json":
+            at.set(manifest, "read_manifest", lambda folder: {})
+        with pytest.raises(ValueError, match=f"^{newest}/{unreadable} cannot be read .*may be intact: "):
+            look_for_start("auto", str(out), -1, Launch())
+        assert f"{unreadable} cannot be read (Permission denied)" in export.list_checkpoints(str(out))
+    at.set(manifest, "read_manifest", read_manifest)
+    unreadable = "ckpt.pt"
+    stored, *_ = look_for_start("resume", str(out), step_of(older), Launch())
+    continue_from(str(out), stored)
+    assert (out / f"abandoned_{newest.name}").is_dir() and stored.path.parent == older
+
+
+def test_what_stands_in_the_place_of_links_makes_no_checkpoint_fail(copy_of, capsys):
+    out = copy_of("whole")
+    newest, older, *_ = step_folders(out)
+    for name in ("ckpt.pt", "ckpt_best.pt"):
+        (out / name).unlink()
+        (out / name).mkdir()
+    (out / f"unfinished_{older.name}").write_text("a file")
+    shutil.copytree(newest, out / "new")
+    (out / "new" / "manifest.json").unlink()
+    commit_checkpoint(out / "new", read_manifest(newest) | {"step": 8}, keep_last=1)
+    assert [step_of(folder) for folder in step_folders(out)] == [8, step_of(newest)], "the best one is kept"
+    assert not [*out.glob("*.tmp"), *out.glob("unfinished_*")]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(f"warning: {out}/step_00000008 is complete, but" in line for line in lines)
+
+
+def test_an_owner_that_is_no_text_is_none(at):
+    for owner in (None, 7, ["x"]):
+        (at.path / "owner").write_text(json.dumps({"owner": owner, "launch": None}))
+        check_owner(at.path, "this run")
+    write_owner(at.path, "other", None)
+    with pytest.raises(ValueError, match="a different run was started"):
+        check_owner(at.path, "this run")
+
+
+def test_a_run_that_goes_on_deletes_what_was_found(copy_of, at):
+    out = copy_of("whole")
+    newest, older, *_ = step_folders(out)
+    shutil.copytree(newest, out / "kept")
+
+    def deleted(folder):
+        """A run saves the next checkpoint and deletes the last while it is verified."""
+        if folder == newest and (out / "kept").exists():
+            shutil.rmtree(newest)
+            (out / "kept").rename(out / "step_00000009")
+            seal(out / "step_00000009", read_manifest(out / "step_00000009") | {"step": 9})
+        return damage(folder)
+
+    at.set(search, "damage", deleted)
+    stored, reports = search.newest_checkpoint(str(out))
+    assert (stored.step, reports) == (9, [])
+    shutil.rmtree(out / "step_00000009")
+    with pytest.raises(ValueError, match="has just been deleted, by a run that goes on: start again"):
+        open_checkpoint(stored)
+    search.newest_checkpoint(str(out))
 
 
 def test_sizes_that_no_file_has(copy_of):

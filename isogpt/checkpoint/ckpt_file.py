@@ -1,5 +1,6 @@
 """Read and write a ckpt.pt: torch.load of a file that may be damaged or hostile, torch.save."""
 
+import errno
 import math
 import os
 import re
@@ -97,6 +98,8 @@ def nanogpt_state(run: dict, model: nn.Module, optimizers: list[torch.optim.Opti
 def write_file(path: Path, state: dict) -> None:
     """Write a ckpt.pt to the disk, in a new folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent.is_symlink():  # nobody may remove the link, in a folder with the sticky bit
+        raise OSError(errno.ELOOP, "it is a link", str(path.parent))
     with open(path, "wb") as f:
         try:
             torch.save(state, f)

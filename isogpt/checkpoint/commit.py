@@ -2,12 +2,15 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from isogpt.checkpoint.manifest import hash_files, read_manifest, sealed, step_folder, step_folders, step_of
 from isogpt.checkpoint.owner import check_owner
 from isogpt.checkpoint.search import best_folder
-from isogpt.common.files import remove, sync_folder, temporary_name, write_whole
+from isogpt.common import console
+from isogpt.common.files import reason_of, remove, sync_folder, temporary_name, write_whole
 
 
 def commit_checkpoint(unfinished: Path, manifest: dict, keep_last: int, owner: str = "") -> Path:
@@ -58,16 +61,26 @@ def replace_files(unfinished: Path, folder: Path) -> None:
     shutil.rmtree(unfinished)  # not empty if nanoGPT has written through our link: the same file
 
 
+@contextmanager
+def only_warned(folder: Path) -> Iterator[None]:
+    """Print a warning if the block fails: what it does is not a part of the checkpoint in `folder`."""
+    try:
+        yield
+    except OSError as e:
+        console.print_to_stderr(f"warning: {folder} is complete, but then: {reason_of(e)}")
+
+
 def link_checkpoints(out: Path, newest_folder: Path, best: Path | None) -> None:
     """
     Point ckpt.pt and ckpt_best.pt to the newest and the best checkpoint (None: there is none). A checkpoint
     in shards has no link.
     """
     for path, folder in ((out / "ckpt.pt", newest_folder), (out / "ckpt_best.pt", best)):
-        if folder and (folder / "ckpt.pt").exists():
-            point_link(path, folder / "ckpt.pt")
-        elif path.is_symlink():
-            path.unlink()
+        with only_warned(newest_folder):
+            if folder and (folder / "ckpt.pt").exists():
+                point_link(path, folder / "ckpt.pt")
+            elif path.is_symlink():
+                path.unlink()
 
 
 def point_link(path: Path, target: Path) -> None:
@@ -76,10 +89,13 @@ def point_link(path: Path, target: Path) -> None:
     """
     other = temporary_name(path)
     try:
-        os.symlink(target.relative_to(path.parent), other)
-    except OSError:
-        shutil.copyfile(target, other)
-    os.replace(other, path)
+        try:
+            os.symlink(target.relative_to(path.parent), other)
+        except OSError:
+            shutil.copyfile(target, other)
+        os.replace(other, path)
+    finally:
+        other.unlink(missing_ok=True)  # after an error, such as a folder in the place of the link
 
 
 def prune_checkpoints(
@@ -93,5 +109,7 @@ def prune_checkpoints(
     for folder in folders[keep_last:] if keep_last else []:
         if folder != best and read_manifest(folder).get("block_size", block_size) == block_size:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
-            os.rename(folder, doomed)
-            remove(doomed)
+            with only_warned(newest_folder):
+                remove(doomed)
+                os.rename(folder, doomed)
+                remove(doomed)

@@ -315,7 +315,9 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
         abandon_bare(bare, resumed.step)
     for folder in step_folders(out):
         if step_of(folder) > resumed.step:
-            kind = "damaged" if damage(folder) else "abandoned"
+            kind = "abandoned"
+            with suppress(ValueError):  # it cannot be read, but may be intact
+                kind = "damaged" if damage(folder) else kind
             os.rename(folder, free_name(out, f"{kind}_{folder.name}"))
     folder = step_folder(out, resumed.step)
     link_checkpoints(out, folder, best_folder(out, read_manifest(folder)))

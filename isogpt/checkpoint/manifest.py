@@ -1,8 +1,10 @@
 """The folders of checkpoints, and the manifest that describes a checkpoint's files and their checksums."""
 
+import errno
 import hashlib
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,6 +14,8 @@ from isogpt.common.console import visible
 from isogpt.common.files import parse_json, read_text, regular_file
 
 STEP = re.compile(r"step_(\d{8,})")
+# errors in reading what may be intact, unlike a file that is missing
+MAY_PASS = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
 LARGEST_STEP = 2**53  # a float64 is exact below
 # the types of a manifest's fields
 FIELDS = {
@@ -131,18 +135,48 @@ def sha256_of(path: Path) -> str:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a step folder: '' if every file's checksum matches the manifest."""
+    """
+    What is wrong with a step folder: '' if every file's checksum matches the manifest.
+
+    Raises:
+        ValueError: a file cannot be read, but may be intact.
+    """
     manifest = read_manifest(folder)
+    if not manifest:
+        with suppress(OSError):
+            checked_sha256(folder / "manifest.json")
     if not manifest or step_of(folder) != manifest["step"]:
         return "manifest.json is missing or damaged"
     problems = (damaged_file(folder / name, manifest["files"]) for name in manifest["files"])
     return next(filter(None, problems), "")
 
 
-def damaged_file(path: Path, files: dict) -> str:
-    """What is wrong with a file: '' if its checksum matches its entry in `files`, see `hash_files`."""
+def checked_sha256(path: Path) -> str:
+    """
+    The SHA-256 of a file of a checkpoint.
+
+    Raises:
+        OSError: the file is missing, for instance.
+        ValueError: the file cannot be read, but may be intact.
+    """
     try:
-        actual = sha256_of(path)
+        return sha256_of(path)
+    except OSError as e:
+        if e.errno not in MAY_PASS:
+            raise
+        raise ValueError(
+            f"{path} cannot be read ({e.strerror}), and may be intact: make it readable, e.g. with chmod or "
+            f"chown, and start again, or rename {path.parent} if an older checkpoint will do"
+        ) from e
+
+
+def damaged_file(path: Path, files: dict) -> str:
+    """
+    What is wrong with a file: '' if its checksum matches its entry in `files`, see `hash_files`. Raises
+    ValueError if it cannot be read, but may be intact.
+    """
+    try:
+        actual = checked_sha256(path)
     except OSError as e:
         return f"{path.name} cannot be read ({e.strerror or e})"
     if actual != files[path.name]["sha256"]:

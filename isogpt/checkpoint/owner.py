@@ -20,10 +20,10 @@ def write_owner(out: Path, owner: str, launch: Launch | None) -> None:
 
 
 def read_owner(out: Path) -> dict:
-    """Read what write_owner wrote; empty if there is no file."""
+    """Read what write_owner wrote; empty if there is no file, or something else is in it."""
     with suppress(OSError, ValueError):
         record = parse_json(read_text(out / "owner"))
-        return record if isinstance(record, dict) else {}
+        return record if isinstance(record, dict) and isinstance(record.get("owner"), str) else {}
     return {}
 
 

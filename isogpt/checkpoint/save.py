@@ -1,8 +1,8 @@
 """Save a run on any layout, in the background, and go back to what was saved."""
 
-import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from isogpt.checkpoint.owner import check_owner, claim_again
 from isogpt.checkpoint.search import share_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
-from isogpt.common.files import reason_of
+from isogpt.common.files import reason_of, remove
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together
 from isogpt.parallel.mesh import Mesh
@@ -70,6 +70,9 @@ class Saver:
         self.is_sharded = is_sharded(self.plan, self.mesh)
         # shards are written from a thread, which needs a separate group with a CPU backend
         if self.is_sharded:
+            # now, and not at the first checkpoint: the source code may be changed during a run
+            import isogpt.checkpoint.sharded_files  # noqa: F401
+
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.mesh.timeout_s))
             # long, since disks may be slow; set now that the group is connected
             self.group = self.mesh.limit(group, timeout_s=7 * 24 * 3600)
@@ -108,9 +111,10 @@ class Saver:
         if lost:
             self.log.event("folder_lost", f"warning: {lost}", reason=lost)
         # where the folder is not shared, rank 0 could not discard this rank's shards of a failed checkpoint
-        shutil.rmtree(self.unfinished(), ignore_errors=True)
+        self.discard()
         self.step, self.problem = state.step, ""
         if self.is_sharded or is_main():
+            self.discard()  # somebody may have put a link in its place, to a folder elsewhere
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.write, run, copied, state.progress.val_loss)
         self.stall = time.perf_counter() - self.began
@@ -118,6 +122,11 @@ class Saver:
     def unfinished(self) -> Path:
         """The folder in which the checkpoint is written until it is complete."""
         return unfinished_folder(self.run_folder.path, self.run_folder.owner, self.step)
+
+    def discard(self) -> None:
+        """Remove this folder, as far as possible."""
+        with suppress(OSError):
+            remove(self.unfinished())
 
     def write(self, run: dict, copied: dict, val_loss: float | None) -> None:
         """Write a checkpoint in a folder of its own; rank 0 then makes it count (in the background)."""
@@ -136,7 +145,7 @@ class Saver:
                 self.seconds = time.perf_counter() - self.began
         except BaseException:
             if is_main():
-                shutil.rmtree(folder, ignore_errors=True)  # makes room on a full disk
+                self.discard()  # makes room on a full disk
             raise
 
     def describe(self, state: TrainState) -> dict:

@@ -52,13 +52,16 @@ def open_bare(path: Path, state: dict) -> StoredCheckpoint:
     return StoredCheckpoint(path, state["iter_num"], {"files": files}, val_loss, is_bare=True)
 
 
-def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[StoredCheckpoint | None, list[str]]:
+def newest_checkpoint(
+    out_dir: str, step: int = -1, attempts: int = 5
+) -> tuple[StoredCheckpoint | None, list[str]]:
     """
     Find the checkpoint to resume from: the newest undamaged step folder, or a bare ckpt.pt that nanoGPT
     wrote.
 
     Args:
         step: only this step's checkpoint; -1: the newest.
+        attempts: how often to look if a run that goes on deletes checkpoints meanwhile.
 
     Returns:
         (the checkpoint or None, a sentence for each newer checkpoint that is damaged)
@@ -68,6 +71,8 @@ def newest_checkpoint(out_dir: str, step: int = -1) -> tuple[StoredCheckpoint | 
         if not (problem := damage(folder)):
             newest = open_folder(folder)
             break
+        if attempts > 1 and not folder.exists():
+            return newest_checkpoint(out_dir, step, attempts - 1)
         reports.append(f"{folder} is damaged: {problem}")
     bare = out / "ckpt.pt"
     # normally our link to the checkpoint that was verified above
@@ -150,6 +155,8 @@ def check_same(stored: StoredCheckpoint) -> None:
     """
     where = f"{stored.path.absolute()} on {socket.gethostname()}"
     folder = stored.path if stored.path.is_dir() else stored.path.parent
+    if stored.is_verified and not stored.path.exists():
+        raise ValueError(f"{where} has just been deleted, by a run that goes on: start again")
     if not stored.is_bare and read_manifest(folder) != stored.manifest:
         raise ValueError(
             f"{where} is not the checkpoint that rank 0 found, and all ranks read it: use a folder on a "

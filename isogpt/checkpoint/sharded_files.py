@@ -3,6 +3,7 @@ Checkpoints in shards: each rank writes the parts that it holds with torch.distr
 parameter name, and reads the parts that it holds from shards of any layout.
 """
 
+import errno
 import os
 import pickle
 import socket
@@ -106,6 +107,8 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, *args: object) -> object:
         try:
+            if Path(self.path).is_symlink():  # nobody may remove the link, in a folder with the sticky bit
+                raise OSError(errno.ELOOP, "it is a link", str(self.path))
             return super().write_data(*args)
         # the context of torch.save's error, such as a full disk, is lost on the way to the other ranks
         except Exception as e:
