@@ -114,7 +114,8 @@ class Saver:
         self.discard()
         self.step, self.problem = state.step, ""
         if self.is_sharded or is_main():
-            self.discard()  # somebody may have put a link in its place, to a folder elsewhere
+            if self.unfinished().is_symlink():  # somebody has put it there, to a folder elsewhere
+                self.discard()
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.write, run, copied, state.progress.val_loss)
         self.stall = time.perf_counter() - self.began
