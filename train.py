@@ -289,7 +289,7 @@ nan_policy = not_finite.NanPolicy(on_nan)
 del start  # frees the memory of the loaded tensors
 
 # 6. the loop (all ranks; what only rank 0 does is inside logger and sampler)
-is_complete = state.step > max_iters and not eval_only
+is_complete = not (eval_only or progress.is_unfinished(max_iters))
 if is_complete:  # a complete run was resumed: nothing is left to do
     advice = f"to continue, set {schedule.to_continue(state.step)} or so"
     logger.print(f"{out_dir} is at step {state.step}, which is beyond max_iters: {advice}")
@@ -379,7 +379,7 @@ while not is_complete:
         break
 
 # 7. the end: the last checkpoint, if the run was stopped, and the final plot (all ranks)
-is_preempted = stop.agreed != 0 and state.step <= max_iters
+is_preempted = stop.agreed != 0 and progress.is_unfinished(max_iters)
 if stop.agreed:
     with clock.part("save"):
         saver.save(state)

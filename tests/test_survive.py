@@ -30,7 +30,7 @@ from runs import (
 )
 
 from isogpt.checkpoint.folder import RunFolder, find_rollback, mark_preempted
-from isogpt.checkpoint.manifest import damage
+from isogpt.checkpoint.manifest import damage, read_manifest, val_loss_of
 from isogpt.checkpoint.owner import write_owner
 from isogpt.checkpoint.search import newest_checkpoint
 from isogpt.launch import start_checks
@@ -109,6 +109,23 @@ def test_a_signal_during_an_evaluation_and_during_a_checkpoint(zygote, work):
     run.wait(timeout=20)
     assert json.loads((work / "out" / "PREEMPTED").read_text())["iter"] == 20
     assert (work / "out" / "step_00000020").is_dir(), "the state before the evaluation"
+    # the evaluation after the last step: the run is not complete, and the next start evaluates once
+    last = [*long, "--max_iters=21", "--eval_interval=1000"]
+    run = zygote.start(last, work)
+    assert run.until(lambda text: "iter 21:" in text)
+    run.kill(sig=signal.SIGTERM)
+    assert run.wait(timeout=20, ok=False).codes == [143] and "stopped on request before step 22" in run.text()
+    assert (work / "out" / "PREEMPTED").exists()
+    final = [*last, "--eval_iters=1"]
+    assert "step 22: train loss" in zygote.start(final, work).wait().text()
+    folder, manifest = work / "out/step_00000022", read_manifest(work / "out/step_00000022")
+    assert not damage(folder) and val_loss_of(manifest) == manifest["best_val_loss"] < 10
+    assert (work / "out/ckpt_best.pt").resolve().parent == folder
+    assert not (work / "out" / "PREEMPTED").exists()
+    run = zygote.start([*final, "--always_save_checkpoint=True"], work).wait()
+    assert "is at step 22, which is beyond max_iters" in run.text() and "train loss" not in run.text()
+    run = zygote.start([*final, "--max_iters=22"], work).wait()
+    assert read_manifest(work / "out/step_00000023")["best_val_loss"] <= manifest["best_val_loss"]
     each = [*TINY, "--out_dir=saving", "--save_interval=1", "--max_iters=100000", "--init_from=auto"]
     run = start_changed(zygote, DRAWS, each, work)
     assert run.until(lambda text: text.count("saved") > 5)

@@ -47,7 +47,7 @@ class Progress:
     def load(self, source: OpenCheckpoint) -> list[str]:
         """Continue a checkpoint's run; returns a sentence about each thing that is not continued."""
         run, ours = source.run, source.run["isogpt"]
-        self.rewind(run)
+        self.rewind(source)
         self.skipped = set(ours.get("left_out", []))
         self.wandb_id = ours.get("wandb_id")
         self.shares = tuple(ours.get("shares", ()))
@@ -61,13 +61,18 @@ class Progress:
                 f"the best val loss so far, {run['best_val_loss']:.4f}, does not count any more, since "
                 f"evaluations measure something different: {', '.join(changed)}"
             )
+        # the checkpoint may have been evaluated after it was written, see Saver.record_loss
+        measures = source.stored.manifest.get("measures", measures_of(run))
+        if self.val_loss is not None and not changed_measures(measures, self.measures):
+            self.evaluated(self.val_loss)
         if not source.has_moments:
             notes.append(f"{source.stored.path} contains no state of AdamW: the moments start at zero")
         return notes
 
-    def rewind(self, run: dict) -> None:
+    def rewind(self, source: OpenCheckpoint) -> None:
         """Go back to a checkpoint's step; the best loss and the skipped steps stay."""
-        self.val_loss = None
+        run = source.run
+        self.val_loss = source.stored.val_loss
         self.step = run["iter_num"]
         ours = run["isogpt"]
         self.tokens = ours.get("tokens", self.step * self.tokens_per_step)
@@ -77,6 +82,10 @@ class Progress:
     def is_best(self) -> bool:
         """Whether the weights before `step` have the lowest loss so far."""
         return self.best_step == self.step
+
+    def is_unfinished(self, max_iters: int) -> bool:
+        """Whether the last step or the evaluation after it is left to do."""
+        return self.step <= max_iters or self.val_loss is None
 
     def evaluated(self, val_loss: float) -> None:
         """Note the validation loss of the weights before `step`."""

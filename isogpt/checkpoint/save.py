@@ -11,15 +11,24 @@ from typing import Protocol
 import torch.distributed as dist
 
 from isogpt.checkpoint.ckpt_file import nanogpt_state, write_file
-from isogpt.checkpoint.commit import commit_checkpoint
+from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints, only_warned
 from isogpt.checkpoint.folder import RunFolder, find_rollback, is_sharded, mark_preempted
 from isogpt.checkpoint.forks import shortened
-from isogpt.checkpoint.manifest import make_manifest, step_folder, step_folders, unfinished_folder
+from isogpt.checkpoint.manifest import (
+    make_manifest,
+    read_manifest,
+    sealed,
+    step_folder,
+    step_folders,
+    unfinished_folder,
+    val_loss_of,
+)
 from isogpt.checkpoint.owner import check_owner, claim_again
-from isogpt.checkpoint.search import share_checkpoint
+from isogpt.checkpoint.progress import Progress
+from isogpt.checkpoint.search import best_folder, share_checkpoint
 from isogpt.checkpoint.source import names_of_not_finite, open_checkpoint
 from isogpt.checkpoint.state import TrainState
-from isogpt.common.files import reason_of, remove
+from isogpt.common.files import reason_of, remove, write_whole
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.together import do_together, exit_together, is_main, wait_together
 from isogpt.parallel.mesh import Mesh
@@ -96,7 +105,10 @@ class Saver:
         ranks). Does nothing with save_checkpoint=False, or if this step is on the disk. Exits with a message
         if weights are not finite, or if a different run has claimed the folder.
         """
-        if not self.config["save_checkpoint"] or state.step == self.step:
+        if not self.config["save_checkpoint"]:
+            return
+        if state.step == self.step:
+            self.record_loss(state.progress)
             return
         self.wait()
         self.began = time.perf_counter()
@@ -119,6 +131,18 @@ class Saver:
             background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self.pending = background.submit(self.write, run, copied, state.progress.val_loss)
         self.stall = time.perf_counter() - self.began
+
+    def record_loss(self, progress: Progress) -> None:
+        """Record the loss of a state that was evaluated only after its checkpoint was written (rank 0)."""
+        out, folder = self.run_folder.path, step_folder(self.run_folder.path, self.step)
+        manifest = read_manifest(folder) if is_main() and self.run_folder.owner else {}
+        if not manifest or val_loss_of(manifest) is not None or progress.val_loss is None:
+            return
+        names = ("val_loss", "best_val_loss", "best_step", "measures")
+        manifest |= {name: getattr(progress, name) for name in names}
+        with only_warned(folder):
+            write_whole(folder / "manifest.json", sealed(manifest))
+            link_checkpoints(out, folder, best_folder(out, manifest))
 
     def unfinished(self) -> Path:
         """The folder in which the checkpoint is written until it is complete."""

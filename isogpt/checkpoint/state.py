@@ -49,7 +49,7 @@ class TrainState:
         """
         island = self.slow_network.island
         read_checkpoint(checkpoint, self.model, self.optimizers, island)
-        self.progress.rewind(checkpoint.run)
+        self.progress.rewind(checkpoint)
         ours = checkpoint.run["isogpt"]
         if ours.get("scaler"):
             self.scaler.load_state_dict(ours["scaler"])

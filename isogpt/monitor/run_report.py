@@ -137,7 +137,7 @@ class RunReport:
         Report the end of the run, or that it stopped early, and close the sinks (all ranks).
         """
         spans_ms = over_ranks(gather_objects(clock.medians()))
-        if stop.agreed and self.progress.step <= self.max_iters:
+        if stop.agreed and self.progress.is_unfinished(self.max_iters):
             hint = "there is no checkpoint to resume"
             if is_run(out_dir):
                 hint = "resume with --init_from=resume or auto"
