@@ -47,9 +47,11 @@ def serve_at_loopback() -> TCPStore:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, 0), family=family)
-    except OSError as e:
-        console.print_error(f"nproc needs the loopback address {host} ({e.strerror}): type ip link set lo up")
+        port = listener.getsockname()[1]
+        options = {"multi_tenant": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+        return TCPStore(host, port, is_master=True, **options)
+    except (OSError, RuntimeError):  # the latter: TCPStore's errors, which contain C++ frames
+        console.print_error(
+            f"nproc cannot use the loopback address {host} of this machine: ip link set lo up"
+        )
         sys.exit(1)
-    port = listener.getsockname()[1]
-    options = {"multi_tenant": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-    return TCPStore(host, port, is_master=True, **options)
