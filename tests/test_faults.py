@@ -599,6 +599,8 @@ def test_a_disk_with_too_little_space_is_a_warning_at_the_start(at):
     assert about_space(at.path, plan) == ""
     disk |= {"free": 0, "total": 0}
     assert about_space(at.path, plan) == "", "a file system that does not tell"
+    at.set(shutil, "disk_usage", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    assert about_space(at.path, plan) == ""
 
 
 def test_a_run_that_has_saved_nothing_says_so(tmp_path):

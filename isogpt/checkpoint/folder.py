@@ -174,7 +174,10 @@ def about_space(out: Path, plan: Plan) -> str:
     """
     size = 4 * plan.counts.parameters * (1 + min(moments_of(plan.optimizer)))  # a lower bound
     needed = size * (1 if step_folders(out) else 2)
-    disk = shutil.disk_usage(out)
+    try:
+        disk = shutil.disk_usage(out)
+    except OSError:
+        return ""
     if disk.free >= needed or disk.total == 0:  # some network file systems do not tell
         return ""
     return (
