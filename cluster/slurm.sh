@@ -67,7 +67,7 @@ signals="TERM INT HUP QUIT USR1 USR2 ALRM XCPU PWR"
 cancelled=
 pass_on() { # to the tasks: with scancel --batch and sbatch --signal=B:USR1@300, only this script receives a signal
     [ "$1" = TERM ] && cancelled=yes # scancel, or Slurm has requeued the job itself
-    scancel --signal="$1" "$SLURM_JOB_ID" 2> /dev/null
+    scancel --signal="$(kill -l "$1")" "$SLURM_JOB_ID" 2> /dev/null # as a number: it does not know PWR
 }
 for name in $signals; do
     trap "pass_on $name" "$name"
