@@ -589,4 +589,4 @@ def test_messages_of_slurm_sh(at):
         assert run.returncode == (0 if is_requeued else 1), run.stderr
         assert run.stdout == "slurm.sh: stopped on request, requeueing the job\n" * is_requeued
         assert Path("asked").read_text() == "requeue 7\n" * is_requeued
-    assert run.stderr.count("not requeued: submit it with a longer --time") == 1
+    assert run.stderr.count("not requeued: submit it with a longer --time, and") == 1

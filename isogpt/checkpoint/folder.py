@@ -283,17 +283,18 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
         console.print_line(f"warning: {text}, or copy them before a resume")
 
 
-def mark_preempted(folder: RunFolder, step: int, reason: str, steps_taken: int) -> None:
+def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -> None:
     """
-    Write the file that says that the run was stopped on request before its end, and after how many steps of
-    this start: a job that takes none again and again must not be requeued. The next start removes the file.
+    Write the file that says that the run was stopped on request before its end, and how many steps of this
+    start a resume need not repeat: a job that gains none again and again must not be requeued. The next start
+    removes the file.
 
     Raises:
         ValueError: a different run has claimed the folder. A file here would put that run back into the
             queue.
     """
     check_owner(folder.path, folder.owner)
-    mark = {"iter": step, "reason": reason, "steps": steps_taken}
+    mark = {"iter": step, "reason": reason, "steps": steps_kept}
     write_whole(folder.path / MARK, json.dumps(mark) + "\n")
 
 
