@@ -93,4 +93,12 @@ def prune_checkpoints(
         if folder != best and read_manifest(folder).get("block_size", block_size) == block_size:
             doomed = out / f"unfinished_{folder.name}"  # a half-deleted folder must not be called step_*
             os.rename(folder, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            delete_folder(doomed)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder, as far as possible. Of a link, which a user has put in its place, only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
