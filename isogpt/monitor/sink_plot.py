@@ -73,6 +73,7 @@ def plot_loss(out_dir: Path) -> Path:
     evaluations. The legend contains the last values. Returns the path of loss.png. Can raise nearly any
     exception.
     """
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's kernel sets one that only its environment has installed
     from matplotlib.figure import Figure
 
     records = [r for r in read_records(out_dir / METRICS) if "event" not in r]
