@@ -22,6 +22,8 @@ from torch import Tensor
 from configurator import settings_of
 from isogpt.checkpoint.ckpt_file import nanogpt_state, read_file, write_file
 from isogpt.checkpoint.commit import commit_checkpoint
+from isogpt.checkpoint.folder import free_name
+from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import (
     damage,
     is_run,
@@ -144,8 +146,9 @@ def unfinished_folder(out_dir: str) -> Iterator[Path]:
 
 def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
     """
-    Write OUT_DIR/hf: weights, configuration and tokenizer; an older folder is replaced. Returns the folder.
-    Raises ValueError if the older folder contains checkpoints, or see huggingface.save.
+    Write OUT_DIR/hf: weights, configuration and tokenizer. An older folder is replaced, or renamed to hf_1,
+    hf_2, ... if it contains other files too. Returns the folder. Raises ValueError if the older folder
+    contains checkpoints, or see huggingface.save.
     """
     c, target = model.config, Path(out_dir) / "hf"
     if is_run(str(target)):
@@ -154,7 +157,12 @@ def write_hf(out_dir: str, model: GPT, vocabulary: Vocabulary) -> Path:
         token_ids = tokenizer.save_tokenizer(unfinished / "hf", vocabulary, c.vocab_size, c.block_size)
         huggingface.save(unfinished / "hf", model, token_ids)
         if target.exists():
-            target.rename(unfinished / "old")
+            names = {path.name for path in (unfinished / "hf").iterdir()}
+            if others := sorted(path.name for path in target.iterdir() if path.name not in names):
+                kept = target.rename(free_name(Path(out_dir), "hf", first=1))
+                print(f"note: {target} also contained {shortened(others)}: it is now {kept}", file=sys.stderr)
+            else:
+                target.rename(unfinished / "old")
         return (unfinished / "hf").rename(target)
 
 

@@ -280,7 +280,7 @@ logger.event(
     peak_flops=peak_flops,
 )
 flops_per_step = flops_per_token * progress.tokens_per_step
-meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, log_interval)
+meter = Meter(raw_model, ranks.device, scaler, clock, stop, saver, reader, log_interval)
 report = run_report.RunReport(logger, meter, ranks, max_iters, log_interval, flops_per_step, peak_flops)
 evaluator = evaluation.Evaluator(
     pipeline or raw_model, state, reader, eval_iters * batch_size, autocast, clock, stop, saver, report
@@ -366,6 +366,7 @@ while not is_complete:
     # -- after the step
 
     if not nan_policy.takes(numbers, step):  # all ranks decide the same; a float16 overflow counts as taken
+        clock.forget_laps()  # the watchdog expects no progress: recovery waits for the disk
         batches = nan_policy.recover(numbers, state, reader, saver, logger)  # skips, rolls back, or exits
         clock.discard()
         continue

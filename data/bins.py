@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shlex
 import signal
 import sys
@@ -93,7 +94,8 @@ def cut_for(n: int, val_fraction: float, unit: str) -> int:
     cut = int(n * (1 - val_fraction))
     if not 0 < cut < n:
         problem = f"--val_fraction={val_fraction} of {n:,} {unit} leaves train.bin or val.bin empty"
-        raise ValueError(f"{problem}: use files with more text, or e.g. --val_fraction=0.1")
+        advice = "use files with more text" + (", or e.g. --val_fraction=0.1" if n > 1 else "")
+        raise ValueError(f"{problem}: {advice}")
     return cut
 
 
@@ -141,7 +143,7 @@ def prepare_text(
         text = "\n".join(read_documents(args.data_files, args.text_key))
         source = {"data_files": args.data_files}
     cut = cut_for(len(text), args.val_fraction, "characters")
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    digest = hashlib.sha256(text.encode()).hexdigest()
     source |= {"characters": len(text), "sha256": digest, "val_fraction": args.val_fraction}
     if args.tokenizer == "char":
         vocabulary = Vocabulary("table", {c: i for i, c in enumerate(sorted(set(text)))})
@@ -306,7 +308,21 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
         with needed_by("a .parquet file", "pyarrow"):
             import pyarrow.parquet  # noqa: F401
     for path in paths:
-        yield from readers[path.suffix.lower()](path, text_key)
+        yield from with_whole_characters(readers[path.suffix.lower()](path, text_key), path)
+
+
+def with_whole_characters(documents: Iterable[str], path: Path) -> Iterator[str]:
+    """
+    Replace lone surrogates, which JSON can hold and no UTF-8 text can, as tiktoken does, and report the first
+    ones: a tokenizer.json could not store them.
+    """
+    is_reported = False
+    for number, document in enumerate(documents, 1):
+        document, count = re.subn("[\ud800-\udfff]", "\ufffd", document)
+        if count and not is_reported:
+            print(f"note: {path}, document {number}: halves of surrogate pairs are replaced by U+FFFD")
+            is_reported = True
+        yield document
 
 
 def read_utf8(path: Path) -> str:

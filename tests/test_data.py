@@ -534,6 +534,15 @@ def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch, number):
     assert contents(tmp_path) == {"val.bin": b"two", "train.bin": b"two"}
 
 
+def test_halves_of_surrogate_pairs_are_replaced(tmp_path, capsys):
+    """JSON can hold them, but neither UTF-8 nor a tokenizer.json; whole pairs are characters."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "\\ud83d b"}\n{"text": "\\ude00\\ud83d\\ude00"}\n')
+    assert list(bins.read_documents(str(path))) == ["a", "\ufffd b", "\ufffd\U0001f600"]
+    note = f"note: {path}, document 2: halves of surrogate pairs are replaced by U+FFFD\n"
+    assert capsys.readouterr().out == note
+
+
 # ----- error messages
 
 ANY = {  # arguments: message, of each kind of data set
@@ -551,7 +560,7 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl --tokenizer=folder": "folder contains neither a tokenizer.json nor a checkpoint",
 }
 ONE_TEXT = {
-    "--data_files=letter.txt": "--val_fraction=0.1 of 1 characters leaves .* empty: use files with more text",
+    "--data_files=letter.txt": "--val_fraction=0.1 of 1 characters .* empty: use files with more text$",
     "": "could not download file://.*put the text at .*/data/shakespeare_char/input.txt",
 }
 DOCUMENTS = {

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints
+from isogpt.checkpoint.commit import commit_checkpoint, delete_folder, link_checkpoints
 from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import (
     UNFINISHED,
@@ -50,7 +50,7 @@ from isogpt.common import console
 from isogpt.common.files import TEMPORARY, read_records, remove, write_whole
 from isogpt.launch.launchers import Launch
 from isogpt.launch.process_group import Ranks, rank_names
-from isogpt.launch.together import broadcast, exit_together, gather_objects, is_main, restarts_left
+from isogpt.launch.together import broadcast, exit_together, gather_objects, is_main, restarts, restarts_left
 from isogpt.nn.huggingface import GPT2
 from isogpt.parallel.mesh import Mesh
 from isogpt.parallel.plan import Plan
@@ -90,15 +90,19 @@ def look_for_start(
             return newest, True, reports
         if reports or init_from == "resume":
             raise ValueError("; ".join([about_missing(out_dir, resume_step), *reports]))
+    warnings = []
+    if restarts() and not is_restart:
+        text = f"restart {restarts()}, but no earlier start of this launch has written to {out_dir}: "
+        warnings.append(text + "if a config computes out_dir, such as from the time, set --out_dir= after it")
     file = Path(weights_from)
     if file.is_file():  # a ckpt.pt
-        return open_bare(file, read_file(file, verify=True)), False, []
+        return open_bare(file, read_file(file, verify=True)), False, warnings
     if weights_from not in ("scratch", "resume", "auto", *GPT2) and is_run(weights_from):
         best, reports = best_checkpoint(weights_from)
         if not best:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
-        return best, False, reports
-    return None, False, []
+        return best, False, warnings + reports
+    return None, False, warnings
 
 
 def about_missing(out_dir: str, resume_step: int) -> str:
@@ -271,8 +275,13 @@ def check_folder(folder: RunFolder, ranks: Ranks, is_sharded: bool, patience_s: 
     text = (
         f"{names[0]} keeps this run in {seen[0][1]}, which is not the out_dir of other ranks: "
         f"{shortened(blind)}. All ranks write checkpoints that are in shards, and read any checkpoint on a "
-        "resume, a rollback or a restart: set --out_dir= to one folder on a file system that all machines "
-        "share"
+        "resume, a rollback or a restart: set --out_dir= "
+    )
+    is_one_machine = len(set(ranks.hosts)) == 1
+    text += (
+        "after the config that computes it, such as from the time"
+        if is_one_machine
+        else "to one folder on a file system that all machines share"
     )
     with exit_together():
         if blind and (is_sharded or restarts_left()):

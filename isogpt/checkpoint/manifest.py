@@ -133,8 +133,10 @@ def sha256_of(path: Path) -> str:
 def damage(folder: Path) -> str:
     """What is wrong with a step folder: '' if every file's checksum matches the manifest."""
     manifest = read_manifest(folder)
-    if not manifest or step_of(folder) != manifest["step"]:
+    if not manifest:
         return "manifest.json is missing or damaged"
+    if step_of(folder) != manifest["step"]:
+        return f"it was renamed: its checkpoint is that of step {manifest['step']}"
     problems = (damaged_file(folder / name, manifest["files"]) for name in manifest["files"])
     return next(filter(None, problems), "")
 

@@ -168,7 +168,7 @@ class Saver:
         return claim_again(self.run_folder.path, self.run_folder.owner, self.run_folder.launch)
 
     def save_and_fail(self, state: TrainState, reason: str) -> None:
-        """Save a state that could not be evaluated, since the run ends now, and record why (all ranks)."""
+        """Save a state for which data cannot be read, since the run ends now, and record why (all ranks)."""
         self.save(state)
         self.wait()
         self.log.failed(reason)

@@ -213,6 +213,20 @@ def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> Non
         raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
 
 
+def check_length(tokens: np.ndarray, path: Path) -> None:
+    """
+    Raise DataError if a mapped file has become shorter: reading beyond its end would end the process with
+    SIGBUS. A new file of the same name is a different file, and the old one stays whole while it is mapped.
+    """
+    if isinstance(tokens.base, mmap.mmap):
+        try:
+            size = tokens.base.size()  # of the file that is mapped
+        except OSError as e:  # it was deleted on a file server
+            raise DataError(f"{path} can no longer be read: {e.strerror}") from e
+        if size < tokens.offset + tokens.nbytes:
+            raise DataError(f"{path} has been truncated since the start of the run")
+
+
 def release_pages(tokens: np.ndarray) -> None:
     """
     Remove the pages of a mapped file from this process's resident set, which would otherwise grow to the size

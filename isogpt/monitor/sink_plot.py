@@ -72,6 +72,7 @@ def plot_loss(out_dir: Path) -> Path:
     evaluations. The legend contains the last values. Returns the path of loss.png. Can raise nearly any
     exception.
     """
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's kernel sets one that only its environment has installed
     with needed_by("it", "matplotlib"):
         from matplotlib.figure import Figure
 
