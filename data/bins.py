@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
@@ -28,8 +28,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the repository
 
 from isogpt.common.files import REPOSITORY, sync_folder
+from isogpt.data.text_files import read_text
 from isogpt.data.tokenizer import Tokenizer, load
-from isogpt.data.vocabulary import Vocabulary, tokenizer_in
+from isogpt.data.vocabulary import Vocabulary, how_to_write_json, tokenizer_in, unread_tokenizer
 
 SHAKESPEARE = {
     "url": "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -43,7 +44,11 @@ TOKENIZER_HELP = (
 SPECIAL_HELP = (
     "True: the text of a special token, such as <|endoftext|>, becomes this token; False: it is text"
 )
+# what unpacks a file with this extension, and what of pandas reads a table
+UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "xz -dk", ".zst": "zstd -d", ".zip": "unzip"}
+PANDAS = {".csv": "read_csv({})", ".tsv": "read_csv({}, sep='\\t')", ".json": "read_json({})"}
 CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
+CHECKED = 100_000  # characters with which a tokenizer is checked
 BATCH_ROWS = 1000
 LARGE = 20_000_000  # tokens from which a GPU trains GPT-2 124M rather than a small model
 
@@ -146,6 +151,7 @@ def prepare_text(
     else:
         vocabulary = vocabulary_named(args.tokenizer)
     loaded = load(vocabulary, args.special_tokens == "True")
+    note_on_loss([text], loaded)
     folder = folder_to_write(script, args.out)
     with atomic_files(folder, *names_of(vocabulary)) as files:
         files["train.bin"].write(pack_ids(loaded.encode(text[:cut]), loaded.n_ids))
@@ -194,6 +200,9 @@ def prepare_documents(
     else:
         documents, total = read_documents(args.data_files, args.text_key), None
         source = {"data_files": args.data_files}
+    first = list(islice(documents, 100))
+    note_on_loss(list(filter(None, first)), tokenizer)
+    documents = chain(first, documents)
     # disable=None: no progress bar if stderr is not a terminal
     documents = tqdm(documents, total=total, unit=" documents", unit_scale=True, disable=None)
     folder, count = folder_to_write(script, args.out), 0
@@ -299,39 +308,43 @@ def read_documents(data_files: str, text_key: str = "text") -> Iterator[str]:
     paths = [Path(name) for name in sorted(names.values())]
     for path in paths:  # check all files before reading the first file, which can take hours
         if path.suffix.lower() not in readers:
-            raise ValueError(f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}")
+            problem = f"{path}: unknown extension '{path.suffix}'; possible: {' '.join(readers)}"
+            raise ValueError(f"{problem}; {how_to_convert(path)}")
     for path in paths:
         yield from readers[path.suffix.lower()](path, text_key)
 
 
-def read_utf8(path: Path) -> str:
-    """
-    Return the text of a UTF-8 file with '\\n' line endings and no byte order mark. Raises ValueError if the
-    file is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: not UTF-8 at byte {error.start:,}; convert it: iconv -f latin1 -t utf-8"
-        ) from error
+def how_to_convert(path: Path) -> str:
+    """What to type for a file with an unknown extension."""
+    name, suffix = shlex.quote(str(path)), path.suffix.lower()
+    if suffix in UNPACK:
+        return f"type: {UNPACK[suffix]} {name}"
+    if suffix in PANDAS:
+        table = f"pandas.{PANDAS[suffix].format(repr(str(path)))}"
+        command = f"import pandas; {table}.to_parquet({str(path.with_suffix('.parquet'))!r})"
+        return f"type: python -c {shlex.quote(command)}"
+    return "if it contains plain text, rename it to .txt"
 
 
 def read_txt(path: Path, text_key: str) -> Iterator[str]:
     """Yield the text of the file; `text_key` is unused."""
-    yield read_utf8(path)
+    yield read_text(path)
 
 
 def read_jsonl(path: Path, text_key: str) -> Iterator[str]:
     """Yield the string at `text_key` of each line; skip blank lines."""
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    record = json.loads(line)
-                except ValueError as error:  # invalid JSON or UTF-8
-                    raise ValueError(f"{path}:{number}: not JSON ({error})") from error
-                yield get_text(record, text_key, f"{path}:{number}")
+        yield from texts_of(records_of(path, file), path, text_key)
+
+
+def records_of(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of each line of a .jsonl file that is not blank."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield f"{path}:{number}", json.loads(line)
+            except ValueError as error:  # invalid JSON or UTF-8
+                raise ValueError(f"{path}:{number}: not JSON ({error})") from error
 
 
 def read_parquet(path: Path, text_key: str) -> Iterator[str]:
@@ -344,21 +357,40 @@ def read_parquet(path: Path, text_key: str) -> Iterator[str]:
             columns = [text_key] if text_key in file.schema_arrow.names else None
             batches = file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
             records = (record for batch in batches for record in batch.to_pylist())
-            for number, record in enumerate(records, 1):
-                yield get_text(record, text_key, f"{path}, row {number}")
+            rows = ((f"{path}, row {number}", record) for number, record in enumerate(records, 1))
+            yield from texts_of(rows, path, text_key)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not readable as Parquet ({error})") from error
 
 
-def get_text(record: Any, text_key: str, where: str) -> str:
+def texts_of(records: Iterable[tuple[str, Any]], path: Path, text_key: str) -> Iterator[str]:
     """
-    Return record[text_key]. Raises ValueError, prefixed with `where`, if `record` is not a dict with a string
-    there.
+    Yield record[text_key] of each (place, record), and report the records in which it is null.
+
+    Raises:
+        ValueError: a record is not a dict with a string or null there.
     """
-    text = record.get(text_key) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: no string at '{text_key}' in {str(record)[:200]}; set --text_key=")
-    return text
+    nulls = 0
+    for place, record in records:
+        if not isinstance(record, dict) or not isinstance(record.get(text_key, 0), str | None):
+            problem = f"{place}: no string at '{text_key}' in {str(record)[:200]}"
+            raise ValueError(f"{problem}; {advice_on(record)}")
+        if record[text_key] is None:
+            nulls += 1
+        else:
+            yield record[text_key]
+    if nulls:
+        print(f"note: {path}: left out {nulls:,} records with null at '{text_key}'")
+
+
+def advice_on(record: Any) -> str:
+    """What to type if a record contains no text at the key: another key, or how to join several texts."""
+    values = record if isinstance(record, dict) else {}
+    keys = [key for key, value in values.items() if isinstance(value, str)]
+    join = "write one text for each record, as 'Chats and instructions' in data/README.md shows"
+    if not keys:
+        return join
+    return f"set --text_key={keys[0]}" + (f" or {', '.join(keys[1:])}, or {join}" if len(keys) > 1 else "")
 
 
 def read_shakespeare(folder: Path) -> tuple[str, dict]:
@@ -378,7 +410,7 @@ def read_shakespeare(folder: Path) -> tuple[str, dict]:
         except OSError as error:
             advice = f"put the text at {path}, or use your own with --data_files="
             raise ValueError(f"could not download {url} ({error}); {advice}") from error
-    return read_utf8(path), {"file": path.name}
+    return read_text(path), {"file": path.name}
 
 
 def open_hub(
@@ -411,25 +443,40 @@ def read_hub(dataset: Any, text_key: str) -> Iterator[str]:
 
 def vocabulary_named(name: str) -> Vocabulary:
     """
-    The vocabulary that --tokenizer names: of a folder with a tokenizer.json, of a training run's folder, or
-    an encoding of tiktoken. Raises ValueError if there is none.
+    The vocabulary that --tokenizer names: of a folder with a tokenizer.json, of a training run's folder, of
+    one of these files itself, or an encoding of tiktoken. Raises ValueError if there is none.
     """
-    if not os.path.isdir(name):
-        if os.sep in name:
-            raise ValueError(f"--tokenizer={name}: no such folder")
+    folder = Path(name)
+    if folder.name in ("tokenizer.json", "ckpt.pt") or folder.suffix == ".model":
+        folder = folder.parent
+    if not folder.is_dir() or (folder == Path() and name != "."):
+        if os.sep in name or folder.is_file():
+            advice = "give a folder that contains a tokenizer.json"
+            raise ValueError(f"--tokenizer={name}: no such folder: {advice}")
         return Vocabulary("tiktoken", name)
-    if vocabulary := tokenizer_in(name):
+    if vocabulary := tokenizer_in(folder):
         return vocabulary
     # these import torch, which takes seconds
     from isogpt.checkpoint.run_vocabulary import vocabulary_of_run
     from isogpt.checkpoint.search import newest_checkpoint
     from isogpt.checkpoint.source import open_checkpoint
 
-    newest, reports = newest_checkpoint(name)
+    newest, reports = newest_checkpoint(str(folder))
     if not newest:
         problem = f"--tokenizer={name} contains neither a tokenizer.json nor a checkpoint"
+        if unread_tokenizer(folder):
+            problem += f", but a tokenizer in another form: {how_to_write_json(folder)}"
         raise ValueError("; ".join([problem, *reports]))
-    return vocabulary_of_run(open_checkpoint(newest).run, Path(name))
+    return vocabulary_of_run(open_checkpoint(newest).run, folder)
+
+
+def note_on_loss(texts: list[str], tokenizer: Tokenizer) -> None:
+    """Print a note if a tokenizer does not keep the text, for instance its capital letters."""
+    for line in filter(None, map(str.strip, "\n".join(texts)[:CHECKED].splitlines())):
+        decoded = tokenizer.decode(tokenizer.encode(line))
+        if line not in decoded:  # tokens may be added at the start and the end
+            print(f"note: the tokenizer does not keep the text: {line[:60]!r} becomes {decoded[:60]!r}")
+            return
 
 
 # ------------------------------------------------------------------------------------------------------------

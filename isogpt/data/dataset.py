@@ -14,6 +14,7 @@ from isogpt.data.token_files import declared_dtype, format_of
 from isogpt.data.vocabulary import Vocabulary, vocabulary_of_data
 
 GPT2_VOCAB = 50304  # for a data set without metadata: GPT-2's 50257 ids, padded to a multiple of 64
+MOST_IDS = 2**24  # more than any tokenizer uses: the file contains other numbers, or ids of another dtype
 META_PKL = ("vocab_size", "stoi", "itos")  # what is read of nanoGPT's meta.pkl
 
 
@@ -205,7 +206,13 @@ def check_ids(highest: int, vocab_size: int, path: Path, lowest: int = 0) -> Non
             f"{path} holds token id {lowest}: remove the ids below 0, such as padding, and write it again"
         )
     if highest >= vocab_size:
-        advice = f"set --vocab_size={highest + 1} or more, or run prepare.py again (meta.json may be wrong)"
+        advice = f"set --vocab_size={highest + 1} or more if the tokenizer has so many ids; if not, the file"
+        advice = f"{advice} or the metadata next to it is wrong: prepare it again"
+        if highest >= MOST_IDS:
+            advice = (
+                f'declare the dtype of its ids, as in {{"dtype": "uint16"}} in {path.with_name("meta.json")}'
+            )
+            advice = f"no tokenizer has so many ids: {advice}, or prepare it again"
         raise DataError(f"{path} holds token id {highest}, but the vocabulary size is {vocab_size}: {advice}")
 
 
