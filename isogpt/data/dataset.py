@@ -150,7 +150,10 @@ def map_split(folder: Path, split: str, meta: dict, vocab_size: int, block_size:
     if len(tokens) < block_size + 1:
         need = f"block_size {block_size} needs {block_size + 1} or more"
         shorter = f"set --block_size={len(tokens) - 1} or less, or " if len(tokens) > 1 else ""
-        raise ValueError(f"{path} contains {len(tokens)} tokens, but {need}: {shorter}use more text")
+        more = (
+            "use more text" if split == "train" else "set a larger --val_fraction= for prepare.py or split.py"
+        )
+        raise ValueError(f"{path} contains {len(tokens)} tokens, but {need}: {shorter}{more}")
     return tokens
 
 

@@ -1,6 +1,7 @@
 """Read a text file: UTF-8, or what a byte order mark names. Any other encoding would be a guess."""
 
 import codecs
+import re
 from pathlib import Path
 
 # by the mark at the beginning of the file; UTF-32's begins with UTF-16's
@@ -13,7 +14,8 @@ MARKS = {
 }
 FEW = 0.1  # the part of a text's bytes that are not ASCII, if its language has Latin letters
 # quotation marks, dashes and the ellipsis of Windows-1252; in ISO 8859-1 these bytes mean nothing
-OF_WINDOWS = b"\x84\x85\x91\x92\x93\x94\x96\x97"
+OF_WINDOWS = re.compile(rb"[\x84\x85\x91\x92\x93\x94\x96\x97]")
+ASCII = bytes(range(128))
 
 
 def read_text(path: Path) -> str:
@@ -43,11 +45,11 @@ def about_windows(path: Path, content: bytes) -> str:
     """
     How to convert a text that is probably in Windows-1252, with a piece of it for the user to check; else ''.
     """
-    place = next((i for i, byte in enumerate(content) if byte in OF_WINDOWS), None)
-    if place is None or sum(byte > 127 for byte in content) > FEW * len(content):
+    mark = OF_WINDOWS.search(content)
+    if not mark or len(content.translate(None, ASCII)) > FEW * len(content):
         return ""
     try:
-        piece = content.decode("cp1252")[max(0, place - 20) : place + 20]
+        piece = content.decode("cp1252")[max(0, mark.start() - 20) : mark.start() + 20]
     except UnicodeDecodeError:
         return ""
     return f". If this looks right: {piece!r}, type: iconv -f cp1252 -t utf-8 {path} > utf8.txt"
