@@ -44,15 +44,6 @@ def is_run(folder: str) -> bool:
     return bool(folder) and (bool(step_folders(Path(folder))) or (Path(folder) / "ckpt.pt").exists())
 
 
-def advice_on_folder() -> str:
-    """What to type if out_dir contains no checkpoint, with up to four runs in the current folder."""
-    runs = sorted(str(path) for path in Path().iterdir() if is_run(str(path)))
-    if not runs:
-        return "set --out_dir= to the run's folder, or train first, see README.md"
-    more = ", ..." if len(runs) > 4 else ""
-    return f"set --out_dir= to the run's folder (here: {', '.join(runs[:4])}{more})"
-
-
 def make_manifest(run: dict, world_size: int, zero: int, val_loss: float | None) -> dict:
     """
     What manifest.json contains besides the files' checksums.
