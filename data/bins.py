@@ -48,7 +48,12 @@ SPECIAL_HELP = (
 )
 # what unpacks a file with this extension, and what of pandas reads a table
 UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "xz -dk", ".zst": "zstd -d", ".zip": "unzip"}
-PANDAS = {".csv": "read_csv({})", ".tsv": "read_csv({}, sep='\\t')", ".json": "read_json({})"}
+PANDAS = {
+    ".csv": "read_csv({})",
+    ".tsv": 'read_csv({}, sep="\\t")',
+    ".json": "read_json({})",
+    ".feather": "read_feather({})",
+}
 CHUNK_DOCUMENTS = 1000  # tokenized at once, by all threads
 CHECKED = 100_000  # characters with which a tokenizer is checked
 BATCH_ROWS = 1000
@@ -346,8 +351,8 @@ def how_to_convert(path: Path) -> str:
     if suffix in UNPACK:
         return f"type: {UNPACK[suffix]} {name}"
     if suffix in PANDAS:
-        table = f"pandas.{PANDAS[suffix].format(repr(str(path)))}"
-        command = f"import pandas; {table}.to_parquet({str(path.with_suffix('.parquet'))!r})"
+        source, target = (json.dumps(str(name)) for name in (path, path.with_suffix(".parquet")))
+        command = f"import pandas; pandas.{PANDAS[suffix].format(source)}.to_parquet({target})"
         return f"type: python -c {shlex.quote(command)}"
     return "if it contains plain text, rename it to .txt"
 
@@ -472,13 +477,13 @@ def vocabulary_named(name: str) -> Vocabulary:
     The vocabulary that --tokenizer names: of a folder with a tokenizer.json, of a training run's folder, of
     one of these files itself, or an encoding of tiktoken. Raises ValueError if there is none.
     """
-    folder = Path(name)
-    if folder.name in ("tokenizer.json", "ckpt.pt") or folder.suffix == ".model":
-        folder = folder.parent
-    if not folder.is_dir() or (folder == Path() and name != "."):
-        if os.sep in name or folder.is_file():
-            advice = "give a folder that contains a tokenizer.json"
-            raise ValueError(f"--tokenizer={name}: no such folder: {advice}")
+    path = Path(name)
+    is_part = path.name in ("tokenizer.json", "ckpt.pt") or path.suffix == ".model"
+    folder = path.parent if is_part and path.is_file() else path
+    if not folder.is_dir():
+        if path.is_file() or os.sep in name:
+            problem = "is a file" if path.is_file() else "no such folder"
+            raise ValueError(f"--tokenizer={name}: {problem}: give a folder that contains a tokenizer.json")
         return Vocabulary("tiktoken", name)
     if vocabulary := tokenizer_in(folder):
         return vocabulary

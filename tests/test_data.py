@@ -492,7 +492,7 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=chat.jsonl": r"chat.jsonl:1: no string at 'text' in .*; write one text .*'Chats and instr",
     "--data_files=list.jsonl": r"list.jsonl:1: no string at 'text' in \[1\]",
     "--data_files=bad.jsonl": "bad.jsonl:2: not JSON",
-    "--data_files=latin.txt": "latin.txt is not UTF-8: byte 0 is 0xe9$",
+    "--data_files=latin.txt": "latin.txt is not UTF-8: byte 0 is 0xe9. Save it as UTF-8$",
     "--data_files=windows.txt": "windows.txt is not UTF-8: byte 4 is 0x93. If this looks right: 'She “said” "
     "so, and .*', type: iconv -f cp1252 -t utf-8 windows.txt",
     "--data_files=wide.txt": "wide.txt contains the character 0 at 1: it is probably UTF-16: iconv",
@@ -500,6 +500,7 @@ ANY = {  # arguments: message, of each kind of data set
     "--data_files=two.jsonl --tokenizer=gpt": "'gpt' is not an encoding .*gpt2",
     "--data_files=two.jsonl --tokenizer=no/where": "--tokenizer=no/where: no such folder",
     "--data_files=two.jsonl --tokenizer=folder": "folder contains neither a tokenizer.json nor a checkpoint$",
+    "--data_files=two.jsonl --tokenizer=two.jsonl": "--tokenizer=two.jsonl: is a file: give a folder",
     "--data_files=two.jsonl --tokenizer=spm": ".*, but a tokenizer in another form: copy the",
     "--data_files=two.jsonl --tokenizer=spm/x.model": ".* or write the ids with the package sentencepiece",
     "--data_files=two.jsonl --tokenizer=bpe": ".*: write it with transformers' GPT2Tokenizer.from_pretrained",

@@ -32,7 +32,7 @@ def read_text(path: Path) -> str:
         text = content.decode(encoding)
     except UnicodeDecodeError as error:
         problem = f"{path} is not {encoding.upper()}: byte {error.start:,} is 0x{content[error.start]:02x}"
-        raise ValueError(problem + about_windows(path, content)) from error
+        raise ValueError(f"{problem}. {about_windows(path, content) or 'Save it as UTF-8'}") from error
     if "\0" in text:
         advice = "it is a binary file, or text in UTF-16 without a byte order mark"
         if content[1::2].count(0) > len(content) / 4:  # Latin letters
@@ -52,4 +52,4 @@ def about_windows(path: Path, content: bytes) -> str:
         piece = content.decode("cp1252")[max(0, mark.start() - 20) : mark.start() + 20]
     except UnicodeDecodeError:
         return ""
-    return f". If this looks right: {piece!r}, type: iconv -f cp1252 -t utf-8 {path} > utf8.txt"
+    return f"If this looks right: {piece!r}, type: iconv -f cp1252 -t utf-8 {path} > utf8.txt"
