@@ -34,7 +34,7 @@ from isogpt.checkpoint.manifest import (
     val_loss_of,
 )
 from isogpt.checkpoint.run_vocabulary import vocabulary_of_run, vocabulary_of_weights
-from isogpt.checkpoint.search import best_checkpoint, best_folder, newest_checkpoint, open_bare
+from isogpt.checkpoint.search import about_folder, best_checkpoint, best_folder, newest_checkpoint, open_bare
 from isogpt.checkpoint.source import OpenCheckpoint, check_finite, check_weights, flat, open_checkpoint
 from isogpt.checkpoint.state import restore_checkpoint, state_parts
 from isogpt.common import console
@@ -62,7 +62,8 @@ def convert(out_dir: str, form: str, dataset: str = "") -> Path:
     """
     stored, damaged = best_checkpoint(out_dir) if form == "hf" else newest_checkpoint(out_dir)
     if not stored:
-        raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *damaged]))
+        others = filter(None, [about_folder(Path(out_dir))])
+        raise ValueError("; ".join([f"no valid checkpoint in {out_dir}", *(damaged or others)]))
     for report in damaged:
         console.print_to_stderr(f"warning: {console.visible(report)}")
     if form == "shards" and stored.path.is_dir():
@@ -206,7 +207,7 @@ def list_checkpoints(out_dir: str) -> str:
             lines.append(row(stored.step, "bare", stored.val_loss, [bare], f"valid: {bare}"))
         except ValueError as e:
             lines.append(row("?", "bare", None, [bare], str(e)))
-    return "\n".join(lines)
+    return "\n".join(lines if len(lines) > 1 else [*lines, about_folder(out)]).rstrip()
 
 
 def row(step: int | str, form: str, val_loss: float | None, files: Iterable[Path], state: str) -> str:
@@ -233,7 +234,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         if not Path(options.out_dir).is_dir():
-            raise ValueError(f"{options.out_dir} is not a folder")
+            raise ValueError(f"{options.out_dir} is not a folder: give the run's folder")
         if options.to:
             console.print_result(f"wrote {convert(options.out_dir, options.to, options.dataset)}")
         if options.source:

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isogpt.checkpoint.ckpt_file import read_file
-from isogpt.checkpoint.commit import commit_checkpoint, delete_folder, link_checkpoints
+from isogpt.checkpoint.commit import commit_checkpoint, link_checkpoints
 from isogpt.checkpoint.forks import shortened
 from isogpt.checkpoint.manifest import (
     UNFINISHED,
-    advice_on_folder,
     damage,
     is_run,
     make_manifest,
@@ -38,9 +37,12 @@ from isogpt.checkpoint.manifest import (
     steps_in,
     unfinished_folder,
 )
+from isogpt.checkpoint.other_files import is_of_transformers
 from isogpt.checkpoint.owner import check_owner, is_owned, was_entered_by, write_owner
 from isogpt.checkpoint.search import (
     StoredCheckpoint,
+    about_folder,
+    advice_on_folder,
     best_checkpoint,
     best_folder,
     newest_checkpoint,
@@ -88,8 +90,10 @@ def look_for_start(
                 text = f"restart: continues what this launch has written to {out_dir}, step {newest.step}"
                 console.print_line(text)
             return newest, True, reports
-        if reports or init_from == "resume":
-            raise ValueError("; ".join([about_missing(out_dir, resume_step), *reports]))
+        if reports:
+            raise ValueError("; ".join([f"no checkpoint to resume from in {out_dir}", *reports]))
+        if init_from == "resume":
+            raise ValueError(about_missing(out_dir, resume_step))
     warnings = []
     if restarts() and not is_restart:
         text = f"restart {restarts()}, but no earlier start of this launch has written to {out_dir}: "
@@ -102,13 +106,15 @@ def look_for_start(
         if not best:
             raise ValueError("; ".join([f"no valid checkpoint in {weights_from}", *reports]))
         return best, False, warnings + reports
+    if file.is_dir() and not is_of_transformers(file) and (text := about_folder(file)):
+        raise ValueError(text)
     return None, False, warnings
 
 
 def about_missing(out_dir: str, resume_step: int) -> str:
     """Say that there is no checkpoint to resume from, and what to type."""
     if resume_step == -1:
-        return f"no checkpoint to resume from in {out_dir}: {advice_on_folder()}"
+        return f"no checkpoint to resume from in {out_dir}: {advice_on_folder(out_dir)}"
     steps = ", ".join(map(str, steps_in(out_dir))) or "no checkpoints"
     return (
         f"no step {resume_step} to resume from in {out_dir}, which contains {steps}: set --resume_step= to "
@@ -310,21 +316,25 @@ def mark_preempted(folder: RunFolder, step: int, reason: str, steps_kept: int) -
 def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     """
     Prepare the folder for a run that resumes from `resumed`. Newer checkpoints, which are damaged or were not
-    chosen, are renamed, since they must not count as kept. A bare ckpt.pt is turned into a step folder, so
-    that the first checkpoint does not overwrite it.
+    chosen, are renamed, since they must not count as kept. A bare ckpt.pt is turned into a step folder, and
+    kept under a different name, since this run deletes step folders.
     """
     out, bare = Path(out_dir), Path(out_dir) / "ckpt.pt"
+    abandon_bare(out / "ckpt_best.pt")
     if resumed.is_bare:
         unfinished = out / f"unfinished_step_{resumed.step:08d}"
         remove(unfinished)
         unfinished.mkdir()
-        try:  # a second name for the file: no copy, and no moment without a name
-            os.link(resumed.path.resolve(), unfinished / "ckpt.pt")
-        except OSError:
-            shutil.copyfile(resumed.path, unfinished / "ckpt.pt")
+        original = free_name(out, "original_ckpt.pt")
+        for path in (original, unfinished / "ckpt.pt"):
+            try:  # a second name for the file: no copy, and no moment without a name
+                os.link(resumed.path.resolve(), path)
+            except OSError:
+                shutil.copyfile(resumed.path, path)
+        console.print_line(f"{resumed.path}, which this run did not write, is kept as {original}")
         manifest = make_manifest(read_file(resumed.path), 1, 0, resumed.val_loss)
         commit_checkpoint(unfinished, manifest, keep_last=0)
-    elif bare.exists() and not bare.is_symlink():
+    else:
         abandon_bare(bare, resumed.step)
     for folder in step_folders(out):
         if step_of(folder) > resumed.step:
@@ -334,15 +344,19 @@ def continue_from(out_dir: str, resumed: StoredCheckpoint) -> None:
     link_checkpoints(out, folder, best_folder(out, read_manifest(folder)))
 
 
-def abandon_bare(bare: Path, step: int) -> None:
+def abandon_bare(bare: Path, step: int | None = None) -> None:
     """
-    Rename a ckpt.pt that is not a link, such as export.py writes from shards, if the next start would prefer
-    it to the step that a run resumes from, or if a link would replace it.
+    Rename a ckpt.pt or ckpt_best.pt that is neither a link nor of this run: a link would replace it, and the
+    next start might prefer it to the step that a run resumes from. On a file system without links, a copy of
+    a checkpoint, such as export.py also writes, is in its place, of this step if it is given.
     """
-    with suppress(ValueError):  # what cannot be read is never chosen
+    if not bare.exists() or bare.is_symlink():
+        return
+    with suppress(ValueError):
         state = read_file(bare)
-        if "isogpt" not in state or state["iter_num"] != step:
-            os.rename(bare, free_name(bare.parent, "abandoned_ckpt.pt"))
+        if "isogpt" in state and step in (None, state["iter_num"]):
+            return
+    os.rename(bare, free_name(bare.parent, f"abandoned_{bare.name}"))
 
 
 def free_name(out: Path, name: str, first: int = 0) -> Path:
@@ -358,7 +372,7 @@ def set_aside(out_dir: str) -> Path | None:
     """
     out = Path(out_dir)
     has_logged_steps = any("loss" in r or "val_loss" in r for r in read_records(out / "metrics.jsonl"))
-    if not is_run(out_dir) and not has_logged_steps:
+    if not is_run(out_dir) and not has_logged_steps and not (out / "ckpt_best.pt").exists():
         return None
     previous = free_name(out, "previous", first=1)
     previous.mkdir()

@@ -206,7 +206,26 @@ def unread_tokenizer(folder: Path | str) -> Vocabulary | None:
         return None
     return Vocabulary(
         "unknown",
-        f"{folder} contains {names[0]}, but only a tokenizer.json is read: write it with transformers' "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER). If the ids of a data set are GPT-2's "
-        'all the same, write {"tokenizer": "gpt2"} to its meta.json',
+        f"{folder} contains {names[0]}, but only a tokenizer.json is read: "
+        f"{how_to_write_json(Path(folder))}. If the ids of a data set are GPT-2's all the same, write "
+        '{"tokenizer": "gpt2"} to its meta.json',
+    )
+
+
+def how_to_write_json(folder: Path) -> str:
+    """
+    How to make a tokenizer.json of another form in a folder. Without a configuration, transformers' choice of
+    a class may give other ids.
+    """
+    name = ""
+    if any((folder / config).exists() for config in ("tokenizer_config.json", "config.json")):
+        name = "AutoTokenizer"
+    elif all((folder / file).exists() for file in ("vocab.json", "merges.txt")):
+        name = "GPT2Tokenizer"
+    if name:
+        place = repr(str(folder))
+        return f"write it with transformers' {name}.from_pretrained({place}).save_pretrained({place})"
+    return (
+        "copy the tokenizer_config.json of its model to this folder and write it with transformers' "
+        "AutoTokenizer, or write the ids with the package sentencepiece, as data/README.md shows"
     )

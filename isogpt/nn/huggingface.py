@@ -109,7 +109,12 @@ def load(name: str) -> "PreTrainedModel":
         import transformers
 
     try:
-        kind = transformers.AutoConfig.from_pretrained(name, **RUN_NO_CODE).model_type
+        check_adapter(Path(name))
+        config = transformers.AutoConfig.from_pretrained(name, **RUN_NO_CODE)
+        kind = config.model_type
+        if quantization := getattr(config, "quantization_config", None):
+            method = dict(quantization).get("quant_method", "an unknown method")
+            raise ValueError(f"its weights are quantized by {method}: use the model that was quantized")
         if kind not in CLASSES:
             raise ValueError(f"the model_type is {kind!r}; possible are {', '.join(CLASSES)}")
         cls = getattr(transformers, CLASSES[kind])
@@ -134,6 +139,14 @@ def load(name: str) -> "PreTrainedModel":
         shapes = f"{key} is {tuple(saved)}, but config.json says {tuple(expected)}"
         raise ValueError(f"the weights and the config.json of {name!r} do not belong together: {shapes}")
     return hf
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise ValueError if a folder contains an adapter of PEFT, such as LoRA, which is no model by itself."""
+    if (folder / "adapter_config.json").exists():
+        merge = f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload()"
+        command = f'python -c "from peft import *; {merge}.save_pretrained({f"{folder}-merged"!r})"'
+        raise ValueError(f"it is an adapter (LoRA): type: {command}, then use {folder}-merged")
 
 
 def reason_of(name: str, error: Exception) -> str:

@@ -324,6 +324,12 @@ def check_sampling(config: dict) -> None:
         ValueError: init_from names nothing.
     """
     init_from = config["init_from"]
+    if os.path.isfile(init_from):
+        folder = os.path.dirname(init_from) or "."
+        raise ValueError(
+            f"init_from {init_from} is a file: set --out_dir={folder} for a run's ckpt.pt in this folder, or "
+            f"--init_from={folder} for a model of transformers"
+        )
     if init_from not in ("resume", *GPT2) and not os.path.isdir(init_from):
         raise ValueError(
             f"init_from is {init_from!r}; possible: resume (a run in out_dir), gpt2[-medium|-large|-xl], or "
