@@ -390,7 +390,8 @@ def speed(place: Place) -> Iterator[Line]:
     )
     yield Line("its step in ms", "", f"{report['run']['step_ms']['mean']:.2f}: {split}")
     if place.on_gpu:
-        yield Line("MFU at the best micro-batch", ">= 45%", f"{best['mfu']:.1%}", best["mfu"] >= 0.45)
+        mfu = best["mfu"] or 0.0  # n/a if it is above 100%
+        yield Line("MFU at the best micro-batch", ">= 45%", f"{mfu:.1%}", mfu >= 0.45)
         for r in sweep:
             estimated, measured = estimate(r), r["memory_gb"]["max"]
             yield Line(
