@@ -546,6 +546,14 @@ def parts(place: Place) -> Iterator[Line]:
         ratio <= 1.1 if place.on_gpu else None,
     )
 
+    # with these values, the output is the attention weights, of which 0.1 are dropped
+    q, values = (torch.zeros(64, 64, heads, 64, device=device, dtype=dtype) for _ in "qv")
+    values += torch.eye(64, device=device, dtype=dtype)[:, None]
+    weights = kernels.causal_attention(q, q, values, 0.1).unflatten(-1, (heads, 64)).movedim(2, 1)
+    dropped = 1 - (weights != 0).sum().item() / (64 * heads * 64 * 65 / 2)
+    expected, is_near = "0.1, at most 0.005 beside", abs(dropped - 0.1) <= 0.005
+    yield Line("attention weights that dropout 0.1 drops", expected, f"{dropped:.4f}", is_near)
+
     shape = {} if place.on_gpu else dict(n_layer=2, n_head=2, n_embd=64, block_size=64, vocab_size=512)
     model = GPT(GPTConfig(**shape)).to(device)
     optimizer = model.configure_optimizers(0.1, 1e-4, (0.9, 0.95), device.type)

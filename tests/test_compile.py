@@ -59,6 +59,16 @@ def test_buckets_of_any_size():
         dist.destroy_process_group()
 
 
+def test_the_choice_of_attention_on_a_gpu_is_in_the_graph():
+    def attend(q):
+        with kernels.attention_backends(0.1, torch.device("cuda")):
+            return kernels.F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
+
+    q = torch.randn(1, 2, 8, 8, requires_grad=True)
+    torch.compile(attend, backend="aot_eager", fullgraph=True)(q).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1 and q.grad is not None
+
+
 def train_and_evaluate(model, vocab_size, times=1):
     """
     As in train.py, an evaluation with fewer rows before each step; returns loss and gradients of the last
