@@ -128,20 +128,26 @@ class RunReport:
         for slow in self.slow_ranks.seen({name: values.tolist() for name, values in columns.items()}):
             self.logger.event("slow_rank", f"warning: a slow rank: {slow}", what=slow)
 
+    def is_stopped(self) -> bool:
+        """Whether all ranks have agreed to stop before the last step."""
+        return self.meter.stop.agreed != 0 and self.progress.step <= self.max_iters
+
     def done(self, advice: str) -> None:
         """Report the end of training, and advice for the user; nothing if no step was taken."""
         if not self.steps_taken:
             return
         p, took = self.progress, duration(time.perf_counter() - self.began)
         best = last = ""
-        if p.val_loss is not None and not p.is_best:
+        # a loss that is as low as the best to the last digit is not repeated
+        if p.val_loss is not None and f"{p.val_loss:.4f}" != f"{p.best_val_loss:.4f}":
             last = f", val loss {p.val_loss:.4f}"
         if math.isfinite(p.best_val_loss):
             at_step = f" at step {p.best_step}" if p.best_step != NONE else ", which no checkpoint contains"
             best = f", best val loss {p.best_val_loss:.4f}{at_step}"
         if self.ranks.is_main and (text := waiting_text(self.throughout.read())):
             self.logger.print(text)
-        self.logger.print(f"done: {self.steps_taken} steps in {took}{last}{best}")
+        verb = "stopped" if self.is_stopped() else "done"
+        self.logger.print(f"{verb}: {self.steps_taken} steps in {took}{last}{best}")
         if advice:
             self.logger.print(advice)
 
@@ -150,7 +156,7 @@ class RunReport:
         Report the end of the run, or that it stopped early, and close the sinks (all ranks).
         """
         spans_ms = over_ranks(gather_objects(clock.medians()))
-        if stop.agreed and self.progress.step <= self.max_iters:
+        if self.is_stopped():
             hint = "there is no checkpoint to resume"
             if is_run(out_dir):
                 hint = "resume with --init_from=resume or auto"

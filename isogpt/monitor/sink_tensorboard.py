@@ -42,7 +42,7 @@ class TensorBoard:
     def write(self, record: dict, text: str) -> None:
         """Write the values of a record that are numbers."""
         for name, value in chart_values(record).items():
-            if isinstance(value, int | float):
+            if name != "iter" and isinstance(value, int | float):
                 self.writer.add_scalar(name, value, record["iter"])
         event = record.get("event")
         if event == "rollback" or event in CLOSING:
