@@ -41,8 +41,7 @@ def export(folder, vocab_size=6, characters="abcdef", **shape):
     return model
 
 
-@pytest.mark.parametrize("vocab_size", [6, 16], ids=["all ids are used", "padded"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name, vocab_size", [*((name, 6) for name in ARCHITECTURES), ("gpt2", 16)])
 def test_a_padded_batch(tmp_path, name, vocab_size):
     """Each row gets the logits and the text that it gets alone, and no id that sample.py does not sample."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling

@@ -299,8 +299,8 @@ def converted(model: nn.Module, token_ids: dict) -> "PreTrainedModel":
 
 def with_added_rows(weights: dict[str, Tensor], n: int) -> dict[str, Tensor]:
     """
-    Add n tokens to a model's weights. The mean of the others' rows leaves them the least weight that can be
-    promised without data: a new token's probability is at most that of the vocabulary's mean.
+    Add n tokens to a model's weights. Their rows are the mean of the others, so that their logit is the mean
+    logit, and a new token's probability is at most the mean probability of the others.
     """
     if not n:
         return weights
