@@ -41,7 +41,9 @@ from isogpt.common.files import load_pickle, write_whole
 from isogpt.data.vocabulary import Vocabulary
 from isogpt.launch.launchers import Launch, make_launch
 from isogpt.monitor.log import Logger
+from isogpt.monitor.run_report import RunReport
 from isogpt.monitor.samples import how_to_sample
+from isogpt.monitor.sink_console import Console
 from isogpt.monitor.sink_metrics import MetricsFile
 from isogpt.monitor.sink_plot import plot_loss
 from isogpt.monitor.sink_tensorboard import TensorBoard
@@ -386,7 +388,7 @@ def test_a_rank_that_dies_during_the_start_is_named(zygote, work):
 
 
 def test_what_the_plot_shows(tmp_path, monkeypatch):
-    """The first steps do not press the rest into a line, and the legend contains the last values."""
+    """All steps, and the legend contains the last values."""
     losses = [2.0 + 8.0 * 0.5**i + 0.1 * (-1) ** i for i in range(200)]
     steps = [{"iter": i, "loss": loss, "loss_mean": loss} for i, loss in enumerate(losses)]
     evaluations = [{"iter": i, "train_loss": 10.0 if i == 0 else 1.9, "val_loss": 2.2} for i in (0, 199)]
@@ -399,12 +401,37 @@ def test_what_the_plot_shows(tmp_path, monkeypatch):
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels[2:] == ["evaluation, train: 1.9000 at the end", "evaluation, val: 2.2000 at the end"]
     assert abs(float(re.search(r"smoothed: ([\d.]+) at", labels[1])[1]) - 2.0) < 0.02
-    assert 2.2 < axes.get_ylim()[1] < 2.4
-    # a few steps are shown completely
+    assert axes.get_ylim()[1] > 10 and axes.get_ylim()[0] < 2
+    # a few steps are not smoothed
     (tmp_path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:10]))
     plot_loss(tmp_path)
     (axes,) = figures[1].axes
-    assert len(axes.lines) == 1 and axes.get_ylim()[1] > 10
+    assert len(axes.lines) == 1
+
+
+def test_a_name_that_the_font_cannot_write(tmp_path, recwarn):
+    folder = tmp_path / "\u5b9e\u9a8c-\ud14c\uc2a4\ud2b8"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(json.dumps({"iter": 0, "loss": 2.0}) + "\n")
+    assert plot_loss(folder).stat().st_size > 1000
+    assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    "step, stop, val_loss, said",
+    [
+        (4, 0, 2.20591, "done: 4 steps in 0:00, best val loss 2.2059 at step 2"),  # the same digits once
+        (4, 0, 2.3, "done: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),
+        (4, 15, 2.3, "done: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),  # too late
+        (3, 15, 2.3, "stopped: 4 steps in 0:00, val loss 2.3000, best val loss 2.2059 at step 2"),
+    ],
+)
+def test_the_last_line_of_a_run(capsys, step, stop, val_loss, said):
+    progress = Progress(1, step=step, best_val_loss=2.20589, best_step=2, val_loss=val_loss)
+    meter, ranks = SimpleNamespace(stop=SimpleNamespace(agreed=stop)), SimpleNamespace(is_main=True)
+    logger = Logger(progress, [Console(3)])
+    RunReport(logger, meter, ranks, 3, 1, 1.0, None, steps_taken=4).done("")
+    assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_how_to_sample(at):
